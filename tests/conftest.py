@@ -1,0 +1,39 @@
+"""What every test of the house shares: one thread per process, no hub, one way to ask for the real model."""
+
+import os
+from pathlib import Path
+
+# Before torch or transformers is imported by any test: two ranks with two threads each on two cores run nearly
+# three times slower than with one each, and no unit test may depend on a network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A deadline per example measures how busy the machine is, not whether the code is right.
+hypothesis.settings.register_profile("tplab", deadline=None)
+hypothesis.settings.load_profile("tplab")
+
+
+@pytest.fixture(scope="session")
+def root():
+    """The repository's own folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The real model's checkpoint; skipped where it was never fetched, except in CI, where it must be there."""
+    from tplab.checkpoint import CheckpointError, open_checkpoint
+
+    try:
+        return open_checkpoint("smollm2")
+    except CheckpointError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must fetch smollm2 first: {error}")
+        pytest.skip(f"smollm2 is not at hand: {error}")

@@ -1,0 +1,214 @@
+"""The notebooks' contract: what every file ``notebooks/NN_name.ipynb`` promises its reader.
+
+How a notebook is written
+-------------------------
+First cell (markdown): ``# Title``; then one sentence of promise (a plain line that ends with a full stop); a line with
+*you will be able to*; a line with *Prerequisites*; a line with *Run time* and the measured seconds; links to the
+previous and the next notebook of the series (``[← …](00_start_here.ipynb)``), whichever of the two exist.
+
+Tags of cells (``metadata.tags``):
+
+``parameters``
+    Exactly one code cell, literals only: ``model`` (default ``"fable"``), ``tensor_parallel_size``, ``prompt``,
+    ``dtype``, ``seed``, and whatever else the notebook lets its user choose.
+``stub``
+    *Your turn*: a code cell that runs as it stands and is wrong.
+``solution``
+    A markdown cell with ``<details>`` and exactly one fenced ``python`` block, which replaces the whole source of its
+    stub. It stands anywhere after its stub and before the next one.
+``check``
+    The code cell that judges the stub: it prints a line that starts with ``PASS`` when the work is right and with
+    ``NOT YET`` when it is not. The stored notebook holds the stub, so its stored check says ``NOT YET``.
+
+``stub``, ``solution`` and ``check`` come in threes, in this order of stubs; every notebook but ``00`` has at least one.
+
+Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:`` printed by the same cell,
+or a markdown cell right below it whose text starts with ``Figure`` (emphasis marks before it do not matter).
+
+A heading says *In the wild*, another says *Takeaway*; at least one answer is folded in ``<details>`` besides the
+solutions (the *Predict* question). Median length of code cells: under 10 lines.
+
+Stored state: executed once from the top (counts 1, 2, 3, …), no error output, no widget state, no timing metadata, no
+path of anybody's machine, no memory address, kernelspec ``python3``. One command stores a notebook in this state::
+
+    jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \\
+        --ExecutePreprocessor.store_widget_state=False notebooks/00_start_here.ipynb
+
+``pytest --nbval notebooks`` compares the stored text with a fresh run; the run below pastes the solutions over the
+stubs, on three ranks and in a foreign working folder, and wants every check to say ``PASS``.
+"""
+
+import ast
+import re
+import statistics
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+SERIES = sorted(FOLDER.glob("*.ipynb"))
+PARAMETERS = {"model", "tensor_parallel_size", "prompt", "dtype", "seed"}
+FIGURES = {"image/png", "image/jpeg", "image/svg+xml"}
+FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+MACHINE = re.compile(r"(?:/(?:home|Users|root|tmp|work|opt|var)/[\w.]|[A-Z]:\\\\?Users|site-packages|0x[0-9a-f]{7,})")
+
+each_notebook = pytest.mark.parametrize("path", SERIES, ids=lambda path: path.stem)
+
+
+def load(path):
+    return nbformat.read(path, as_version=4)
+
+
+def tagged(notebook, tag):
+    return [cell for cell in notebook.cells if tag in cell.metadata.get("tags", [])]
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def prose(notebook):
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def printed(cell):
+    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")
+
+
+def says(cell, word):
+    return any(line.startswith(word) for line in printed(cell).splitlines())
+
+
+def paste_solutions(notebook):
+    """Put each solution's code in the place of its stub."""
+    for stub, solution in zip(tagged(notebook, "stub"), tagged(notebook, "solution"), strict=True):
+        (stub.source,) = FENCED.findall(solution.source)
+
+
+def test_the_series_has_its_notebooks():
+    names = [path.stem for path in SERIES]
+    assert names[:4] == ["00_start_here", "01_mask_nan", "02_dim0_sharding", "03_rope_alignment"]
+
+
+@each_notebook
+def test_file_is_a_valid_notebook_for_the_python3_kernel(path):
+    notebook = load(path)
+    nbformat.validate(notebook)
+    assert notebook.nbformat == 4
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+@each_notebook
+def test_header_says_what_for_whom_how_long_and_where_next(path):
+    first = load(path).cells[0]
+    assert first.cell_type == "markdown"
+    lines = [line.strip() for line in first.source.splitlines() if line.strip()]
+    assert lines[0].startswith("# "), "the first line is the title"
+    assert lines[1][0].isalnum() and lines[1].endswith("."), f"no sentence of promise under the title: {lines[1]!r}"
+    for words in ("you will be able to", "prerequisites", "run time"):
+        assert words in first.source.lower(), f"the header lacks {words!r}"
+    assert re.search(r"run time\W[^\n]*\d+\s*(s\b|seconds|min)", first.source, re.IGNORECASE), "the run time has no number"
+
+    here = SERIES.index(path)
+    for neighbour in SERIES[max(here - 1, 0) : here] + SERIES[here + 1 : here + 2]:
+        assert f"]({neighbour.name})" in first.source, f"the header does not link to {neighbour.name}"
+
+
+@each_notebook
+def test_relative_links_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)#\s]+)", prose(load(path)))
+    missing = [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+    assert not missing
+
+
+@each_notebook
+def test_one_parameters_cell_of_literals(path):
+    (cell,) = tagged(load(path), "parameters")
+    assert cell.cell_type == "code"
+    defaults = {}
+    for statement in ast.parse(cell.source).body:
+        assert isinstance(statement, ast.Assign) and len(statement.targets) == 1, ast.unparse(statement)
+        defaults[statement.targets[0].id] = ast.literal_eval(statement.value)
+    assert PARAMETERS <= set(defaults)
+    assert defaults["model"] == "fable"
+
+
+@each_notebook
+def test_stored_as_executed_once_from_the_top(path):
+    notebook = load(path)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    counts = [(cell.execution_count, output.execution_count)
+              for cell in cells for output in cell.outputs if output.output_type == "execute_result"]
+    assert all(of_cell == of_output for of_cell, of_output in counts)
+    assert not {"widgets", "papermill"} & set(notebook.metadata), "widget state or a papermill run is stored"
+    assert not [cell for cell in notebook.cells if "execution" in cell.metadata], "timings are stored"
+
+
+@each_notebook
+def test_no_trace_of_the_machine_it_was_written_on(path):
+    found = {match.group() for match in MACHINE.finditer(path.read_text(encoding="utf-8"))}
+    assert not found
+
+
+@each_notebook
+def test_cells_are_short(path):
+    lengths = [len(cell.source.strip().splitlines()) for cell in code_cells(load(path))]
+    assert statistics.median(lengths) < 10, lengths
+
+
+@each_notebook
+def test_prediction_sightings_and_takeaway_are_there(path):
+    notebook = load(path)
+    headings = re.findall(r"^#{2,} (.+)$", prose(notebook), re.MULTILINE)
+    for words in ("In the wild", "Takeaway"):
+        assert [heading for heading in headings if words in heading], f"no heading says {words!r}: {headings}"
+    assert prose(notebook).count("<details>") > len(tagged(notebook, "solution")), "no folded answer to a prediction"
+    assert prose(notebook).count("<details>") == prose(notebook).count("</details>")
+
+
+@each_notebook
+def test_every_figure_has_a_text_alternative(path):
+    notebook = load(path)
+    blind = []
+    for cell, below in zip(notebook.cells, [*notebook.cells[1:], None]):
+        if cell.cell_type != "code" or not any(FIGURES & set(out.get("data", {})) for out in cell.outputs):
+            continue
+        told = below is not None and below.cell_type == "markdown" and below.source.lstrip("*_> ").startswith("Figure")
+        if not told and not says(cell, "Figure:"):
+            blind.append(cell.source)
+    assert not blind
+
+
+@each_notebook
+def test_stubs_solutions_and_checks_come_in_threes(path):
+    notebook = load(path)
+    order = [tag for cell in notebook.cells for tag in ("stub", "solution", "check") if tag in cell.metadata.get("tags", [])]
+    threes = [order[at : at + 3] for at in range(0, len(order), 3)]
+    assert all(three[0] == "stub" and sorted(three) == ["check", "solution", "stub"] for three in threes), order
+    assert threes or path.stem.startswith("00"), "no work for the learner"
+    for solution in tagged(notebook, "solution"):
+        assert solution.cell_type == "markdown" and "<details>" in solution.source
+        assert len(FENCED.findall(solution.source)) == 1
+    for check in tagged(notebook, "check"):
+        assert says(check, "NOT YET") and not says(check, "PASS"), printed(check)
+
+
+@each_notebook
+def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path):
+    from nbclient import NotebookClient
+    from papermill.parameterize import parameterize_notebook
+
+    notebook = load(path)
+    if not tagged(notebook, "check"):
+        pytest.skip("nothing to solve in this notebook")
+    paste_solutions(notebook)
+    notebook = parameterize_notebook(notebook, {"tensor_parallel_size": 3})
+    last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
+    notebook.cells = notebook.cells[: last + 1]
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for check in tagged(notebook, "check"):
+        assert says(check, "PASS") and not says(check, "NOT YET"), printed(check)
