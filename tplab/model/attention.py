@@ -1,0 +1,152 @@
+"""Tensor-parallel attention: each rank computes the heads it owns; one all-reduce, behind ``o_proj``.
+
+The arithmetic is that of Hugging Face's eager attention, casts included: scores in the working dtype, softmax in
+float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a group are laid
+below each other and meet their KV head in one product.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from tplab.model.norm import RMSNorm
+from tplab.model.rope import rotate
+from tplab.model.trace import point
+from tplab.ranks import rank
+from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
+
+
+class AttentionBatch(NamedTuple):
+    """Queries that can attend in one product.
+
+    Attributes:
+        rows: their rows among the flattened tokens (a slice or an index tensor), ``batch * queries`` of them.
+        k, v: everything they may look at, ``[batch, kv heads here, keys, head_dim]``.
+        mask: ``[batch, 1, queries, keys]`` boolean, True where a query must *not* look.
+    """
+
+    rows: slice | torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor
+
+
+class AttentionContext(Protocol):
+    """Where keys and values come from: the prompt alone, or a cache. One per forward pass."""
+
+    lengths: list[int]
+
+    def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
+        """Take the new ``[tokens, kv heads here, head_dim]`` keys and values in, give the batches out."""
+
+
+def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
+    """``[batch, queries]`` absolute positions → boolean ``[batch, 1, queries, keys]``, True for keys in the future."""
+    return (torch.arange(keys, device=positions.device) > positions[..., None])[:, None]
+
+
+def mask_scores(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Hide the future. Selecting, not multiplying: ``0 * -inf`` is NaN."""
+    return scores.masked_fill(mask, float("-inf"))
+
+
+class NoCache:
+    """The context of a plain forward pass over whole prompts: keys and values are the new ones.
+
+    Args:
+        lengths: tokens of each prompt; the flattened input holds them one after the other.
+    """
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = list(lengths)
+
+    def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
+        start = 0
+        for length in self.lengths:
+            rows = slice(start, start + length)
+            mask = causal_mask(torch.arange(length, device=k.device)[None], length)
+            yield AttentionBatch(rows, k[rows].transpose(0, 1)[None], v[rows].transpose(0, 1)[None], mask)
+            start += length
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Masked softmax attention of grouped queries.
+
+    Args:
+        q: ``[batch, kv_heads * group, queries, head_dim]``; the queries of one KV head stand together.
+        k, v: ``[batch, kv_heads, keys, head_dim]``.
+        mask: ``[batch, 1, queries, keys]``, True = hidden.
+        scaling: usually ``head_dim ** -0.5``.
+
+    Returns:
+        ``[batch, kv_heads * group, queries, head_dim]``.
+    """
+    batch, heads, queries, head_dim = q.shape
+    grouped = (batch, k.shape[1], -1)
+    scores = torch.matmul(q.reshape(*grouped, head_dim), k.transpose(2, 3)) * scaling
+    scores = mask_scores(scores.view(batch, heads, queries, -1), mask)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights.view(*grouped, weights.shape[-1]), v).view(batch, heads, queries, head_dim)
+
+
+class TensorParallelAttention(nn.Module):
+    """Self-attention over this rank's heads.
+
+    Args:
+        config: :class:`tplab.checkpoint.ModelConfig`.
+        plan: who owns which heads.
+        layer: the layer's number, for trace points and caches.
+        dtype: of weights and activations.
+    """
+
+    def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.scaling = layer, config.head_dim ** -0.5
+        self.groups = plan.ranks[rank()].kv_groups
+        self.rotate = rotate(config.model_type)
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads,
+                                          shards=plan.ranks, bias=config.qkv_bias, dtype=dtype)
+        columns = [range(s.q_heads.start * config.head_dim, s.q_heads.stop * config.head_dim) for s in plan.ranks]
+        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, parts=columns,
+                                        bias=config.o_bias, dtype=dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
+                ) -> torch.Tensor:
+        """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
+        name = f"layers.{self.layer}."
+        q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
+        point(name + "q", q), point(name + "k", k), point(name + "v", v)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+            point(name + "q_norm", q), point(name + "k_norm", k)
+        q, k = self.apply_rope(q, k, cos, sin)
+        point(name + "q_rope", q), point(name + "k_rope", k)
+        out = self.attend_all(q, k, v, context)
+        point(name + "attn", out)
+        partial = self.o_proj.partial(out.flatten(1))
+        point(name + "o_partial", partial)
+        out = self.o_proj.reduce(partial)
+        point(name + "o_proj", out)
+        return out
+
+    def apply_rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q and k, ``[tokens, heads, head_dim]``, in the layout that Hugging Face's function expects."""
+        q, k = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+        return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+    def attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+                   ) -> torch.Tensor:
+        """Attention of all flattened tokens, ``[tokens, heads here, head_dim]``, batch by batch of the context."""
+        out = torch.empty_like(q)
+        for rows, keys, values, mask in context.batches(self.layer, k, v):
+            q_rows = q[rows].unflatten(0, (mask.shape[0], mask.shape[2])).transpose(1, 2)
+            for heads, kv_heads in self.groups:
+                kv = slice(kv_heads.start, kv_heads.stop)
+                attended = attend(q_rows[:, heads.start:heads.stop], keys[:, kv], values[:, kv], mask, self.scaling)
+                out[rows, heads.start:heads.stop] = attended.transpose(1, 2).flatten(0, 1)
+        return out

@@ -1,0 +1,36 @@
+"""RMSNorm, with Hugging Face's float32 cast (arXiv:1910.07467)."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from tplab.shard import Piece
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / rms(x)``; statistics in float32 whatever the working dtype, exactly where Hugging Face casts.
+
+    Args:
+        size: length of the normalised last dimension.
+        eps: added to the mean square.
+        dtype: of the weight, and so of the result.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+
+    def load(self, parameter: str, source) -> None:
+        """Fill ``"weight"``: replicated, so whole."""
+        getattr(self, parameter).data.copy_(source[:])
+
+    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
+        """The whole weight: every rank holds it."""
+        yield Piece(f"{names[0]}.weight", 0, range(len(self.weight)), self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)

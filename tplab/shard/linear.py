@@ -1,0 +1,195 @@
+"""Column-parallel and row-parallel linear layers (Megatron-LM's pair, with vLLM's names).
+
+A weight is ``[out_features, in_features]``, as in ``torch.nn.Linear`` and in every Hugging Face checkpoint. Column
+parallel keeps some *rows* of it (dim 0: output features), row parallel some *columns* (dim 1: input features). A
+column layer needs no communication; the row layer behind it needs one all-reduce.
+
+A *source* is anything with ``.shape`` whose slices are tensors: a tensor, or a checkpoint slice that reads from disk
+only what is asked for.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tplab.ranks import all_reduce, rank, world_size
+from tplab.shard.plan import RankShard, split_evenly
+
+
+class Piece(NamedTuple):
+    """One rank's part of one checkpoint tensor: ``tensor`` is ``[..., start:stop, ...]`` of it along ``dim``."""
+
+    name: str
+    dim: int
+    rows: range
+    tensor: torch.Tensor
+
+
+class _Rows:
+    """Rows ``start:start + size`` of a fused source, seen as a source of its own; nothing is read until sliced."""
+
+    def __init__(self, source, start: int, size: int):
+        self.source, self.start, self.shape = source, start, (size, *source.shape[1:])
+
+    def __getitem__(self, rows: slice):
+        first, last, _ = rows.indices(self.shape[0])
+        return self.source[self.start + first:self.start + last]
+
+
+def column_shard(source, rows: range) -> torch.Tensor:
+    """What a column-parallel layer keeps of a ``[out, in]`` weight or an ``[out]`` bias: some rows, dim 0."""
+    return source[rows.start:rows.stop]
+
+
+def row_shard(source, columns: range) -> torch.Tensor:
+    """What a row-parallel layer keeps of a ``[out, in]`` weight: some columns, dim 1."""
+    return source[:, columns.start:columns.stop]
+
+
+def merged_shard(sources: Sequence, ranges: Sequence[range]) -> torch.Tensor:
+    """This rank's rows of several column-parallel weights, one below the other. Each is cut by itself, then stacked."""
+    return torch.cat([column_shard(source, rows) for source, rows in zip(sources, ranges, strict=True)])
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """Several column-parallel layers over the same input, multiplied as one: ``gate|up`` or ``q|k|v``.
+
+    Args:
+        input_size: ``in_features``.
+        output_sizes: **global** ``out_features`` of each merged layer.
+        parts: for each merged layer, one range of its rows per rank; even cuts if not given.
+        bias: whether the layers have a bias.
+        dtype: of the weight.
+
+    The forward pass maps ``[tokens, input_size]`` to ``[tokens, sum of this rank's rows]``.
+    """
+
+    def __init__(self, input_size: int, output_sizes: Sequence[int], *, bias: bool = False,
+                 parts: Sequence[Sequence[range]] | None = None, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.input_size, self.output_sizes = input_size, tuple(output_sizes)
+        parts = parts or [split_evenly(size, world_size()) for size in output_sizes]
+        self.ranges = tuple(part[rank()] for part in parts)
+        self.split_sizes = [len(rows) for rows in self.ranges]
+        for size, part, rows in zip(self.output_sizes, parts, self.ranges, strict=True):
+            assert part[-1].stop <= size and rows.stop <= size, f"rows {rows} stand outside of {size} outputs"
+        rows = sum(self.split_sizes)
+        self.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
+
+    def load(self, parameter: str, sources) -> None:
+        """Fill ``"weight"`` or ``"bias"`` from one fused source or from one source per merged layer."""
+        if not isinstance(sources, (list, tuple)):
+            starts = [sum(self.output_sizes[:i]) for i in range(len(self.output_sizes))]
+            assert sources.shape[0] == sum(self.output_sizes), f"{sources.shape} is not {self.output_sizes} stacked"
+            sources = [_Rows(sources, start, size) for start, size in zip(starts, self.output_sizes)]
+        getattr(self, parameter).data.copy_(merged_shard(sources, self.ranges))
+
+    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
+        """This rank's pieces under their checkpoint names (one per merged layer, without ``.weight``)."""
+        for kind, parameter in self.named_parameters():
+            for name, rows, tensor in zip(names, self.ranges, parameter.split(self.split_sizes), strict=True):
+                yield Piece(f"{name}.{kind}", 0, rows, tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cut the merged output into the merged layers' outputs."""
+        return y.split(self.split_sizes, dim=-1)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """A linear layer whose output features are dealt out over the ranks: ``Y_r = X W_rᵀ + b_r``, no communication.
+
+    Args:
+        output_size: **global** ``out_features``; the others as in :class:`MergedColumnParallelLinear`.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False,
+                 parts: Sequence[range] | None = None, dtype: torch.dtype = torch.float32):
+        super().__init__(input_size, [output_size], bias=bias, parts=parts and [parts], dtype=dtype)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The query, key and value projections as one column-parallel layer, cut at head boundaries.
+
+    Takes **global** head counts; the local ones come from the plan's shards. Checkpoints with separate ``q_proj``,
+    ``k_proj``, ``v_proj`` and with one fused ``[q|k|v]`` both load: a fused matrix is cut into its three parts first,
+    and each part is then cut by itself.
+
+    Args:
+        hidden_size: ``in_features``.
+        head_size: width of a head; need not be ``hidden_size / total_num_heads``.
+        total_num_heads, total_num_kv_heads: **global** counts.
+        shards: one :class:`RankShard` per rank.
+    """
+
+    def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, total_num_kv_heads: int, *,
+                 shards: Sequence[RankShard], bias: bool = False, dtype: torch.dtype = torch.float32):
+        def rows_of(heads: range) -> range:
+            return range(heads.start * head_size, heads.stop * head_size)
+
+        q_parts = [rows_of(shard.q_heads) for shard in shards]
+        kv_parts = [rows_of(shard.kv_heads) for shard in shards]
+        kv_size = total_num_kv_heads * head_size
+        super().__init__(hidden_size, [total_num_heads * head_size, kv_size, kv_size], bias=bias,
+                         parts=[q_parts, kv_parts, kv_parts], dtype=dtype)
+        self.head_size = head_size
+        self.num_heads, self.num_kv_heads = len(shards[rank()].q_heads), len(shards[rank()].kv_heads)
+        expected = (self.num_heads + 2 * self.num_kv_heads) * head_size
+        assert self.weight.shape[0] == expected, f"QKV weight has {self.weight.shape[0]} rows, {expected} expected"
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[tokens, rows here]`` → q ``[tokens, heads here, head_size]``, k and v ``[tokens, kv heads here, …]``."""
+        q, k, v = self.split(qkv)
+        assert q.shape[-1] == self.num_heads * self.head_size and k.shape == v.shape, "a split boundary is off"
+        return (q.unflatten(-1, (self.num_heads, self.head_size)),
+                k.unflatten(-1, (self.num_kv_heads, self.head_size)),
+                v.unflatten(-1, (self.num_kv_heads, self.head_size)))
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose *input* features are dealt out: each rank computes a partial sum, one all-reduce adds them.
+
+    The bias belongs to the sum, so exactly one rank adds it (rank 0, as in vLLM).
+
+    Args:
+        input_size: **global** ``in_features``.
+        output_size: ``out_features``, whole on every rank.
+        parts: one range of input columns per rank; even cuts if not given.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False,
+                 parts: Sequence[range] | None = None, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        parts = parts or split_evenly(input_size, world_size())
+        assert parts[-1].stop == input_size, f"the parts end at {parts[-1].stop}, the input at {input_size}"
+        self.input_size, self.output_size, self.columns = input_size, output_size, parts[rank()]
+        self.weight = nn.Parameter(torch.empty(output_size, len(self.columns), dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
+
+    def load(self, parameter: str, source) -> None:
+        """Fill ``"weight"`` (this rank's columns) or ``"bias"`` (whole: it is not sharded)."""
+        data = row_shard(source, self.columns) if parameter == "weight" else source[:]
+        getattr(self, parameter).data.copy_(data)
+
+    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
+        """This rank's pieces under their checkpoint name."""
+        yield Piece(f"{names[0]}.weight", 1, self.columns, self.weight)
+        if self.bias is not None:
+            yield Piece(f"{names[0]}.bias", 0, range(self.output_size), self.bias)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, ``[tokens, output_size]``; the summands of all ranks add up to the layer's output."""
+        return F.linear(x, self.weight, self.bias if rank() == 0 else None)
+
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Add up the ranks' summands; overwrites ``partial``."""
+        return all_reduce(partial)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reduce(self.partial(x))

@@ -1,0 +1,156 @@
+"""``ShardPlan``: who owns which heads, MLP columns and vocabulary rows.
+
+The plan is computed once, from the *global* counts of the configuration and the number of ranks. Every local size
+is read from it; no global size is ever derived as ``local * tensor_parallel_size``.
+"""
+
+from dataclasses import dataclass
+
+from tplab.errors import TplabError
+
+
+class ShardPlanError(TplabError):
+    """The model cannot be dealt out over that many ranks; the message names sizes that work."""
+
+
+def split_evenly(total: int, parts: int) -> tuple[range, ...]:
+    """Cut ``range(total)`` into ``parts`` contiguous ranges whose lengths differ by at most one, longer ones first.
+
+    Args:
+        total: number of rows (or heads, or columns) to deal out.
+        parts: number of ranks.
+
+    Returns:
+        One ``range`` per rank; together they cover ``range(total)`` without gap or overlap.
+    """
+    size, longer = divmod(total, parts)
+    bounds = [part * size + min(part, longer) for part in range(parts + 1)]
+    return tuple(range(start, stop) for start, stop in zip(bounds, bounds[1:]))
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """What one rank holds, in global indices (``kv_for_q`` alone is local).
+
+    Attributes:
+        rank: the rank's number.
+        q_heads: global query heads.
+        kv_heads: global KV heads: exactly those that ``q_heads`` read.
+        kv_for_q: for each local query head, the *local* index of the KV head it reads.
+        mlp: global columns of the MLP's intermediate dimension.
+        vocab: global rows of the embedding and the LM head.
+    """
+
+    rank: int
+    q_heads: range
+    kv_heads: range
+    kv_for_q: tuple[int, ...]
+    mlp: range
+    vocab: range
+
+    @property
+    def kv_groups(self) -> tuple[tuple[range, range], ...]:
+        """Runs of local KV heads that serve equally many query heads, as ``(local q heads, local kv heads)``.
+
+        One run wherever heads divide evenly. Attention computes run by run, without repeating K and V.
+        """
+        runs: list[tuple[range, range]] = []
+        for kv in range(len(self.kv_heads)):
+            queries = [q for q, reads in enumerate(self.kv_for_q) if reads == kv]
+            q_run = range(queries[0], queries[-1] + 1)
+            if runs and len(runs[-1][0]) == len(q_run) * len(runs[-1][1]):
+                last_q, last_kv = runs.pop()
+                runs.append((range(last_q.start, q_run.stop), range(last_kv.start, kv + 1)))
+            else:
+                runs.append((q_run, range(kv, kv + 1)))
+        return tuple(runs)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Who owns what, for every rank. Build one with :meth:`make` or :meth:`from_config`.
+
+    Attributes:
+        kind: ``"partition"`` (each KV head on one rank, all ranks alike), ``"replication"`` (fewer KV heads than
+            ranks, all ranks alike) or ``"uneven"`` (ranks hold different head counts, or read across a group's edge).
+        ranks: one :class:`RankShard` per rank.
+    """
+
+    tensor_parallel_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    kind: str
+    ranks: tuple[RankShard, ...]
+
+    @classmethod
+    def make(cls, *, tensor_parallel_size: int, num_heads: int, num_kv_heads: int, head_dim: int,
+             hidden_size: int, intermediate_size: int, vocab_size: int) -> "ShardPlan":
+        """Deal the heads out: whole GQA groups while there are at least as many KV heads as ranks, then head by head.
+
+        Raises:
+            ShardPlanError: heads that do not form groups, or more ranks than query heads, MLP columns or tokens.
+        """
+        tp = tensor_parallel_size
+        counts = {"query heads": num_heads, "MLP columns": intermediate_size, "tokens": vocab_size}
+        scarce = min(counts, key=counts.get)
+        if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+            raise ShardPlanError(f"tensor_parallel_size must be a whole number from 1 to {counts[scarce]}, not {tp!r}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ShardPlanError(f"{num_heads} query heads do not form equal groups over {num_kv_heads} KV heads")
+        if tp > counts[scarce]:
+            raise ShardPlanError(f"{tp} ranks cannot share {counts[scarce]} {scarce}: a rank would hold none. "
+                                 f"tensor_parallel_size can be 1 to {counts[scarce]}")
+        group = num_heads // num_kv_heads
+        if num_kv_heads >= tp:
+            kv_parts = split_evenly(num_kv_heads, tp)
+            q_parts = tuple(range(kv.start * group, kv.stop * group) for kv in kv_parts)
+        else:
+            q_parts = split_evenly(num_heads, tp)
+            kv_parts = tuple(range(q[0] // group, q[-1] // group + 1) for q in q_parts)
+        ranks = tuple(
+            RankShard(rank, q, kv, tuple(head // group - kv.start for head in q), mlp, vocab)
+            for rank, (q, kv, mlp, vocab) in enumerate(zip(
+                q_parts, kv_parts, split_evenly(intermediate_size, tp), split_evenly(vocab_size, tp))))
+        alike = len({shard.kv_for_q for shard in ranks}) == 1
+        kind = "uneven" if not alike else "partition" if num_kv_heads >= tp else "replication"
+        return cls(tp, num_heads, num_kv_heads, head_dim, hidden_size, intermediate_size, vocab_size, kind, ranks)
+
+    @classmethod
+    def from_config(cls, config, tensor_parallel_size: int) -> "ShardPlan":
+        """The plan for a :class:`tplab.checkpoint.ModelConfig`. Errors as in :meth:`make`."""
+        return cls.make(tensor_parallel_size=tensor_parallel_size, **{
+            name: getattr(config, name) for name in (
+                "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")})
+
+    def sizes(self, dimension: str) -> list[int]:
+        """Per-rank lengths of ``"q_heads"``, ``"kv_heads"``, ``"mlp"`` or ``"vocab"``, as ``all_gather`` takes them."""
+        return [len(getattr(shard, dimension)) for shard in self.ranks]
+
+    def rows(self) -> list[dict]:
+        """One plain dictionary per rank, ready for a table or for JSON."""
+        return [{"rank": s.rank, "q_heads": list(s.q_heads), "kv_heads": list(s.kv_heads),
+                 "mlp": [s.mlp.start, s.mlp.stop], "vocab": [s.vocab.start, s.vocab.stop]} for s in self.ranks]
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: {self.num_heads} query heads and {self.num_kv_heads} KV heads "
+                 f"over {self.tensor_parallel_size} rank{'s' * (self.tensor_parallel_size > 1)}"]
+        for s in self.ranks:
+            lines.append(f"  rank {s.rank}: {_count(s.q_heads, 'query head')}, {_count(s.kv_heads, 'KV head')}, "
+                         f"MLP columns {_span(s.mlp)}, vocabulary rows {_span(s.vocab)}")
+        return "\n".join(lines)
+
+    def _repr_svg_(self) -> str:
+        from tplab.shard.draw import plan_svg
+        return plan_svg(self)
+
+
+def _count(heads: range, what: str) -> str:
+    return f"{len(heads)} {what}{'s' * (len(heads) > 1)} ({_span(heads)})"
+
+
+def _span(indices: range) -> str:
+    return f"{indices[0]}" if len(indices) == 1 else f"{indices[0]}–{indices[-1]}"
