@@ -1,0 +1,59 @@
+"""The tplab side: run a prompt on the ranks, bring every trace point back, put the shards into HF's layout."""
+
+import torch
+
+from tplab.model import NoCache, load_model, model_pieces
+from tplab.model.trace import layout, recording
+from tplab.patch import applied
+from tplab.shard import ShardPlan
+
+
+def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]], patches) -> dict:
+    """Runs on every rank: load, one forward pass over all prompts, all trace points of this rank.
+
+    The model is loaded under the patches too: a fault may live in the loader.
+    """
+    with applied(*patches), torch.inference_mode():
+        model = load_model(ckpt, plan, dtype)
+        lengths = [len(prompt) for prompt in prompts]
+        input_ids = torch.tensor([token for prompt in prompts for token in prompt])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        with recording() as points:
+            model.compute_logits(model(input_ids, positions, NoCache(lengths)))
+    return points
+
+
+def whole_point(name: str, shards: list[torch.Tensor], plan: ShardPlan) -> tuple[torch.Tensor, float]:
+    """One trace point of all ranks → the tensor Hugging Face has, and the largest disagreement between ranks.
+
+    Ranks can disagree only about what more than one of them holds: replicated tensors and replicated KV heads.
+    """
+    how = layout(name)
+    if how == "partial":
+        return torch.stack(shards).sum(0), 0.0
+    if how == "replicated":
+        return shards[0], max((_distance(shard, shards[0]) for shard in shards[1:]), default=0.0)
+    if how in ("mlp", "vocab"):
+        return torch.cat(shards, dim=-1), 0.0
+    heads: dict[int, torch.Tensor] = {}
+    spread = 0.0
+    for shard, tensor in zip(plan.ranks, shards, strict=True):
+        for head, values in zip(getattr(shard, how), tensor.unbind(1), strict=True):
+            if head in heads:
+                spread = max(spread, _distance(values, heads[head]))
+            heads.setdefault(head, values)
+    return torch.stack([heads[head] for head in sorted(heads)], 1), spread
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference; equal NaNs and infinities count as agreement, unequal ones as infinitely far."""
+    both = torch.isfinite(a) & torch.isfinite(b)
+    if not torch.allclose(a.masked_fill(both, 0), b.masked_fill(both, 0), rtol=0, atol=0, equal_nan=True):
+        return float("inf")
+    return (a - b)[both].abs().max().item() if both.any() else 0.0
+
+
+def pieces_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, patches) -> list:
+    """Runs on every rank: every parameter with its checkpoint name and the rows it was cut from."""
+    with applied(*patches):
+        return list(model_pieces(load_model(ckpt, plan, dtype)))

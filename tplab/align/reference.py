@@ -1,0 +1,83 @@
+"""The Hugging Face side: the same checkpoint in transformers' own model, with a recorder at every trace point."""
+
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from importlib import import_module
+from unittest import mock
+
+import torch
+
+
+@lru_cache(maxsize=2)
+def hf_model(folder, dtype: torch.dtype):
+    """transformers' model of a checkpoint folder, eager attention, on the CPU; the last two are kept.
+
+    Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager",
+                                                local_files_only=True).eval()
+
+
+def hf_trace(model, input_ids: list[int]) -> dict[str, torch.Tensor]:
+    """All trace points of one prompt, without the batch dimension: ``[tokens, …]``, heads as ``[tokens, heads, dim]``."""
+    with torch.inference_mode(), _recorder(model) as points:
+        logits = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits
+        points["logits"] = logits[0]
+    return points
+
+
+@contextmanager
+def _recorder(model):
+    points: dict[str, torch.Tensor] = {}
+    head_dim = model.model.layers[0].self_attn.head_dim
+
+    def keep(*names, heads=False):
+        def hook(module, args, output):
+            tensor = (output[0] if isinstance(output, tuple) else output)[0]
+            tensor = tensor.view(tensor.shape[0], -1, head_dim) if heads else tensor
+            points.update(dict.fromkeys(names, tensor.clone()))
+        return hook
+
+    def keep_input(name):
+        def hook(module, args):
+            points[name] = args[0][0].clone()
+        return hook
+
+    modeling = import_module(type(model).__module__)
+    eager = modeling.eager_attention_forward
+
+    def recording_attention(module, query, key, value, *args, **kwargs):
+        output, weights = eager(module, query, key, value, *args, **kwargs)
+        at = f"layers.{module.layer_idx}."
+        points[at + "q_rope"] = query[0].transpose(0, 1).clone()
+        points[at + "k_rope"] = key[0].transpose(0, 1).clone()
+        points[at + "attn"] = output[0].clone()
+        return output, weights
+
+    with ExitStack() as undo:
+        def after(module, *names, **options):
+            undo.callback(module.register_forward_hook(keep(*names, **options)).remove)
+
+        def before(module, name):
+            undo.callback(module.register_forward_pre_hook(keep_input(name)).remove)
+
+        undo.enter_context(mock.patch.object(modeling, "eager_attention_forward", recording_attention))
+        after(model.model.embed_tokens, "embed")
+        after(model.model.norm, "norm")
+        for i, layer in enumerate(model.model.layers):
+            at, attn = f"layers.{i}.", layer.self_attn
+            after(layer.input_layernorm, at + "input_norm")
+            for x in "qkv":
+                after(getattr(attn, f"{x}_proj"), at + x, heads=True)
+                if hasattr(attn, f"{x}_norm"):
+                    after(getattr(attn, f"{x}_norm"), at + f"{x}_norm", heads=True)
+            # Hugging Face has no partial sums: the sum of the ranks' partials is compared with the whole output.
+            after(attn.o_proj, at + "o_partial", at + "o_proj")
+            before(layer.post_attention_layernorm, at + "residual")
+            after(layer.post_attention_layernorm, at + "post_norm")
+            before(layer.mlp.down_proj, at + "mlp_act")
+            after(layer.mlp.down_proj, at + "mlp_partial", at + "mlp")
+            after(layer, at + "output")
+        yield points

@@ -1,0 +1,178 @@
+"""The report of one alignment: every trace point's difference, where it starts, what the next tokens are."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tplab.align.floors import RELATIVE, inside
+from tplab.model.trace import layout
+from tplab.shard import ShardPlan
+
+
+@dataclass(frozen=True)
+class PointDiff:
+    """One trace point, tplab against Hugging Face.
+
+    Attributes:
+        max_abs, mean_abs: of the difference, over entries that are finite on both sides.
+        relative: ``max_abs`` divided by the reference's largest magnitude.
+        nan, inf: how many entries of tplab's tensor are NaN or infinite, of ``size``.
+        spread: largest disagreement between ranks about what they all hold.
+        inside: explained by rounding, and finite, and the ranks agree bit for bit or within the floor.
+    """
+
+    name: str
+    layout: str
+    shape: tuple[int, ...]
+    max_abs: float
+    mean_abs: float
+    relative: float
+    nan: int
+    inf: int
+    size: int
+    spread: float
+    inside: bool
+
+
+def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: float, dtype: torch.dtype) -> PointDiff:
+    """The difference at one trace point. Both tensors ``[tokens, …]``, the same shape."""
+    if ours.shape != reference.shape:
+        raise ValueError(f"{name}: tplab has {tuple(ours.shape)}, Hugging Face {tuple(reference.shape)}")
+    finite = torch.isfinite(ours) & torch.isfinite(reference)
+    diff = (ours.double() - reference.double())[finite].abs()
+    scale = reference.double().abs().max().item()
+    max_abs = diff.max().item() if diff.numel() else float("nan")
+    nan, inf = int(torch.isnan(ours).sum()), int(torch.isinf(ours).sum())
+    good = nan == inf == 0 and inside(name, max_abs, scale, dtype) and inside(name, spread, scale, dtype)
+    return PointDiff(name, layout(name), tuple(ours.shape), max_abs, diff.mean().item() if diff.numel() else float("nan"),
+                     max_abs / scale if scale else max_abs, nan, inf, ours.numel(), spread, good)
+
+
+class Evidence(NamedTuple):
+    """The tensors behind one point: tplab's (whole), Hugging Face's, and what each rank held."""
+
+    ours: torch.Tensor
+    reference: torch.Tensor
+    shards: list[torch.Tensor]
+
+
+@dataclass
+class AlignReport:
+    """What :func:`tplab.align.align` found. ``ok`` says whether everything is inside the floor.
+
+    Attributes:
+        points: one :class:`PointDiff` per trace point, in the order of the forward pass.
+        ids: the prompts' token ids.
+        evidence: :class:`Evidence` of the points of the first divergent layer and of the ends of the model.
+        shapes: per rank, the shapes of layer 0's q, k and v weights.
+        patches: the dotted names that were replaced during the run.
+    """
+
+    model: str
+    plan: ShardPlan
+    dtype: torch.dtype
+    ids: list[list[int]]
+    points: list[PointDiff]
+    evidence: dict[str, Evidence] = field(repr=False)
+    shapes: list[dict[str, tuple[int, ...]]] = field(repr=False)
+    patches: tuple[str, ...] = ()
+
+    @property
+    def tp_logits(self) -> torch.Tensor:
+        """tplab's logits, ``[tokens, vocab]``, all prompts below each other."""
+        return self.evidence["logits"].ours
+
+    @property
+    def hf_logits(self) -> torch.Tensor:
+        """Hugging Face's logits, ``[tokens, vocab]``."""
+        return self.evidence["logits"].reference
+
+    @property
+    def ok(self) -> bool:
+        return self.first_divergence is None
+
+    @cached_property
+    def first_divergence(self) -> PointDiff | None:
+        """The first point of the forward pass that rounding does not explain."""
+        return next((point for point in self.points if not point.inside), None)
+
+    def __getitem__(self, name: str) -> PointDiff:
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, PointDiff]:
+        return {point.name: point for point in self.points}
+
+    @property
+    def max_abs_diff(self) -> float:
+        """Of the logits; NaN where tplab's logits hold no finite number."""
+        return self["logits"].max_abs
+
+    @property
+    def rank_spread(self) -> float:
+        """The largest disagreement between ranks at any point."""
+        return max(point.spread for point in self.points)
+
+    @property
+    def nan_count(self) -> int:
+        """NaN entries at all points together."""
+        return sum(point.nan for point in self.points)
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of positions at which both sides would choose the same next token (a NaN row chooses none)."""
+        whole = ~torch.isnan(self.tp_logits).any(-1)
+        same = self.tp_logits.nan_to_num().argmax(-1) == self.hf_logits.argmax(-1)
+        return (same & whole).double().mean().item()
+
+    def table(self, every_layer: bool = True):
+        """A pandas table of the points; without ``every_layer``, the layers' outputs and the ends of the model only."""
+        import pandas as pd
+
+        chosen = [p for p in self.points if every_layer or p.name.rpartition(".")[2] in ("embed", "output", "norm", "logits")]
+        return pd.DataFrame([asdict(p) for p in chosen]).set_index("name")
+
+    def top_tokens(self, tokenizer, k: int = 5):
+        """The k likeliest next tokens after the last prompt, Hugging Face and tplab side by side (a pandas table)."""
+        import pandas as pd
+
+        def column(logits):
+            best = logits[-1].nan_to_num(float("-inf")).topk(k)
+            return [f"{tokenizer.decode([token])!r} {value:.3f}" for value, token in zip(best.values, best.indices)]
+        return pd.DataFrame({"Hugging Face": column(self.hf_logits), "tplab": column(self.tp_logits)},
+                            index=pd.RangeIndex(1, k + 1, name="rank"))
+
+    def summary(self) -> str:
+        """Two or three lines for the terminal."""
+        floor = f"floor {RELATIVE[self.dtype]:.0e} relative"
+        verdict = f"inside the {floor}" if self.ok else f"first outside the {floor}: {self.first_divergence.name}"
+        return (f"{self.model}, tp {self.plan.tensor_parallel_size}, {str(self.dtype).removeprefix('torch.')}: "
+                f"max |Δ logits| {self.max_abs_diff:.2e}, top-1 agreement {self.top1_agreement:.1%}, "
+                f"spread across ranks {self.rank_spread:.2e}, NaN {self.nan_count}\n{verdict}")
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the report without its tensors. NaN and infinity become null, since JSON knows neither."""
+        def clean(value):
+            if isinstance(value, float):
+                return value if value == value and abs(value) != float("inf") else None
+            if isinstance(value, dict):
+                return {key: clean(item) for key, item in value.items()}
+            return [clean(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        first = self.first_divergence
+        Path(path).write_text(json.dumps(clean({
+            "model": self.model, "tp": self.plan.tensor_parallel_size, "dtype": str(self.dtype).removeprefix("torch."),
+            "plan": {"kind": self.plan.kind, "ranks": self.plan.rows()}, "ids": self.ids, "ok": self.ok,
+            "max_abs_diff": self.max_abs_diff, "top1_agreement": self.top1_agreement, "rank_spread": self.rank_spread,
+            "nan_count": self.nan_count, "first_divergence": first and first.name, "patches": self.patches,
+            "shapes": self.shapes, "points": [asdict(point) for point in self.points]}), indent=1))
+
+    def save_logits(self, path: str | Path) -> None:
+        """Write ``tp_logits`` and ``hf_logits``, each ``[tokens, vocab]``, as safetensors."""
+        from safetensors.torch import save_file
+
+        save_file({"tp_logits": self.tp_logits.contiguous(), "hf_logits": self.hf_logits.contiguous()}, path)

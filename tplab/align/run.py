@@ -1,0 +1,126 @@
+"""``align``: the same prompt through Hugging Face and through the ranks, compared at every trace point."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tplab.align.floors import parse_dtype
+from tplab.align.gather import pieces_on_rank, trace_on_rank, whole_point
+from tplab.align.reference import hf_model, hf_trace
+from tplab.align.report import AlignReport, Evidence, compare
+from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.errors import TplabError
+from tplab.model.trace import point_names
+from tplab.ranks import RankPool, logical_ranks, shared_pool
+from tplab.shard import ShardPlan
+
+
+class AlignError(TplabError):
+    """The prompt cannot be used with this model."""
+
+
+def _token_ids(ckpt: Checkpoint, prompts) -> list[list[int]]:
+    rows = []
+    for prompt in prompts:
+        ids = ckpt.tokenizer()(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise AlignError("the prompt is empty; at least one token is needed")
+        wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < ckpt.config.vocab_size), None)
+        if wrong is not None:
+            raise AlignError(f"token id {wrong!r} is not in {ckpt.name}'s vocabulary: 0 to {ckpt.config.vocab_size - 1}")
+        if len(ids) > ckpt.config.max_position_embeddings:
+            raise AlignError(f"the prompt has {len(ids)} tokens; {ckpt.name} takes up to "
+                             f"{ckpt.config.max_position_embeddings}")
+        rows.append(ids)
+    return rows
+
+
+def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32",
+          patches: Sequence = (), pool: RankPool | None = None, logical: bool = False) -> AlignReport:
+    """Run Hugging Face and tplab on the same ids and compare all trace points.
+
+    Args:
+        model: a model's name, folder or hub id, or an opened checkpoint.
+        prompts: a text, a list of token ids, or a list of either; several prompts share one flattened forward pass
+            in tplab and are run one by one in Hugging Face.
+        tensor_parallel_size: number of ranks.
+        dtype: float32 (the working dtype), float64 (the judge) or bfloat16; the same on both sides.
+        patches: faults or :class:`tplab.patch.Patch` objects to apply on the ranks, while loading too.
+        pool: the ranks to use; ``shared_pool(tensor_parallel_size)`` if not given.
+        logical: run the ranks as threads of this process instead (for wide sweeps in tests).
+
+    Returns:
+        An :class:`AlignReport`.
+
+    Raises:
+        AlignError, CheckpointError, ShardPlanError: the request cannot be carried out.
+        RankError: a rank failed.
+    """
+    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    dtype = parse_dtype(dtype)
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not prompts:
+        raise AlignError("there is no prompt")
+    ids = _token_ids(ckpt, prompts)
+    traces = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, tuple(patches), pool=pool, logical=logical)
+    reference = hf_model(ckpt.folder, dtype)
+    hf_traces = [hf_trace(reference, row) for row in ids]
+    points, evidence, broken_layer = [], {}, None
+    for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm):
+        shards = [trace.pop(name) for trace in traces]
+        ours, spread = whole_point(name, shards, plan)
+        theirs = torch.cat([trace.pop(name) for trace in hf_traces])
+        points.append(compare(name, ours, theirs, spread, dtype))
+        layer = name.rpartition(".")[0]
+        if layer and broken_layer is None:
+            # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
+            evidence = {kept: value for kept, value in evidence.items() if kept.rpartition(".")[0] in ("", layer)}
+            broken_layer = layer if not points[-1].inside else None
+        if layer in ("", broken_layer) or broken_layer is None:
+            evidence[name] = Evidence(ours, theirs, shards)
+    shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
+               **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
+    return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes,
+                       tuple(p.target for patchable in patches for p in patchable.patches))
+
+
+def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:
+    """``fn(*args)`` on every rank of the plan in ``args[1]``: on a pool's processes, or on logical ranks."""
+    size = args[1].tensor_parallel_size
+    if logical:
+        return logical_ranks(size, fn, *args)
+    if pool is not None and pool.size != size:
+        raise AlignError(f"the pool has {pool.size} ranks, the plan needs {size}")
+    return (pool or shared_pool(size)).run(fn, *args)
+
+
+def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patches: Sequence = (),
+               pool: RankPool | None = None, logical: bool = False) -> dict[str, str]:
+    """Gather every rank's shards and compare them with the checkpoint, bit for bit.
+
+    Returns:
+        ``{tensor name: what is wrong}``, empty when the shards *are* the checkpoint: rows that no rank holds, rows on
+        which ranks disagree, rows that differ from the file. Read in float32, which holds every float32, bfloat16
+        and float16 checkpoint exactly.
+    """
+    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, tuple(patches), pool=pool, logical=logical)
+    by_name: dict[str, list] = {}
+    for pieces in ranks:
+        for piece in pieces:
+            by_name.setdefault(piece.name, []).append(piece)
+    wrong = {}
+    with ckpt.reader() as reader:
+        for name, pieces in by_name.items():
+            true = reader[name][:].float()
+            covered = torch.zeros(true.shape[pieces[0].dim], dtype=torch.bool)
+            for piece in pieces:
+                covered[piece.rows.start:piece.rows.stop] = True
+                if not torch.equal(true.narrow(piece.dim, piece.rows.start, len(piece.rows)), piece.tensor.float()):
+                    wrong[name] = f"{'rows' if piece.dim == 0 else 'columns'} {piece.rows.start}–{piece.rows.stop - 1} differ"
+            if not covered.all():
+                wrong[name] = f"{int((~covered).sum())} of {len(covered)} rows are on no rank"
+    return wrong
