@@ -1,0 +1,27 @@
+"""Checkpoints: from a name to slices of verified safetensors.
+
+``open_checkpoint(name)`` finds and validates a folder; ``ckpt.reader()`` reads slices on a rank;
+``fetch("smollm2")`` makes a folder out of a published GGUF. ``$TPLAB_CACHE`` moves the cache.
+"""
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .config import ModelConfig
+from .errors import CheckpointError
+from .fetch import fetch
+from .headers import TensorInfo
+from .names import cache_dir
+from .reader import CheckpointReader, TensorSlice
+from .verify import write_sums
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointReader",
+    "ModelConfig",
+    "TensorInfo",
+    "TensorSlice",
+    "cache_dir",
+    "fetch",
+    "open_checkpoint",
+    "write_sums",
+]

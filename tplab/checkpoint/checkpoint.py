@@ -1,0 +1,80 @@
+"""A checkpoint: a folder that has been looked at and found to be what it says it is."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import ModelConfig, read_config
+from .errors import CheckpointError
+from .expected import HEAD, check_tensors
+from .headers import TensorInfo, read_headers
+from .names import resolve
+from .reader import CheckpointReader, Stat, file_stat
+from .tokenizer import load_tokenizer
+from .verify import verify_once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Checkpoint:
+    """What :func:`open_checkpoint` returns. Holds no open file and no data; can be pickled to ranks.
+
+    ``name`` as asked for; ``folder``; ``config`` (:class:`ModelConfig`); ``tensors``: every weight's
+    :class:`TensorInfo` by name. A copy of a tied head is not among them: the head is the embedding.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, config: ModelConfig, tensors: dict[str, TensorInfo], stats: dict[str, Stat]
+    ):
+        self.name, self.folder, self.config, self.tensors = name, folder, config, tensors
+        self._stats = stats
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+
+    def reader(self) -> CheckpointReader:
+        """A context manager that reads slices of tensors; for one process, so each rank makes its own."""
+        return CheckpointReader(self.folder, self.tensors, self._stats)
+
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The folder's own tokenizer, loaded on first use. Its ids are those of its ``tokenizer.json``.
+
+        Raises ``CheckpointError`` when there is none, or when it belongs to another model.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.folder, self.config)
+        return self._tokenizer
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_tokenizer": None}  # megabytes that no rank needs
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"<Checkpoint {self.name}: {c.model_type}, {c.num_layers} layers, {c.num_heads} query and "
+            f"{c.num_kv_heads} KV heads of {c.head_dim}, vocabulary {c.vocab_size}>"
+        )
+
+
+def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
+    """Find the checkpoint called ``name`` and look it over: headers, config, and, once per file, the data.
+
+    ``name`` is ``"fable"``, ``"smollm2"``, a local folder, or a hub id. Every way in which the folder can be
+    unsupported, incomplete, damaged or in contradiction with itself is a ``CheckpointError`` here, before a
+    rank starts. The first opening reads all data for :func:`verify_once`; later ones read headers only.
+    """
+    folder = resolve(name)
+    tensors = read_headers(folder)
+    config = read_config(folder, len(tensors))
+    check_tensors(folder, config, tensors)
+    stats = _stats(folder, tensors)
+    verify_once(folder, config, tensors)
+    if config.tie_word_embeddings:
+        tensors.pop(HEAD, None)  # verify_once saw that it equals the embedding
+    return Checkpoint(os.fspath(name), folder, config, tensors, stats)
+
+
+def _stats(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, Stat]:
+    try:
+        return {file: file_stat(folder / file) for file in sorted({info.file for info in tensors.values()})}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: a weight file went away while it was being read: {error}") from error

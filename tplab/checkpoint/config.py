@@ -1,0 +1,225 @@
+"""``config.json`` read through Hugging Face's own config classes, and refused where tplab cannot follow it."""
+
+import copy
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError, one_line
+from .headers import read_json
+
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+_SUPPORTED = "Qwen2/2.5, Qwen3, Llama and Mistral"
+_MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+# What a causal language model has no use for, but Hugging Face would build lists of that length from.
+_CLASSIFIER_KEYS = ("num_labels", "id2label", "label2id")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The global sizes of a model, as the checkpoint states them; nothing in it depends on the number of ranks.
+
+    Sizes count elements; ``head_dim`` need not be ``hidden_size / num_heads``. ``eos_token_ids`` may be
+    empty. ``hf`` is the transformers config object the sizes were read from (RoPE: ``hf.rope_parameters``).
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    hf: Any = field(repr=False, compare=False)
+
+    @property
+    def q_size(self) -> int:
+        """Rows of all query heads together, over all ranks."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of all key heads together (as many again for the values), over all ranks."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_hf(cls, hf: Any, eos_token_id: int | list[int] | None = None) -> "ModelConfig":
+        """The same facts from a transformers config object.
+
+        ``eos_token_id`` overrides the config's own, as ``generation_config.json`` does in Hugging Face.
+        Raises ``CheckpointError`` for what is unsupported and for sizes that cannot be.
+        """
+        if hf.model_type not in ARCHITECTURES:
+            raise CheckpointError(f"model_type {hf.model_type!r} is not supported; tplab runs {_SUPPORTED}")
+        attention_bias = bool(getattr(hf, "attention_bias", False))
+        llama_like = hf.model_type in ("llama", "qwen3")
+        config = cls(
+            model_type=hf.model_type,
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            num_layers=hf.num_hidden_layers,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=hf.num_key_value_heads,
+            head_dim=getattr(hf, "head_dim", None) or _head_dim(hf),
+            vocab_size=hf.vocab_size,
+            rms_norm_eps=hf.rms_norm_eps,
+            hidden_act=hf.hidden_act,
+            tie_word_embeddings=hf.tie_word_embeddings,
+            qkv_bias=hf.model_type == "qwen2" or (llama_like and attention_bias),
+            o_bias=llama_like and attention_bias,
+            mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
+            qk_norm=hf.model_type == "qwen3",
+            max_position_embeddings=hf.max_position_embeddings,
+            eos_token_ids=_id_tuple(hf.eos_token_id if eos_token_id is None else eos_token_id),
+            hf=hf,
+        )
+        _check_sizes(config)
+        _refuse_sliding_windows(config)
+        _check_rope(config)
+        return config
+
+
+def read_config(folder: Path, tensor_count: int) -> ModelConfig:
+    """The config of the checkpoint in ``folder``; ``CheckpointError`` with the folder's name if it cannot be used.
+
+    ``tensor_count`` is how many tensors the files hold: a layer has several, so a larger number of layers is
+    a lie, and is refused before anything is built with that length.
+    """
+    raw = read_json(folder / "config.json")
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    try:
+        _refuse_remote_code(folder, raw)
+        _refuse_unsupported(raw)
+        layers = raw.get("num_hidden_layers")
+        if not isinstance(layers, int) or not 0 < layers <= tensor_count:
+            raise CheckpointError(f"num_hidden_layers is {layers!r}, but the files hold {tensor_count} tensors")
+        return ModelConfig.from_hf(_hf_config(raw), generation.get("eos_token_id"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: config.json: {error}") from error.__cause__
+
+
+def _hf_config(raw: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    kept = {key: value for key, value in copy.deepcopy(raw).items() if key not in _CLASSIFIER_KEYS}
+    try:
+        return AutoConfig.for_model(**kept)
+    except Exception as error:  # its validation raises many types; all of them mean a config that cannot be used
+        raise CheckpointError(one_line(error)) from error
+
+
+def _refuse_remote_code(folder: Path, raw: dict[str, Any]) -> None:
+    tokenizer_config = folder / "tokenizer_config.json"
+    asks = "auto_map" in raw or (tokenizer_config.exists() and "auto_map" in read_json(tokenizer_config))
+    if asks or raw.get("trust_remote_code"):
+        raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    model_type = raw.get("model_type")
+    if "moe" in str(model_type).lower() or model_type == "mixtral" or any(raw.get(key) for key in _MOE_KEYS):
+        raise CheckpointError(f"{model_type!r} is a mixture of experts (MoE), which is not supported")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise CheckpointError(f"model_type {model_type!r} is not supported; tplab runs {_SUPPORTED}")
+    architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
+    if architectures != [ARCHITECTURES[model_type]]:
+        raise CheckpointError(f"architectures {architectures!r} is not supported; expected {ARCHITECTURES[model_type]}")
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key) is not None:
+            raise CheckpointError(f"the weights are quantised ({key}), which is not supported")
+    if raw.get("per_layer_config") is not None:
+        raise CheckpointError("layers with configs of their own (per_layer_config) are not supported")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key)
+        if rope is not None:
+            if not isinstance(rope, dict):
+                raise CheckpointError(f"{key} is {rope!r}, not an object")
+            _check_rope_type(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _check_rope_type(rope_type: Any) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    if rope_type not in known:
+        raise CheckpointError(f"rope type {rope_type!r} is unknown; Hugging Face has {', '.join(known)}")
+
+
+def _head_dim(hf: Any) -> int:
+    if hf.num_attention_heads < 1 or hf.hidden_size % hf.num_attention_heads:
+        raise CheckpointError(f"hidden_size {hf.hidden_size} is no multiple of {hf.num_attention_heads} heads")
+    return hf.hidden_size // hf.num_attention_heads
+
+
+def _id_tuple(ids: Any) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    from transformers.activations import ACT2FN
+
+    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    for name in (*sizes, "max_position_embeddings"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{name} is {value!r}, which is not a positive whole number")
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads evenly")
+    if config.head_dim % 2:
+        raise CheckpointError(f"head_dim is {config.head_dim}; RoPE turns pairs, so it must be even")
+    eps = config.rms_norm_eps
+    if not isinstance(eps, int | float) or not 0 <= eps < 1:
+        raise CheckpointError(f"rms_norm_eps is {eps!r}, not a small positive number")
+    if config.hidden_act not in ACT2FN:
+        raise CheckpointError(f"hidden_act {config.hidden_act!r} is unknown to transformers")
+    for token in config.eos_token_ids:
+        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise CheckpointError(f"eos_token_id {token!r} is outside the vocabulary of {config.vocab_size}")
+
+
+def _refuse_sliding_windows(config: ModelConfig) -> None:
+    # A window as long as the longest sequence never hides anything: then it is not active.
+    window = getattr(config.hf, "sliding_window", None)
+    slides = config.model_type == "mistral" or "sliding_attention" in (getattr(config.hf, "layer_types", None) or ())
+    if slides and window is not None and window < config.max_position_embeddings:
+        raise CheckpointError(f"a sliding window of {window} tokens is active, which is not supported")
+    other = set(getattr(config.hf, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise CheckpointError(f"layer type {sorted(map(str, other))[0]!r} is not supported")
+
+
+def _check_rope(config: ModelConfig) -> None:
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = config.hf.rope_parameters
+    _check_rope_type(rope.get("rope_type"))
+    theta = rope.get("rope_theta")
+    if not isinstance(theta, int | float) or not (theta > 0 and math.isfinite(theta)):
+        raise CheckpointError(f"rope_theta is {theta!r}, not a positive number")
+    if rope["rope_type"] == "default":
+        return
+    try:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](copy.deepcopy(config.hf))
+    except Exception as error:  # missing keys, lists of the wrong length, factors of the wrong type
+        raise CheckpointError(f"rope {rope['rope_type']!r} cannot be set up: {one_line(error)}") from error
+    if frequencies.shape != (config.head_dim // 2,) or not torch.isfinite(frequencies).all() or not math.isfinite(scale):
+        raise CheckpointError(f"rope {rope['rope_type']!r} gives no finite frequency for each of {config.head_dim // 2} pairs")

@@ -1,0 +1,142 @@
+"""Which tensor lies in which safetensors file, read from the files' headers and the index."""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .errors import CheckpointError, one_line
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# Rotary tables that old checkpoints stored; they follow from config.json and Hugging Face ignores them too.
+_NOT_A_WEIGHT = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: its full ``shape``, its ``dtype`` as stored, the ``file`` name in the folder."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; ``CheckpointError`` naming the file when it is anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.parent}: {path.name} cannot be read: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.parent}: {path.name} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """All weights of the checkpoint, by name. Only headers are read, never data.
+
+    Follows Hugging Face's layout: ``model.safetensors``, or several files named by
+    ``model.safetensors.index.json``. Raises ``CheckpointError`` for pickled weights, a missing or damaged
+    file, an index that disagrees with the files, a tensor held twice, and dtypes that are not plain floats.
+    """
+    weight_map = _weight_map(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
+        for name, info in _header(folder, file):
+            if name in tensors:
+                raise CheckpointError(f"{folder}: tensor {name} is in two files, {tensors[name].file} and {file}")
+            tensors[name] = info
+    if weight_map is not None:
+        _check_index(folder, weight_map, tensors)
+    _check_dtypes(folder, tensors)
+    return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    present = set(os.listdir(folder))
+    if INDEX not in present:
+        if SINGLE not in present:
+            raise CheckpointError(f"{folder}: {_no_weights(present)}")
+        return None
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder}: {INDEX} has no weight_map")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain_name(file):
+            raise CheckpointError(f"{folder}: {INDEX} puts {tensor} into {file!r}, which is not a plain file name")
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(f"{folder}: {INDEX} puts {tensor} into {file}; only .safetensors files are read")
+    if SINGLE in present and SINGLE not in weight_map.values():
+        raise CheckpointError(f"{folder}: both {SINGLE} and {INDEX} are here and disagree; remove one of them")
+    return weight_map
+
+
+def _is_plain_name(file: str) -> bool:
+    # A separator or '..' would let an index read files outside its folder.
+    return file not in ("", ".", "..") and not any(c in file for c in "/\\:\0")
+
+
+def _no_weights(present: Iterable[str]) -> str:
+    pickled = sorted(f for f in present if f.endswith(PICKLED))
+    if pickled:
+        return f"pickled weights ({pickled[0]}) are not read, because a pickle can run code; save as safetensors"
+    other = sorted(f for f in present if f.endswith((".safetensors", ".gguf")))
+    found = f" (found {', '.join(other[:3])})" if other else ""
+    return f"no weights here: neither {SINGLE} nor {INDEX}{found}"
+
+
+def _header(folder: Path, file: str) -> list[tuple[str, TensorInfo]]:
+    path = folder / file
+    found = []
+    try:
+        if not path.is_file():  # before opening: a named pipe would block for ever
+            raise CheckpointError(f"{folder}: weight file {file} is missing, or not an ordinary file")
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():
+                if _NOT_A_WEIGHT.search(name):
+                    continue
+                piece = opened.get_slice(name)
+                stored = piece.get_dtype()
+                if stored not in DTYPES:
+                    raise CheckpointError(
+                        f"{folder}: {name} in {file} is stored as {stored}; plain float weights "
+                        f"({', '.join(DTYPES)}) are read, quantised ones are not"
+                    )
+                found.append((name, TensorInfo(tuple(piece.get_shape()), DTYPES[stored], file)))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {one_line(error)}") from error
+    return found
+
+
+def _check_index(folder: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    for name, file in weight_map.items():
+        if _NOT_A_WEIGHT.search(name):
+            continue
+        if name not in tensors:
+            raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is not there")
+        if tensors[name].file != file:
+            raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is in {tensors[name].file}")
+    for name, info in tensors.items():
+        if name not in weight_map:
+            raise CheckpointError(f"{folder}: unexpected tensor {name} in {info.file}: {INDEX} does not list it")
+
+
+def _check_dtypes(folder: Path, tensors: dict[str, TensorInfo]) -> None:
+    # float32 norms beside half-precision matrices are ordinary; the two half precisions never mix, and one
+    # read as the other gives numbers that look almost sensible.
+    first = {info.dtype: name for name, info in reversed(tensors.items())}
+    if torch.float16 in first and torch.bfloat16 in first:
+        raise CheckpointError(
+            f"{folder}: wrong dtype: {first[torch.float16]} is float16 while {first[torch.bfloat16]} is bfloat16"
+        )

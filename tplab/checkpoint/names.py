@@ -1,0 +1,96 @@
+"""From what a user types to a folder on disk."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from .errors import CheckpointError, one_line
+
+FABLE_FOLDER = Path(__file__).resolve().parent.parent / "fable" / "checkpoint"
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "SHA256SUMS",
+]
+KNOWN = "'fable', 'smollm2', a folder, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+
+
+def cache_dir() -> Path:
+    """The folder for fetched models and for what has been verified; it may not exist yet.
+
+    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``.
+    """
+    if own := os.environ.get("TPLAB_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tplab"
+    return Path("~/.cache/tplab").expanduser()
+
+
+def resolve(name: str | os.PathLike) -> Path:
+    """The checkpoint folder that ``name`` stands for.
+
+    ``name`` is ``"fable"`` (in the package), ``"smollm2"`` (in :func:`cache_dir`, put there by
+    ``python -m tplab fetch smollm2``), a local folder, or a hub id, which is downloaded once by
+    ``huggingface_hub``. The built-in names win over folders of that name: write ``./fable`` for a folder.
+    Raises ``CheckpointError`` when nothing of that name can be had.
+    """
+    text = os.fspath(name)
+    if text == "fable":
+        return _existing_folder(FABLE_FOLDER, "'fable' is not in this copy of the package; reinstall tplab")
+    if text == "smollm2":
+        return _existing_folder(
+            cache_dir() / "smollm2", "'smollm2' is not on this machine yet; run: python -m tplab fetch smollm2"
+        )
+    if not text:
+        raise CheckpointError(f"the model name is empty; it may be {KNOWN}")
+    if _looks_like_hub_id(text) and not os.path.lexists(text):
+        return _from_hub(text)
+    return _existing_folder(Path(text).expanduser(), f"there is no folder {text!r}; a model is {KNOWN}")
+
+
+def _looks_like_hub_id(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII) is not None
+
+
+def _existing_folder(path: Path, if_missing: str) -> Path:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            os.scandir(path).close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(if_missing) from None
+    except PermissionError:
+        raise CheckpointError(f"{path}: no permission to read this folder") from None
+    except (OSError, ValueError) as error:  # a symlink loop, a name too long, a NUL byte in the name
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {one_line(error)}") from error
+    if not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json")
+    return path
+
+
+def _from_hub(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
+    except GatedRepoError as error:
+        raise CheckpointError(f"hub model {repo_id!r} asks for a login: accept its terms, then `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(f"there is no hub model {repo_id!r} (and no such folder)") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"hub model {repo_id!r} is not in the local hub cache and the hub cannot be reached; go online, give a "
+            "local folder, or use 'fable' or 'smollm2'"
+        ) from error
+    except Exception as error:  # httpx, OSError, a disk that fills up: the library's own words, with the name
+        raise CheckpointError(f"hub model {repo_id!r} could not be downloaded: {one_line(error)}") from error
