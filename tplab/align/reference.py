@@ -1,23 +1,49 @@
 """The Hugging Face side: the same checkpoint in transformers' own model, with a recorder at every trace point."""
 
+from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from importlib import import_module
 from unittest import mock
 
 import torch
 
+from tplab.checkpoint import Checkpoint
+from tplab.model import separate_tensor
+from tplab.model.loader import PACKED_MODULES
 
-@lru_cache(maxsize=2)
-def hf_model(folder, dtype: torch.dtype):
-    """transformers' model of a checkpoint folder, eager attention, on the CPU; the last two are kept.
+
+_loaded: OrderedDict = OrderedDict()
+
+
+def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
+    """transformers' model of a checkpoint, eager attention, on the CPU; the last two are kept in memory.
 
     Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
     """
-    from transformers import AutoModelForCausalLM
+    key = ckpt.folder, dtype
+    if key not in _loaded:
+        while len(_loaded) > 1:
+            _loaded.popitem(last=False)
+        _loaded[key] = _load(ckpt, dtype).eval()
+    _loaded.move_to_end(key)
+    return _loaded[key]
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager",
-                                                local_files_only=True).eval()
+
+def _load(ckpt: Checkpoint, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # its bar goes to stderr with timings, which a stored notebook would then hold
+    options = {"dtype": dtype, "attn_implementation": "eager"}
+    if not any(f".{fused}." in name for name in ckpt.tensors for fused in PACKED_MODULES):
+        return AutoModelForCausalLM.from_pretrained(ckpt.folder, local_files_only=True, **options)
+    # transformers knows no fused q|k|v for these architectures: hand it the parts under its own names.
+    model = AutoModelForCausalLM.from_config(ckpt.config.hf, **options)
+    with ckpt.reader() as reader:
+        tied = {"lm_head.weight"} if ckpt.config.tie_word_embeddings else set()
+        model.load_state_dict({name: separate_tensor(ckpt, reader, name) for name in model.state_dict().keys() - tied},
+                              strict=not tied)
+    return model
 
 
 def hf_trace(model, input_ids: list[int]) -> dict[str, torch.Tensor]:

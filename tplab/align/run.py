@@ -10,6 +10,7 @@ from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, compare
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
+from tplab.model import separate_tensor
 from tplab.model.trace import point_names
 from tplab.ranks import RankPool, logical_ranks, shared_pool
 from tplab.shard import ShardPlan
@@ -65,7 +66,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         raise AlignError("there is no prompt")
     ids = _token_ids(ckpt, prompts)
     traces = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, tuple(patches), pool=pool, logical=logical)
-    reference = hf_model(ckpt.folder, dtype)
+    reference = hf_model(ckpt, dtype)
     hf_traces = [hf_trace(reference, row) for row in ids]
     points, evidence, broken_layer = [], {}, None
     for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm):
@@ -115,7 +116,7 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
     wrong = {}
     with ckpt.reader() as reader:
         for name, pieces in by_name.items():
-            true = reader[name][:].float()
+            true = separate_tensor(ckpt, reader, name).float()
             covered = torch.zeros(true.shape[pieces[0].dim], dtype=torch.bool)
             for piece in pieces:
                 covered[piece.rows.start:piece.rows.stop] = True

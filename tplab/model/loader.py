@@ -62,6 +62,18 @@ def load_model(ckpt, plan: ShardPlan, dtype: torch.dtype = torch.float32) -> Ten
     return model.eval()
 
 
+def separate_tensor(ckpt, reader, name: str) -> torch.Tensor:
+    """A whole tensor by its separate name (``…q_proj.weight``), cut out of the fused one if the checkpoint fuses it."""
+    if name in ckpt.tensors:
+        return reader[name][:]
+    c = ckpt.config
+    head, last, kind = name.rsplit(".", 2)
+    fused, parts = next((fused, parts) for fused, parts in PACKED_MODULES.items() if last in parts)
+    sizes = {"qkv_proj": [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2],
+             "gate_up_proj": [c.intermediate_size] * 2}[fused]
+    return reader[f"{head}.{fused}.{kind}"][:].split(sizes)[parts.index(last)]
+
+
 def model_pieces(model: TensorParallelCausalLM) -> Iterator[Piece]:
     """Every parameter of this rank, under the name of the checkpoint tensor it was cut from."""
     for path, module in _modules(model):

@@ -1,0 +1,114 @@
+"""The parallel layers on logical ranks against the unsharded computation, in float64, with odd sizes and biases."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tplab.ranks import all_gather, logical_ranks
+from tplab.shard import (ColumnParallelLinear, MergedColumnParallelLinear, ParallelLMHead, QKVParallelLinear,
+                         RowParallelLinear, ShardPlan, VocabParallelEmbedding)
+
+D = torch.float64
+TP = [1, 2, 3, 4]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tp", TP)
+def test_column_then_row_equals_two_linears(tp):
+    x, w1, b1, w2, b2 = randn(5, 12), randn(31, 12, seed=1), randn(31, seed=2), randn(12, 31, seed=3), randn(12, seed=4)
+
+    def on_rank():
+        column = ColumnParallelLinear(12, 31, bias=True, dtype=D)
+        row = RowParallelLinear(31, 12, bias=True, dtype=D)
+        for layer, w, b in ((column, w1, b1), (row, w2, b2)):
+            layer.load("weight", w), layer.load("bias", b)
+        return row(column(x))
+
+    for out in logical_ranks(tp, on_rank):
+        torch.testing.assert_close(out, F.linear(F.linear(x, w1, b1), w2, b2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("q, kv", [(9, 3), (8, 2), (14, 2)])
+def test_qkv_cuts_at_heads_and_fused_equals_separate(tp, fused, q, kv):
+    plan = ShardPlan.make(tensor_parallel_size=tp, num_heads=q, num_kv_heads=kv, head_dim=6, hidden_size=10,
+                          intermediate_size=16, vocab_size=16)
+    x, weights, biases = randn(5, 10), [randn(n * 6, 10, seed=n + i) for i, n in enumerate((q, kv, kv))], \
+        [randn(n * 6, seed=50 + i) for i, n in enumerate((q, kv, kv))]
+
+    def on_rank():
+        layer = QKVParallelLinear(10, 6, q, kv, shards=plan.ranks, bias=True, dtype=D)
+        layer.load("weight", torch.cat(weights) if fused else weights)
+        layer.load("bias", torch.cat(biases) if fused else biases)
+        return layer.split_heads(layer(x))
+
+    whole = [F.linear(x, w, b).unflatten(-1, (-1, 6)) for w, b in zip(weights, biases)]
+    for shard, parts in zip(plan.ranks, logical_ranks(tp, on_rank)):
+        for full, part, heads in zip(whole, parts, (shard.q_heads, shard.kv_heads, shard.kv_heads)):
+            torch.testing.assert_close(part, full[:, list(heads)], rtol=0, atol=1e-12)
+
+
+def test_merged_layer_refuses_a_fused_matrix_of_another_size():
+    with pytest.raises(AssertionError, match="stacked"):
+        MergedColumnParallelLinear(4, [6, 6]).load("weight", randn(11, 4))
+
+
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("vocab", [32, 503])
+def test_embedding_and_head_with_odd_vocabularies(tp, vocab):
+    table = randn(vocab, 8)
+    ids = torch.tensor([0, vocab - 1, vocab // 2, 5, vocab // 3, 5])
+
+    def on_rank():
+        embedding = VocabParallelEmbedding(vocab, 8, dtype=D)
+        embedding.load("weight", table)
+        hidden = embedding(ids)
+        head = ParallelLMHead(vocab, 8, dtype=D).tie_weights(embedding)
+        assert head.weight is embedding.weight
+        return hidden, head.gather(head(hidden))
+
+    for hidden, logits in logical_ranks(tp, on_rank):
+        assert torch.equal(hidden, table[ids])
+        torch.testing.assert_close(logits, table[ids] @ table.T, rtol=0, atol=1e-12)
+
+
+def test_partials_hold_the_bias_exactly_once():
+    w, b, x = randn(4, 6), randn(4, seed=9), randn(3, 6, seed=8)
+
+    def on_rank():
+        from tplab.ranks import rank
+        layer = RowParallelLinear(6, 4, bias=True, dtype=D)
+        layer.load("weight", w), layer.load("bias", b)
+        columns = layer.columns
+        return layer.partial(x[:, columns.start:columns.stop]) - x[:, columns.start:columns.stop] @ layer.weight.T, rank()
+
+    for surplus, number in logical_ranks(3, on_rank):
+        torch.testing.assert_close(surplus, (b if number == 0 else torch.zeros_like(b)).expand(3, 4), rtol=0, atol=1e-12)
+
+
+def test_pieces_of_all_ranks_are_the_weight():
+    w = randn(31, 12)
+
+    def on_rank():
+        layer = ColumnParallelLinear(12, 31, dtype=D)
+        layer.load("weight", w)
+        return [(p.name, p.dim, p.rows, p.tensor) for p in layer.pieces(["x"])]
+
+    pieces = [piece for rank in logical_ranks(3, on_rank) for piece in rank]
+    assert {name for name, *_ in pieces} == {"x.weight"} and all(dim == 0 for _, dim, *_ in pieces)
+    assert torch.equal(torch.cat([tensor for *_, tensor in pieces]), w)
+
+
+def test_gather_of_uneven_shards_keeps_rank_order():
+    parts = [torch.arange(3.), torch.arange(10., 12.)]
+
+    def on_rank():
+        from tplab.ranks import rank
+        return all_gather(parts[rank()], dim=0, sizes=[3, 2])
+
+    for out in logical_ranks(2, on_rank):
+        assert out.tolist() == [0, 1, 2, 10, 11]
