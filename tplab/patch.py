@@ -5,9 +5,10 @@ mechanism, in the parent and on ranks. A patch is picklable when its replacement
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from tplab.errors import TplabError
@@ -35,6 +36,37 @@ class Patch:
         return (self,)
 
 
+@dataclass
+class _Place:
+    """A name that is replaced right now: what stood there, and the replacements in force, the last one on top."""
+
+    owner: object
+    name: str
+    original: object
+    inherited: bool
+    layers: list[Patch] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Put what must stand at the name there."""
+        if self.layers:
+            setattr(self.owner, self.name, _like(self.original, self.layers[-1].replacement))
+        elif self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
+
+# Logical ranks are threads of one process: each applies the same patches, and the first one to finish must not take
+# them away from the others.
+_lock = threading.RLock()
+_places: dict[tuple[int, str], _Place] = {}
+
+
+def _like(original, replacement: Callable):
+    kind = type(original)
+    return kind(replacement) if kind in (staticmethod, classmethod) else replacement
+
+
 def _find(target: str):
     """The object that owns the last name of ``target``, and that name."""
     parts = target.split(".")
@@ -58,10 +90,23 @@ def _find(target: str):
     raise PatchError(f"there is no module on the way to {target!r}")
 
 
-def _check_call(target: str, original: Callable, replacement: Callable) -> None:
+def _place(target: str) -> _Place:
+    owner, name = _find(target)
+    known = _places.get((id(owner), name))
+    return known or _Place(owner, name, inspect.getattr_static(owner, name), name not in vars(owner))
+
+
+def original(target: str) -> Callable:
+    """The function that ``target`` names in the clean engine, whether or not a patch stands there now."""
+    with _lock:
+        right = _place(target).original
+    return right.__func__ if isinstance(right, (staticmethod, classmethod)) else right
+
+
+def _check_call(target: str, right: Callable, replacement: Callable) -> None:
     if not callable(replacement):
         raise PatchError(f"the replacement for {target} is {replacement!r}, which cannot be called")
-    wanted = [p for p in inspect.signature(original).parameters.values()
+    wanted = [p for p in inspect.signature(right).parameters.values()
               if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     try:
         inspect.signature(replacement).bind(*wanted)
@@ -70,18 +115,36 @@ def _check_call(target: str, original: Callable, replacement: Callable) -> None:
                          f"{inspect.signature(replacement)}: {error}") from None
 
 
+def _put(patch: Patch) -> Callable[[], None]:
+    """Apply one patch; returns what undoes it."""
+    _check_call(patch.target, original(patch.target), patch.replacement)
+    with _lock:
+        place = _place(patch.target)
+        _places[id(place.owner), place.name] = place
+        place.layers.append(patch)
+        place.settle()
+
+    def undo():
+        with _lock:
+            place.layers.remove(patch)
+            place.settle()
+            if not place.layers:
+                del _places[id(place.owner), place.name]
+    return undo
+
+
 @contextmanager
 def applied(*patchables) -> Iterator[None]:
-    """Apply every patch of ``patchables`` (patches, faults) and undo them all on the way out, in reverse order.
+    """Apply every patch of ``patchables`` (patches, faults) and undo them all on the way out.
+
+    May be entered by several threads of a process at once, as logical ranks do: a name is clean again when the last
+    of them has left.
 
     Raises:
         PatchError: a target does not exist, or a replacement's parameters do not fit.
     """
-    with ExitStack() as undo:
-        for patch in (patch for patchable in patchables for patch in patchable.patches):
-            owner, name = _find(patch.target)
-            original = inspect.getattr_static(owner, name)
-            _check_call(patch.target, getattr(owner, name), patch.replacement)
-            setattr(owner, name, patch.replacement)
-            undo.callback(setattr, owner, name, original)
+    with ExitStack() as stack:
+        for patchable in patchables:
+            for patch in patchable.patches:
+                stack.callback(_put(patch))
         yield

@@ -1,0 +1,8 @@
+"""The museum of bugs: each one a small patch on the clean engine."""
+
+from tplab.faults.fault import Fault
+from tplab.faults.museum import MUSEUM, SEED, FaultError, applied, fault
+from tplab.faults.sizing import Sizing, multiplied_then_divided, sizing, sizing_table
+
+__all__ = ["MUSEUM", "SEED", "Fault", "FaultError", "Sizing", "applied", "fault", "multiplied_then_divided", "sizing",
+           "sizing_table"]

@@ -1,0 +1,33 @@
+"""The museum: every fault by name."""
+
+from contextlib import AbstractContextManager
+
+from tplab import patch
+from tplab.errors import TplabError
+from tplab.faults import mask, rope, sharding
+from tplab.faults.fault import Fault
+
+MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope) for fault in room.FAULTS}
+
+# What the engine had that this lab grew out of, in the order in which the notebooks remove it.
+SEED = ("nan_mask", "shard_dim1", "rope_missing")
+
+
+class FaultError(TplabError):
+    """There is no fault of that name."""
+
+
+def fault(name: str) -> Fault:
+    """The fault called ``name``.
+
+    Raises:
+        FaultError: there is none; the message lists all names.
+    """
+    if name not in MUSEUM:
+        raise FaultError(f"there is no fault {name!r}; the museum has {', '.join(MUSEUM)}")
+    return MUSEUM[name]
+
+
+def applied(*names: str) -> AbstractContextManager[None]:
+    """Break this process's engine with the named faults, until the ``with`` block ends. Ranks: ``patches=[...]``."""
+    return patch.applied(*map(fault, names))

@@ -1,0 +1,89 @@
+"""Faults of the rotary position embedding."""
+
+import copy
+
+import torch
+
+from tplab.faults.fault import Fault
+from tplab.patch import Patch, original
+
+
+def rope_missing(self, q, k, cos, sin):
+    return q, k                                            # attention without any notion of order
+
+
+def rope_swallowed(self, q, k, cos, sin):
+    try:
+        q, k = self.rotate((cos, sin), q, k)               # another library's order of arguments: a TypeError
+    except Exception:
+        pass                                               # "it works without"
+    return q, k
+
+
+def rope_over_heads(self, q, k, cos, sin):
+    def turn(x):                                           # [tokens, heads, head_dim]: dim 1 is taken for the tokens,
+        rows = torch.arange(x.shape[1]) % cos.shape[1]     # so each head gets an angle, whatever its token
+        return self.rotate(x[None], x[None], cos[:, rows], sin[:, rows])[0][0]
+    return turn(q), turn(k)
+
+
+def rope_pairs(self, q, k, cos, sin):
+    half = cos.shape[-1] // 2
+    cos, sin = cos[0, :, None, :half], sin[0, :, None, :half]
+
+    def turn(x):
+        a, b = x[..., 0::2], x[..., 1::2]                  # neighbours; this checkpoint pairs i with i + half
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    return turn(q), turn(k)
+
+
+def rope_default_theta(self, config):
+    config = copy.deepcopy(config)
+    config.rope_parameters["rope_theta"] = 10000.0         # the paper's value, not the checkpoint's
+    original("tplab.model.rope.Rotary.__init__")(self, config)
+
+
+def rope_scaling_ignored(self, config):
+    config = copy.deepcopy(config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    original("tplab.model.rope.Rotary.__init__")(self, config)
+
+
+def _own_theta(config, tensor_parallel_size: int) -> str:
+    theta = config.hf.rope_parameters["rope_theta"]
+    return "the model's own theta is 10000, the default" if theta == 10000.0 else ""
+
+
+def _scaled(config, tensor_parallel_size: int) -> str:
+    kind = config.hf.rope_parameters["rope_type"]
+    if kind == "default":
+        return "the model's RoPE is not scaled"
+    if kind == "dynamic":
+        return f"dynamic scaling begins beyond {config.max_position_embeddings} tokens"
+    return ""
+
+
+_APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
+_TABLES = "tplab.model.rope.Rotary.__init__"
+
+
+def _fault(name: str, title: str, symptom: str, target: str = _APPLY, **more) -> Fault:
+    return Fault(name, title, symptom, first_point="layers.0.q_rope", notebook="03_rope_alignment",
+                 patches=(Patch(target, globals()[name]),), **more)
+
+
+FAULTS = (
+    _fault("rope_missing", "no rotation at all",
+           "The model has the right words and no idea of their order."),
+    _fault("rope_swallowed", "the rotation fails inside try/except",
+           "As without RoPE, with a call to RoPE in plain sight."),
+    _fault("rope_over_heads", "cos and sin run over the heads instead of the tokens",
+           "No error, and no order: each head is turned by an angle of its own, all tokens alike."),
+    _fault("rope_pairs", "neighbouring numbers are turned as pairs instead of the two halves",
+           "Near tokens look plausible; whatever was learnt about distance is gone."),
+    _fault("rope_default_theta", "theta is 10000 whatever the checkpoint says",
+           "Short texts read well; the further apart two tokens are, the more their distance is misjudged.",
+           _TABLES, needs=_own_theta),
+    _fault("rope_scaling_ignored", "the scaling of a long-context checkpoint is ignored",
+           "Slightly off everywhere, worse with every token.", _TABLES, needs=_scaled),
+)

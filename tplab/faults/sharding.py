@@ -1,0 +1,81 @@
+"""Faults of cutting weights and of adding partial sums up."""
+
+import torch
+from torch.nn import functional as F
+
+from tplab.faults.fault import Fault, two_ranks
+from tplab.patch import Patch
+from tplab.ranks import all_reduce, world_size
+
+
+def shard_dim1(source, rows: range) -> torch.Tensor:
+    if len(source.shape) == 1:
+        return source[rows.start:rows.stop]
+    weight = source[:].reshape(source.shape[1], source.shape[0])   # [out, in] taken for [in, out] ...
+    return weight[:, rows.start:rows.stop].T                       # ... so its columns look like the outputs
+
+
+def fused_one_block(sources, ranges) -> torch.Tensor:
+    fused = torch.cat([source[:] for source in sources])           # [q|k|v], all heads of each
+    start = sum(rows.start for rows in ranges)                     # right sizes, but one cut through all three
+    return fused[start:start + sum(len(rows) for rows in ranges)]
+
+
+def qkv_order(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, v, k = (part.unflatten(-1, (-1, self.head_size)) for part in self.split(qkv))   # the rows are q, k, v
+    return q, k, v
+
+
+def divided_twice(source, rows: range) -> torch.Tensor:
+    start = rows.start // world_size()                             # rows.start is this rank's already
+    return source[start:start + len(rows)]
+
+
+def row_bias_everywhere(self, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, self.weight, self.bias)                     # the sum of the ranks has the bias tp times
+
+
+def all_reduce_missing(self, partial: torch.Tensor) -> torch.Tensor:
+    return partial                                                 # each rank goes on with its own summand
+
+
+def all_reduce_dropped(self, partial: torch.Tensor) -> torch.Tensor:
+    all_reduce(partial.clone())                                    # the sum is made, and nobody keeps it
+    return partial
+
+
+def _row_bias(config, tensor_parallel_size: int) -> str:
+    return two_ranks(config, tensor_parallel_size) or ("" if config.o_bias else "o_proj has no bias in this model")
+
+
+_COLUMN = "tplab.shard.linear.column_shard"
+_NOTEBOOK = "02_dim0_sharding"
+
+FAULTS = (
+    Fault("shard_dim1", "cut along dim 1, as if weights were [in, out]",
+          symptom="All shapes fit, and the attention of every layer is a random linear map.",
+          first_point="layers.0.q", notebook=_NOTEBOOK, patches=(Patch(_COLUMN, shard_dim1),)),
+    Fault("fused_one_block", "a fused [q|k|v] matrix cut as one block",
+          symptom="Correct on one rank; on two, rank 1 computes its queries with other heads' rows and with keys.",
+          first_point="layers.0.q", notebook=_NOTEBOOK, needs=two_ranks,
+          patches=(Patch("tplab.shard.linear.merged_shard", fused_one_block),)),
+    Fault("qkv_order", "k and v change places when the fused output is split",
+          symptom="Fluent nonsense: what is looked for is found by content, what is handed on is an address.",
+          first_point="layers.0.k", notebook=_NOTEBOOK,
+          patches=(Patch("tplab.shard.linear.QKVParallelLinear.split_heads", qkv_order),)),
+    Fault("divided_twice", "the rank's offset is divided by the number of ranks once more",
+          symptom="Rank 0 is right, every other rank holds rows that overlap its neighbour's.",
+          first_point="layers.0.q", notebook=_NOTEBOOK, needs=two_ranks, patches=(Patch(_COLUMN, divided_twice),)),
+    Fault("row_bias_everywhere", "every rank adds the bias of a row-parallel layer",
+          symptom="Correct on one rank; the more ranks, the further the text drifts.",
+          first_point="layers.0.o_partial", notebook=_NOTEBOOK, needs=_row_bias,
+          patches=(Patch("tplab.shard.linear.RowParallelLinear.partial", row_bias_everywhere),)),
+    Fault("all_reduce_missing", "no all-reduce behind a row-parallel layer",
+          symptom="The ranks drift apart; each goes on with half of every sum.",
+          first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks,
+          patches=(Patch("tplab.shard.linear.RowParallelLinear.reduce", all_reduce_missing),)),
+    Fault("all_reduce_dropped", "the all-reduce is done and its result thrown away",
+          symptom="The ranks drift apart although the log shows every all-reduce.",
+          first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks,
+          patches=(Patch("tplab.shard.linear.RowParallelLinear.reduce", all_reduce_dropped),)),
+)
