@@ -1,0 +1,79 @@
+"""Which rank is this? The group that the running code belongs to, and the `state` that lives with it."""
+
+import threading
+from collections.abc import MutableMapping
+
+_thread = threading.local()
+_process_group = None
+_alone = None
+
+
+def current():
+    """The group of the running code: its logical rank's, else its process's, else a group of one."""
+    group = getattr(_thread, "group", None) or _process_group
+    return group if group is not None else alone()
+
+
+def alone():
+    """The group of code that runs outside any rank: rank 0 of 1."""
+    global _alone
+    if _alone is None:
+        from tplab.ranks.comm import Group
+
+        _alone = Group(0, 1)
+    return _alone
+
+
+def inside_rank() -> bool:
+    return getattr(_thread, "group", None) is not None or _process_group is not None
+
+
+def set_thread_group(group) -> None:
+    _thread.group = group
+
+
+def set_process_group(group) -> None:
+    global _process_group
+    _process_group = group
+
+
+def rank() -> int:
+    """Number of the rank that runs this code; 0 outside any rank."""
+    return current().rank
+
+
+def world_size() -> int:
+    """How many ranks run this code together; 1 outside any rank."""
+    return current().size
+
+
+class State(MutableMapping):
+    """A dict on each rank that outlives a run: ``state["model"] = model`` in one run, read in the next.
+
+    In a function from a notebook cell the name travels to the ranks as a reference, so there it is the rank's own.
+    """
+
+    def __getitem__(self, key):
+        return current().state[key]
+
+    def __setitem__(self, key, value):
+        current().state[key] = value
+
+    def __delitem__(self, key):
+        del current().state[key]
+
+    def __iter__(self):
+        return iter(current().state)
+
+    def __len__(self):
+        return len(current().state)
+
+    def __repr__(self):
+        group = current()
+        return f"state of rank {group.rank}: {group.state!r}"
+
+    def __reduce__(self):
+        return "state"
+
+
+state = State()

@@ -1,0 +1,167 @@
+"""What a learner reads when ranks fail: one error for all ranks, the first cause on top."""
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass, field
+
+from tplab.errors import TplabError
+from tplab.ranks.oplog import is_machinery
+
+
+class Abandoned(BaseException):
+    """Raised inside a rank to get it out of a run that has already failed elsewhere.
+
+    Not an `Exception`, so that a learner's ``except Exception`` does not hide the first cause.
+    """
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a rank's call stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass
+class Cause:
+    """What happened to one rank. `kind`: raised, died, waiting, running, returned, stopped or lost."""
+
+    rank: int
+    kind: str
+    text: str
+    frames: list[Frame] = field(default_factory=list)
+    exception: BaseException | None = None
+    at: int = 0  # time.monotonic_ns on that rank, 0 if unknown
+    consequence: bool = False
+
+
+class RankError(TplabError):
+    """A run on the ranks failed, or was refused.
+
+    ``causes`` maps each rank to its `Cause`; ``first`` is the one that began it (None for a refusal); ``logs`` holds
+    the op log of each rank (lists of `OpRecord`); ``summary`` is the first line of the message.
+    """
+
+    def __init__(self, summary: str, causes=(), logs=(), notes=()):
+        self.summary = summary
+        self.causes = {cause.rank: cause for cause in causes}
+        self.first = next(iter(causes), None)
+        self.logs = list(logs)
+        self.notes = list(notes)
+        super().__init__(render(self))
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.summary, list(self.causes.values()), self.logs, self.notes)
+
+    def _render_traceback_(self):
+        # IPython shows this in place of a traceback through the pool's own code, which is not where the fault is.
+        return [f"{type(self).__name__}: {line}" if i == 0 else line for i, line in enumerate(str(self).split("\n"))]
+
+
+class CollectiveMismatch(RankError):
+    """Ranks met in different collectives, or with tensors that do not fit together."""
+
+    @classmethod
+    def of(cls, records, why="the ranks meet in different collectives"):
+        """From each rank's `OpRecord` of the same number."""
+        causes = [
+            Cause(r, "waiting", f"calls {record} at {place(record.file, record.line)}",
+                  [Frame(record.file, record.line, record.op)])
+            for r, record in enumerate(records)
+        ]  # fmt: skip
+        return cls(why + ": " + "; ".join(f"rank {c.rank} {c.text}" for c in causes), causes)
+
+
+def _rebuild(cls, summary, causes, logs, notes):
+    for cause in causes:
+        cause.exception = None
+    return cls(summary, causes, logs, notes)
+
+
+def render(error: RankError) -> str:
+    """The whole message: headline, the first cause with its lines, the other ranks, the op logs side by side."""
+    lines = [error.summary]
+    if error.first is not None:
+        lines += source_lines(error.first.frames)
+    for cause in error.causes.values():
+        if cause is error.first:
+            continue
+        mark = " (a consequence)" if cause.consequence else ""
+        lines.append(f"rank {cause.rank} {cause.text}{mark}")
+        if not cause.consequence and cause.kind in ("raised", "died", "running"):
+            lines += source_lines(cause.frames)
+    if any(error.logs):
+        lines += ["", *side_by_side(error.logs, error.causes)]
+    return "\n".join(lines + error.notes)
+
+
+def source_lines(frames) -> list[str]:
+    lines = []
+    for frame in frames:
+        lines.append(f"  {place(frame.file, frame.line)}, in {frame.function}")
+        source = linecache.getline(frame.file, frame.line).strip()
+        if source:
+            lines.append(f"    {source}")
+    return lines
+
+
+def place(file: str, line: int) -> str:
+    """A line as the learner knows it: ``cell In[3], line 7`` or ``tplab/model/attention.py, line 88``."""
+    return f"{file_label(file)}, line {line}" if file else f"line {line}"
+
+
+def file_label(file: str) -> str:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(file) if shell is not None else None
+    if named:
+        return "cell " + named[1] if named[0] == "Cell" else f"{named[0]} {named[1]}"
+    if file.startswith("<"):
+        return file
+    if "site-packages" + os.sep in file:
+        return file.rsplit("site-packages" + os.sep, 1)[1]
+    for root in (os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))):
+        if file.startswith(root + os.sep):
+            return os.path.relpath(file, root)
+    return os.path.basename(file)
+
+
+def side_by_side(logs, causes, keep: int = 6) -> list[str]:
+    """The op logs as columns, one row per collective, ``≠`` before the first row in which the ranks differ."""
+    columns = [{record.seq: record for record in log} for log in logs]
+    last = max((max(column, default=0) for column in columns), default=0)
+    first = min((min(column) for column in columns if column), default=1)
+    differs = next((seq for seq in range(first, last + 1) if _differ(columns, seq)), None)
+    end = last if differs is None else min(last, differs + keep // 2)
+    rows = [["", *(f"rank {r}" for r in range(len(logs)))]]
+    begin = max(first, end - keep + 1)
+    for seq in range(begin, end + 1):
+        cells = [_cell(columns[r].get(seq), causes.get(r)) for r in range(len(logs))]
+        rows.append([("≠ " if seq == differs else "  ") + f"#{seq}", *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    skipped = f" ({begin - first} earlier ones agree)" if begin > first else ""
+    head = f"collectives of this run{skipped}, ≠ marks the first difference:" if differs else (
+        f"collectives of this run{skipped}, the same on all ranks:"
+    )
+    return [head, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)]
+
+
+def _differ(columns, seq: int) -> bool:
+    records = [column.get(seq) for column in columns]
+    return any(record is None for record in records) or len({str(record) for record in records}) > 1
+
+
+def _cell(record, cause) -> str:
+    if record is None:
+        return "returned" if cause is not None and cause.kind == "returned" else "-"
+    waits = "" if record.left else " (waits)"
+    return f"{record} @ {place(record.file, record.line)}{waits}"
+
+
+def learner_frames(frames) -> list[Frame]:
+    """The stack without the plumbing, outermost first; if only plumbing is left, its innermost line."""
+    shown = [frame for frame in frames if not is_machinery(frame.file)]
+    return shown[-12:] or list(frames[-1:])

@@ -1,0 +1,69 @@
+"""``%load_ext tplab.ranks``, then ``%%ranks``: a whole cell on every rank."""
+
+import ast
+import argparse
+import linecache
+import shlex
+
+from tplab.ranks import context
+from tplab.ranks.errors import RankError
+from tplab.ranks.pool import latest_pool, shared_pool
+
+
+def load_ipython_extension(shell) -> None:
+    """Register ``%%ranks`` (called by ``%load_ext tplab.ranks``)."""
+    shell.register_magic_function(lambda line, cell: run_cell(shell, line, cell), "cell", "ranks")
+
+
+def run_cell(shell, line: str, cell: str) -> None:
+    """Run `cell` on every rank of the pool made last, or of a shared one of two ranks.
+
+    ``%%ranks 4`` takes the shared pool of four ranks, ``--timeout 5`` bounds the run in seconds. Each rank keeps its
+    own variables from cell to cell and has `torch` and the collectives at hand.
+    """
+    options = _parse(line)
+    pool = shared_pool(options.size) if options.size else latest_pool()
+    label = f"<%%ranks In[{shell.execution_count}]>"
+    source = "\n" + cell  # so that lines count from the %%ranks line, as in the notebook
+    linecache.cache[label] = (len(source), None, ("%%ranks\n" + cell).splitlines(keepends=True), label)
+    try:
+        ast.parse(source, label)
+    except SyntaxError as error:
+        raise RankError(f"{label}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
+    pool.run(execute, source, label, timeout=options.timeout)
+
+
+def execute(source: str, label: str) -> None:
+    """On a rank: run the source in the rank's namespace and print its last expression, as Jupyter would."""
+    scope = _namespace()
+    tree = ast.parse(source, label)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, label, "exec"), scope)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), label, "eval"), scope)
+        if value is not None:
+            print(repr(value))
+
+
+def _namespace() -> dict:
+    group = context.current()
+    if group.namespace is None:
+        import torch
+
+        import tplab.ranks as ranks
+
+        names = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
+        group.namespace = {"__name__": "__main__", "torch": torch, **{name: getattr(ranks, name) for name in names}}
+    return group.namespace
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise RankError(f"%%ranks: {message}; usage: %%ranks [SIZE] [--timeout SECONDS]")
+
+
+def _parse(line: str):
+    parser = _Parser(prog="%%ranks", add_help=False)
+    parser.add_argument("size", nargs="?", type=int)
+    parser.add_argument("--timeout", type=float)
+    return parser.parse_args(shlex.split(line))

@@ -1,0 +1,67 @@
+"""Unnamed shared files: the memory that a pool and its ranks have in common.
+
+On Linux they are `memfd`s, so neither a full ``/dev/shm`` nor a full temp folder can touch them, and nothing is left
+behind whatever happens. Elsewhere they are files in the pool's private folder, unlinked as soon as they are open.
+"""
+
+import mmap
+import os
+import tempfile
+from multiprocessing import reduction
+
+
+class SharedFile:
+    """A file that has no name. Pickled while a rank is being started, it arrives there as the same file."""
+
+    def __init__(self, label: str, folder: str, size: int = 0):
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create(f"tplab-{label}")
+        else:
+            self.fd, path = tempfile.mkstemp(prefix=label, dir=folder)
+            os.unlink(path)
+        self.size = size
+        if size:
+            # Room is taken now: a file system that runs full later would kill a rank with SIGBUS in mid-write.
+            os.ftruncate(self.fd, size)
+            if not hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, 0, size)
+
+    def __reduce__(self):
+        return _adopt, (reduction.DupFd(self.fd), self.size)
+
+    def map(self) -> mmap.mmap:
+        return mmap.mmap(self.fd, self.size)
+
+    def put(self, data: bytes) -> None:
+        """Replace what the file holds; the memory of a longer earlier content is given back."""
+        os.ftruncate(self.fd, len(data))
+        view, offset = memoryview(data), 0
+        while offset < len(view):
+            offset += os.pwrite(self.fd, view[offset:], offset)
+
+    def get(self, length: int, offset: int = 0) -> bytearray:
+        data = bytearray(length)
+        view, done = memoryview(data), 0
+        while done < length:
+            count = os.preadv(self.fd, [view[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return data[:done] if done < length else data
+
+    def length(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def truncate(self, size: int = 0) -> None:
+        os.ftruncate(self.fd, size)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _adopt(duplicate, size):
+    shared = object.__new__(SharedFile)
+    shared.fd, shared.size = duplicate.detach(), size
+    return shared

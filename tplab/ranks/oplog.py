@@ -1,0 +1,162 @@
+"""The op log: what each rank has asked of the others, in order, in a ring of fixed-size records.
+
+Always on, so it must cost next to nothing: one `struct.pack_into` on entering a collective, one byte on leaving. The
+ring of a process rank lies in shared memory, where its peers compare it and the parent reads it even when the rank is
+stuck or dead.
+"""
+
+import os
+import struct
+import sys
+from dataclasses import dataclass
+
+import torch
+
+OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier")
+ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER = 1, 2, 3, 4
+DTYPES = (
+    None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+MAX_DIMS = 8
+
+# seq, line, file, state | op, dtype, dims, extra, shape: the part after the bar must be the same on all ranks.
+_RECORD = struct.Struct("=qiiq bbb5xq8q")
+RECORD_BYTES = 128
+SAME_FROM, SAME_TO = 24, _RECORD.size
+_STATE_AT = 16
+RECORDS = 1024
+_FILES, _FILE_BYTES = 128, 512
+_RING_AT = _FILES * _FILE_BYTES
+LOG_BYTES = _RING_AT + RECORDS * RECORD_BYTES
+
+_ENTERED, _LEFT = 1, 2
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One collective of one rank: `left` is False while the rank still waits in it. `detail` is `dim` or `src`."""
+
+    seq: int
+    op: str
+    shape: tuple
+    dtype: str
+    detail: int
+    file: str
+    line: int
+    left: bool
+
+    def __str__(self):
+        if self.op == "barrier":
+            return self.op
+        extra = {"all_gather": f" dim {self.detail}", "broadcast": f" src {self.detail}"}.get(self.op, "")
+        return f"{self.op} {list(self.shape)} {self.dtype}{extra}"
+
+
+class OpLog:
+    """A ring of the last `RECORDS` collectives of one rank, over `LOG_BYTES` bytes of memory."""
+
+    def __init__(self, memory=None):
+        self.memory = memoryview(bytearray(LOG_BYTES)) if memory is None else memory
+        self.seq = 0
+        self.at = 0
+        self._files = {}
+        self._last = self.memory[:8].cast("q")  # the place of file 0, which no file has
+
+    def enter(self, op: int, shape: tuple, dtype: int, detail: int, frame) -> None:
+        """Note that this rank is about to take part in `op`; `frame` is where the search for the call site begins."""
+        file, line = self._call_site(frame)
+        self.seq = seq = self.seq + 1
+        self.at = at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
+        dims = len(shape)
+        padded = (*shape, *_ZEROS[dims:])
+        _RECORD.pack_into(self.memory, at, seq, line, file, _ENTERED, op, dtype, dims, detail, *padded)
+        self._last[0] = seq
+
+    def leave(self) -> None:
+        self.memory[self.at + _STATE_AT] = _LEFT
+
+    def records(self, after: int = 0) -> list[OpRecord]:
+        """What the ring still holds of the collectives after number `after`, oldest first; callable from outside."""
+        last = self.last_seq()
+        records = [self.record(seq) for seq in range(max(after, last - RECORDS) + 1, last + 1)]
+        return [record for record in records if record is not None]
+
+    def record(self, seq: int) -> OpRecord | None:
+        """Collective number `seq`, if the ring still holds it."""
+        at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
+        found, line, file, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
+        if found != seq or not seq:
+            return None
+        name = str(DTYPES[dtype]).removeprefix("torch.")
+        return OpRecord(seq, OPS[op], tuple(shape[:dims]), name, detail % 256, self._file_name(file), line, state == _LEFT)
+
+    def signature(self, seq: int) -> bytes:
+        """The part of a record that has to be the same on all ranks."""
+        at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
+        return bytes(self.memory[at + SAME_FROM : at + SAME_TO])
+
+    def last_seq(self) -> int:
+        """Number of the newest collective; 0 if there was none."""
+        return self._last[0]
+
+    def clear(self) -> None:
+        self.memory[:] = bytes(len(self.memory))
+        self.seq = 0
+        self._files.clear()
+
+    def close(self) -> None:
+        self._last.release()
+        self.memory.release()
+
+    def _call_site(self, frame) -> tuple[int, int]:
+        files = self._files
+        while frame is not None:
+            name = frame.f_code.co_filename
+            number = files.get(name)
+            if number is None:
+                number = files[name] = self._add_file(name)
+            if number:
+                return number, frame.f_lineno
+            frame = frame.f_back
+        return 0, 0
+
+    def _add_file(self, name: str) -> int:
+        if is_machinery(name):
+            return 0
+        number = 1 + sum(1 for known in self._files.values() if known)
+        if number >= _FILES:  # the table is full: later files share its last entry, without a name
+            return _FILES - 1
+        data = name.encode(errors="replace")[-_FILE_BYTES + 1 :] if number < _FILES - 1 else b"(unknown file)"
+        at = number * _FILE_BYTES
+        self.memory[at : at + len(data) + 1] = data + b"\0"
+        return number
+
+    def _file_name(self, number: int) -> str:
+        data = bytes(self.memory[number * _FILE_BYTES : (number + 1) * _FILE_BYTES])
+        return data.split(b"\0", 1)[0].decode(errors="replace")
+
+
+_ZEROS = (0,) * MAX_DIMS
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_MACHINERY = tuple(
+    folder + os.sep
+    for folder in (
+        os.path.join(_PACKAGE, "ranks"),
+        os.path.join(_PACKAGE, "shard"),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.__file__) + os.sep + "multiprocessing",
+    )
+)
+_MACHINERY_FILES = (os.path.join(os.path.dirname(os.__file__), "threading.py"), "<string>", "<frozen runpy>")
+
+
+def is_machinery(file: str) -> bool:
+    """Whether a source file is plumbing between a collective and the code that wanted it."""
+    return file.startswith(_MACHINERY) or file in _MACHINERY_FILES
+
+
+def caller():
+    """The frame that called the function which calls this."""
+    return sys._getframe(2)

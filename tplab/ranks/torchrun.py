@@ -1,0 +1,69 @@
+"""Ranks that torchrun has started: the same functions over gloo, also across machines."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tplab.ranks import context
+from tplab.ranks.comm import Group
+from tplab.ranks.errors import CollectiveMismatch, RankError
+
+
+def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int]:
+    """Make this process the rank that torchrun's environment says it is; returns (rank, world size).
+
+    A collective that has not come about after `timeout` seconds raises. ``strict=True`` compares what the ranks are
+    about to do before each collective, at the price of one more exchange.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RankError(f"join_torchrun: {', '.join(missing)} not set; start this with torchrun --nproc-per-node N …")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    group = GlooGroup(dist.get_rank(), dist.get_world_size(), strict)
+    context.set_process_group(group)
+    return group.rank, group.size
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+class GlooGroup(Group):
+    """A rank of torch.distributed's default group."""
+
+    def __init__(self, rank: int, size: int, strict: bool):
+        super().__init__(rank, size)
+        self.strict = strict
+        self.checked = 0
+
+    def swap(self, piece, counts=None):
+        if self.strict and self.checked != self.log.seq:
+            self._compare()
+        counts = counts or [piece.numel()] * self.size
+        # gloo gathers equal lengths only.
+        padded = torch.zeros(max(counts), dtype=piece.dtype)
+        padded[: piece.numel()].copy_(piece)
+        parts = [torch.empty_like(padded) for _ in counts]
+        self._in_gloo(dist.all_gather, parts, padded)
+        return [part[:n] for part, n in zip(parts, counts)]
+
+    def _compare(self):
+        self.checked = self.log.seq
+        records = [None] * self.size
+        dist.all_gather_object(records, self.log.record(self.log.seq))
+        if len({str(record) for record in records}) > 1:
+            raise CollectiveMismatch.of(records)
+
+    def _in_gloo(self, fn, *args):
+        try:
+            fn(*args)
+        except RuntimeError as error:
+            record = self.log.record(self.log.seq)
+            raise RankError(
+                f"rank {self.rank} waited in {record} at line {record.line} of {os.path.basename(record.file)} "
+                f"(collective #{record.seq}) and lost the other ranks: {error}"
+            ) from error

@@ -1,0 +1,85 @@
+"""How functions, arguments and results cross between processes, and what to say when one of them cannot."""
+
+import inspect
+import io
+import pickle
+
+import cloudpickle
+import torch
+
+from tplab.ranks.errors import RankError
+
+loads = pickle.loads
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj):
+        # Plain pickling ships a tensor's whole storage, also for a view of ten rows of it.
+        if type(obj) is torch.Tensor and _plain(obj):
+            raw = obj.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if obj.numel() else b""
+            return _tensor, (raw, obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def _plain(t):
+    return (
+        t.layout == torch.strided and t.device.type == "cpu" and not t.requires_grad and not t.is_quantized
+        and not t.is_conj() and not t.is_neg()
+    )  # fmt: skip
+
+
+def _tensor(raw, dtype, shape):
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape)
+
+
+def dumps(obj) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(obj)
+    return buffer.getvalue()
+
+
+def dumps_call(fn, args, kwargs) -> bytes:
+    """The call as bytes; `RankError` names the part that cannot be sent."""
+    if not callable(fn):
+        raise RankError(f"run takes a function, not {type(fn).__name__}")
+    try:
+        return dumps((fn, args, kwargs))
+    except Exception as error:
+        parts = [(f"argument {i} ", value) for i, value in enumerate(args)]
+        parts += [(f"argument {key}", value) for key, value in kwargs.items()] + [(f"function {_name(fn)}", fn)]
+        found = next((found for path, value in parts if (found := find_unsendable(value, path.strip()))), None)
+        path, value, why = found or ("the call", fn, error)
+        raise RankError(
+            f"{path} ({type(value).__name__}) cannot be sent to the ranks: {why}. No rank has been touched."
+        ) from None
+
+
+def find_unsendable(value, path: str, depth: int = 4):
+    """(path, object, error) of the innermost part that does not pickle; None if all of it does."""
+    try:
+        dumps(value)
+        return None
+    except Exception as error:
+        why = error
+    for name, part in _parts(value) if depth else ():
+        found = find_unsendable(part, path + name, depth - 1)
+        if found:
+            return found
+    return path, value, why
+
+
+def _parts(value):
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", part) for i, part in enumerate(value)]
+    if inspect.isfunction(value):
+        scope = inspect.getclosurevars(value)
+        return [(f" uses {name}", part) for name, part in {**scope.nonlocals, **scope.globals}.items()]
+    return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+
+
+def _name(fn) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
