@@ -7,7 +7,7 @@
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import ModelConfig
 from .errors import CheckpointError
-from .fetch import fetch
+from .fetching import fetch
 from .headers import TensorInfo
 from .names import cache_dir
 from .reader import CheckpointReader, TensorSlice

@@ -63,18 +63,14 @@ def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
     rank starts. The first opening reads all data for :func:`verify_once`; later ones read headers only.
     """
     folder = resolve(name)
-    tensors = read_headers(folder)
-    config = read_config(folder, len(tensors))
-    check_tensors(folder, config, tensors)
-    stats = _stats(folder, tensors)
-    verify_once(folder, config, tensors)
+    try:
+        tensors = read_headers(folder)
+        config = read_config(folder, len(tensors))
+        check_tensors(folder, config, tensors)
+        stats = {file: file_stat(folder / file) for file in sorted({info.file for info in tensors.values()})}
+        verify_once(folder, config, tensors, stats)
+    except OSError as error:  # no permission for one of the files, or it went away in the meantime
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)  # verify_once saw that it equals the embedding
-    return Checkpoint(os.fspath(name), folder, config, tensors, stats)
-
-
-def _stats(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, Stat]:
-    try:
-        return {file: file_stat(folder / file) for file in sorted({info.file for info in tensors.values()})}
-    except OSError as error:
-        raise CheckpointError(f"{folder}: a weight file went away while it was being read: {error}") from error
+    return Checkpoint(os.fsdecode(name), folder, config, tensors, stats)

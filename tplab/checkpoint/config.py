@@ -1,12 +1,11 @@
 """``config.json`` read through Hugging Face's own config classes, and refused where tplab cannot follow it."""
 
 import copy
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, words_of
 from .headers import read_json
 
 ARCHITECTURES = {
@@ -16,9 +15,11 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
 }
 _SUPPORTED = "Qwen2/2.5, Qwen3, Llama and Mistral"
+_LAYER_TYPES = ("full_attention", "sliding_attention")  # the second is refused only where it is active
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 # What a causal language model has no use for, but Hugging Face would build lists of that length from.
 _CLASSIFIER_KEYS = ("num_labels", "id2label", "label2id")
+_LARGEST = 1 << 24  # beyond any model; tables of such a length must not be built to find out
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _hf_config(raw: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(**kept)
     except Exception as error:  # its validation raises many types; all of them mean a config that cannot be used
-        raise CheckpointError(one_line(error)) from error
+        raise CheckpointError(words_of(error)) from error
 
 
 def _refuse_remote_code(folder: Path, raw: dict[str, Any]) -> None:
@@ -151,6 +152,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             if not isinstance(rope, dict):
                 raise CheckpointError(f"{key} is {rope!r}, not an object")
             _check_rope_type(rope.get("rope_type", rope.get("type", "default")))
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind not in _LAYER_TYPES for kind in layer_types):
+        raise CheckpointError(f"layer_types {layer_types!r} is not supported; every layer must attend in full")
 
 
 def _check_rope_type(rope_type: Any) -> None:
@@ -179,8 +183,8 @@ def _check_sizes(config: ModelConfig) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     for name in (*sizes, "max_position_embeddings"):
         value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{name} is {value!r}, which is not a positive whole number")
+        if type(value) is not int or not 0 < value <= _LARGEST:
+            raise CheckpointError(f"{name} is {value!r}, not a whole number from 1 to {_LARGEST}")
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads evenly")
     if config.head_dim % 2:
@@ -191,19 +195,19 @@ def _check_sizes(config: ModelConfig) -> None:
     if config.hidden_act not in ACT2FN:
         raise CheckpointError(f"hidden_act {config.hidden_act!r} is unknown to transformers")
     for token in config.eos_token_ids:
-        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+        if type(token) is not int or not 0 <= token < config.vocab_size:
             raise CheckpointError(f"eos_token_id {token!r} is outside the vocabulary of {config.vocab_size}")
 
 
 def _refuse_sliding_windows(config: ModelConfig) -> None:
-    # A window as long as the longest sequence never hides anything: then it is not active.
+    # A window as long as the longest sequence never hides anything: then it is not active. Mistral has one
+    # window for all layers, or None; the others name the layers that have one.
     window = getattr(config.hf, "sliding_window", None)
-    slides = config.model_type == "mistral" or "sliding_attention" in (getattr(config.hf, "layer_types", None) or ())
-    if slides and window is not None and window < config.max_position_embeddings:
+    by_layer = "sliding_attention" in (getattr(config.hf, "layer_types", None) or ())
+    if not by_layer and (config.model_type != "mistral" or window is None):
+        return
+    if window is None or window < config.max_position_embeddings:
         raise CheckpointError(f"a sliding window of {window} tokens is active, which is not supported")
-    other = set(getattr(config.hf, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        raise CheckpointError(f"layer type {sorted(map(str, other))[0]!r} is not supported")
 
 
 def _check_rope(config: ModelConfig) -> None:
@@ -211,15 +215,16 @@ def _check_rope(config: ModelConfig) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.hf.rope_parameters
-    _check_rope_type(rope.get("rope_type"))
-    theta = rope.get("rope_theta")
-    if not isinstance(theta, int | float) or not (theta > 0 and math.isfinite(theta)):
+    kind, theta = rope.get("rope_type"), rope.get("rope_theta")
+    _check_rope_type(kind)
+    if type(theta) not in (int, float) or not 0 < theta < 1e30:
         raise CheckpointError(f"rope_theta is {theta!r}, not a positive number")
-    if rope["rope_type"] == "default":
+    if kind == "default":
         return
     try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](copy.deepcopy(config.hf))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config.hf))
+        usable = len(frequencies) == config.head_dim // 2 and bool(torch.isfinite(frequencies * scale).all())
     except Exception as error:  # missing keys, lists of the wrong length, factors of the wrong type
-        raise CheckpointError(f"rope {rope['rope_type']!r} cannot be set up: {one_line(error)}") from error
-    if frequencies.shape != (config.head_dim // 2,) or not torch.isfinite(frequencies).all() or not math.isfinite(scale):
-        raise CheckpointError(f"rope {rope['rope_type']!r} gives no finite frequency for each of {config.head_dim // 2} pairs")
+        raise CheckpointError(f"rope {kind!r} cannot be set up: {words_of(error)}") from error
+    if not usable:
+        raise CheckpointError(f"rope {kind!r} does not give one finite frequency for each pair of head_dim {config.head_dim}")

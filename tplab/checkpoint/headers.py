@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, words_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.parent}: {path.name} cannot be read: {one_line(error)}") from error
+        raise CheckpointError(f"{path.parent}: {path.name} cannot be read: {words_of(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.parent}: {path.name} holds a JSON {type(content).__name__}, not an object")
     return content
@@ -102,6 +102,7 @@ def _header(folder: Path, file: str) -> list[tuple[str, TensorInfo]]:
     try:
         if not path.is_file():  # before opening: a named pipe would block for ever
             raise CheckpointError(f"{folder}: weight file {file} is missing, or not an ordinary file")
+        path.open("rb").close()  # safetensors calls a file without permission "no such file"
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():
                 if _NOT_A_WEIGHT.search(name):
@@ -115,7 +116,7 @@ def _header(folder: Path, file: str) -> list[tuple[str, TensorInfo]]:
                     )
                 found.append((name, TensorInfo(tuple(piece.get_shape()), DTYPES[stored], file)))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {one_line(error)}") from error
+        raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {words_of(error)}") from error
     return found
 
 

@@ -5,7 +5,7 @@ import re
 import stat
 from pathlib import Path
 
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, words_of
 
 FABLE_FOLDER = Path(__file__).resolve().parent.parent / "fable" / "checkpoint"
 HUB_FILES = [
@@ -43,7 +43,7 @@ def resolve(name: str | os.PathLike) -> Path:
     ``huggingface_hub``. The built-in names win over folders of that name: write ``./fable`` for a folder.
     Raises ``CheckpointError`` when nothing of that name can be had.
     """
-    text = os.fspath(name)
+    text = os.fsdecode(name)
     if text == "fable":
         return _existing_folder(FABLE_FOLDER, "'fable' is not in this copy of the package; reinstall tplab")
     if text == "smollm2":
@@ -71,7 +71,7 @@ def _existing_folder(path: Path, if_missing: str) -> Path:
     except PermissionError:
         raise CheckpointError(f"{path}: no permission to read this folder") from None
     except (OSError, ValueError) as error:  # a symlink loop, a name too long, a NUL byte in the name
-        raise CheckpointError(f"{str(path)!r} cannot be opened: {one_line(error)}") from error
+        raise CheckpointError(f"{str(path)!r} cannot be opened: {words_of(error)}") from error
     if not stat.S_ISDIR(mode):
         raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json")
     return path
@@ -93,4 +93,4 @@ def _from_hub(repo_id: str) -> Path:
             "local folder, or use 'fable' or 'smollm2'"
         ) from error
     except Exception as error:  # httpx, OSError, a disk that fills up: the library's own words, with the name
-        raise CheckpointError(f"hub model {repo_id!r} could not be downloaded: {one_line(error)}") from error
+        raise CheckpointError(f"hub model {repo_id!r} could not be downloaded: {words_of(error)}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, words_of
 from .headers import TensorInfo
 
 Stat = tuple[int, int, int, int]
@@ -55,7 +55,7 @@ class CheckpointReader:
         try:
             piece = self._file(info.file).get_slice(name)[index]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder}: {name} cannot be read from {info.file}: {one_line(error)}") from error
+            raise CheckpointError(f"{self._folder}: {name} cannot be read from {info.file}: {words_of(error)}") from error
         self.bytes_read += piece.numel() * piece.element_size()
         return piece
 

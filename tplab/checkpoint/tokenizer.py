@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import ModelConfig
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, words_of
 from .headers import read_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerFas
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # any of its JSON files may be malformed, in any way
-        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {words_of(error)}") from error
+    if invented := sorted(tokenizer.get_vocab().keys() ^ own.get_vocab().keys()):
+        raise CheckpointError(f"{folder}: {invented[0]!r} is a token in tokenizer_config.json, but not in {FILE}")
     added = [token.content for token in own.get_added_tokens_decoder().values()]
     for text in (*_PROBES, *added, " a ".join(added[:50])):
         want = own.encode(text, add_special_tokens=False).ids
@@ -61,7 +63,7 @@ def read_own_tokenizer(folder: Path) -> "Tokenizer":
     try:
         return Tokenizer.from_file(str(folder / FILE))
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{folder}: {FILE} is damaged: {one_line(error)}") from error
+        raise CheckpointError(f"{folder}: {FILE} is damaged: {words_of(error)}") from error
 
 
 def check_tokenizer(folder: Path, config: ModelConfig, own: "Tokenizer") -> None:

@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .expected import EMBEDDING, HEAD
 from .headers import INDEX, TensorInfo
 from .names import cache_dir
-from .reader import CheckpointReader, TensorSlice, file_stat
+from .reader import CheckpointReader, Stat, TensorSlice, file_stat
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import check_tokenizer, read_own_tokenizer
 
@@ -28,25 +28,26 @@ _CHUNK_ELEMENTS = 1 << 22
 _SETTLED_NS = 2_000_000_000
 
 
-def verify_once(folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> None:
+def verify_once(
+    folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo], weights: Mapping[str, Stat]
+) -> None:
     """Check the data of a checkpoint whose headers are in order, unless these very files passed before.
 
     Every file listed in ``SHA256SUMS`` (if there is one) has its sum, and every file in use is listed; every
-    weight is finite; a stored copy of a tied head equals the embedding; the tokenizer fits the config. What
-    passed is noted in the user's cache with each file's size, times and inode, so the next opening costs a
+    weight is finite; a stored copy of a tied head equals the embedding; the tokenizer fits the config.
+    ``weights`` is the :func:`file_stat` of each weight file when its header was read. What passed is noted in the user's cache with each file's size, times and inode, so the next opening costs a
     few ``stat`` calls. Raises ``CheckpointError`` naming the file or tensor.
     """
-    used = sorted({info.file for info in tensors.values()} | {f for f in _SIDE_FILES if (folder / f).is_file()})
-    state = {file: list(file_stat(folder / file)) for file in used}
+    beside = {file: file_stat(folder / file) for file in _SIDE_FILES if (folder / file).is_file()}
+    state = {file: list(stat) for file, stat in {**weights, **beside}.items()}
     note = _note_path(folder)
     if _noted(note) == state:
         return
-    if SUMS in used:
-        _check_sums(folder, used)
-    if TOKENIZER in used:
+    if SUMS in state:
+        _check_sums(folder, [file for file in state if file != SUMS])
+    if TOKENIZER in state:
         check_tokenizer(folder, config, read_own_tokenizer(folder))
-    stats = {file: file_stat(folder / file) for file in {info.file for info in tensors.values()}}
-    with CheckpointReader(folder, tensors, stats) as reader:
+    with CheckpointReader(folder, tensors, weights) as reader:
         for name in tensors:
             _check_finite(folder, name, reader[name])
         if config.tie_word_embeddings and HEAD in tensors:
@@ -69,8 +70,6 @@ def _check_sums(folder: Path, used: list[str]) -> None:
             raise CheckpointError(f"{folder}: {SUMS} line {number} is not '<sha256>  <file>'")
         listed[file] = digest
     for file in used:
-        if file == SUMS:
-            continue
         if file not in listed:
             raise CheckpointError(f"{folder}: {file} is not listed in {SUMS}")
         if _sha256(folder / file) != listed[file]:

@@ -42,6 +42,8 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
         raise CheckpointError(f"{name!r} cannot be fetched; what can be: {', '.join(SOURCES)}")
     home = cache_dir()
     target = home / name
+    if _in_order(target):  # before the lock, which a shared cache that is read-only could not hold
+        return target
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / f"{name}.lock"):
@@ -83,6 +85,8 @@ def _make(source: Source, folder: Path, scratch: Path, progress: Progress | None
     else:
         convert(source.get(scratch, progress), folder, progress)
     (folder / "README.md").write_text(source.about, encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes for the owner alone; a class may share one cache
     write_sums(folder)
     open_checkpoint(folder)
 
