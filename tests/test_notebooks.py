@@ -97,6 +97,8 @@ def test_file_is_a_valid_notebook_for_the_python3_kernel(path):
     nbformat.validate(notebook)
     assert notebook.nbformat == 4
     assert notebook.metadata.kernelspec.name == "python3"
+    # papermill refuses a notebook that names no language.
+    assert notebook.metadata.kernelspec.get("language") == "python"
 
 
 @each_notebook

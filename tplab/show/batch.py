@@ -17,8 +17,8 @@ from tplab.errors import TplabError
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 # A cell that hangs fails its notebook and the batch goes on. Ranks have a shorter timeout of their own.
 SECONDS_PER_CELL = 900
-# Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted.
-QUIET_KERNEL = ["--IPKernelApp.log_level=ERROR"]
+# Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is stopped.
+QUIET_KERNEL = ["--IPKernelApp.log_level=CRITICAL"]
 
 
 class BatchError(TplabError):
@@ -38,7 +38,7 @@ class Outcome:
         return self.notebook.stem
 
 
-def choose(names, folder=FOLDER):
+def choose(names, folder):
     """The notebooks meant by ``names``: a name, its number or a path each; all of ``folder`` if there are none."""
     series = sorted(folder.glob("*.ipynb"))
     if not names:
@@ -117,7 +117,7 @@ def _one_line(error):
 
 def table(outcomes):
     """The closing table as text: notebook, result, seconds, and why a notebook failed."""
-    width = max(len(outcome.name) for outcome in outcomes)
+    width = max(len(name) for name in ('notebook', *(outcome.name for outcome in outcomes)))
     lines = [f"{'notebook':{width}}  result  seconds"]
     for outcome in outcomes:
         result = "FAILED" if outcome.failure else "passed"
@@ -134,10 +134,11 @@ def run(notebooks, parameters, out):
     """
     from tplab.show.report import write_report
 
-    notebooks = choose(notebooks)
+    notebooks = choose(notebooks, FOLDER)
     assigned = assign(notebooks, parameters)
-    for model in {values["model"] for values in assigned.values() if "model" in values}:
-        _have(model)
+    for values in assigned.values():
+        if "model" in values:
+            values["model"] = _model_at_hand(values["model"])
     out = Path(out) if out else FOLDER.parent / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     out.mkdir(parents=True, exist_ok=True)
 
@@ -150,13 +151,14 @@ def run(notebooks, parameters, out):
     return outcomes, write_report(outcomes, dict(parameters), out)
 
 
-def _have(model):
-    """Make sure that a model can be opened before four notebooks fail for the lack of it."""
+def _model_at_hand(model):
+    """Open a model before several notebooks fail for the lack of it; its name, as a notebook's own folder can use it."""
     from tplab.checkpoint import fetch, open_checkpoint
 
     if model == "smollm2":
         fetch(model)
-    open_checkpoint(model)
+    folder = open_checkpoint(model).folder
+    return str(folder.resolve()) if Path(model).is_dir() else model
 
 
 def main(arguments):

@@ -1,0 +1,343 @@
+"""The door: ``launch`` and what it hands over to (the batch, the report, the doctor)."""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from tplab.show import batch, doctor
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+PARAMETERS = 'model = "fable"\ntensor_parallel_size = 2\nprompt = "Once"\nscale = 1.0\nfast = True'
+PLOT = """import matplotlib.pyplot as plt
+plt.plot([1, 2]); plt.show()
+print("Figure: a line that rises & rises")"""
+
+
+def load_launch():
+    """``launch`` as a module of its own (it has no suffix, and must leave no compiled file beside it)."""
+    loader = importlib.machinery.SourceFileLoader("launch", str(ROOT / "launch"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("launch", loader))
+    exec(loader.source_to_code((ROOT / "launch").read_bytes(), "launch"), module.__dict__)
+    return module
+
+
+launch = pytest.fixture(load_launch, name="launch")
+
+
+@pytest.fixture
+def fresh(launch, tmp_path, monkeypatch):
+    """A launch whose repository is an empty folder, with a ready-made .venv that is this Python."""
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["torch==1.2.3", "other"]\n')
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    return launch
+
+
+def shell(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def write_notebook(path, *sources, parameters=True):
+    cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})] if parameters else [new_markdown_cell("# No parameters")]
+    cells += [new_code_cell(source) for source in sources]
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), path)
+    return path
+
+
+# ---- the words on the command line -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["test", "--help"], ["doctor", "--help"]])
+def test_help_needs_nothing_but_the_standard_library(words, tmp_path):
+    # -S: no site-packages at all, so an import of anything installed would fail.
+    answer = shell("-I", "-S", str(ROOT / "launch"), *words, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert "usage: launch" in answer.stdout
+
+
+def test_it_is_executable_and_small():
+    assert os.access(ROOT / "launch", os.X_OK)
+    assert len((ROOT / "launch").read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["run", "--fast"], ["test", "extra"], ["run", "-p", "model"], ["--no-brow"]])
+def test_wrong_words_are_refused_before_anything_is_installed(words, tmp_path):
+    (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
+    answer = shell("launch", *words, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "usage" in answer.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_unknown_command_names_the_commands(tmp_path):
+    answer = shell(str(ROOT / "launch"), "frobnicate")
+    assert "'frobnicate'" in answer.stderr and "run, test, doctor" in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["01", "-p", "seed", "1", "02"], ["01", "02", "-p", "seed", "1"], ["-p", "seed", "1", "01", "02"]])
+def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, words):
+    handed = []
+    monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
+    monkeypatch.setattr(launch, "become", lambda python, *command: handed.append(command))
+    launch.run(words)
+    module, asked = handed[0][1], json.loads(handed[0][2])
+    assert module == "tplab.show.batch"
+    assert asked == {"notebooks": ["01", "02"], "parameters": [["seed", "1"]], "out": None}
+
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_conda_environment_is_taken_but_never_base(fresh, monkeypatch, tmp_path):
+    assert fresh.environment_folder() == tmp_path / ".venv"
+    monkeypatch.setenv("CONDA_PREFIX", "/somewhere/envs/tplab")
+    monkeypatch.setenv("CONDA_DEFAULT_ENV", "tplab")
+    assert fresh.environment_folder() == Path("/somewhere/envs/tplab")
+    monkeypatch.setenv("CONDA_DEFAULT_ENV", "base")
+    assert fresh.environment_folder() == tmp_path / ".venv"
+
+
+def test_second_start_installs_nothing_and_a_changed_project_installs_again(fresh, monkeypatch, tmp_path):
+    installs = []
+    monkeypatch.setattr(fresh, "install", installs.append)
+    for expected in (1, 1):
+        assert fresh.ready_environment() == tmp_path / ".venv/bin/python"
+        assert len(installs) == expected
+    with (tmp_path / "pyproject.toml").open("a") as project:
+        project.write("# one more dependency\n")
+    fresh.ready_environment()
+    assert len(installs) == 2
+
+
+def test_failed_install_is_tried_again(fresh, monkeypatch):
+    def no_network(python):
+        raise fresh.LaunchError("pip failed")
+
+    monkeypatch.setattr(fresh, "install", no_network)
+    for _ in range(2):
+        with pytest.raises(fresh.LaunchError):
+            fresh.ready_environment()
+    assert not fresh.is_installed(fresh.environment_folder())
+
+
+def test_environment_whose_python_is_gone_is_named(fresh, tmp_path):
+    (tmp_path / ".venv/bin/python").unlink()
+    (tmp_path / ".venv/bin/python").symlink_to("/nowhere/python")
+    with pytest.raises(fresh.LaunchError, match=r"does not run.*Delete .*\.venv"):
+        fresh.ready_environment()
+
+
+def test_old_python_in_the_environment_is_named(fresh, tmp_path):
+    (tmp_path / ".venv/bin/python").unlink()
+    (tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho 3 9 18\n")
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    with pytest.raises(fresh.LaunchError, match="3.9.18.*3.11 or newer"):
+        fresh.ready_environment()
+
+
+@pytest.fixture
+def pip_would_take(fresh, tmp_path):
+    """Make the environment's pip answer a dry run with packages of these names."""
+
+    def answer(*names):
+        report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
+        fake = tmp_path / "pip-says"
+        fake.write_text(f"#!/bin/sh\ncase \"$*\" in *--dry-run*torch==1.2.3*) echo '{report}';; *) exit 9;; esac\n")
+        fake.chmod(0o755)
+        return fake
+
+    return answer
+
+
+def test_cuda_build_on_a_machine_without_a_gpu_is_asked_about(fresh, pip_would_take, monkeypatch, capsys):
+    python = pip_would_take("torch", "nvidia-cublas", "cuda-bindings", "sympy")
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    with pytest.raises(fresh.LaunchError, match="before the CUDA build"):
+        fresh.refuse_cuda_by_accident(python)
+    said = capsys.readouterr().out
+    assert "2 extra packages" in said and "PIP_EXTRA_INDEX_URL" in said and "--torch-backend=cpu torch==1.2.3" in said
+
+
+def test_cpu_build_passes_in_silence(fresh, pip_would_take, capsys):
+    fresh.refuse_cuda_by_accident(pip_would_take("torch", "sympy"))
+    assert capsys.readouterr().out == ""
+
+
+# ---- JupyterLab ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, display, opens", [([], ":0", True), ([], "", False), (["--no-browser"], ":0", False)])
+def test_lab_opens_a_browser_only_where_there_is_a_display(fresh, monkeypatch, words, display, opens):
+    commands = []
+    monkeypatch.setattr(fresh, "install", lambda python: None)
+    monkeypatch.setattr(fresh, "offer_smollm2", lambda python: None)
+    monkeypatch.setattr(fresh, "become", lambda python, *command: commands.append(command))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    fresh.lab(words)
+    assert ("--no-browser" not in commands[0]) == opens
+
+
+def test_real_model_is_offered_to_a_person_once(fresh, monkeypatch, tmp_path):
+    questions = []
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")  # looking for the model fails, and so does fetching it
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "y")
+    for _ in range(2):
+        fresh.offer_smollm2(tmp_path / "python")
+    assert len(questions) == 1
+
+
+def installed_here():
+    here = load_launch()
+    return here.is_installed(here.environment_folder())
+
+
+def wait_until_it_listens(port):
+    """The address is printed a few milliseconds before the server listens on it."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    pytest.fail(f"nothing listens on port {port}")
+
+
+@pytest.mark.skipif(not installed_here(), reason="./launch has not installed this checkout; it would do so now")
+def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
+    environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    started = time.monotonic()
+    lab = subprocess.Popen([sys.executable, str(ROOT / "launch")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True, env=environment, cwd="/")  # fmt: skip
+    try:
+        for line in lab.stdout:
+            if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/notebooks/00_start_here\.ipynb\?token=\w+", line):
+                break
+        assert address, "the address was never printed"
+        assert time.monotonic() - started < 10
+        server, token = address.group().split("/lab")[0], address.group().split("token=")[1]
+        wait_until_it_listens(int(server.rsplit(":")[-1]))
+        listing = f"{server}/api/contents/notebooks?content=0"
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(listing, timeout=10)
+        with urllib.request.urlopen(f"{listing}&token={token}", timeout=10) as answer:
+            assert json.load(answer)["path"] == "notebooks", "the repository is not the root folder"
+    finally:
+        lab.terminate()
+        lab.communicate(timeout=20)
+
+
+# ---- the batch -------------------------------------------------------------------------------------------------------
+
+
+def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, capsys):
+    notebooks = [
+        write_notebook(tmp_path / "bad.ipynb", "def f():\n    raise ValueError('no <head>\\nmore')\nf()", parameters=False),
+        write_notebook(tmp_path / "good.ipynb", "print(tensor_parallel_size, prompt, scale, fast)", PLOT),
+    ]
+    asked = {"notebooks": list(map(str, notebooks)), "out": str(tmp_path / "out"),
+             "parameters": [["tensor_parallel_size", "3"], ["prompt", "7"], ["scale", "2"], ["fast", "False"]]}  # fmt: skip
+    assert batch.main([json.dumps(asked)]) == 1
+
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in said.splitlines() if line.startswith(("bad", "good"))}
+    assert "FAILED" in rows["bad"] and "cell [1]: ValueError: no <head>" in rows["bad"]
+    assert "passed" in rows["good"]
+
+    good = nbformat.read(tmp_path / "out/good.ipynb", as_version=4)
+    printed = [output.text for cell in good.cells for output in cell.get("outputs", []) if output.output_type == "stream"]
+    assert printed[0] == "3 7 2 False\n", "values are read by the type of the parameter they replace"
+    assert "ValueError" in (tmp_path / "out/bad.ipynb").read_text()
+
+    index = (tmp_path / "out/index.html").read_text()
+    assert "1 of 2 failed" in index and "no &lt;head&gt;" in index
+    assert 'alt="Figure: a line that rises &amp; rises"' in index and "data:image/png;base64,iVBOR" in index
+    for name in ("bad", "good"):
+        assert f'href="{name}.html"' in index
+        assert "<html" in (tmp_path / f"out/{name}.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"notebooks": ["nowhere"]}, "no notebook 'nowhere'; there are: 00_one, 01_two"),
+        ({"parameters": [["tp", "3"]]}, "no notebook has a parameter 'tp'; there are: fast, model, prompt, scale, tensor_parallel_size"),
+        ({"parameters": [["tensor_parallel_size", "two"]]}, "parameter tensor_parallel_size is int (default 2), not 'two'"),
+        ({"parameters": [["fast", "1"]]}, "parameter fast is bool"),
+        ({"parameters": [["model", "no-such-model"]]}, "no-such-model"),
+    ],
+)
+def test_batch_refuses_what_does_not_exist_before_anything_runs(tmp_path, monkeypatch, capsys, change, words):
+    for name in ("00_one", "01_two"):
+        write_notebook(tmp_path / f"{name}.ipynb")
+    monkeypatch.setattr(batch, "FOLDER", tmp_path)
+    asked = {"notebooks": [], "parameters": [], "out": str(tmp_path / "out"), **change}
+    assert batch.main([json.dumps(asked)]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and len(said.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_notebooks_are_named_by_stem_number_or_path(tmp_path):
+    paths = [write_notebook(tmp_path / f"{name}.ipynb") for name in ("00_one", "01_two")]
+    for name in ("01", "01_two", "01_two.ipynb", "notebooks/01_two.ipynb", str(paths[1])):
+        assert batch.choose([name], tmp_path) == [paths[1]]
+    assert batch.choose([], tmp_path) == paths
+
+
+def test_parameter_goes_only_to_the_notebooks_that_declare_it(tmp_path):
+    with_it, without = write_notebook(tmp_path / "a.ipynb"), write_notebook(tmp_path / "b.ipynb", parameters=False)
+    assert batch.assign([with_it, without], [["scale", "0.5"]]) == {with_it: {"scale": 0.5}, without: {}}
+
+
+# ---- the doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_the_lab_ready():
+    answer = shell("-m", "tplab.show.doctor", cwd="/")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    for words in ("torch 2.13.0", "model fable", "model smollm2", "two ranks start", "The lab is ready."):
+        assert words in answer.stdout
+
+
+def test_doctor_names_what_is_missing_or_of_another_version_with_the_remedy():
+    wrong, absent, fine = doctor.packages(["pytest<1", "no-such-package>=3", "pytest>1"])
+    assert re.match(r"\[FAIL\] pytest \d.*required: <1\)\n +-> .*pip install", str(wrong))
+    assert re.match(r"\[FAIL\] no-such-package is not installed \(required: >=3\)\n +-> .*pip install", str(absent))
+    assert str(fine).startswith("[ok  ] pytest")
+
+
+def test_doctor_tells_a_missing_real_model_from_a_missing_lab(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
+    fable, smollm2 = doctor.models()
+    assert not fable.remedy
+    assert smollm2.remedy.endswith("-m tplab fetch smollm2") and not smollm2.essential
+
+
+def test_doctor_before_the_install_says_how_to_install(tmp_path):
+    (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    environment = {name: value for name, value in os.environ.items() if name != "CONDA_PREFIX"}
+    answer = shell("launch", "doctor", cwd=tmp_path, env=environment)
+    assert answer.returncode == 1
+    assert "./launch installs it" in answer.stderr
+    assert not (tmp_path / ".venv").exists()
