@@ -23,8 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 PARAMETERS = 'model = "fable"\ntensor_parallel_size = 2\nprompt = "Once"\nscale = 1.0\nfast = True'
 PLOT = """import matplotlib.pyplot as plt
+from IPython.display import SVG, display
 plt.plot([1, 2]); plt.show()
-print("Figure: a line that rises & rises")"""
+print("Figure: a line that rises & rises")
+display(SVG('<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'))
+print("Figure: nothing at all")"""
 
 
 def load_launch():
@@ -271,6 +274,7 @@ def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, caps
     index = (tmp_path / "out/index.html").read_text()
     assert "1 of 2 failed" in index and "no &lt;head&gt;" in index
     assert 'alt="Figure: a line that rises &amp; rises"' in index and "data:image/png;base64,iVBOR" in index
+    assert re.search('data:image/svg[+]xml;base64,[^"]+" alt="Figure: nothing at all"', index)
     for name in ("bad", "good"):
         assert f'href="{name}.html"' in index
         assert "<html" in (tmp_path / f"out/{name}.html").read_text()

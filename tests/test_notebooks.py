@@ -22,8 +22,8 @@ Tags of cells (``metadata.tags``):
 
 ``stub``, ``solution`` and ``check`` come in threes, in this order of stubs; every notebook but ``00`` has at least one.
 
-Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:`` printed by the same cell,
-or a markdown cell right below it whose text starts with ``Figure`` (emphasis marks before it do not matter).
+Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:``, printed by the same cell, one
+line for each figure. The figures of ``tplab.show`` print theirs.
 
 A heading says *In the wild*, another says *Takeaway*; at least one answer is folded in ``<details>`` besides the
 solutions (the *Predict* question). Median length of code cells: under 10 lines.
@@ -174,13 +174,11 @@ def test_prediction_sightings_and_takeaway_are_there(path):
 
 @each_notebook
 def test_every_figure_has_a_text_alternative(path):
-    notebook = load(path)
     blind = []
-    for cell, below in zip(notebook.cells, [*notebook.cells[1:], None]):
-        if cell.cell_type != "code" or not any(FIGURES & set(out.get("data", {})) for out in cell.outputs):
-            continue
-        told = below is not None and below.cell_type == "markdown" and below.source.lstrip("*_> ").startswith("Figure")
-        if not told and not says(cell, "Figure:"):
+    for cell in code_cells(load(path)):
+        pictures = sum(bool(FIGURES & set(output.get("data", {}))) for output in cell.outputs)
+        words = sum(line.startswith("Figure:") for line in printed(cell).splitlines())
+        if words < pictures:
             blind.append(cell.source)
     assert not blind
 

@@ -1,7 +1,9 @@
 """The report of a batch: one HTML page per executed notebook, and an index with the results and all the figures."""
 
+from base64 import b64encode
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px; margin: 2.5rem auto; padding: 0 1rem }
@@ -16,31 +18,36 @@ figcaption { color: #444 }
 """
 
 
+PICTURES = ("image/png", "image/svg+xml")
+
+
 @dataclass(frozen=True)
 class Figure:
-    """One picture of a notebook: base64 PNG, and the words that say what it shows ('' if the notebook has none)."""
+    """One picture of a notebook as a data URI, and the words that say what it shows ('' if the notebook has none)."""
 
-    png: str
+    source: str
     words: str
 
 
 def figures(notebook):
-    """All PNG figures of a notebook (a nbformat node), in order, each with its text alternative.
+    """All figures of a notebook (an nbformat node), in order, each with its words.
 
-    The words are the line ``Figure: …`` that the same cell prints, or the first paragraph of the markdown cell below if
-    that begins with "Figure".
+    The words of a cell's first picture are the first line ``Figure: …`` that the cell prints, and so on.
     """
     found = []
-    for cell, below in zip(notebook.cells, [*notebook.cells[1:], None]):
-        if cell.cell_type != "code":
-            continue
-        printed = [line for output in cell.outputs if output.output_type == "stream" for line in output.text.splitlines()]
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        printed = [line for output in outputs if output.output_type == "stream" for line in output.text.splitlines()]
         words = [line for line in printed if line.startswith("Figure:")]
-        if not words and below is not None and below.source.lstrip("*_> ").startswith("Figure"):
-            words = [below.source.strip().split("\n\n")[0]]
-        pictures = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
-        found += [Figure(png.replace("\n", ""), words[0] if words else "") for png in pictures]
+        sources = [_data_uri(mime, output.data[mime]) for output in outputs for mime in PICTURES if mime in output.get("data", {})]
+        found += [Figure(source, text) for source, text in zip_longest(sources, words[: len(sources)], fillvalue="")]
     return found
+
+
+def _data_uri(mime, content):
+    # A notebook holds a PNG as base64 already, and an SVG as text.
+    base64 = content.replace("\n", "") if mime == "image/png" else b64encode(content.encode()).decode()
+    return f"data:{mime};base64,{base64}"
 
 
 def write_report(outcomes, parameters, out):
@@ -73,7 +80,7 @@ def write_report(outcomes, parameters, out):
 def _gallery(name, pictures):
     if not pictures:
         return ""
-    shown = [f'<figure><img src="data:image/png;base64,{one.png}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
+    shown = [f'<figure><img src="{one.source}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
              for one in pictures]
     return f'<h2><a href="{escape(name)}.html">{escape(name)}</a></h2>\n' + "\n".join(shown)
 
