@@ -1,7 +1,10 @@
-"""The diff against Hugging Face: trace points, floors, reports, and the reassembly check."""
+"""The diff against Hugging Face: trace points, floors, reports, the diagnosis, and the reassembly check."""
 
+from tplab.align.case import Diagnosis
+from tplab.align.diagnose import diagnose
 from tplab.align.floors import DTYPES, parse_dtype
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
 
-__all__ = ["AlignError", "AlignReport", "DTYPES", "Evidence", "PointDiff", "align", "parse_dtype", "reassemble"]
+__all__ = ["AlignError", "AlignReport", "DTYPES", "Diagnosis", "Evidence", "PointDiff", "align", "diagnose",
+           "parse_dtype", "reassemble"]

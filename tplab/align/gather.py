@@ -5,11 +5,13 @@ import torch
 from tplab.model import NoCache, load_model, model_pieces
 from tplab.model.trace import layout, recording
 from tplab.patch import applied
+from tplab.ranks import OpRecord, op_log
 from tplab.shard import ShardPlan
 
 
-def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]], patches) -> dict:
-    """Runs on every rank: load, one forward pass over all prompts, all trace points of this rank.
+def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]], patches
+                  ) -> tuple[dict[str, torch.Tensor], list[OpRecord]]:
+    """Runs on every rank: load, one forward pass over all prompts; all trace points of this rank, and its collectives.
 
     The model is loaded under the patches too: a fault may live in the loader.
     """
@@ -18,9 +20,10 @@ def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[
         lengths = [len(prompt) for prompt in prompts]
         input_ids = torch.tensor([token for prompt in prompts for token in prompt])
         positions = torch.cat([torch.arange(length) for length in lengths])
+        before = max((record.seq for record in op_log()), default=0)
         with recording() as points:
             model.compute_logits(model(input_ids, positions, NoCache(lengths)))
-    return points
+    return points, [record for record in op_log() if record.seq > before]
 
 
 def whole_point(name: str, shards: list[torch.Tensor], plan: ShardPlan) -> tuple[torch.Tensor, float]:

@@ -10,6 +10,7 @@ import torch
 
 from tplab.align.floors import RELATIVE, inside
 from tplab.model.trace import layout
+from tplab.ranks import OpRecord
 from tplab.shard import ShardPlan
 
 
@@ -70,6 +71,7 @@ class AlignReport:
         evidence: :class:`Evidence` of the points of the first divergent layer and of the ends of the model.
         shapes: per rank, the shapes of layer 0's q, k and v weights.
         patches: the dotted names that were replaced during the run.
+        op_logs: per rank, the collectives of the forward pass in order.
     """
 
     model: str
@@ -80,6 +82,7 @@ class AlignReport:
     evidence: dict[str, Evidence] = field(repr=False)
     shapes: list[dict[str, tuple[int, ...]]] = field(repr=False)
     patches: tuple[str, ...] = ()
+    op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)
 
     @property
     def tp_logits(self) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""``diagnose``: which bug explains the first divergence?
+
+Every hypothesis recomputes the first divergent tensor *as if* one particular mistake had been made, from tensors that
+are still right, and asks whether rounding explains what is left. Nothing else is consulted: not the patches, not the
+engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
+"""
+
+from collections.abc import Callable
+
+from tplab.align import diagnose_attention, diagnose_rope, diagnose_sums, diagnose_weights
+from tplab.align.case import Case, Diagnosis
+from tplab.align.report import AlignReport
+
+Hypothesis = Callable[[Case], Diagnosis | None]
+
+HYPOTHESES: dict[str, tuple[Hypothesis, ...]] = {
+    **diagnose_weights.HYPOTHESES, **diagnose_rope.HYPOTHESES, **diagnose_attention.HYPOTHESES,
+    **diagnose_sums.HYPOTHESES,
+}
+
+
+def diagnose(report: AlignReport) -> Diagnosis:
+    """Name the bug behind a report's first divergence.
+
+    With several bugs in the engine it names the one that shows first; mend it and ask again.
+
+    Returns:
+        A :class:`Diagnosis`: ``ok`` for a healthy report; ``fault`` None with the first divergent point where no
+        hypothesis fits.
+    """
+    if report.ok:
+        return Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor.")
+    case = Case(report)
+    for hypothesis in HYPOTHESES.get(case.at, ()):
+        if (diagnosis := hypothesis(case)) is not None:
+            return diagnosis
+    return _unknown(case)
+
+
+def _unknown(case: Case) -> Diagnosis:
+    point = case.first
+    if point.nan or point.inf:
+        what = f"{point.nan} NaN and {point.inf} infinite entries of {point.size}"
+    elif point.max_abs == 0:
+        what = f"equal to Hugging Face's on rank 0, but the ranks differ by up to {point.spread:.1e}"
+    else:
+        what = f"off by {point.relative:.1e} of its own scale"
+    return case.found(None, f"Unknown cause, first seen at {point.name}: {what}. Everything before it is right.",
+                      relative=point.relative, spread=point.spread, nan=point.nan)
