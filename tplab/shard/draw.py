@@ -1,0 +1,229 @@
+"""Drawings of a plan and of a sharded weight as SVG text: one colour per rank, and its number wherever there is room."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from tplab.shard.plan import RankShard, ShardPlan
+
+# Okabe and Ito's colours, which most colour-blind people can tell apart, each with the ink that is readable on it.
+COLOURS = (("#0072B2", "#fff"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#CC79A7", "#000"),
+           ("#56B4E9", "#000"), ("#D55E00", "#fff"), ("#F0E442", "#000"), ("#444444", "#fff"))
+GREY, LINE, INK = "#f2f2f2", "#b8b8b8", "#222"
+
+
+def colour(rank: int) -> tuple[str, str]:
+    """Fill and ink of a rank; they repeat after eight ranks, the numbers do not."""
+    return COLOURS[rank % len(COLOURS)]
+
+
+class Svg(NamedTuple):
+    """A drawing that can be placed in another one."""
+
+    width: float
+    height: float
+    body: str
+
+    def text(self) -> str:
+        """A whole SVG document, on white, so that it can be read on a dark page too."""
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
+                f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="DejaVu Sans, Verdana, sans-serif" '
+                f'font-size="12"><rect width="100%" height="100%" fill="#fff"/>{self.body}</svg>')
+
+    def at(self, x: float, y: float) -> str:
+        """The drawing, moved."""
+        return f'<g transform="translate({x:g} {y:g})">{self.body}</g>'
+
+
+def write(x: float, y: float, text: str, *, size: float = 12, anchor: str = "start", ink: str = INK, bold: bool = False,
+          turned: bool = False) -> str:
+    """A line of text; ``y`` is its middle."""
+    turn = f' transform="rotate(-90 {x:g} {y:g})"' if turned else ""
+    weight = ' font-weight="bold"' if bold else ""
+    return (f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" dominant-baseline="central" '
+            f'fill="{ink}"{weight}{turn}>{escape(text)}</text>')
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "#fff", about: str = "") -> str:
+    """A rectangle, with ``about`` shown when the pointer rests on it."""
+    inside = f"<title>{escape(about)}</title>" if about else ""
+    return (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{stroke}">'
+            f"{inside}</rect>")
+
+
+def beside(drawings: Sequence[Svg], limit: float = 940, gap: float = 26) -> Svg:
+    """Drawings next to each other, in as many rows as keep within ``limit`` pixels."""
+    body, x, y, row, width = "", 0.0, 0.0, 0.0, 0.0
+    for drawing in drawings:
+        if x and x + drawing.width > limit:
+            x, y, row = 0.0, y + row + gap, 0.0
+        body += drawing.at(x, y)
+        width, row, x = max(width, x + drawing.width), max(row, drawing.height), x + drawing.width + gap
+    return Svg(width, y + row, body)
+
+
+def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
+    """A row per rank: its query heads, the KV heads they read below them, its MLP columns and vocabulary rows.
+
+    ``ends``: whether the last two are drawn.
+    """
+    cell = max(7.0, min(26.0, 560 / plan.num_heads))
+    left, top, row, group = 62.0, 62.0, 62.0, plan.num_heads // plan.num_kv_heads
+    heads_end = left + plan.num_heads * cell
+    bars = [(heads_end + 30 + 128 * i, dim, total, what) for i, (dim, total, what) in enumerate((
+        ("mlp", plan.intermediate_size, "MLP columns"), ("vocab", plan.vocab_size, "vocabulary rows")))] if ends else []
+    width = max(heads_end + 14 + 128 * len(bars) + 16 * ends, 330.0)
+    body = write(8, 16, title or "Who holds what", size=13.5, bold=True)
+    body += write(8, 38, f"{plan.kind}: {plan.num_heads} query and {plan.num_kv_heads} KV heads over "
+                         f"{plan.tensor_parallel_size} rank{'s' * (plan.tensor_parallel_size > 1)}", size=11.5)
+    for shard in plan.ranks:
+        y = top + row * shard.rank
+        body += write(8, y + 21, f"rank {shard.rank}", bold=True)
+        body += _heads(plan, shard, left, y, cell, group)
+        for x, dim, total, what in bars:
+            held = getattr(shard, dim)
+            at, long = 108 * held.start / total, 108 * len(held) / total
+            body += box(x, y, 108, 18, GREY, LINE) + box(x + at, y, long, 18, colour(shard.rank)[0], about=str(held))
+            body += write(x, y + 29, f"{held.start}–{held.stop - 1}", size=10.5)
+            if shard.rank == 0:
+                body += write(x, top - 10, what, size=11)
+    return Svg(width, top + row * len(plan.ranks) - 6, body)
+
+
+def _heads(plan: ShardPlan, shard: RankShard, left: float, y: float, cell: float, group: int) -> str:
+    fill, ink = colour(shard.rank)
+    body = ""
+    for head in range(plan.num_heads):
+        x, here = left + head * cell, head in shard.q_heads
+        body += box(x, y, cell, 20, fill if here else GREY, "#fff", f"query head {head}")
+        if here and cell >= 15:
+            body += write(x + cell / 2, y + 10, str(head), size=10.5, anchor="middle", ink=ink)
+    for kv in range(plan.num_kv_heads):
+        body += box(left + kv * group * cell + 1, y + 24, group * cell - 2, 17, GREY, "#fff", f"KV head {kv}")
+        if kv in shard.kv_heads:
+            reads = [head for head in shard.q_heads if head // group == kv]
+            x, long = left + reads[0] * cell, len(reads) * cell
+            body += box(x + 1, y + 24, long - 2, 17, "#fff", fill, f"KV head {kv}, read by query heads {reads}")
+            body += write(x + long / 2, y + 33, f"KV {kv}" if long >= 38 else str(kv), size=10.5 if long >= 15 else 8,
+                          anchor="middle", bold=True)
+    return body
+
+
+def plan_svg(plan: ShardPlan) -> str:
+    """The drawing of one plan as an SVG document; what a plan shows as the last line of a cell."""
+    return plan_drawing(plan).text()
+
+
+@dataclass(frozen=True)
+class ShardedWeight:
+    """A weight ``[out_features, in_features]`` and what each rank holds of it. It draws itself in a notebook.
+
+    Attributes:
+        name: what stands above it.
+        shape: ``(out_features, in_features)``.
+        dim: 0 when rows are dealt out, 1 when columns are.
+        parts: for each rank, its ranges of rows (or columns); a rank may hold several, and share them with others.
+        blocks: ``{"q": rows, "k": rows, …}`` of a fused weight, from the top.
+
+    Example: ``ShardedWeight("gate_proj", (352, 128), 0, [[r] for r in split_evenly(352, 2)])``, or
+    ``ShardedWeight.of(plan, "o_proj")``.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dim: int
+    parts: Sequence[Sequence[range]]
+    blocks: dict[str, int] | None = None
+
+    @classmethod
+    def of(cls, plan: ShardPlan, name: str) -> "ShardedWeight":
+        """The named weight of a layer as the plan deals it out: ``q_proj``, ``k_proj``, ``v_proj``, ``qkv_proj``,
+        ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``embed_tokens`` or ``lm_head``.
+        """
+        def rows(dimension: str, start: int = 0) -> list[list[range]]:
+            unit = plan.head_dim if dimension in ("q_heads", "kv_heads") else 1
+            parts = [getattr(shard, dimension) for shard in plan.ranks]
+            return [[range(start + part.start * unit, start + part.stop * unit)] for part in parts]
+
+        q, kv, hidden = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim, plan.hidden_size
+        mlp, vocab = plan.intermediate_size, plan.vocab_size
+        fused = [a + b + c for a, b, c in zip(rows("q_heads"), rows("kv_heads", q), rows("kv_heads", q + kv))]
+        weights = {
+            "q_proj": ((q, hidden), 0, rows("q_heads")), "k_proj": ((kv, hidden), 0, rows("kv_heads")),
+            "v_proj": ((kv, hidden), 0, rows("kv_heads")), "qkv_proj": ((q + 2 * kv, hidden), 0, fused),
+            "o_proj": ((hidden, q), 1, rows("q_heads")), "gate_proj": ((mlp, hidden), 0, rows("mlp")),
+            "up_proj": ((mlp, hidden), 0, rows("mlp")), "down_proj": ((hidden, mlp), 1, rows("mlp")),
+            "embed_tokens": ((vocab, hidden), 0, rows("vocab")), "lm_head": ((vocab, hidden), 0, rows("vocab")),
+        }
+        return cls(name, *weights[name], {"q": q, "k": kv, "v": kv} if name == "qkv_proj" else None)
+
+    def shape_on(self, rank: int) -> tuple[int, int]:
+        """The shape of what this rank holds."""
+        held = sum(map(len, self.parts[rank]))
+        return (held, self.shape[1]) if self.dim == 0 else (self.shape[0], held)
+
+    def strips(self) -> list[tuple[range, tuple[int, ...]]]:
+        """The weight cut where its holders change, from the top (or left): ``(rows or columns, ranks that hold them)``."""
+        cuts = {0, self.shape[self.dim], *self._block_ends()}
+        cuts.update(edge for part in self.parts for held in part for edge in (held.start, held.stop))
+        edges = sorted(cut for cut in cuts if 0 <= cut <= self.shape[self.dim])
+        return [(range(a, b), tuple(r for r, part in enumerate(self.parts) if any(a in held for held in part)))
+                for a, b in zip(edges, edges[1:])]
+
+    def _block_ends(self) -> list[int]:
+        sizes = list((self.blocks or {}).values())
+        return [sum(sizes[:i + 1]) for i in range(len(sizes))]
+
+    def __str__(self) -> str:
+        what = ("rows", "columns")[self.dim]
+        held = [" and ".join(f"{part.start}–{part.stop - 1}" for part in parts) for parts in self.parts]
+        return (f"{self.name} [{self.shape[0]}, {self.shape[1]}], {what} (dim {self.dim}) dealt out: "
+                + ", ".join(f"rank {rank} holds {what} {text}" for rank, text in enumerate(held)))
+
+    def _repr_svg_(self) -> str:
+        return self.drawing().text()
+
+    def drawing(self, title: str = "") -> Svg:
+        """The weight as a rectangle, height ``out_features`` and width ``in_features``, to scale within limits."""
+        scale = 190 / max(self.shape)
+        high, wide = (max(70.0, size * scale) for size in self.shape)
+        left, top = 60.0 + 18 * bool(self.blocks), 76.0
+        body = write(8, 16, title or self.name, size=13.5, bold=True)
+        body += write(8, 36, f"[out, in] = [{self.shape[0]}, {self.shape[1]}], cut along dim {self.dim}", size=11.5)
+        body += write(left + wide / 2, top - 11, f"in_features {self.shape[1]}", size=10.5, anchor="middle")
+        body += write(14, top + high / 2, f"out_features {self.shape[0]}", size=10.5, anchor="middle", turned=True)
+        unit = (high, wide)[self.dim] / self.shape[self.dim]
+        for rows, ranks in self.strips():
+            body += self._strip(rows, ranks, left, top, high, wide, unit)
+        for (name, size), end in zip((self.blocks or {}).items(), self._block_ends()):
+            body += write(left - 12, top + (end - size / 2) * unit, name, size=12, anchor="end", bold=True)
+            if end < self.shape[0]:
+                body += f'<path d="M{left - 22:g} {top + end * unit:g}H{left + wide + 6:g}" stroke="{INK}" stroke-dasharray="3 2"/>'
+        below = top + high + 18
+        for rank in range(len(self.parts)):
+            rows, columns = self.shape_on(rank)
+            body += box(left - 30, below + 18 * rank - 6, 12, 12, colour(rank)[0])
+            body += write(left - 12, below + 18 * rank, f"rank {rank} holds [{rows}, {columns}]", size=11)
+        return Svg(max(left + wide + 12, 292.0), below + 18 * len(self.parts) - 2, body)
+
+    def _strip(self, rows: range, ranks: tuple[int, ...], left, top, high, wide, unit) -> str:
+        """One strip in its holder's colour; striped in the colours of all when several ranks hold the same rows."""
+        start, long = rows.start * unit, len(rows) * unit
+        x, y, w, h = (left, top + start, wide, long) if self.dim == 0 else (left + start, top, long, high)
+        if not ranks:
+            return box(x, y, w, h, "none", LINE, "on no rank")
+        stripes = [ranks[i % len(ranks)] for i in range(1 if len(ranks) == 1 else 12)]
+        body = ""
+        for i, rank in enumerate(stripes):
+            part = w / len(stripes)
+            body += box(x + i * part, y, part + 0.5, h, colour(rank)[0], colour(rank)[0])
+        body += box(x, y, w, h, "none", "#fff", f"{'rows' if self.dim == 0 else 'columns'} {rows.start}–{rows.stop - 1}")
+        if h < 14 or w < 14:
+            return body
+        names = " and ".join(map(str, ranks))
+        text = names if w < 46 else f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+        if len(ranks) > 1:
+            body += box(x + w / 2 - 3.4 * len(text) - 4, y + h / 2 - 8, 6.8 * len(text) + 8, 16, "#fff")
+        ink = colour(ranks[0])[1] if len(ranks) == 1 else INK
+        return body + write(x + w / 2, y + h / 2, text, size=11, anchor="middle", ink=ink)

@@ -1,0 +1,86 @@
+"""Differences in words that stay the same from machine to machine: orders of magnitude, and who left the floor where."""
+
+import math
+from collections.abc import Mapping
+
+from tplab.errors import TplabError
+
+
+class ShowError(TplabError):
+    """What was asked for cannot be drawn or said."""
+
+
+def magnitude(value: float) -> str:
+    """``0.0123`` → ``"1e-2"``, ``3.7`` → ``"4"``: one digit near 1, the nearest power of ten further away."""
+    if value == 0:
+        return "exactly 0"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    if 0.095 <= value < 95:
+        return f"{value:.1g}" if value < 9.5 else f"{round(value, -1):.0f}"
+    return f"1e{round(math.log10(value)):+d}"
+
+
+def distance(point) -> float:
+    """How far a :class:`tplab.align.PointDiff` stands from Hugging Face, relative to the largest value there.
+
+    The ranks' disagreement counts too: one rank may be right and the next one wrong. NaN where tplab has NaN or
+    infinity.
+    """
+    if point.nan or point.inf or math.isnan(point.max_abs):
+        return math.nan
+    if point.spread <= point.max_abs:
+        return point.relative
+    scale = point.max_abs / point.relative if point.relative else 1.0
+    return point.spread / scale
+
+
+def point_words(point) -> str:
+    """One trace point: ``"inside the floor"``, ``"36 % NaN"`` or ``"1e-2"`` (relative to Hugging Face's values)."""
+    if point.inside:
+        return "inside the floor"
+    for count, what in ((point.nan, "NaN"), (point.inf, "infinite")):
+        if count:
+            return f"{max(1, round(100 * count / point.size))} % {what}"
+    return magnitude(distance(point))
+
+
+def floor_of(report) -> float:
+    """The relative floor of a report's dtype."""
+    from tplab.align.floors import RELATIVE
+
+    return RELATIVE[report.dtype]
+
+
+def dtype_name(report) -> str:
+    """``"float32"``, ``"float64"`` or ``"bfloat16"``."""
+    return str(report.dtype).removeprefix("torch.")
+
+
+def report_words(report) -> str:
+    """What one report says about its model, in one sentence without an end."""
+    first = report.first_divergence
+    if first is None:
+        return f"inside the {dtype_name(report)} floor at every point"
+    logits = report["logits"]
+    return f"first outside the floor at {first.name} ({point_words(first)}); logits: {point_words(logits)}"
+
+
+def describe(shown) -> str:
+    """The words for what cannot be seen: the text alternative of a figure, or a report in a sentence.
+
+    Args:
+        shown: any figure or drawing of :mod:`tplab.show`, an ``AlignReport``, or ``{label: AlignReport}``.
+
+    The same numbers always give the same words, on any machine: nothing inside the floor is given a number.
+
+        >>> print(show.describe(show.diff_figure({"broken": broken, "fixed": fixed})))
+        Figure: largest difference from Hugging Face … broken: first outside the floor at layers.0.attn (36 % NaN) …
+    """
+    if hasattr(shown, "words"):
+        return shown.words
+    if isinstance(shown, Mapping):
+        return "; ".join(f"{label}: {describe(report)}" for label, report in shown.items())
+    if hasattr(shown, "first_divergence"):
+        return report_words(shown)
+    raise ShowError(f"there is nothing to describe in {type(shown).__name__}; give a figure of tplab.show or a report")
