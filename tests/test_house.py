@@ -1,0 +1,122 @@
+"""The house itself: one-way rooms, dependencies that stand once, files that fit in the head, no trace of a machine."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# From the ground up; a room imports only from rooms before it.
+ROOMS = ["errors", "patch", "ranks", "checkpoint", "shard", "model", "cache", "engine", "align", "faults", "fable", "show", "cli"]
+TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "launch", "pyproject.toml", "LICENSE"}
+# Needed to run the lab, though no file imports them.
+RUN_ONLY = {"ipykernel", "jupyterlab", "nbval"}
+
+
+def files_under_git():
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in listing.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def python_files(*folders):
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported(path):
+    """Full dotted names of what a file imports, at its top or inside functions."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts)[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def room(module):
+    """The room of a dotted name such as ``tplab.shard.plan``; None outside the house and for ``tplab`` itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "tplab" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def test_every_room_has_its_place_in_the_order():
+    found = {path.stem for path in (ROOT / "tplab").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__", "__main__"} <= set(ROOMS)
+
+
+def test_rooms_import_only_from_rooms_below():
+    upward = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in python_files("tplab")
+        if (here := room(".".join(path.relative_to(ROOT).with_suffix("").parts)))
+        for module in imported(path)
+        if (there := room(module)) and ROOMS.index(there) > ROOMS.index(here)
+    ]
+    assert not upward
+
+
+def test_every_dependency_is_declared_and_every_declared_one_is_used():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w.-]+", need).group().lower().replace("-", "_") for need in project["dependencies"]}
+    providers = metadata.packages_distributions()
+    used = set()
+    for path in python_files("tplab", "tests"):
+        for module in imported(path):
+            top = module.split(".")[0]
+            if top not in sys.stdlib_module_names and top in providers:
+                used.add(providers[top][0].lower().replace("-", "_"))
+    assert used - declared == {"tplab"}, "imported but not in pyproject.toml"
+    assert declared - used == RUN_ONLY, "in pyproject.toml but not imported"
+
+
+def test_conda_environment_installs_the_same_project():
+    text = (ROOT / "environment.yml").read_text()
+    needs = re.findall(r"^\s+- (\w.*)$", text.split("dependencies:")[1], re.MULTILINE)
+    assert [need.split()[0] for need in needs] == ["python", "pip", "pip:"]
+    assert re.search(r"- pip:\n\s+- -e \.\n", text)
+
+
+@pytest.mark.parametrize("name", ["launch", "pyproject.toml", "environment.yml", ".ci/run"])
+def test_installing_names_no_host(name):
+    assert "://" not in (ROOT / name).read_text()
+
+
+def test_files_fit_in_the_head():
+    long = {str(path.relative_to(ROOT)): lines for path in [*python_files("tplab", "tests"), ROOT / "launch"]
+            if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 400}  # fmt: skip
+    assert not long
+
+
+def test_top_level_holds_only_what_the_layout_names():
+    names = {path.relative_to(ROOT).parts[0] for path in files_under_git()}
+    assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_no_file_holds_a_path_of_somebodys_machine():
+    own = {ROOT / "tests/test_notebooks.py", ROOT / "tests/test_house.py"}  # they hold the patterns
+    pattern = re.compile(r"(?<![\w.:/-])/(?:home|Users|root|work|farm|tmp)/[\w.]")
+    found = {}
+    for path in files_under_git():
+        if path not in own and path.suffix not in {".safetensors", ".png"} and path.name != "tokenizer.json":
+            found.update({str(path.relative_to(ROOT)): hit.group() for hit in pattern.finditer(path.read_text(encoding="utf-8"))})
+    assert not found
+
+
+def test_readme_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)#\s]+)\)", text)
+    assert targets and not [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+
+
+def test_readme_lists_every_notebook():
+    text = (ROOT / "README.md").read_text()
+    assert [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))] == re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", text)
