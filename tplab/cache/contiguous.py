@@ -1,0 +1,64 @@
+"""The plain KV cache: one growing tensor per layer and sequence, KV heads only."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tplab.model.attention import AttentionBatch, causal_mask
+
+
+def append(past: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """What the cache holds after a step: the past and the new ``[tokens, kv heads here, head_dim]`` behind it.
+
+    The heads stay as they are: KV heads, not one copy per query head.
+    """
+    return new.clone() if past is None else torch.cat([past, new])
+
+
+class ContiguousKVCache:
+    """Keys and values of some sequences, as tensors ``[tokens so far, kv heads here, head_dim]`` that grow.
+
+    Every step copies the whole past of a sequence; :class:`tplab.cache.PagedKVCache` is what removes that. This one
+    is for looking at.
+
+    Args:
+        num_sequences: sequences in the batch.
+        num_layers: decoder layers.
+    """
+
+    def __init__(self, num_sequences: int, num_layers: int):
+        self.k = [[None] * num_sequences for _ in range(num_layers)]
+        self.v = [[None] * num_sequences for _ in range(num_layers)]
+        self.computed = [0] * num_sequences
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank now."""
+        return sum(t.numel() * t.element_size() for layers in (self.k, self.v) for layer in layers
+                   for t in layer if t is not None)
+
+    def context(self, counts: Sequence[int]) -> "ContiguousContext":
+        """The attention context of a step in which sequence ``i`` gets ``counts[i]`` new tokens (0: not in it)."""
+        return ContiguousContext(self, counts)
+
+
+class ContiguousContext:
+    """One step's view of a :class:`ContiguousKVCache`; ``positions`` are those of the flattened new tokens."""
+
+    def __init__(self, cache: ContiguousKVCache, counts: Sequence[int]):
+        self.cache = cache
+        self.parts = [(i, cache.computed[i], count) for i, count in enumerate(counts) if count]
+        self.lengths = [count for _, _, count in self.parts]
+        self.positions = torch.cat([torch.arange(start, start + count) for _, start, count in self.parts])
+        for i, start, count in self.parts:
+            cache.computed[i] = start + count
+
+    def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
+        """Append the new keys and values of each sequence, give out all of them."""
+        keys, values, row = self.cache.k[layer], self.cache.v[layer], 0
+        for i, start, count in self.parts:
+            rows = slice(row, row + count)
+            keys[i], values[i] = append(keys[i], k[rows]), append(values[i], v[rows])
+            mask = causal_mask(torch.arange(start, start + count)[None], start + count)
+            yield AttentionBatch(rows, keys[i].transpose(0, 1)[None], values[i].transpose(0, 1)[None], mask)
+            row += count

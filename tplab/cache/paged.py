@@ -1,0 +1,151 @@
+"""The paged KV cache of one rank: written through slots, read through block tables.
+
+Per layer and for K and V one tensor ``[num_blocks, block_size, kv_heads_here, head_dim]``. Only KV heads are stored;
+grouped queries share them in attention.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tplab.cache.table import slot_mapping
+from tplab.model.attention import AttentionBatch, causal_mask
+
+
+class Segment(NamedTuple):
+    """One sequence's part of a step.
+
+    Attributes:
+        start: position of its first new token; so many are in the cache already.
+        count: new tokens.
+        block_ids: its block table, long enough for all of them.
+        prompt_length: length of its prompt (some rope types depend on it).
+    """
+
+    start: int
+    count: int
+    block_ids: Sequence[int]
+    prompt_length: int
+
+
+def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose memory the system commits page by page when it is first written: an empty cache costs nothing.
+
+    Zeros rather than nothing, because masked keys still meet a product: ``0 * NaN`` is NaN.
+    """
+    size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(*shape)
+
+
+def write_cache(cache: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
+    """Store ``new [tokens, kv heads here, head_dim]`` in the slots of ``cache [num_slots, kv heads here, head_dim]``."""
+    cache[slots] = new
+
+
+def visible_length(start: int, count: int) -> int:
+    """How many keys a sequence's new tokens may look at: those in the cache and themselves."""
+    return start + count
+
+
+class PagedKVCache:
+    """All layers' K and V blocks on this rank.
+
+    Args:
+        num_layers: decoder layers.
+        num_blocks, block_size: the pool's sizes.
+        kv_heads_here: KV heads that this rank holds.
+        head_dim: width of a head.
+        dtype: of the stored values.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, kv_heads_here: int, head_dim: int,
+                 dtype: torch.dtype = torch.float32):
+        self.block_size = block_size
+        shape = (num_layers, num_blocks, block_size, kv_heads_here, head_dim)
+        self.k_cache, self.v_cache = zeros_on_demand(shape, dtype), zeros_on_demand(shape, dtype)
+        self.k_slots, self.v_slots = self.k_cache.flatten(1, 2), self.v_cache.flatten(1, 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V over all layers on this rank, used or not."""
+        return 2 * self.k_cache.numel() * self.k_cache.element_size()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token occupies on this rank: ``2 * layers * kv_heads_here * head_dim * element size``."""
+        return self.nbytes // self.k_slots.shape[1]
+
+    def context(self, segments: Sequence[Segment]) -> "PagedContext":
+        """The attention context of one step."""
+        return PagedContext(self, segments)
+
+
+class PagedContext:
+    """One step's view of a paged cache; everything that does not depend on the layer is made here, once.
+
+    Args:
+        cache: the rank's cache.
+        segments: the sequences of the step, in the order of the flattened tokens.
+    """
+
+    def __init__(self, cache: PagedKVCache, segments: Sequence[Segment]):
+        self.cache, self.segments = cache, segments
+        size = cache.block_size
+        self.lengths = [segment.count for segment in segments]
+        self.slots = [slot_mapping(s.block_ids, range(s.start, s.start + s.count), size) for s in segments]
+        self.slot_mapping = torch.tensor([slot for slots in self.slots for slot in slots])
+        self.reads = list(self._reads())
+
+    def _reads(self) -> Iterator[tuple]:
+        """``(rows, where K and V are read, mask)`` per batch: prefills one by one, all decoding sequences together."""
+        row, decoding = 0, []
+        for segment in self.segments:
+            if segment.count == 1:
+                decoding.append((row, segment))
+            else:
+                keys = visible_length(segment.start, segment.count)
+                positions = torch.arange(segment.start, segment.start + segment.count)[None]
+                yield slice(row, row + segment.count), self._where([(segment, keys)], keys), causal_mask(positions, keys)
+            row += segment.count
+        if decoding:
+            rows = [row for row, _ in decoding]
+            lengths = [(s, visible_length(s.start, 1)) for _, s in decoding]
+            keys = max(length for _, length in lengths)
+            mask = causal_mask(torch.tensor([[s.start] for _, s in decoding]), keys)
+            adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+            yield (slice(rows[0], rows[0] + len(rows)) if adjacent else torch.tensor(rows),
+                   self._where(lengths, keys), mask)
+
+    def _where(self, lengths: Sequence[tuple[Segment, int]], keys: int) -> slice | torch.Tensor:
+        """The slots to read: a slice where one sequence lies in one piece, else an index ``[batch * keys]``.
+
+        Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
+        """
+        size = self.cache.block_size
+        if len(lengths) == 1:
+            segment, _ = lengths[0]
+            used = segment.block_ids[:-(-keys // size)]
+            if list(used) == list(range(used[0], used[0] + len(used))):
+                return slice(used[0] * size, used[0] * size + keys)
+        index = []
+        for segment, length in lengths:
+            slots = slot_mapping(segment.block_ids, range(length), size)
+            index.extend(slots + slots[-1:] * (keys - length))
+        return torch.tensor(index)
+
+    def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
+        """Write the new keys and values through the slots, read everything visible through the tables."""
+        k_slots, v_slots = self.cache.k_slots[layer], self.cache.v_slots[layer]
+        write_cache(k_slots, self.slot_mapping, k)
+        write_cache(v_slots, self.slot_mapping, v)
+        for rows, where, mask in self.reads:
+            yield AttentionBatch(rows, read_cache(k_slots, where, mask), read_cache(v_slots, where, mask), mask)
+
+
+def read_cache(cache: torch.Tensor, where: slice | torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``[batch, kv heads here, keys, head_dim]`` out of the slots: a view where they are adjacent, else a gather."""
+    batch, _, _, keys = mask.shape
+    found = cache[where] if isinstance(where, slice) else cache.index_select(0, where)
+    return found.view(batch, keys, *cache.shape[1:]).transpose(1, 2)

@@ -1,0 +1,147 @@
+"""``Engine``: scheduler, ranks and stop conditions, in token ids. Text is :class:`tplab.LLM`'s business."""
+
+import secrets
+import time
+
+from tplab.cache import BlockPool, blocks_needed
+from tplab.engine.errors import EngineError, RequestError
+from tplab.engine.sampling_params import SamplingParams
+from tplab.engine.scheduler import Scheduler
+from tplab.engine.sequence import Sequence, Status
+from tplab.engine.step import StepOutput, describe
+from tplab.engine.strict import StrictChecks
+from tplab.patch import applied
+
+
+class Engine:
+    """Steps sequences over an executor.
+
+    Args:
+        executor: where steps are carried out.
+        vocab_size, eos_token_ids: of the model.
+        max_model_len: longest prompt and output together.
+        num_blocks, block_size, enable_prefix_caching: of the cache.
+        max_num_seqs, max_num_batched_tokens: the scheduler's bounds.
+        strict: check the invariants after every step.
+        patches: applied in this process around every step (the executor applies them on the ranks).
+    """
+
+    def __init__(self, executor, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int,
+                 num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
+                 enable_prefix_caching: bool = True, strict: bool = False, patches: tuple = ()):
+        self.executor, self.patches = executor, patches
+        self.vocab_size, self.eos_token_ids, self.max_model_len = vocab_size, frozenset(eos_token_ids), max_model_len
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens)
+        self.checks = StrictChecks(self.scheduler) if strict else None
+        self.last_logprobs: dict[int, list] = {}
+        self._count = 0
+
+    def check_prompt(self, token_ids, params: SamplingParams) -> int:
+        """Whether a request can run here; the most tokens it can generate.
+
+        Raises:
+            RequestError: naming what is wrong and what would work.
+        """
+        if not token_ids:
+            raise RequestError("the prompt is empty; at least one token is needed")
+        for token in token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id {token!r} is not in the vocabulary: 0 to {self.vocab_size - 1}")
+        wrong = [token for token in params.stop_token_ids if token >= self.vocab_size]
+        if wrong:
+            raise RequestError(f"stop token id {wrong[0]} is not in the vocabulary: 0 to {self.vocab_size - 1}")
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise RequestError(f"the prompt has {len(token_ids)} tokens; prompt and output together can have "
+                               f"{self.max_model_len} (max_model_len)")
+        most = room if params.max_tokens is None else min(room, params.max_tokens)
+        # The last token is never read again, so it needs no place.
+        needed = blocks_needed(len(token_ids) + most - 1, self.pool.block_size)
+        if needed > self.pool.num_blocks:
+            fits = self.pool.num_blocks * self.pool.block_size + 1 - len(token_ids)
+            advice = f"ask for at most {fits} tokens (max_tokens), or " if fits > 0 else ""
+            raise RequestError(f"{len(token_ids)} prompt tokens and {most} new ones need {needed} blocks of "
+                               f"{self.pool.block_size}, but the cache has {self.pool.num_blocks}; {advice}make an LLM "
+                               f"with num_blocks={needed}")
+        return most
+
+    def add(self, token_ids: list[int], params: SamplingParams) -> Sequence:
+        """Queue a request. Errors as in :meth:`check_prompt`."""
+        most = self.check_prompt(token_ids, params)
+        seed = secrets.randbits(62) if params.seed is None else int(params.seed)
+        sequence = Sequence(self._count, list(token_ids), params, self.pool, most, seed)
+        self._count += 1
+        sequence.metrics.arrival_time = time.perf_counter()
+        sequence.metrics.num_prompt_tokens = len(token_ids)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[Sequence]:
+        """One step: schedule, compute on the ranks, take the tokens in.
+
+        Returns:
+            The sequences that got a token, those that ended with it among them.
+
+        Raises:
+            EngineError: unfinished sequences, but none can go on: blocks are missing.
+            StrictError: an invariant does not hold.
+            RankError: a rank failed. No sequence has lost a token; the next step computes the same again.
+        """
+        with applied(*self.patches):
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                self._refuse_standstill()
+                return []
+            step = describe(self.scheduler.step_number, scheduled)
+            try:
+                outputs: list[StepOutput] = self.executor.execute(step)
+            except BaseException:
+                self.distrust_ranks()
+                raise
+            if self.checks:
+                self.checks.after(step, outputs)
+            self.last_logprobs = outputs[0].logprobs
+            advanced = self.scheduler.update(scheduled, outputs[0].token_ids)
+            now = time.perf_counter()
+            for sequence in advanced:
+                self._advance(sequence, now)
+            if self.checks:
+                self.checks.accounts()
+        return advanced
+
+    def _refuse_standstill(self) -> None:
+        if self.scheduler.has_unfinished:
+            used = {block for s in self.scheduler.running for block in s.table.blocks}
+            raise EngineError(f"no sequence can go on: {self.pool.num_used} of {self.pool.num_blocks} blocks are in use, "
+                              f"but running sequences hold only {len(used)} of them")
+
+    def _advance(self, sequence: Sequence, now: float) -> None:
+        metrics, params, token = sequence.metrics, sequence.params, sequence.token_ids[-1]
+        metrics.num_output_tokens = sequence.num_tokens - sequence.num_prompt_tokens
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        if token in params.stop_token_ids:
+            sequence.stop_reason = token
+            self.finish(sequence, "stop")
+        elif token in self.eos_token_ids and not params.ignore_eos:
+            self.finish(sequence, "stop")
+        elif metrics.num_output_tokens >= sequence.max_tokens:
+            self.finish(sequence, "length")
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence, in whatever state it is. Ending it twice changes nothing."""
+        if sequence.status is not Status.FINISHED:
+            self.scheduler.finish(sequence, reason)
+            sequence.metrics.finished_time = time.perf_counter()
+
+    def distrust_ranks(self) -> None:
+        """A step was not completed everywhere: what ranks remember of it may differ, so they are told all again."""
+        for sequence in self.scheduler.running:
+            sequence.sampled_in_step = -1
+
+    def recompute(self) -> None:
+        """The ranks' caches are gone: all sequences wait and compute their tokens again."""
+        self.scheduler.reset()
+        if self.checks:
+            self.checks.forget()

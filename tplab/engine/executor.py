@@ -1,0 +1,106 @@
+"""How a step reaches the ranks: the processes of a pool, or logical ranks in this process.
+
+Both do the same three things: load an engine's part of the model on every rank, run a step on every rank, forget it.
+(The third way, ranks that torchrun made, is in ``torchrun.py``.)
+"""
+
+import itertools
+import os
+import weakref
+
+from tplab.engine.runner import drop_runners, has_runner, load_runner, run_step
+from tplab.engine.step import StepInput, StepOutput
+from tplab.ranks import RankPool, logical_ranks, rank, shared_pool, state
+
+_numbers = itertools.count()
+
+
+class PoolExecutor:
+    """An engine on the processes of a :class:`tplab.ranks.RankPool`.
+
+    Args:
+        size: number of ranks.
+        patches: applied on every rank, for loading and for every step.
+        pool: the ranks; the shared pool of that size if None.
+
+    Several engines can live on one pool, each under its own key. An engine that is thrown away without being closed
+    is forgotten by the ranks when the next one loads.
+    """
+
+    _garbage: list[str] = []
+
+    def __init__(self, size: int, patches: tuple, pool: RankPool | None = None):
+        self.size, self.patches, self._pool = size, patches, pool
+        self.key = f"engine {os.getpid()}-{next(_numbers)}"
+        self._finalizer = weakref.finalize(self, self._garbage.append, self.key)
+
+    @property
+    def pool(self) -> RankPool:
+        """The ranks; a shared pool that was closed is made again."""
+        return self._pool or shared_pool(self.size)
+
+    def load(self, *arguments) -> list[dict]:
+        """Make a :class:`ModelRunner` on every rank; what each costs."""
+        forget = list(self._garbage)
+        found = self.pool.run(load_runner, self.key, forget, self.patches, *arguments, timeout=LOAD_TIMEOUT)
+        self._garbage[:] = [key for key in self._garbage if key not in forget]
+        return found
+
+    def loaded(self) -> bool:
+        """Whether every rank still has it: a rank that had to be restarted does not."""
+        return all(self.pool.run(has_runner, self.key))
+
+    def execute(self, step: StepInput) -> list[StepOutput]:
+        """One step on every rank."""
+        return self.pool.run(run_step, self.key, self.patches, step)
+
+    def close(self) -> None:
+        """Forget it on every rank. The pool stays open."""
+        self._finalizer.detach()
+        if not self.pool.closed:
+            self.pool.run(drop_runners, [self.key])
+
+
+LOAD_TIMEOUT = 600.0  # seconds; a model of several GB from a cold disk takes minutes
+
+
+class LogicalExecutor:
+    """An engine on threads of this process, for wide sweeps: same collectives, same results, no speed.
+
+    Args:
+        size: number of ranks.
+        patches: applied while loading; the engine applies them around its steps itself, and threads share them.
+    """
+
+    key = "engine"
+
+    def __init__(self, size: int, patches: tuple):
+        self.size, self.patches = size, patches
+        self.states: list[dict] = [{} for _ in range(size)]
+
+    def _run(self, fn, *args) -> list:
+        """Logical ranks begin with an empty ``state`` every time, so theirs is kept here between runs."""
+        def on_rank():
+            state.update(self.states[rank()])
+            try:
+                return fn(*args)
+            finally:
+                self.states[rank()] = dict(state)
+
+        return logical_ranks(self.size, on_rank)
+
+    def load(self, *arguments) -> list[dict]:
+        """Make a :class:`ModelRunner` for every rank; what each costs."""
+        return self._run(load_runner, self.key, [], self.patches, *arguments)
+
+    def loaded(self) -> bool:
+        """Whether every rank has it."""
+        return all(self._run(has_runner, self.key))
+
+    def execute(self, step: StepInput) -> list[StepOutput]:
+        """One step on every rank."""
+        return self._run(run_step, self.key, (), step)
+
+    def close(self) -> None:
+        """Forget it."""
+        self.states = [{} for _ in range(self.size)]

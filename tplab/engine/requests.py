@@ -1,0 +1,128 @@
+"""Requests as the user states them: prompts and parameters sorted out, text kept beside the token ids."""
+
+from collections.abc import Iterator
+
+from tplab.engine.detokenizer import Detokenizer
+from tplab.engine.errors import RequestError
+from tplab.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tplab.engine.sampling_params import SamplingParams
+from tplab.engine.sequence import Sequence
+
+
+def _is_ids(prompt) -> bool:
+    return isinstance(prompt, list | tuple) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+
+
+def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
+    """Pairs of prompt and parameters. What a single prompt looks like is decided here; whether it can run is not.
+
+    Raises:
+        RequestError: no prompt at all, or not as many parameters as prompts.
+    """
+    prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
+    if not isinstance(prompts, list | tuple) or not prompts:
+        raise RequestError(f"prompts must be a text, token ids, or a list of these with at least one, not {prompts!r}")
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
+    if len(params) != len(prompts):
+        raise RequestError(f"there are {len(prompts)} prompts, but {len(params)} sampling_params")
+    return zip(prompts, params)
+
+
+def parse_messages(messages) -> list[list[dict]]:
+    """One conversation or several → a list of conversations.
+
+    Raises:
+        RequestError: not of the form ``[{"role": …, "content": …}, …]``.
+    """
+    conversations = [messages] if isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict) else messages
+    good = isinstance(conversations, list | tuple) and conversations and all(
+        isinstance(c, list | tuple) and c and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in c)
+        for c in conversations)
+    if not good:
+        raise RequestError('messages must look like [{"role": "user", "content": "…"}, …], or be a list of such lists')
+    return list(conversations)
+
+
+class Request:
+    """One prompt on its way: its sequence of tokens and its text.
+
+    Args:
+        llm: for tokenizer and engine.
+        prompt: text or token ids.
+        params: how to continue.
+
+    Raises:
+        RequestError: it cannot run.
+    """
+
+    error: RequestError | None = None
+
+    def __init__(self, llm, prompt, params: SamplingParams):
+        self.prompt, self.params, self.sequence = prompt if isinstance(prompt, str) else None, params, None
+        if not isinstance(prompt, str) and not isinstance(prompt, list | tuple):
+            raise RequestError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
+        tokenizer = llm.tokenizer
+        if tokenizer is None and (self.prompt is not None or params.stop):
+            raise RequestError(f"{llm.checkpoint.name} has no tokenizer: give token ids, and no stop texts")
+        self.prompt_token_ids = tokenizer(prompt).input_ids if self.prompt is not None else list(prompt)
+        llm.engine.check_prompt(self.prompt_token_ids, params)
+        self.tokenizer = tokenizer
+        self.detokenizer = tokenizer and Detokenizer(tokenizer, self.prompt_token_ids, params.stop)
+        self.logprobs = None if params.logprobs is None else []
+
+    @property
+    def number(self) -> int:
+        """The engine's number for it."""
+        return self.sequence.number
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.sequence.finish_reason is not None
+
+    def advance(self, engine) -> None:
+        """Take in the token that the sequence just got: text, stop texts, log probabilities."""
+        sequence = self.sequence
+        if self.logprobs is not None:
+            self.logprobs.append({token: Logprob(value, rank, self.tokenizer.decode([token]) if self.tokenizer else "")
+                                  for token, value, rank in engine.last_logprobs[sequence.number]})
+        if self.detokenizer is None:
+            return
+        stop = self.detokenizer.add(sequence.token_ids[-1])
+        if stop is None and self.finished:
+            stop = self.detokenizer.finish()
+        if stop is not None:
+            # A stop text completed by the last allowed token counts as one.
+            engine.finish(sequence, "stop")
+            sequence.finish_reason, sequence.stop_reason = "stop", stop
+
+    def take_certain(self) -> str:
+        """New text that can be shown already."""
+        return "" if self.detokenizer is None else self.detokenizer.take_certain(self.finished)
+
+    def output(self) -> RequestOutput:
+        """The output so far."""
+        s = self.sequence
+        text = "" if self.detokenizer is None else self.detokenizer.text
+        completion = CompletionOutput(0, text, s.output_token_ids, s.finish_reason, s.stop_reason, self.logprobs)
+        return RequestOutput(s.number, self.prompt, self.prompt_token_ids, [completion], self.finished, s.metrics)
+
+
+class rejected:
+    """A request that cannot run, beside others that can."""
+
+    number = None
+    finished = True
+
+    def __init__(self, prompt, error: RequestError):
+        self.prompt, self.error = prompt, error
+
+    def output(self) -> RequestOutput:
+        """No output, and why."""
+        text = self.prompt if isinstance(self.prompt, str) else None
+        ids = list(self.prompt) if isinstance(self.prompt, list | tuple) else []
+        return RequestOutput(-1, text, ids, [CompletionOutput(finish_reason="error")], True, RequestMetrics(), self.error)

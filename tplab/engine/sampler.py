@@ -1,0 +1,101 @@
+"""From this rank's logits to one token for all ranks.
+
+Every rank knows the logits of its own part of the vocabulary. The most probable token is found without gathering
+them: each rank offers its best token and that token's score, and all ranks pick the best offer. Drawing at random is
+the same thing with noise: with Gumbel noise added, the largest score *is* a draw from the softmax. The noise is made
+from the request's seed for the whole vocabulary, so it is the same however many ranks there are. Only top-k, top-p and
+log probabilities need the whole vocabulary, and only for the rows that ask for them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tplab.engine.step import Draw
+from tplab.ranks import all_gather
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
+    """``[vocab_size]`` in float64: the noise for one draw of one request, the same on every rank and in any batch."""
+    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + position) % 2**63)
+    return -torch.empty(vocab_size, dtype=torch.float64).exponential_(generator=generator).log()
+
+
+def offer(scores_here: torch.Tensor, first: int) -> torch.Tensor:
+    """This rank's best token per row, ``[n, 2]``: its score and its global id, both exact in float64.
+
+    Args:
+        scores_here: ``[n, vocabulary here]``.
+        first: global id of this rank's first token.
+    """
+    scores, ids = scores_here.max(dim=-1)
+    return torch.stack([scores.double(), (ids + first).double()], dim=-1)
+
+
+def best_offer(offer_here: torch.Tensor) -> torch.Tensor:
+    """The one decision: all ranks' offers → token ids ``[n]``, the same on every rank.
+
+    Equal scores go to the lowest id, as in ``torch.argmax`` over the whole vocabulary: ranks stand in the order of
+    their tokens and the first maximum wins. NaN counts as the largest, as it does there.
+    """
+    offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+    best = offers[..., 0].argmax(dim=-1, keepdim=True)
+    return offers[..., 1].gather(-1, best)[:, 0].long()
+
+
+def lowest_allowed(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """The smallest logit that top-k, top-p and min-p let through; in this order, as in Hugging Face.
+
+    Args:
+        logits: ``[vocab_size]`` in float64, divided by the temperature.
+        draw: the parameters.
+    """
+    ordered = logits.sort(descending=True).values
+    if 0 < draw.top_k < len(ordered):
+        ordered = ordered[:draw.top_k]
+    if draw.top_p < 1:
+        before = ordered.softmax(-1).cumsum(-1).roll(1)
+        before[0] = 0  # what the tokens before a token add up to; the first always stays
+        ordered = ordered[before < draw.top_p]
+    if draw.min_p > 0:
+        ordered = ordered[ordered >= ordered[0] + torch.tensor(draw.min_p, dtype=torch.float64).log()]
+    return ordered[-1]
+
+
+def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[int, float, int]]:
+    """``(token, log probability, rank)`` of the drawn token, then of the ``count`` most probable ones."""
+    logprobs = logits.log_softmax(-1)
+    top = logprobs.topk(count)
+    drawn = (token, logprobs[token].item(), int((logprobs > logprobs[token]).sum()) + 1)
+    return [drawn, *zip(top.indices.tolist(), top.values.tolist(), range(1, count + 1))]
+
+
+def sample(model, logits_here: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, list]]:
+    """Draw one token per row. Called on every rank with its own logits; every rank gets the same answer.
+
+    Args:
+        model: for its vocabulary's shards.
+        logits_here: ``[n, vocabulary here]``.
+        draws: one per row.
+
+    Returns:
+        Token ids, and ``{row: log probabilities}`` for the rows that asked.
+    """
+    here = model.shard.vocab
+    whole_rows = [row for row, d in enumerate(draws)
+                  if d.logprobs is not None or d.temperature and (d.top_k > 0 or d.top_p < 1 or d.min_p > 0)]
+    whole = {}
+    if whole_rows:
+        gathered = model.gather_logits(logits_here[whole_rows]).double()
+        whole = dict(zip(whole_rows, gathered))
+    offers = offer(logits_here, here.start)
+    for row, draw in enumerate(draws):
+        if draw.temperature:
+            scores = logits_here[row].double() / draw.temperature
+            if row in whole:
+                scores = scores.masked_fill(scores < lowest_allowed(whole[row] / draw.temperature, draw), float("-inf"))
+            noise = gumbel_noise(draw.seed, draw.position, model.config.vocab_size)
+            offers[row] = offer((scores + noise[here.start:here.stop])[None], here.start)[0]
+    tokens = best_offer(offers).tolist()
+    return tokens, {row: token_logprobs(whole[row], tokens[row], draws[row].logprobs)
+                    for row in whole_rows if draws[row].logprobs is not None}

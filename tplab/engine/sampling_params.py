@@ -1,0 +1,84 @@
+"""``SamplingParams``: how one request's tokens are chosen and when it ends."""
+
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+
+from tplab.engine.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """vLLM's names and meanings.
+
+    Attributes:
+        temperature: 0 takes the most probable token; higher is bolder.
+        top_k: only the ``k`` most probable tokens; 0 or -1 is all of them.
+        top_p: only the most probable tokens that together reach this probability.
+        min_p: only tokens at least this fraction as probable as the most probable one.
+        max_tokens: at most so many new tokens; None: until the model's length is reached.
+        stop: a text or texts that end the output; they are not part of it.
+        stop_token_ids: token ids that end the output, beside the model's own end of text.
+        ignore_eos: go on behind the end of text.
+        seed: with a seed, the text depends on prompt and parameters alone, not on the batch nor on the ranks.
+        logprobs: return the log probability of each token and of this many most probable ones.
+
+    Raises:
+        RequestError: a value of the wrong type or out of range, or values that contradict each other.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] = field(default_factory=tuple)
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        self._number("temperature", Real, 0, 100)
+        self._number("top_k", Integral, -1, 2**31)
+        self._number("top_p", Real, 0, 1, above=True)
+        self._number("min_p", Real, 0, 1)
+        self._number("max_tokens", Integral, 1, 2**31, optional=True)
+        self._number("seed", Integral, 0, 2**63 - 1, optional=True)
+        self._number("logprobs", Integral, 0, 100, optional=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        object.__setattr__(self, "stop", self._texts())
+        object.__setattr__(self, "stop_token_ids", self._ids())
+        if self.temperature == 0:
+            narrowed = {"top_k": self.top_k not in (-1, 0, 1), "top_p": self.top_p != 1, "min_p": self.min_p != 0}
+            if any(narrowed.values()):
+                names = " and ".join(name for name, is_set in narrowed.items() if is_set)
+                raise RequestError(f"temperature 0 always takes the most probable token, which contradicts {names}; "
+                                   f"leave {names} out, or give a temperature above 0")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether there is nothing to draw."""
+        return self.temperature == 0
+
+    def _number(self, name, kind, low, high, optional=False, above=False):
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        # NaN fails both comparisons, so it ends up here too.
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high or (above and value == low):
+            what = "a whole number" if kind is Integral else "a number"
+            raise RequestError(f"{name} must be {what} {'above' if above else 'from'} {low} {'up ' if not above else ''}to "
+                               f"{high}{' or None' if optional else ''}, not {value!r}")
+
+    def _texts(self) -> tuple[str, ...]:
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"stop must be a text or a list of texts, none of them empty, not {self.stop!r}")
+        return tuple(stop)
+
+    def _ids(self) -> tuple[int, ...]:
+        ids = self.stop_token_ids
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise RequestError(f"stop_token_ids must be a list of token ids, not {ids!r}")
+        return tuple(ids)

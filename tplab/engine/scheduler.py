@@ -1,0 +1,190 @@
+"""``Scheduler``: which tokens of which sequences are computed in the next step.
+
+Continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, arXiv:2403.02310), after vLLM's V1
+scheduler: there is no prefill phase and no decode phase, only sequences whose computed tokens catch up with their
+tokens, under one budget per step. It runs in the parent process and touches no tensor.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from tplab.cache import BlockPool
+from tplab.engine.errors import EngineError
+from tplab.engine.sequence import Sequence, Status
+
+
+class StepRecord(NamedTuple):
+    """What one step did, for tables and timelines.
+
+    Attributes:
+        number: of the step.
+        tokens: ``{sequence: new tokens computed}``.
+        prefill: those of them that were still reading their prompt (or reading it again).
+        preempted, admitted: sequences that lost or got their place.
+        used_blocks: after scheduling.
+    """
+
+    number: int
+    tokens: dict[int, int]
+    prefill: tuple[int, ...]
+    preempted: tuple[int, ...]
+    admitted: tuple[int, ...]
+    used_blocks: int
+
+
+def computed_after_prefix_hit(blocks: int, block_size: int) -> int:
+    """How many tokens need not be computed when ``blocks`` blocks of the prompt were found in the cache."""
+    return blocks * block_size
+
+
+def tokens_to_compute(num_tokens: int, num_computed_tokens: int) -> int:
+    """How many tokens of a sequence have no keys and values yet."""
+    return num_tokens - num_computed_tokens
+
+
+def release_blocks(sequence: Sequence) -> None:
+    """Give a sequence's blocks back: it has finished, was aborted, or is preempted."""
+    sequence.table.release()
+
+
+class Scheduler:
+    """Two queues and a block pool.
+
+    Args:
+        pool: the blocks.
+        max_num_seqs: sequences that run at the same time, at most.
+        max_num_batched_tokens: tokens computed in one step, at most; longer prompts are read in chunks.
+
+    ``running`` stands in order of admission; the last one is preempted first when blocks run out, and goes to the
+    head of ``waiting``. Its tokens are kept, and computed again when there is room (recompute, not swap).
+    """
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int):
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise EngineError(f"{name} must be a whole number from 1 up, not {value!r}")
+        self.pool, self.max_num_seqs, self.max_num_batched_tokens = pool, max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.step_number = 0
+        self.history: deque[StepRecord] = deque(maxlen=10_000)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence behind all others."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[tuple[Sequence, int]]:
+        """Choose the next step: ``(sequence, how many of its tokens to compute)``, with blocks allocated for them.
+
+        Sequences that run come first, in order of admission; waiting ones fill what is left of the budget. Nobody is
+        admitted in a step in which somebody had to be preempted.
+        """
+        self.step_number += 1
+        budget, scheduled, preempted, admitted = self.max_num_batched_tokens, [], [], []
+        turn = 0
+        while turn < len(self.running) and budget:
+            sequence = self.running[turn]
+            count = min(tokens_to_compute(sequence.num_tokens, sequence.num_computed_tokens), budget)
+            while self.pool.num_free < sequence.table.missing(sequence.num_computed_tokens + count):
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted.append(victim.number)
+                if victim is sequence:
+                    break
+            else:
+                self._give(sequence, count, scheduled)
+                budget -= count
+                turn += 1
+        while self.waiting and budget and not preempted and len(self.running) < self.max_num_seqs:
+            count = self._admit(self.waiting[0], budget)
+            if not count:
+                break
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            self._give(sequence, count, scheduled)
+            admitted.append(sequence.number)
+            budget -= count
+        self.history.append(StepRecord(
+            self.step_number, {s.number: count for s, count in scheduled},
+            tuple(s.number for s, _ in scheduled if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
+            tuple(preempted), tuple(admitted), self.pool.num_used))
+        return scheduled
+
+    def _admit(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
+        found = sequence.table.find_prefix(sequence.token_ids)
+        computed = computed_after_prefix_hit(len(found), self.pool.block_size)
+        count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
+        missing = sequence.table.missing(computed + count) - len(found)
+        # Found blocks that nobody uses stand among the free ones, but cannot be handed out as well.
+        if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+            return 0
+        sequence.table.take_prefix(found)
+        sequence.num_computed_tokens = computed
+        if sequence.status is Status.WAITING:
+            sequence.metrics.prefix_hit_tokens = computed
+        sequence.status = Status.RUNNING
+        return count
+
+    def _give(self, sequence: Sequence, count: int, scheduled: list) -> None:
+        sequence.table.grow(sequence.num_computed_tokens + count)
+        sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, len(sequence.table))
+        scheduled.append((sequence, count))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        release_blocks(sequence)
+        sequence.num_computed_tokens, sequence.sampled_in_step = 0, -1
+        sequence.status = Status.PREEMPTED
+        sequence.metrics.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def update(self, scheduled: list[tuple[Sequence, int]], token_ids: dict[int, int]) -> list[Sequence]:
+        """Take in what a step computed: new tokens, and blocks that are full now.
+
+        Returns:
+            The sequences that got a token. Whether one has ended is the caller's to say (:meth:`finish`).
+        """
+        advanced = []
+        for sequence, count in scheduled:
+            sequence.num_computed_tokens += count
+            sequence.table.register(sequence.token_ids, sequence.num_computed_tokens)
+            if sequence.number in token_ids:
+                sequence.token_ids.append(token_ids[sequence.number])
+                sequence.sampled_in_step = self.step_number
+                advanced.append(sequence)
+        return advanced
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Take a sequence out, wherever it is; its blocks are free from now on."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            release_blocks(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+
+    def reset(self) -> None:
+        """The ranks have lost their caches: compute everything again, and find nothing by key any more."""
+        while self.running:
+            self._preempt(self.running.pop())
+        self.pool.forget_all()
+
+    def rows(self) -> list[dict]:
+        """One plain dictionary per unfinished sequence, ready for a table."""
+        return [{"sequence": s.number, "status": s.status.value, "prompt": s.num_prompt_tokens,
+                 "output": s.num_tokens - s.num_prompt_tokens, "computed": s.num_computed_tokens,
+                 "block table": list(s.table.blocks)} for s in (*self.running, *self.waiting)]
+
+    def __str__(self) -> str:
+        head = (f"step {self.step_number}: {len(self.running)} running, {len(self.waiting)} waiting, "
+                f"{self.pool.num_used} of {self.pool.num_blocks} blocks used")
+        lines = [f"  {r['sequence']:>3} {r['status']:<9} prompt {r['prompt']:>4} + {r['output']:>3} new, "
+                 f"computed {r['computed']:>4}, blocks {r['block table']}" for r in self.rows()]
+        return "\n".join([head, *lines])

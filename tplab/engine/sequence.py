@@ -1,0 +1,65 @@
+"""``Sequence``: one request on its way through the engine."""
+
+from enum import Enum
+
+from tplab.cache import BlockPool, BlockTable
+from tplab.engine.outputs import RequestMetrics
+from tplab.engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is. ``finish_reason`` says how it ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again, its blocks given back
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A prompt, what has been generated behind it, and where its keys and values are.
+
+    Args:
+        number: the engine's number for it; grows with every request.
+        prompt_token_ids: the prompt, at least one token.
+        params: how to go on.
+        pool: where its blocks come from.
+        max_tokens: ``params.max_tokens`` within what the model's length allows.
+        seed: of its stream of chance.
+
+    ``num_computed_tokens`` of its ``num_tokens`` have their keys and values in the cache. While it decodes, that is all
+    but the last one.
+    """
+
+    def __init__(self, number: int, prompt_token_ids: list[int], params: SamplingParams, pool: BlockPool,
+                 max_tokens: int, seed: int = 0):
+        self.number, self.prompt_token_ids, self.params = number, prompt_token_ids, params
+        self.max_tokens, self.seed = max_tokens, seed
+        self.token_ids = list(prompt_token_ids)
+        self.table = BlockTable(pool)
+        self.num_computed_tokens = 0
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.sampled_in_step = -1
+        self.metrics = RequestMetrics()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What has been generated."""
+        return self.token_ids[len(self.prompt_token_ids):]
+
+    def __repr__(self) -> str:
+        return (f"<Sequence {self.number}: {self.status.value}, {self.num_prompt_tokens} prompt tokens + "
+                f"{self.num_tokens - self.num_prompt_tokens} new, {self.num_computed_tokens} computed, "
+                f"blocks {self.table.blocks}>")
