@@ -32,7 +32,8 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     figure, ax = picture(9.0, 4.3 + 0.18 * len(reports))
     with matplotlib.rc_context(RC):
         axis = DifferenceAxis(ax, values, {dtype_name(r): floor_of(r) for r in reports.values()}, _lost(reports, names))
-        axis.draw(looks(reports), {label: f"{label}: {_first(report)}" for label, report in reports.items()})
+        axis.draw(looks(reports, [r.ok for r in reports.values()]),
+                  {label: f"{label}: {_first(report)}" for label, report in reports.items()})
         _layer_ticks(ax, names)
         _finish(figure, ax, title or _finding(reports), rows=len(reports))
     figure.words = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
@@ -93,7 +94,7 @@ def _first(report) -> str:
 
 def _what(reports) -> str:
     floors = {dtype_name(r): floor_of(r) for r in reports.values()}
-    words = " and ".join(f"{name}: floor {floor:.0e}" for name, floor in floors.items())
+    words = " and ".join(f"{name}: floor {floor:.0e}".replace("e-0", "e-") for name, floor in floors.items())
     return f"largest difference from Hugging Face, relative to its largest value ({words}),"
 
 

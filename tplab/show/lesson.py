@@ -25,8 +25,8 @@ def default_prompt(model) -> str:
     return fable.default_prompt() if name == "fable" else SENTENCE
 
 
-def check(name: str, condition, hint: str | Callable[[], str] = "") -> bool:
-    """Print ``PASS name``, or ``NOT YET name`` and a hint in the learner's terms; returns whether it passed.
+def check(name: str, condition, hint: str | Callable[[], str] = "") -> None:
+    """Print ``PASS name``, or ``NOT YET name`` and a hint in the learner's terms.
 
     Args:
         name: what is being checked.
@@ -36,13 +36,11 @@ def check(name: str, condition, hint: str | Callable[[], str] = "") -> bool:
         >>> show.check("no NaN", not out.isnan().any(), "is something multiplying 0 by -inf?")
         NOT YET  no NaN: is something multiplying 0 by -inf?
     """
-    passed = bool(condition)
-    if passed:
+    if condition:
         print(f"PASS  {name}")
     else:
         told = hint() if callable(hint) else hint
         print(f"NOT YET  {name}" + (f": {told}" if told else ""))
-    return passed
 
 
 @contextmanager
@@ -77,7 +75,7 @@ class SideBySide:
         cells = "".join(
             f'<div style="flex: 1 1 24em; min-width: 0"><div style="font-weight: bold; margin-bottom: .3em">{mark} '
             f'{escape(title)}</div><pre style="margin: 0; padding: .6em; overflow-x: auto; color: #222; '
-            f'background: #f7f7f7; line-height: 1.45">{self._lines(lines, tint, mark)}</pre></div>'
+            f'background: #f7f7f7; white-space: pre; font: 13px/1.5 monospace">{self._lines(lines, tint, mark)}</pre></div>'
             for title, lines, tint, mark in columns)
         return f'<div style="display: flex; flex-wrap: wrap; gap: 1em">{cells}</div>'
 

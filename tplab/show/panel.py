@@ -53,8 +53,11 @@ class Panel:
         self._button.disabled, self._button.description = True, "Running …"
         try:
             self._redraw()
-        except TplabError as error:
-            self._verdict.value = f'<pre style="white-space: pre-wrap">{escape(str(error))}</pre>'
+        except Exception as error:
+            # A front end shows no traceback of a button, so every error is told where the verdict would stand.
+            self._verdict.value = f'<pre style="white-space: pre-wrap">{escape(f"{type(error).__name__}: {error}")}</pre>'
+            if not isinstance(error, TplabError):
+                raise
         finally:
             self._button.disabled, self._button.description = False, "Run"
 

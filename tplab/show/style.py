@@ -40,10 +40,18 @@ STAGES = {
 _ROLES = {"broken": STAGES["seed engine"], "fixed": STAGES["finished"], "right": STAGES["finished"]}
 
 
-def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """A look for every label: stages and ``"broken"``/``"fixed"`` keep theirs, other labels take what is left."""
+def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
+    """A look for every label: stages and ``"broken"``/``"fixed"`` keep theirs, other labels take what is left.
+
+    ``good``, per label: whether it is inside the floor; where that is known, another label looks broken or fixed too,
+    as long as nothing else does.
+    """
     labels = list(labels)
     known = {label: STAGES.get(label) or _ROLES[label] for label in labels if label in STAGES or label in _ROLES}
+    for label, inside in zip(labels, good):
+        role = _ROLES["fixed" if inside else "broken"]
+        if label not in known and role not in known.values():
+            known[label] = role
     spare = iter([look for look in (STAGES["after 04"], STAGES["after 01"], STAGES["after 02"], STAGES["after 05"],
                                     STAGES["after 03"], STAGES["seed engine"], STAGES["finished"])
                   if look not in known.values()])

@@ -1,0 +1,216 @@
+"""The command line: the lab's functions from a terminal.
+
+Exit codes: 0 done, 1 the numbers are outside the floor, 2 bad input or a failed rank (explained on stderr), 130
+interrupted. Only what a command needs is imported, so that ``--help`` answers at once.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+from tplab.errors import TplabError
+
+MODEL = "fable, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+
+
+class CommandError(TplabError):
+    """The words on the command line do not fit together, or a file cannot be written."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message):
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        chosen = build_parser().parse_args(arguments)
+        return chosen.run(chosen)
+    except TplabError as error:
+        print(f"tplab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `tplab … | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = _Parser(prog="python -m tplab", description="Tensor-parallel LLM inference, measured against Hugging Face.",
+                     allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name, run, about, *, model=True, tp=True):
+        made = commands.add_parser(name, help=about[0].lower() + about[1:].rstrip("."), description=about,
+                                   allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        made.set_defaults(run=run)
+        if model:
+            made.add_argument("model", metavar="MODEL", help=MODEL)
+        if tp:
+            made.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
+        return made
+
+    command("plan", plan, "Show who holds which heads, MLP columns and vocabulary rows.")
+
+    one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
+    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+    what = one.add_mutually_exclusive_group()
+    what.add_argument("--prompt", metavar="TEXT", help="the text (a built-in one)")
+    what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
+    one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
+                     help="break the engine with these faults of the museum first")
+    one.add_argument("--json", metavar="FILE", help="write the whole report")
+    one.add_argument("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
+
+    museum = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
+                     model=False, tp=False)
+    museum.add_argument("names", nargs="*", metavar="NAME", help="faults to show with broken and right code")
+
+    fetching = command("fetch", fetch, "Get a real model once, into the user's cache.", model=False, tp=False)
+    fetching.add_argument("model", metavar="MODEL", help="smollm2")
+
+    one = command("generate", generate, "Continue a prompt on tensor-parallel ranks, as it comes.")
+    one.add_argument("--prompt", metavar="TEXT", required=True, help="the text")
+    one.add_argument("--chat", action="store_true", help="the prompt is a user's message, by the model's chat template")
+    one.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most so many new tokens (128)")
+    one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    one.add_argument("--seed", type=int, metavar="S", help="draws the same text again")
+    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+    one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
+    return parser
+
+
+def plan(chosen) -> int:
+    from tplab.checkpoint import open_checkpoint
+    from tplab.shard import ShardPlan
+
+    ckpt = open_checkpoint(chosen.model)
+    made = ShardPlan.from_config(ckpt.config, chosen.tp)
+    print(f"{_about(ckpt)}\n{made}")
+    return 0
+
+
+def align(chosen) -> int:
+    for path in (chosen.json, chosen.save):
+        _check_writable(path)
+    prompt = chosen.prompt if chosen.ids is None else _parse_ids(chosen.ids)
+    from tplab.align import align, diagnose
+    from tplab.checkpoint import open_checkpoint
+    from tplab.faults import fault
+    from tplab.show import default_prompt
+
+    broken = [fault(name) for name in chosen.fault]
+    ckpt = open_checkpoint(chosen.model)
+    report = align(ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp,
+                   dtype=chosen.dtype, patches=broken)
+    for one in broken:
+        if why := one.why_not(ckpt.config, chosen.tp):
+            print(f"note: {one.name} changes nothing here: {why}")
+    print(f"{report.summary()}\n\n{_point_lines(report)}")
+    if not report.ok:
+        print("\n" + textwrap.fill(diagnose(report).sentence, 90))
+    _write(chosen.json, report.to_json)
+    _write(chosen.save, report.save_logits)
+    return 0 if report.ok else 1
+
+
+def faults(chosen) -> int:
+    from tplab.faults import MUSEUM, fault
+
+    if not chosen.names:
+        for notebook in dict.fromkeys(one.notebook for one in MUSEUM.values()):
+            print(notebook)
+            print("\n".join(f"  {one.name:28}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
+        return 0
+    for one in map(fault, chosen.names):
+        parts = [str(one), textwrap.fill(one.symptom, 90), f"first point: {one.first_point}; notebook: {one.notebook}",
+                 "broken:\n" + textwrap.indent(one.broken, "    "), "right:\n" + textwrap.indent(one.right, "    "),
+                 *(f"seen in the wild: {text}\n  {link}" for text, link in one.sightings)]
+        print("\n\n".join(parts) + "\n")
+    return 0
+
+
+def fetch(chosen) -> int:
+    from tplab.checkpoint import fetch, open_checkpoint
+
+    folder = fetch(chosen.model)
+    print(f"{_about(open_checkpoint(chosen.model))}\nin {folder}")
+    return 0
+
+
+def generate(chosen) -> int:
+    _check_writable(chosen.json)
+    import json
+
+    from tplab.engine import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=chosen.max_tokens, temperature=chosen.temperature, seed=chosen.seed)
+    with LLM(chosen.model, chosen.tp, chosen.dtype) as llm:
+        prompt = chosen.prompt
+        if chosen.chat:
+            prompt = llm.chat_prompt([{"role": "user", "content": chosen.prompt}])
+        for chunk in llm.stream(prompt, params):
+            print(chunk, end="", flush=True)
+    print()
+    metrics = chunk.output.metrics
+    print(f"[{metrics.num_output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
+          f"{metrics.tokens_per_second:.0f} tokens/s, {chosen.tp} rank{'s' * (chosen.tp > 1)}]", file=sys.stderr)
+    _write(chosen.json, lambda path: Path(path).write_text(json.dumps(chunk.output.to_dict(), indent=1)))
+    return 0
+
+
+def _about(ckpt) -> str:
+    c = ckpt.config
+    return (f"{ckpt.name}: {c.model_type}, {c.num_layers} layers, hidden size {c.hidden_size}, "
+            f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}")
+
+
+def _point_lines(report) -> str:
+    """The layers' outputs and the ends of the model; of the first layer outside the floor, every point."""
+    ends, first = ("embed", "output", "norm", "logits"), report.first_divergence
+    layer = "" if first is None else first.name.rpartition(".")[0]
+    lines = [f"{'point':24}{'max |Δ|':>10}{'relative':>10}{'NaN':>9}"]
+    for point in report.points:
+        of_layer, _, last = point.name.rpartition(".")
+        if last in ends or (layer and of_layer == layer):
+            mark = "" if point.inside else "  outside" + (", first" if point is first else "")
+            lines.append(f"{point.name:24}{point.max_abs:10.1e}{point.relative:10.1e}{point.nan:9}{mark}".replace("nan", "NaN"))
+    return "\n".join(lines)
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise CommandError(f"--ids takes whole numbers with commas between them, such as 1,2,3; not {text!r}") from None
+
+
+def _check_writable(path: str | None) -> None:
+    """Before minutes of work: could this file be written?"""
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise CommandError(f"{path} is a folder; give the name of a file")
+    if not folder.is_dir():
+        raise CommandError(f"{path} cannot be written: there is no folder {folder}")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise CommandError(f"{path} cannot be written: no permission")
+
+
+def _write(path: str | None, write) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise CommandError(f"{path} could not be written: {error.strerror or error}") from error
+    print(f"wrote {path}")
