@@ -57,7 +57,7 @@ def shell(*arguments, **options):
 
 
 def write_notebook(path, *sources, parameters=True):
-    cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})] if parameters else [new_markdown_cell("# No parameters")]
+    cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})] if parameters else [new_markdown_cell("# None, see [next](good.ipynb)")]
     cells += [new_code_cell(source) for source in sources]
     nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), path)
     return path
@@ -275,6 +275,7 @@ def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, caps
     assert "1 of 2 failed" in index and "no &lt;head&gt;" in index
     assert 'alt="Figure: a line that rises &amp; rises"' in index and "data:image/png;base64,iVBOR" in index
     assert re.search('data:image/svg[+]xml;base64,[^"]+" alt="Figure: nothing at all"', index)
+    assert 'href="good.html"' in (tmp_path / "out/bad.html").read_text()
     for name in ("bad", "good"):
         assert f'href="{name}.html"' in index
         assert "<html" in (tmp_path / f"out/{name}.html").read_text()

@@ -66,6 +66,8 @@ def write_report(outcomes, parameters, out):
         if outcome.notebook.exists():
             notebook = nbformat.read(outcome.notebook, as_version=4)
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
+            for other in outcomes:  # links between notebooks of this run lead to their pages
+                page = page.replace(f'href="{other.name}.ipynb"', f'href="{other.name}.html"')
             (out / f"{outcome.name}.html").write_text(page, encoding="utf-8")
             link = f'<a href="{link}.html">{link}</a>'
             galleries.append(_gallery(outcome.name, figures(notebook)))
