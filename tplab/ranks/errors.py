@@ -18,7 +18,7 @@ class Abandoned(BaseException):
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a rank's call stack."""
+    """One line of a rank's call stack; `function` is empty where only the line is known."""
 
     file: str
     line: int
@@ -69,7 +69,7 @@ class CollectiveMismatch(RankError):
         """From each rank's `OpRecord` of the same number."""
         causes = [
             Cause(r, "waiting", f"calls {record} at {place(record.file, record.line)}",
-                  [Frame(record.file, record.line, record.op)])
+                  [Frame(record.file, record.line, "")])
             for r, record in enumerate(records)
         ]  # fmt: skip
         return cls(why + ": " + "; ".join(f"rank {c.rank} {c.text}" for c in causes), causes)
@@ -98,10 +98,22 @@ def render(error: RankError) -> str:
     return "\n".join(lines + error.notes)
 
 
+def describe(error: BaseException, most: int = 4000) -> str:
+    """``ValueError: bad shape``: class, message and notes of an exception, cut at `most` characters."""
+    try:
+        message = str(error)
+    except Exception as broken:
+        message = f"(its message cannot be had: {type(broken).__name__})"
+    lines = [f"{type(error).__name__}: {message}" if message else type(error).__name__]
+    text = "\n".join([*lines, *getattr(error, "__notes__", ())])
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
 def source_lines(frames) -> list[str]:
     lines = []
     for frame in frames:
-        lines.append(f"  {place(frame.file, frame.line)}, in {frame.function}")
+        function = f", in {frame.function}" if frame.function else ""
+        lines.append(f"  {place(frame.file, frame.line)}{function}")
         source = linecache.getline(frame.file, frame.line).strip()
         if source:
             lines.append(f"    {source}")
@@ -123,7 +135,7 @@ def file_label(file: str) -> str:
         return file
     if "site-packages" + os.sep in file:
         return file.rsplit("site-packages" + os.sep, 1)[1]
-    for root in (os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))):
+    for root in (os.getcwd(), os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))):
         if file.startswith(root + os.sep):
             return os.path.relpath(file, root)
     return os.path.basename(file)

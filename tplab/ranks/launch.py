@@ -1,15 +1,21 @@
-"""Starting rank processes with torch.multiprocessing: fork server with torch loaded on Linux, spawn elsewhere."""
+"""Starting rank processes with torch.multiprocessing: fork server with torch loaded on Linux, spawn elsewhere.
 
+The fork server is Python's own. It belongs to the process that made the first pool, is kept for the next pool or the
+next rank (so that these start in milliseconds), and ends with that process.
+"""
+
+import os
 import sys
 import threading
 from contextlib import contextmanager
-from multiprocessing import spawn
+from multiprocessing import current_process, forkserver, spawn
 
 import torch.multiprocessing as mp
 
 from tplab.ranks import worker
+from tplab.ranks.errors import RankError
 
-_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tplab.ranks.worker"]
+_PRELOAD = ["torch", "cloudpickle", "tplab.ranks.nursery"]
 _NAME = "tplab-rank-"
 _lock = threading.Lock()
 
@@ -22,9 +28,25 @@ def start(spec: worker.Spec):
     else:
         context = mp.get_context("spawn")
     process = context.Process(target=worker.main, args=(spec,), name=f"{_NAME}{spec.rank}", daemon=True)
-    with _lock, _without_main():
-        process.start()
+    try:
+        with _lock, _without_main():
+            process.start()
+    except OSError as error:
+        raise RankError(f"rank {spec.rank} could not be started: {error} (temporary folder: {spec.folder})") from error
     return process
+
+
+def forget() -> None:
+    """In a fork of this process: leave the fork server to the parent, and start an own one when one is needed."""
+    global _lock
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    preload = server._preload_modules
+    server.__init__()
+    server.set_forkserver_preload(preload)
+    current_process()._config.pop("tempdir", None)  # where the parent's server listens
+    _lock = threading.Lock()
 
 
 @contextmanager

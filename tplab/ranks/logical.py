@@ -7,7 +7,7 @@ import torch
 
 from tplab.ranks import context
 from tplab.ranks.comm import Group
-from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, Frame, RankError, learner_frames, place
+from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, place
 
 
 def logical_ranks(n: int, fn, *args, **kwargs) -> list:
@@ -126,13 +126,12 @@ class _Meeting:
         error = self.errors[r]
         stack = traceback.extract_tb(error.__traceback__)
         frames = learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
-        text = "".join(traceback.format_exception_only(error)).strip()
-        return Cause(r, "raised", f"raised {text}", frames, error)
+        return Cause(r, "raised", f"raised {describe(error)}", frames, error)
 
     def _stopped(self, r, log, consequence):
         record = log[-1]
         text = f"waits in {record.op} at {place(record.file, record.line)}"
-        frame = Frame(record.file, record.line, record.op)
+        frame = Frame(record.file, record.line, "")
         return Cause(r, "waiting", text, [frame], consequence=consequence)
 
 

@@ -5,10 +5,13 @@ import re
 import signal
 import time
 from multiprocessing import Pipe
+from multiprocessing.process import _children
+from multiprocessing.util import get_temp_dir
 
 from tplab.ranks import launch
+from tplab.ranks.board import STARTED
 from tplab.ranks.capture import Reader
-from tplab.ranks.errors import Frame, learner_frames
+from tplab.ranks.errors import Frame
 from tplab.ranks.memory import SharedFile
 from tplab.ranks.worker import Spec
 
@@ -19,7 +22,7 @@ class Member:
     """One rank as seen from the parent."""
 
     def __init__(self, pool, rank: int):
-        self.pool = pool
+        self.board = pool._board
         self.rank = rank
         self.process = None
         self.pipe = None
@@ -28,16 +31,16 @@ class Member:
         )
         self.reader = Reader(self.output)
 
-    def start(self) -> None:
+    def start(self, pool) -> None:
         """Start the process, in place of a dead one."""
         self.release_process()
         for memory in (self.outbox, self.output, self.stacks):
             memory.truncate()
         self.pipe, theirs = Pipe()
-        pool = self.pool
         self.process = launch.start(
             Spec(
-                rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
+                rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder,
+                litter=[pool._folder, get_temp_dir()], parent_pid=os.getpid(),
                 memory=pool._memory, inbox=pool._inbox, outbox=self.outbox, output=self.output, stacks=self.stacks,
                 wake=theirs,
             )  # fmt: skip
@@ -47,18 +50,25 @@ class Member:
     def wake(self) -> None:
         try:
             os.write(self.pipe.fileno(), b"w")
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             pass  # it has just died, which the sentinel tells better
 
     def calm(self) -> bool:
         """Take in the wake-up bytes that the rank has sent; False at the end of the pipe."""
-        return bool(os.read(self.pipe.fileno(), 4096))
+        try:
+            return bool(os.read(self.pipe.fileno(), 4096))
+        except ConnectionResetError:  # it died with a wake-up of ours unread
+            return False
 
     def dead(self) -> bool:
         return self.process is None or not self.process.is_alive()
 
+    def is_up(self) -> bool:
+        """Whether the process has come as far as taking commands; before that a signal would end it."""
+        return self.board.word(self.rank, STARTED) > 0 and not self.dead()
+
     def signal(self, number: int) -> None:
-        if not self.dead():
+        if self.is_up():
             os.kill(self.process.pid, number)
 
     def end(self) -> None:
@@ -78,28 +88,12 @@ class Member:
                 return f"signal {-code}"
         return f"exit code {code}"
 
-    def where(self) -> list[Frame]:
-        """The learner's lines that the rank is in at this moment, innermost last; empty if it does not say.
-
-        faulthandler answers from a signal handler in C, so also when the rank is stuck in C++ with the GIL held.
-        """
-        self.stacks.truncate()
-        self.signal(signal.SIGUSR2)
-        end = time.monotonic() + 0.1
-        length = -1
-        while time.monotonic() < end and (length <= 0 or length != self.stacks.length()):
-            length = self.stacks.length()
-            time.sleep(0.002)
-        return self.last_stack()
-
-    def all_frames(self) -> list[Frame]:
+    def stack(self, crash: bool = False) -> list[Frame]:
+        """The lines that faulthandler has written, innermost last; with `crash` only those of a fatal error."""
         text = self.stacks.get(self.stacks.length()).decode(errors="replace")
+        if crash:
+            text = text.partition("Fatal Python error")[2]
         return [Frame(file, int(line), name) for file, line, name in reversed(_FRAME.findall(text))]
-
-    def last_stack(self) -> list[Frame]:
-        """What faulthandler wrote last, by request or because the process crashed."""
-        frames = self.all_frames()
-        return learner_frames(frames) if frames else []
 
     def release_process(self) -> None:
         if self.process is not None:
@@ -110,7 +104,51 @@ class Member:
             self.pipe.close()
             self.pipe = None
 
+    def disown(self) -> None:
+        """In a fork of the parent: close this end of the pipe, and do not end the process when this one exits."""
+        if self.process is not None:
+            _children.discard(self.process)
+        if self.pipe is not None:
+            self.pipe.close()
+
     def release(self) -> None:
         self.release_process()
         for memory in (self.outbox, self.output, self.stacks):
             memory.close()
+
+
+def snapshot(members) -> dict[int, list[Frame]]:
+    """Where these ranks are at this moment, innermost line last; an empty list for one that does not say.
+
+    faulthandler answers from a signal handler in C, so also when a rank is stuck in C++ with the GIL held.
+    """
+    asked = [member for member in members if member.is_up()]
+    for member in asked:
+        member.stacks.truncate()
+        member.signal(signal.SIGUSR2)
+    end = time.monotonic() + 0.15
+    lengths = None
+    while time.monotonic() < end:
+        seen = [member.stacks.length() for member in asked]
+        if seen == lengths and all(seen):
+            break
+        lengths = seen
+        time.sleep(0.003)
+    found = {member.rank: member.stack() if member in asked else [] for member in members}
+    for member in asked:
+        member.stacks.truncate()
+    return found
+
+
+def in_gloo(frames) -> bool:
+    """Whether a stack ends inside `torch.distributed`."""
+    return bool(frames) and _DISTRIBUTED in frames[-1].file
+
+
+def gloo_call(frames) -> str:
+    """The function of `torch.distributed` that the stack went in by."""
+    inside = [frame.function for frame in frames if _DISTRIBUTED in frame.file]
+    return next((name for name in inside if name != "wrapper"), inside[0])
+
+
+_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep

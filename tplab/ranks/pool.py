@@ -2,7 +2,6 @@
 
 import atexit
 import itertools
-import multiprocessing.process
 import os
 import select
 import shutil
@@ -50,7 +49,7 @@ class RankPool:
         self._made = next(_births)
         self._number = self._epoch = 0
         self._fresh = True  # the ranks must join before the next run
-        self._set_up = None
+        self._set_up = self._watch = None
         self._folder = _private_folder()
         try:
             self._memory = SharedFile("board", self._folder, Board.bytes_needed(size))
@@ -108,36 +107,44 @@ class RankPool:
         shutil.rmtree(self._folder, ignore_errors=True)
         _open_pools.discard(self)
         # A run in another thread sees its ranks die and leaves; only then may the memory go.
-        if self._owner == threading.get_ident():
+        waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
+        try:
             self._release()
-        else:
-            with self._lock:
-                self._release()
+        finally:
+            if waited:
+                self._lock.release()
+
+    def __del__(self):
+        if hasattr(self, "_folder"):
+            self.close()
 
     # Commands.
 
     def _run(self, kind, payload, timeout, fn):
         before = [log.last_seq() for log in self._board.logs]
-        self._inbox.put(payload)
         self._fresh = True  # until all ranks have answered well
-        self._send(kind, len(payload))
-        watch = Watch(self, before, timeout, fn)
+        self._watch = Watch(self, before, timeout, fn, self._number + 1)
         try:
-            answers = watch.results()
+            self._inbox.put(payload)
+            self._post(kind, len(payload))
+            answers = self._watch.results()
         except BaseException:
-            watch.stop()
+            self._watch.stop()
             self._print()
             raise
+        self._watch = None
         self._fresh = False
-        self._inbox.truncate()
+        for memory in (self._inbox, *(member.outbox for member in self._members)):
+            memory.truncate()
         self._print()
         return [self._read(r, answer) for r, answer in enumerate(answers)]
 
-    def _send(self, kind, length=0):
+    def _post(self, kind, length=0):
         self._number += 1
         self._board.post(Command(self._number, kind, self._epoch, length))
         for member in self._members:
-            member.wake()
+            if not member.dead():
+                member.wake()
 
     def _ready(self):
         """All ranks alive, in one epoch, looking for modules where this process does."""
@@ -149,21 +156,27 @@ class RankPool:
             self._set_up = (list(sys.path), folder)
 
     def _join(self):
+        """Bring all ranks into a new epoch, dead ones started afresh."""
+        if self._watch is not None:
+            self._watch.stop()  # an interrupt may have cut the last attempt short
+            self._watch = None
         self._epoch += 1
-        self._number += 1
-        self._board.words[words.ABANDONED] = self._epoch - 1
         self._set_up = None
-        for member in self._members:
-            if member.dead():
-                self._board.clear_rank(member.rank)
-        self._board.post(Command(self._number, JOIN, self._epoch, 0))
-        for member in self._members:
-            if member.dead():
-                member.start()
-            member.wake()
-        watch = Watch(self, [0] * self.size, _JOIN_TIMEOUT, None)
+        dead = [member for member in self._members if member.dead()]
+        for member in dead:
+            self._board.clear_rank(member.rank)
+        # Posted first: a rank that starts must find this command and no older one.
+        self._post(JOIN)
         try:
-            watch.results()
+            for member in dead:
+                member.start(self)
+            Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
+        except BaseException:
+            # Those that have not joined sit in gloo's rendezvous and wait for the missing ones.
+            for member in self._members:
+                if self._board.word(member.rank, words.ANSWERED) != self._number:
+                    member.end()
+            raise
         finally:
             for member in self._members:
                 member.reader.take(0)  # what libraries say while they start is no learner's output
@@ -226,10 +239,9 @@ def _disown() -> None:
     """In a fork of this process: the ranks are the parent's, so let go of them without a word to them."""
     for pool in list(_open_pools):
         for member in pool._members:
-            if member.process is not None:
-                multiprocessing.process._children.discard(member.process)  # or its exit would end them
-            if member.pipe is not None:
-                member.pipe.close()
+            member.disown()
+    if len(_open_pools):
+        launch.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tplab.ranks import board as words
 from tplab.ranks import capture, context, transfer
 from tplab.ranks.board import DROP, JOIN, SETUP, Board, fence
-from tplab.ranks.errors import Abandoned, CollectiveMismatch, Frame, RankError, learner_frames
+from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_frames
 from tplab.ranks.memory import SharedFile
 from tplab.ranks.shm import SharedMemoryGroup
 
@@ -32,7 +32,8 @@ class Spec:
     rank: int
     size: int
     strict: bool
-    folder: str
+    folder: str  # the pool's private one
+    litter: list[str]  # folders of the parent that nobody else would remove after its sudden end
     parent_pid: int
     memory: SharedFile  # the board
     inbox: SharedFile  # the parent's payload, the same for all ranks
@@ -80,7 +81,10 @@ def _watch_parent(spec: Spec) -> None:
         except ProcessLookupError:
             os._exit(1)
     connection.wait(watched)
-    shutil.rmtree(spec.folder, ignore_errors=True)
+    # Without its pipe but with a living parent, this rank was lost in an interrupted start: nothing else is to go.
+    if len(watched) == 1 or connection.wait(watched[1:], 1.0):
+        for folder in spec.litter:
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -111,8 +115,9 @@ class _Rank:
             done = command.number
             if command.kind == DROP:
                 _leave_gloo()
-                continue
             self.board.set_word(self.spec.rank, words.STARTED, done)
+            if command.kind == DROP:
+                continue
             try:
                 outcome, answer = self._obey(command)
             except Abandoned:  # it arrived just as the function ended
@@ -122,7 +127,7 @@ class _Rank:
     def _obey(self, command):
         try:
             if command.kind == JOIN:
-                return self._run(self._join, command.epoch)
+                return self._run(command.epoch, self._join, command.epoch)
             payload = self.spec.inbox.get(command.length)
             fn, args, kwargs = transfer.loads(payload)
             del payload
@@ -130,13 +135,15 @@ class _Rank:
             error.add_note("The call could not be read on the rank.")
             return words.FAILED, transfer.dumps(Report.of(error))
         if command.kind == SETUP:
-            return self._run(_set_up, *args)
-        return self._run(fn, *args, **kwargs)
+            return self._run(command.epoch, _set_up, *args)
+        return self._run(command.epoch, fn, *args, **kwargs)
 
-    def _run(self, fn, *args, **kwargs):
+    def _run(self, epoch, fn, /, *args, **kwargs):
         self.output.restart()
         try:
             self.interruptible = True
+            if self.board.words[words.ABANDONED] >= epoch:
+                raise Abandoned
             result = fn(*args, **kwargs)
             self.interruptible = False
         except BaseException as error:
@@ -187,7 +194,7 @@ def _set_up(path, folder):
 class Report:
     """An exception of a rank, in a form that always travels."""
 
-    kind: str  # raised, stopped or mismatch
+    kind: str  # raised or stopped
     text: str
     frames: list[Frame]
     exception: bytes | None  # pickled apart, for it may not load in the parent
@@ -198,10 +205,8 @@ class Report:
         frames = learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
         if isinstance(error, Abandoned):
             return cls("stopped", "stopped", frames, None)
-        kind = "mismatch" if isinstance(error, CollectiveMismatch) else "raised"
-        text = "".join(traceback.format_exception_only(error)).strip()
         try:
             pickled = transfer.dumps(error)
         except Exception:
             pickled = None  # the text says it all; the object is an extra
-        return cls(kind, text, frames, pickled)
+        return cls("raised", describe(error), frames, pickled)
