@@ -7,7 +7,7 @@ engine's code. Where two mistakes leave the same numbers, the diagnosis names bo
 
 from collections.abc import Callable
 
-from tplab.align import diagnose_attention, diagnose_rope, diagnose_sums, diagnose_weights
+from tplab.align import diagnose_attention, diagnose_costs, diagnose_ends, diagnose_rope, diagnose_sums, diagnose_weights
 from tplab.align.case import Case, Diagnosis
 from tplab.align.report import AlignReport
 
@@ -15,7 +15,7 @@ Hypothesis = Callable[[Case], Diagnosis | None]
 
 HYPOTHESES: dict[str, tuple[Hypothesis, ...]] = {
     **diagnose_weights.HYPOTHESES, **diagnose_rope.HYPOTHESES, **diagnose_attention.HYPOTHESES,
-    **diagnose_sums.HYPOTHESES,
+    **diagnose_sums.HYPOTHESES, **diagnose_ends.HYPOTHESES,
 }
 
 
@@ -26,10 +26,11 @@ def diagnose(report: AlignReport) -> Diagnosis:
 
     Returns:
         A :class:`Diagnosis`: ``ok`` for a healthy report; ``fault`` None with the first divergent point where no
-        hypothesis fits.
+        hypothesis fits. A run whose numbers are right can still have cost too much.
     """
     if report.ok:
-        return Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor.")
+        found = filter(None, (hypothesis(report) for hypothesis in diagnose_costs.HYPOTHESES))
+        return next(found, Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor."))
     case = Case(report)
     for hypothesis in HYPOTHESES.get(case.at, ()):
         if (diagnosis := hypothesis(case)) is not None:
@@ -41,8 +42,8 @@ def _unknown(case: Case) -> Diagnosis:
     point = case.first
     if point.nan or point.inf:
         what = f"{point.nan} NaN and {point.inf} infinite entries of {point.size}"
-    elif point.max_abs == 0:
-        what = f"equal to Hugging Face's on rank 0, but the ranks differ by up to {point.spread:.1e}"
+    elif point.spread > point.max_abs:
+        what = f"off by {point.max_abs:.1e} on rank 0, and the ranks differ by up to {point.spread:.1e}"
     else:
         what = f"off by {point.relative:.1e} of its own scale"
     return case.found(None, f"Unknown cause, first seen at {point.name}: {what}. Everything before it is right.",

@@ -111,7 +111,7 @@ def other_positions(case: Case) -> Diagnosis | None:
 def positions_used(case: Case) -> torch.Tensor | None:
     """For each token the position as which it was turned, ``[tokens]``; None if for some token there is none."""
     x, ours = _before(case)[:, :1], case.ours(case.at)[:, :1]
-    candidates = torch.arange(max(case.lengths) + 2)
+    candidates = torch.arange(sum(case.lengths) + 2)
     cos, sin = _tables(case, candidates, [len(candidates)])
     scale = ours.abs().max()
     used = []

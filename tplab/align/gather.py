@@ -2,7 +2,7 @@
 
 import torch
 
-from tplab.model import NoCache, load_model, model_pieces
+from tplab.model import LoadStats, NoCache, load_model, model_pieces
 from tplab.model.trace import layout, recording
 from tplab.patch import applied
 from tplab.ranks import OpRecord, op_log
@@ -10,8 +10,10 @@ from tplab.shard import ShardPlan
 
 
 def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]], patches
-                  ) -> tuple[dict[str, torch.Tensor], list[OpRecord]]:
-    """Runs on every rank: load, one forward pass over all prompts; all trace points of this rank, and its collectives.
+                  ) -> tuple[dict[str, torch.Tensor], list[OpRecord], LoadStats]:
+    """Runs on every rank: load, one forward pass over all prompts.
+
+    Returns this rank's trace points, its collectives in the forward pass, and what loading cost.
 
     The model is loaded under the patches too: a fault may live in the loader.
     """
@@ -23,7 +25,7 @@ def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[
         before = max((record.seq for record in op_log()), default=0)
         with recording() as points:
             model.compute_logits(model(input_ids, positions, NoCache(lengths)))
-    return points, [record for record in op_log() if record.seq > before]
+    return points, [record for record in op_log() if record.seq > before], model.load_stats
 
 
 def whole_point(name: str, shards: list[torch.Tensor], plan: ShardPlan) -> tuple[torch.Tensor, float]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tplab.align.floors import RELATIVE, inside
+from tplab.model import LoadStats
 from tplab.model.trace import layout
 from tplab.ranks import OpRecord
 from tplab.shard import ShardPlan
@@ -72,6 +73,7 @@ class AlignReport:
         shapes: per rank, the shapes of layer 0's q, k and v weights.
         patches: the dotted names that were replaced during the run.
         op_logs: per rank, the collectives of the forward pass in order.
+        load_stats: per rank, the bytes read and held.
     """
 
     model: str
@@ -83,6 +85,7 @@ class AlignReport:
     shapes: list[dict[str, tuple[int, ...]]] = field(repr=False)
     patches: tuple[str, ...] = ()
     op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)
+    load_stats: list[LoadStats] = field(default_factory=list, repr=False)
 
     @property
     def tp_logits(self) -> torch.Tensor:

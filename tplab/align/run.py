@@ -66,7 +66,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         raise AlignError("there is no prompt")
     ids = _token_ids(ckpt, prompts)
     ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, tuple(patches), pool=pool, logical=logical)
-    traces, op_logs = zip(*ran)
+    traces, op_logs, load_stats = map(list, zip(*ran))
     reference = hf_model(ckpt, dtype)
     hf_traces = [hf_trace(reference, row) for row in ids]
     points, evidence, broken_layer = [], {}, None
@@ -85,7 +85,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
                **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
     return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes,
-                       tuple(p.target for patchable in patches for p in patchable.patches), list(op_logs))
+                       tuple(p.target for patchable in patches for p in patchable.patches), op_logs, load_stats)
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:

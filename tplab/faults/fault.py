@@ -29,6 +29,8 @@ class Fault:
         first_point: the trace point at which the fault must first show.
         notebook: the notebook that teaches it.
         patches: what is replaced by what.
+        shows_in: what has to be run to see it: ``"forward"`` (a forward pass over prompts, :func:`tplab.align.align`),
+            ``"load"`` (loading: the numbers are right, the bytes are not).
         sightings: where it happened, as ``(what happened, link)``.
         needs: ``(config, tensor_parallel_size)`` → why the fault cannot show there; empty if it can.
     """
@@ -39,6 +41,7 @@ class Fault:
     first_point: str
     notebook: str
     patches: tuple[Patch, ...]
+    shows_in: str = "forward"
     sightings: tuple[tuple[str, str], ...] = ()
     needs: Callable[[object, int], str] = anywhere
 

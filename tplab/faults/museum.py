@@ -4,10 +4,10 @@ from contextlib import AbstractContextManager
 
 from tplab import patch
 from tplab.errors import TplabError
-from tplab.faults import mask, rope, sharding
+from tplab.faults import heads, mask, rope, sharding
 from tplab.faults.fault import Fault
 
-MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope) for fault in room.FAULTS}
+MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope, heads) for fault in room.FAULTS}
 
 # What the engine had that this lab grew out of, in the order in which the notebooks remove it.
 SEED = ("nan_mask", "shard_dim1", "rope_missing")
