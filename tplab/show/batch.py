@@ -167,6 +167,9 @@ def main(arguments):
     except TplabError as error:
         print(f"launch run: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nlaunch run: stopped; the notebooks that had run are kept, without a report", file=sys.stderr)
+        return 130
     print(f"\n{table(outcomes)}\n\nreport: {index}")
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
