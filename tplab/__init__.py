@@ -14,6 +14,8 @@ _HOMES = {
     "shared_pool": "tplab.ranks",
     "open_checkpoint": "tplab.checkpoint",
     "ShardPlan": "tplab.shard",
+    "LLM": "tplab.engine",
+    "SamplingParams": "tplab.engine",
 }
 __all__ = list(_HOMES)
 

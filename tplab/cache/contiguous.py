@@ -48,7 +48,7 @@ class ContiguousContext:
     def __init__(self, cache: ContiguousKVCache, counts: Sequence[int]):
         self.cache = cache
         self.parts = [(i, cache.computed[i], count) for i, count in enumerate(counts) if count]
-        self.lengths = [count for _, _, count in self.parts]
+        self.lengths = [(count, start + count) for _, start, count in self.parts]
         self.positions = torch.cat([torch.arange(start, start + count) for _, start, count in self.parts])
         for i, start, count in self.parts:
             cache.computed[i] = start + count

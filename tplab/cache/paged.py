@@ -49,6 +49,17 @@ def visible_length(start: int, count: int) -> int:
     return start + count
 
 
+def rope_parts(segment: Segment) -> list[tuple[int, int]]:
+    """``(tokens, length of the sequence when Hugging Face computes them)``: a prompt at once, then token by token.
+
+    So a prompt read in chunks, and an output computed again after a preemption, get the rotations that they would have
+    had without.
+    """
+    prompt = max(0, min(segment.count, segment.prompt_length - segment.start))
+    later = range(segment.start + prompt, segment.start + segment.count)
+    return [(prompt, segment.prompt_length)] * bool(prompt) + [(1, position + 1) for position in later]
+
+
 class PagedKVCache:
     """All layers' K and V blocks on this rank.
 
@@ -93,7 +104,7 @@ class PagedContext:
     def __init__(self, cache: PagedKVCache, segments: Sequence[Segment]):
         self.cache, self.segments = cache, segments
         size = cache.block_size
-        self.lengths = [segment.count for segment in segments]
+        self.lengths = [part for segment in segments for part in rope_parts(segment)]
         self.slots = [slot_mapping(s.block_ids, range(s.start, s.start + s.count), size) for s in segments]
         self.slot_mapping = torch.tensor([slot for slots in self.slots for slot in slots])
         self.reads = list(self._reads())

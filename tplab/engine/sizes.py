@@ -15,6 +15,13 @@ def bytes_per_token(config, plan: ShardPlan, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * heads * config.head_dim * dtype.itemsize
 
 
+def longest_sequence(config) -> int:
+    """Most tokens the model is made for. Dynamic RoPE counts its stretched length, as its config states the plain one."""
+    rope = config.hf.rope_parameters
+    stretch = rope["factor"] if rope["rope_type"] == "dynamic" else 1
+    return int(config.max_position_embeddings * stretch)
+
+
 def cache_size(config, plan: ShardPlan, dtype: torch.dtype, block_size: int, num_blocks: int | None,
                max_model_len: int | None, max_num_seqs: int) -> tuple[int, int]:
     """``(max_model_len, num_blocks)``, as given or as they follow from the model and from each other.
@@ -22,7 +29,7 @@ def cache_size(config, plan: ShardPlan, dtype: torch.dtype, block_size: int, num
     Raises:
         EngineError: a size that cannot be.
     """
-    longest = config.max_position_embeddings
+    longest = longest_sequence(config)
     if max_model_len is not None and (not isinstance(max_model_len, int) or not 2 <= max_model_len <= longest):
         raise EngineError(f"max_model_len must be a whole number from 2 to {longest}, the model's own limit, "
                           f"not {max_model_len!r}")

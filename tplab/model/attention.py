@@ -34,9 +34,13 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """Where keys and values come from: the prompt alone, or a cache. One per forward pass."""
+    """Where keys and values come from: the prompt alone, or a cache. One per forward pass.
 
-    lengths: list[int]
+    Attributes:
+        lengths: as :class:`tplab.model.rope.Rotary` takes them.
+    """
+
+    lengths: list[int] | list[tuple[int, int]]
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Take the new ``[tokens, kv heads here, head_dim]`` keys and values in, give the batches out."""
