@@ -1,0 +1,25 @@
+"""Answers with nothing hidden, and a learner's code that fails without breaking the notebook."""
+
+from tplab import LLM, open_checkpoint, show
+from tplab.faults import fault
+
+
+def test_special_tokens_are_written_out():
+    with LLM("fable", patches=[fault("nan_mask")]) as llm:
+        end = llm.tokenizer.decode([0])
+        assert show.ask(llm, "Once", max_tokens=3, ignore_eos=True) == end * 3  # all logits are NaN: token 0 for ever
+        assert show.ask(llm, "Once", max_tokens=3) == end
+
+
+def test_chat_models_are_asked_and_fable_goes_on_with_a_story():
+    fable = open_checkpoint("fable")
+    assert show.default_question(fable) == show.default_prompt("fable")
+    chat = type("Chat", (), {"name": "chat", "tokenizer": lambda self: type("T", (), {"chat_template": "{{ x }}"})})()
+    assert show.default_question(chat).endswith("?")
+
+
+def test_an_attempt_returns_the_result_or_prints_the_error(capsys):
+    assert show.attempt("it runs", int, "7") == 7
+    assert capsys.readouterr().out == ""
+    assert show.attempt("it runs", int, "x") is None
+    assert capsys.readouterr().out.startswith("NOT YET  it runs: ValueError: invalid literal")
