@@ -130,7 +130,7 @@ def faults(chosen) -> int:
             print(notebook)
             print("\n".join(f"  {one.name:28}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
         return 0
-    for one in map(fault, chosen.names):
+    for one in [fault(name) for name in chosen.names]:
         parts = [str(one), textwrap.fill(one.symptom, 90), f"first point: {one.first_point}; notebook: {one.notebook}",
                  "broken:\n" + textwrap.indent(one.broken, "    "), "right:\n" + textwrap.indent(one.right, "    "),
                  *(f"seen in the wild: {text}\n  {link}" for text, link in one.sightings)]

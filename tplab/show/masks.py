@@ -49,14 +49,14 @@ def _draw(ax, table, low, high, tokens):
     import torch
 
     queries, keys = table.shape
-    shades = ax.imshow(torch.where(torch.isfinite(table), table, torch.nan), cmap="cividis", vmin=low, vmax=high)
+    shades = ax.imshow(torch.where(torch.isfinite(table), table, torch.nan).numpy(), cmap="cividis", vmin=low, vmax=high)
     for q, k in torch.isneginf(table).nonzero().tolist():
         ax.add_patch(matplotlib.patches.Rectangle((k - 0.5, q - 0.5), 1, 1, facecolor="#e8e8e8", edgecolor="#b5b5b5",
                                                   hatch="//", lw=0))
     size = min(110.0, (190 / max(queries, keys)) ** 2 / 3)
     for lost, marker in ((torch.isnan(table), "x"), (torch.isposinf(table), "^")):
         rows, columns = lost.nonzero(as_tuple=True)
-        ax.scatter(columns, rows, marker=marker, s=size, color=RED, lw=1.6)
+        ax.scatter(columns.numpy(), rows.numpy(), marker=marker, s=size, color=RED, lw=1.6)
     ax.set_xlabel("key")
     if tokens is not None and len(tokens) == keys <= 16:
         ax.set_xticks(range(keys), tokens, rotation=45, ha="right", rotation_mode="anchor", fontsize=9)

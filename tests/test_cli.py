@@ -1,0 +1,148 @@
+"""The command line: exit codes, one line for every mistake, what is written where."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from helpers_checkpoints import make_checkpoint
+from safetensors import safe_open
+
+import tplab.align
+from tplab import cli
+
+BAD = [
+    ("plan no_such_folder", "no folder 'no_such_folder'"),
+    ("plan {model} --tp 0", "tensor_parallel_size must be a whole number from 1 to 4, not 0"),
+    ("plan {model} --tp 99", "99 ranks cannot share 4 query heads"),
+    ("align {model} --tp two", "invalid int value: 'two'"),
+    ("align {model} --ids 1,x", "not '1,x'"),
+    ("align {model} --ids 1,67", "token id 67 is not in"),
+    ("align {model} --ids=-1", "token id -1 is not in"),
+    ("align {model} --ids 1,2 --prompt words", "not allowed with"),
+    ("align {model} --ids 1,2 --dtype float16", "'float16' is not one of float32, float64, bfloat16"),
+    ("align {model} --ids 1,2 --fault nan_musk", "no fault 'nan_musk'; the museum has nan_mask"),
+    ("align {model} --ids 1,2 --json {folder}", "is a folder"),
+    ("align {model} --ids 1,2 --json {folder}/no/report.json", "there is no folder"),
+    ("align {model} --ids 1,2 --save {folder}/no/l.safetensors", "there is no folder"),
+    ("align {model}", "tokenizer"),
+    ("faults nan_mask nan_musk", "no fault 'nan_musk'"),
+    ("fetch gpt-7", "'gpt-7' cannot be fetched"),
+    ("generate {model}", "--prompt"),
+    ("generate {model} --prompt a --max-tokens 0", "max_tokens must be a whole number from 1"),
+    ("generate {model} --prompt a --temperature=-1", "temperature must be a number from 0"),
+    ("generate {model} --prompt a --json {folder}/no/out.json", "there is no folder"),
+    ("tensor", "invalid choice: 'tensor'"),
+    ("", "COMMAND"),
+    ("align {model} --i 1,2", "unrecognized arguments: --i"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("cli") / "model"))
+
+
+@pytest.fixture
+def logical(monkeypatch):
+    """Ranks as threads: these tests are about words and exit codes."""
+    monkeypatch.setattr(tplab.align, "align", partial(tplab.align.align, logical=True))
+
+
+def run(line, capsys):
+    try:
+        code = cli.main(line.split())
+    except SystemExit as leaving:  # argparse's way out
+        code = leaving.code
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("line, words", BAD, ids=[line or "nothing" for line, _ in BAD])
+def test_bad_input_is_exit_2_and_one_line_that_says_why(line, words, model, tmp_path, capsys):
+    """On real ranks these would take seconds: nothing may be started before the words are understood."""
+    code, out, err = run(line.format(model=model, folder=tmp_path), capsys)
+    assert (code, out) == (2, "")
+    assert words in err and err.count("\n") == 1 and err.startswith(("tplab: ", "python -m tplab"))
+
+
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_computed(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tplab.align, "align", lambda *args, **options: pytest.fail("the ranks were asked first"))
+    assert run(f"align {model} --ids 1,2 --save {tmp_path}/no/l.safetensors", capsys)[0] == 2
+
+
+def test_a_disk_that_fills_up_is_told_too(model, tmp_path, capsys, logical, monkeypatch):
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tplab.align.AlignReport, "to_json", full)
+    code, _, err = run(f"align {model} --ids 1,2 --json {tmp_path}/r.json", capsys)
+    assert code == 2 and err == f"tplab: {tmp_path}/r.json could not be written: No space left on device\n"
+
+
+def test_align_inside_the_floor_is_exit_0_and_writes_what_it_promises(model, tmp_path, capsys, logical):
+    report, logits = tmp_path / "r.json", tmp_path / "l.safetensors"
+    code, out, err = run(f"align {model} --tp 3 --dtype float64 --ids 1,2,3,4,5 --json {report} --save {logits}", capsys)
+    assert (code, err) == (0, "")
+    assert "logits" in out and "outside" not in out and f"wrote {report}" in out
+    written = json.loads(report.read_text())
+    assert {"model", "tp", "dtype", "plan", "max_abs_diff", "top1_agreement", "rank_spread", "nan_count",
+            "first_divergence", "points"} <= set(written)
+    assert (written["tp"], written["dtype"], written["first_divergence"], written["ids"]) == (3, "float64", None, [[1, 2, 3, 4, 5]])
+    with safe_open(logits, "pt") as saved:
+        assert set(saved.keys()) == {"tp_logits", "hf_logits"}
+        assert list(saved.get_tensor("tp_logits").shape) == [5, 67]
+
+
+def test_align_outside_the_floor_is_exit_1_and_names_the_point_and_the_cause(model, capsys, logical):
+    code, out, err = run(f"align {model} --ids 1,2,3,4,5 --fault nan_mask", capsys)
+    assert (code, err) == (1, "")
+    (first,) = [line for line in out.splitlines() if "outside, first" in line]
+    assert first.startswith("layers.0.attn ") and "NaN" in first
+    assert "layers.0.k_rope" in out and "layers.1.k_rope" not in out
+    assert "multiplies 0 by -inf" in out.replace("\n", " ")
+
+
+def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
+    code, out, _ = run(f"align {model} --ids 1,2,3 --fault row_bias_everywhere", capsys)
+    assert code == 0 and out.startswith("note: row_bias_everywhere changes nothing here: ")
+
+
+def test_plan_names_the_heads(model, capsys):
+    code, out, _ = run(f"plan {model} --tp 3", capsys)
+    assert code == 0 and "uneven: 4 query heads and 2 KV heads over 3 ranks" in out
+    assert max(map(len, out.splitlines()[1:])) <= 100
+
+
+def test_the_museum_is_listed_and_shown(capsys):
+    from tplab.faults import MUSEUM
+
+    code, out, _ = run("faults", capsys)
+    assert code == 0 and all(f"  {name} " in out for name in MUSEUM) and max(map(len, out.splitlines())) <= 100
+    _, out, _ = run("faults nan_mask", capsys)
+    assert "broken:\n" in out and "masked_fill" in out.partition("right:\n")[2]
+
+
+def test_an_interrupt_is_exit_130_without_a_traceback(model, capsys, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tplab.align, "align", interrupted)
+    assert run(f"align {model} --ids 1,2", capsys) == (130, "", "")
+
+
+def test_help_does_not_wait_for_torch():
+    check = "import sys; from tplab.cli import build_parser; build_parser().format_help(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_whole_way_on_real_ranks(model, tmp_path):
+    command = [sys.executable, "-m", "tplab", "align", model, "--tp", "2", "--ids", "5,6,7"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "inside the floor" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_crash():
+    done = subprocess.run([f"{sys.executable} -m tplab faults | head -1"], shell=True, capture_output=True, text=True)
+    assert done.stdout == "01_mask_nan\n" and done.stderr == ""
