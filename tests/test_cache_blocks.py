@@ -1,0 +1,144 @@
+"""The block pool, block tables and the hash chain."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tplab.cache import BlockPool, BlockTable, CacheError, block_key, blocks_needed, slot_mapping
+from tplab.patch import Patch, applied
+
+
+def table_of(pool, tokens, computed=None):
+    table = BlockTable(pool)
+    table.take_prefix(table.find_prefix(tokens))
+    table.grow(len(tokens))
+    table.register(tokens, len(tokens) if computed is None else computed)
+    return table
+
+
+def test_slots_follow_the_table():
+    assert slot_mapping([7, 2, 5], range(2, 7), 3) == [7 * 3 + 2, 2 * 3, 2 * 3 + 1, 2 * 3 + 2, 5 * 3]
+    assert slot_mapping([4, 1], range(2), 1) == [4, 1]
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_blocks_needed_is_enough_and_not_more(tokens, size):
+    assert blocks_needed(tokens, size) * size >= tokens > (blocks_needed(tokens, size) - 1) * size or tokens == 0
+
+
+def test_a_key_includes_its_parent():
+    assert block_key(block_key(b"", [1, 2]), [3, 4]) != block_key(block_key(b"", [9, 2]), [3, 4])
+    assert block_key(b"", [1, 2]) == block_key(b"", (1, 2))
+    assert block_key(b"", [1, 2]) != block_key(b"", [2, 1])
+    assert block_key(b"", [258]) != block_key(b"", [1, 2])
+
+
+def test_equal_beginnings_share_blocks_and_nothing_else():
+    pool = BlockPool(8, 2)
+    first = table_of(pool, [1, 2, 3, 4, 5])
+    second = table_of(pool, [1, 2, 3, 4, 6, 7])
+    other = table_of(pool, [9, 2, 3, 4, 5])
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert not set(other.blocks) & set(first.blocks)
+    assert [pool.ref_counts[b] for b in first.blocks] == [2, 2, 1]
+    pool.check([first.blocks, second.blocks, other.blocks])
+
+
+def test_the_last_token_is_never_covered():
+    """Its logits are needed, so it must be computed even where everything is in the cache."""
+    pool = BlockPool(8, 2)
+    table_of(pool, [1, 2, 3, 4])
+    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4])) == 1
+    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4, 5])) == 2
+
+
+def test_only_computed_blocks_are_found():
+    pool = BlockPool(8, 2)
+    table_of(pool, [1, 2, 3, 4, 5, 6], computed=3)
+    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4, 5, 6, 7])) == 1
+
+
+def test_without_prefix_caching_nothing_is_found():
+    pool = BlockPool(8, 2, enable_prefix_caching=False)
+    table_of(pool, [1, 2, 3, 4])
+    assert BlockTable(pool).find_prefix([1, 2, 3, 4, 5]) == [] and pool.num_cached == 0
+
+
+def test_cached_blocks_are_free_and_evicted_oldest_and_last_first():
+    pool = BlockPool(4, 1)
+    table = table_of(pool, [1, 2, 3])
+    table.release()
+    assert pool.num_free == 4 and pool.num_cached == 3
+    pool.allocate()  # the one that was never used
+    pool.allocate()  # evicts the end of the sequence, not its beginning
+    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4])) == 2
+
+
+def test_a_found_block_outlives_its_first_user():
+    pool = BlockPool(4, 1)
+    first = table_of(pool, [1, 2])
+    second = table_of(pool, [1, 3])
+    first.release()
+    pool.check([second.blocks])
+    assert not pool.is_free(second.blocks[0])
+
+
+def test_a_sequence_alone_lies_in_one_piece():
+    pool = BlockPool(9, 4)
+    table = BlockTable(pool)
+    for tokens in range(1, 37):
+        table.grow(tokens)
+    assert table.blocks == list(range(table.blocks[0], table.blocks[0] + 9))
+
+
+def test_what_the_pool_refuses():
+    pool = BlockPool(1, 2)
+    block = pool.allocate()
+    with pytest.raises(CacheError, match="all 1 blocks are in use"):
+        pool.allocate()
+    pool.release([block])
+    with pytest.raises(CacheError, match="released, but nobody used it"):
+        pool.release([block])
+    for sizes in ((0, 4), (4, 0), (-1, 4), (2.5, 4), (True, 4)):
+        with pytest.raises(CacheError, match="whole number"):
+            BlockPool(*sizes)
+
+
+def test_check_names_what_is_wrong():
+    pool = BlockPool(4, 2)
+    table = table_of(pool, [1, 2, 3])
+    with pytest.raises(CacheError, match="block 0 is leaked"):
+        pool.check([])
+    with pytest.raises(CacheError, match="block 0 is counted 1 times, but stands in 2 tables"):
+        pool.check([table.blocks, table.blocks])
+
+
+def test_a_hash_without_parent_is_a_wrong_hit():
+    """What the invariant is for: with the broken key, another beginning finds this block."""
+    with applied(Patch("tplab.cache.table.block_key", lambda parent, token_ids: bytes(token_ids))):
+        pool = BlockPool(8, 2)
+        first = table_of(pool, [1, 2, 3, 4, 5])
+        table_of(pool, [9, 9])
+        assert BlockTable(pool).find_prefix([9, 9, 3, 4, 5])[1:] == [first.blocks[1]]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["new", "grow", "end"]), st.integers(0, 99), st.integers(1, 12)), max_size=60),
+       st.integers(1, 4), st.booleans())
+def test_accounts_hold_whatever_happens(actions, size, prefix):
+    pool, tables = BlockPool(7, size, prefix), []
+    for action, which, number in actions:
+        if action == "new":
+            tokens = ([1, 2, 1, 1, 2] * 3)[which % 3:][:number]
+            table = BlockTable(pool)
+            table.take_prefix(table.find_prefix(tokens))
+            tables.append((table, tokens))
+        elif tables:
+            table, tokens = tables[which % len(tables)]
+            if action == "end":
+                table.release()
+                tables.remove((table, tokens))
+            elif table.missing(len(tokens)) <= pool.num_free:
+                table.grow(len(tokens))
+                table.register(tokens, len(tokens))
+        pool.check([table.blocks for table, _ in tables])
+        assert pool.num_free + pool.num_used == 7
