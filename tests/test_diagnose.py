@@ -127,3 +127,17 @@ def test_positions_that_run_on_from_one_prompt_into_the_next():
 
 def test_a_diagnosis_prints_as_its_sentence():
     assert str(Diagnosis("nan_mask", "Because.", "layers.0.attn")) == "Because."
+
+
+def test_one_crossed_rounding_boundary_in_float64_is_not_taken_for_a_bug():
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        if len(y) > 1:
+            y[1, 3] = torch.nextafter(y[1, 3], torch.tensor(9.0))
+        return self.weight * y.to(x.dtype)
+
+    report = align("fable", prompts(768), dtype="float64", patches=[Patch("tplab.model.norm.RMSNorm.forward", forward)],
+                   logical=True)
+    assert not report.ok
+    assert diagnose(report).fault is None and "rounding boundary" in diagnose(report).sentence

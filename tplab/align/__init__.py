@@ -2,9 +2,9 @@
 
 from tplab.align.case import Diagnosis
 from tplab.align.diagnose import diagnose
-from tplab.align.floors import DTYPES, parse_dtype
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
+from tplab.model.dtypes import DTYPES, parse_dtype
 
 __all__ = ["AlignError", "AlignReport", "DTYPES", "Diagnosis", "Evidence", "PointDiff", "align", "diagnose",
            "parse_dtype", "reassemble"]

@@ -7,9 +7,13 @@ engine's code. Where two mistakes leave the same numbers, the diagnosis names bo
 
 from collections.abc import Callable
 
+import torch
+
 from tplab.align import diagnose_attention, diagnose_costs, diagnose_ends, diagnose_rope, diagnose_sums, diagnose_weights
 from tplab.align.case import Case, Diagnosis
 from tplab.align.report import AlignReport
+
+CROSSING = 3e-6  # three times the worst that one forced crossing left at any point
 
 Hypothesis = Callable[[Case], Diagnosis | None]
 
@@ -32,10 +36,22 @@ def diagnose(report: AlignReport) -> Diagnosis:
         found = filter(None, (hypothesis(report) for hypothesis in diagnose_costs.HYPOTHESES))
         return next(found, Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor."))
     case = Case(report)
+    if (crossing := _rounding_crossing(case)) is not None:
+        return crossing
     for hypothesis in HYPOTHESES.get(case.at, ()):
         if (diagnosis := hypothesis(case)) is not None:
             return diagnosis
     return _unknown(case)
+
+
+def _rounding_crossing(case: Case) -> Diagnosis | None:
+    """In float64, is all of it no larger than one float32 rounding boundary that was crossed?"""
+    worst = max(max(point.relative, float(point.nan + point.inf)) for point in case.report.points)
+    if case.report.dtype is not torch.float64 or not worst < CROSSING:
+        return None
+    return case.found(None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what "
+                      "one value leaves that falls on the other side of a float32 rounding boundary (norms and softmax "
+                      "cast to float32). With another prompt it is gone.", relative=worst)
 
 
 def _unknown(case: Case) -> Diagnosis:

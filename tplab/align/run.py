@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from tplab.align.floors import parse_dtype
 from tplab.align.gather import pieces_on_rank, trace_on_rank, whole_point
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, compare
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
 from tplab.model import separate_tensor
+from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import point_names
 from tplab.ranks import RankPool, logical_ranks, shared_pool
 from tplab.shard import ShardPlan
