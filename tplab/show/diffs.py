@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import matplotlib
 
 from tplab.show.scale import DifferenceAxis
-from tplab.show.style import RC, STAGES, Picture, looks, picture
+from tplab.show.style import RC, STAGES, Picture, entitle, looks, picture
 from tplab.show.words import ShowError, describe, distance, dtype_name, floor_of
 
 Y_LABEL = "largest |tplab − HF|,\nrelative to HF's largest value"
@@ -35,7 +35,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
         axis.draw(looks(reports, [r.ok for r in reports.values()]),
                   {label: f"{label}: {_first(report)}" for label, report in reports.items()})
         _layer_ticks(ax, names)
-        _finish(figure, ax, title or _finding(reports), rows=len(reports))
+        _finish(figure, ax, title or finding(reports), rows=len(reports))
     figure.words = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
     return figure
 
@@ -78,7 +78,7 @@ def _layer_ticks(ax, names) -> None:
 def _finish(figure, ax, title, rows) -> None:
     ax.set_ylabel(Y_LABEL)
     ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+    entitle(figure, title)
     figure.legend(loc="outside lower left", ncols=1 if rows < 3 else 2)
 
 
@@ -98,7 +98,8 @@ def _what(reports) -> str:
     return f"largest difference from Hugging Face, relative to its largest value ({words}),"
 
 
-def _finding(reports) -> str:
+def finding(reports: Mapping) -> str:
+    """The title of a figure of these reports: which leaves the floor where."""
     bad = {label: report for label, report in reports.items() if not report.ok}
     good = [label for label in reports if label not in bad]
     if not bad:

@@ -6,7 +6,7 @@ import matplotlib
 import matplotlib.lines
 import matplotlib.patches
 
-from tplab.show.style import FAINT, RC, RED, Picture, picture
+from tplab.show.style import FAINT, RC, RED, Picture, entitle, picture
 from tplab.show.words import ShowError
 
 
@@ -39,7 +39,7 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
         axes[0][0].set_ylabel("query")
         figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
         figure.legend(handles=_legend(tables), loc="outside lower left", ncols=3)
-        figure.suptitle(title or _finding(tables), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        entitle(figure, title or _finding(tables))
     figure.words = f"Figure: attention {what}s, queries down, keys across. " + " ".join(
         f"{label}: {_words(table)}." for label, table in tables.items())
     return figure

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tplab.errors import TplabError
-from tplab.show.diffs import diff_figure
+from tplab.show.diffs import diff_figure, finding
 from tplab.show.lesson import default_prompt
 from tplab.show.style import show_with_words
 from tplab.show.words import ShowError, report_words
@@ -68,9 +68,9 @@ class Panel:
                             patches=self.ticked)
         label = self._label()
         self.figure = diff_figure({**{old: report for old, report in self._previous.items() if old != label},
-                                   label: self.report})
+                                   label: self.report}, title=finding({label: self.report}))
         self._previous = {label: self.report}
-        self.words = self.figure.words
+        self.words = self.figure.words.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = self.figure.png()
         idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
         lines = [f"<b>{escape(report_words(self.report))}</b>", escape(diagnose(self.report).sentence), *map(escape, idle)]

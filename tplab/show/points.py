@@ -6,7 +6,7 @@ import matplotlib
 
 from tplab.show.diffs import Y_LABEL
 from tplab.show.scale import DifferenceAxis
-from tplab.show.style import RC, STAGES, Picture, looks, picture
+from tplab.show.style import RC, STAGES, Picture, entitle, looks, picture
 from tplab.show.words import ShowError, distance, dtype_name, floor_of, point_words
 
 
@@ -37,7 +37,7 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
         ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
         ax.set_ylabel(Y_LABEL)
-        figure.suptitle(title or _finding(points, layer), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        entitle(figure, title or _finding(points, layer))
         figure.legend(loc="outside lower left", ncols=3)
     told = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
     figure.words = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {told}."

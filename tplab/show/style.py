@@ -5,6 +5,7 @@ The colours are Okabe and Ito's, which people with the common kinds of colour bl
 
 from collections.abc import Iterable
 from io import BytesIO
+from textwrap import fill
 from typing import NamedTuple
 
 import matplotlib
@@ -93,6 +94,12 @@ def show_with_words(shown, data: dict) -> None:
     data = {mime: b64encode(content).decode() if isinstance(content, bytes) else content for mime, content in data.items()}
     display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True)
     print(shown.words)
+
+
+def entitle(figure: Picture, title: str) -> None:
+    """Write the finding above a figure, in as many lines as it takes."""
+    wide = round(9 * figure.get_figwidth())
+    figure.suptitle(fill(title, wide), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
 
 
 def picture(width: float = 9.0, height: float = 4.3, **grid):
