@@ -7,7 +7,7 @@ differences are given as orders of magnitude, and whatever rounding explains is 
 from importlib import import_module
 
 _HOMES = {
-    "ask": "talk", "default_question": "talk", "attempt": "attempts", "nan_map": "spread",
+    "ask": "talk", "default_question": "talk", "judge": "judging", "check_mask": "mask_exercise", "nan_map": "spread",
     "check": "lesson", "shown_error": "lesson", "side_by_side": "lesson", "default_prompt": "lesson",
     "environment": "series", "map_of_series": "series",
     "diff_figure": "diffs", "staircase": "diffs", "points_figure": "points", "position_figure": "positions",

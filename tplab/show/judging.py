@@ -1,0 +1,41 @@
+"""Judging a learner's function: it takes the place of the engine's on every rank, and Hugging Face decides."""
+
+from collections.abc import Callable
+
+from tplab.show.lesson import check
+
+
+def judge(function: Callable, target: str, model, prompt, *, problem: Callable[[Callable], str] = lambda function: "",
+          tensor_parallel_size: int = 2, dtype: str = "float32"):
+    """Put ``function`` at ``target`` in the engine, align the model, and print ``PASS``, or ``NOT YET`` and the cause.
+
+    Whatever goes wrong in the learner's code ends in such a line, so that *Run All* goes on.
+
+    Args:
+        function: the learner's, from a notebook cell.
+        target: the dotted name that it replaces, as for :class:`tplab.patch.Patch`.
+        model, prompt, tensor_parallel_size, dtype: as for :func:`tplab.align.align`.
+        problem: looks at the function before the ranks do, on an example small enough to talk about; says what is
+            wrong with it in the learner's terms, or the empty string.
+
+    Returns:
+        The ``AlignReport`` of the model with the learner's function; None if it did not run.
+
+        >>> mine = show.judge(mask_scores, "tplab.model.attention.mask_scores", model, prompt)
+        NOT YET  mask_scores: 100% NaN although q, k and v are finite …
+    """
+    from tplab.align import align, diagnose
+    from tplab.patch import Patch
+
+    name = getattr(function, "__name__", repr(function))
+    report = None
+    try:
+        told = problem(function)
+        report = align(model, prompt, tensor_parallel_size=tensor_parallel_size, dtype=dtype,
+                       patches=[Patch(target, function)])
+        told = told or ("" if report.ok else diagnose(report).sentence)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
+    check(name if told else f"{name}: on {ranks}, every trace point agrees with Hugging Face", not told, told)
+    return report
