@@ -6,7 +6,6 @@ import signal
 import time
 from multiprocessing import Pipe
 from multiprocessing.process import _children
-from multiprocessing.util import get_temp_dir
 
 from tplab.ranks import launch
 from tplab.ranks.board import STARTED
@@ -39,8 +38,7 @@ class Member:
         self.pipe, theirs = Pipe()
         self.process = launch.start(
             Spec(
-                rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder,
-                litter=[pool._folder, get_temp_dir()], parent_pid=os.getpid(),
+                rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
                 memory=pool._memory, inbox=pool._inbox, outbox=self.outbox, output=self.output, stacks=self.stacks,
                 wake=theirs,
             )  # fmt: skip

@@ -161,7 +161,7 @@ class RankPool:
             self._watch.stop()  # an interrupt may have cut the last attempt short
             self._watch = None
         self._epoch += 1
-        self._set_up = None
+        self._fresh, self._set_up = True, None
         dead = [member for member in self._members if member.dead()]
         for member in dead:
             self._board.clear_rank(member.rank)
@@ -270,14 +270,17 @@ def _working_folder() -> str | None:
 
 
 def _private_folder() -> str:
-    """A folder of mode 0700 for gloo's rendezvous."""
+    """A folder of mode 0700 for gloo's rendezvous; its name tells whose it is (see `nursery`)."""
     try:
-        folder = tempfile.mkdtemp(prefix="tplab-")
+        folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
         with open(os.path.join(folder, "probe"), "wb") as probe:
             probe.write(bytes(64 * 1024))
         os.unlink(probe.name)
         return folder
     except OSError as error:
+        if error.filename is None:
+            error.filename = folder
+            shutil.rmtree(folder, ignore_errors=True)
         raise RankError(
             f"the ranks need a little room in a temporary folder and cannot have it: {error}. "
             "Set TMPDIR to a folder that can be written and has space"

@@ -33,7 +33,6 @@ class Spec:
     size: int
     strict: bool
     folder: str  # the pool's private one
-    litter: list[str]  # folders of the parent that nobody else would remove after its sudden end
     parent_pid: int
     memory: SharedFile  # the board
     inbox: SharedFile  # the parent's payload, the same for all ranks
@@ -83,8 +82,7 @@ def _watch_parent(spec: Spec) -> None:
     connection.wait(watched)
     # Without its pipe but with a living parent, this rank was lost in an interrupted start: nothing else is to go.
     if len(watched) == 1 or connection.wait(watched[1:], 1.0):
-        for folder in spec.litter:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(spec.folder, ignore_errors=True)
     os._exit(1)
 
 
