@@ -15,6 +15,7 @@ from tplab.engine.requests import Request, parse_messages, parse_prompts, reject
 from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.sizes import cache_size
 from tplab.model.dtypes import parse_dtype
+from tplab.patch import applied
 from tplab.ranks import RankError, RankPool
 from tplab.shard import ShardPlan
 
@@ -58,6 +59,8 @@ class LLM:
         if pool is not None and pool.size != tensor_parallel_size:
             raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {tensor_parallel_size}")
         self.patches = tuple(p for patchable in patches for p in patchable.patches)
+        with applied(*self.patches):
+            pass  # a patch that does not fit is refused before any rank is touched
         max_model_len, num_blocks = cache_size(config, self.plan, self.dtype, block_size, num_blocks, max_model_len,
                                                max_num_seqs)
         if executor is None:

@@ -1,0 +1,150 @@
+"""One token for all ranks: ties, NaN, seeds, filters, log probabilities."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers_checkpoints import make_checkpoint
+
+from tplab.engine import LLM, RequestError, SamplingParams
+from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer, sample
+from tplab.engine.step import Draw
+from tplab.ranks import all_gather, logical_ranks, rank
+from tplab.shard import split_evenly
+
+GREEDY = Draw(0.0, 0, 1.0, 0.0, 0, 0, None)
+
+
+def on_ranks(tp, logits, draws):
+    """``sample`` on ``tp`` logical ranks over the whole ``logits [n, vocabulary]``; every rank's answer."""
+    parts = split_evenly(logits.shape[-1], tp)
+
+    def on_rank():
+        here = parts[rank()]
+        model = SimpleNamespace(
+            shard=SimpleNamespace(vocab=here), config=SimpleNamespace(vocab_size=logits.shape[-1]),
+            gather_logits=lambda part: all_gather(part, dim=-1, sizes=[len(p) for p in parts]))
+        return sample(model, logits[:, here.start:here.stop], draws)
+
+    return logical_ranks(tp, on_rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_greedy_is_argmax_ties_and_nan_included(tp, dtype):
+    generator = torch.Generator().manual_seed(tp)
+    logits = torch.randint(0, 4, (40, 13), generator=generator).to(dtype)  # ties everywhere
+    logits[0] = 2.0
+    logits[1, 5:9] = float("nan")
+    logits[2] = float("nan")
+    logits[3] = float("-inf")
+    logits[4, 12] = float("inf")
+    expected = logits.argmax(-1).tolist()
+    for tokens, _ in on_ranks(tp, logits, [GREEDY] * 40):
+        assert tokens == expected
+
+
+def test_greedy_gathers_two_numbers_per_rank_not_the_vocabulary():
+    def on_rank():
+        from tplab.ranks import op_log
+
+        best_offer(offer(torch.randn(3, 500), 500 * rank()))
+        return [(record.op, list(record.shape)) for record in op_log()]
+
+    for log in logical_ranks(2, on_rank):
+        assert log == [("all_gather", [3, 2])]
+
+
+@pytest.mark.parametrize("draw", [
+    Draw(1.0, 0, 1.0, 0.0, 5, 3, None), Draw(0.7, 4, 1.0, 0.0, 5, 3, None), Draw(1.3, 0, 0.8, 0.0, 5, 3, None),
+    Draw(2.0, 0, 1.0, 0.2, 5, 3, None), Draw(0.9, 6, 0.9, 0.05, 5, 3, 4)], ids=str)
+def test_a_draw_does_not_depend_on_the_ranks_nor_on_its_neighbours(draw):
+    logits = torch.randn(3, 29, generator=torch.Generator().manual_seed(1))
+    alone = on_ranks(1, logits[1:2], [draw])[0][0]
+    for tp in (1, 2, 3, 4):
+        for tokens, _ in on_ranks(tp, logits, [GREEDY, draw, draw._replace(seed=6)]):
+            assert tokens[1:2] == alone
+
+
+def test_frequencies_are_the_softmax():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0, 0.5]])
+    draws = [Draw(0.8, 0, 1.0, 0.0, 11, i, None) for i in range(4000)]
+    tokens = torch.tensor(on_ranks(2, logits.expand(4000, -1), draws)[0][0])
+    expected = (logits[0] / 0.8).softmax(-1)
+    counted = torch.bincount(tokens, minlength=6) / 4000
+    assert (counted - expected).abs().max() < 4 * math.sqrt(0.25 / 4000)
+
+
+def test_every_position_and_seed_has_noise_of_its_own():
+    noises = torch.stack([gumbel_noise(seed, position, 50) for seed in range(6) for position in range(6)])
+    assert len(noises.unique(dim=0)) == 36
+    assert torch.equal(gumbel_noise(3, 4, 50), gumbel_noise(3, 4, 50))
+    assert gumbel_noise(2**62, 10, 5).isfinite().all()
+
+
+@pytest.mark.parametrize("top_k,top_p,min_p", [(1, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.5, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.3),
+                                               (7, 0.8, 0.0), (9, 0.95, 0.1), (1000, 1.0, 0.0)])
+def test_filters_keep_what_hugging_face_keeps(top_k, top_p, min_p):
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    for seed in range(20):
+        kept = logits = 2 * torch.randn(1, 40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        if top_k > 0:
+            kept = TopKLogitsWarper(top_k)(None, kept)
+        if top_p < 1:
+            kept = TopPLogitsWarper(top_p)(None, kept)
+        if min_p > 0:
+            kept = MinPLogitsWarper(min_p)(None, kept)
+        lowest = lowest_allowed(logits[0], Draw(1.0, top_k, top_p, min_p, 0, 0, None))
+        assert torch.equal(logits[0] >= lowest, kept[0].isfinite())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("sampling") / "m", heads=4, kv_heads=2, vocab=65)
+
+
+def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_ranks(folder):
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3]]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=12, top_k=k) for i, k in ((3, 0), (4, 9), (5, 0), (3, 0))]
+    seen = []
+    for tp, options in ((1, {}), (2, {"max_num_seqs": 1}), (3, {"num_blocks": 10, "block_size": 4})):
+        with LLM(folder, tp, "float64", logical=True, strict=True, max_model_len=32, **options) as llm:
+            seen.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
+            seen.append([llm.generate(p, s)[0].outputs[0].token_ids for p, s in zip(prompts, params)])
+    assert all(tokens == seen[0] for tokens in seen)
+    assert seen[0][0] == seen[0][3] != seen[0][1]
+
+
+def test_without_a_seed_outputs_differ(folder):
+    with LLM(folder, 1, logical=True) as llm:
+        a, b = llm.generate([[1, 2], [1, 2]], SamplingParams(max_tokens=20))
+    assert a.outputs[0].token_ids != b.outputs[0].token_ids
+
+
+def test_logprobs_are_those_of_the_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    with LLM(folder, 2, "float64", logical=True) as llm:
+        (output,) = llm.generate([7, 8, 9], SamplingParams(temperature=1.5, seed=1, max_tokens=6, logprobs=3))
+    tokens = output.outputs[0].token_ids
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    reference = model(torch.tensor([[7, 8, 9, *tokens]])).logits[0, 2:-1].log_softmax(-1)
+    for row, token, found in zip(reference, tokens, output.outputs[0].logprobs, strict=True):
+        assert found[token].logprob == pytest.approx(row[token].item(), abs=1e-5)
+        assert found[token].rank == int((row > row[token]).sum()) + 1
+        assert [t for t, p in found.items() if p.rank <= 3] and set(row.topk(3).indices.tolist()) <= set(found)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"temperature": -1}, {"temperature": float("nan")}, {"temperature": "hot"}, {"temperature": True}, {"top_k": -2},
+    {"top_k": 1.5}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": float("inf")}, {"max_tokens": 0},
+    {"max_tokens": 2.0}, {"seed": -1}, {"seed": 2**64}, {"logprobs": -1}, {"ignore_eos": 1}, {"stop": 5}, {"stop": [""]},
+    {"stop": ["a", 3]}, {"stop": b"a"}, {"stop_token_ids": "12"}, {"stop_token_ids": [-1]}, {"stop_token_ids": [True]},
+    {"temperature": 0, "top_p": 0.9}, {"temperature": 0, "top_k": 5, "min_p": 0.1},
+], ids=str)  # fmt: skip
+def test_wrong_parameters_are_named(wrong):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**wrong)
+    assert any(name in str(caught.value) for name in wrong)
