@@ -10,6 +10,7 @@ from helpers_checkpoints import make_checkpoint
 from safetensors import safe_open
 
 import tplab.align
+import tplab.engine
 from tplab import cli
 
 BAD = [
@@ -30,6 +31,7 @@ BAD = [
     ("faults nan_mask nan_musk", "no fault 'nan_musk'"),
     ("fetch gpt-7", "'gpt-7' cannot be fetched"),
     ("generate {model}", "--prompt"),
+    ("generate {model} --chat --prompt=", "the prompt is empty"),
     ("generate {model} --prompt a --max-tokens 0", "max_tokens must be a whole number from 1"),
     ("generate {model} --prompt a --temperature=-1", "temperature must be a number from 0"),
     ("generate {model} --prompt a --json {folder}/no/out.json", "there is no folder"),
@@ -84,7 +86,7 @@ def test_align_inside_the_floor_is_exit_0_and_writes_what_it_promises(model, tmp
     report, logits = tmp_path / "r.json", tmp_path / "l.safetensors"
     code, out, err = run(f"align {model} --tp 3 --dtype float64 --ids 1,2,3,4,5 --json {report} --save {logits}", capsys)
     assert (code, err) == (0, "")
-    assert "logits" in out and "outside" not in out and f"wrote {report}" in out
+    assert "logits" in out and "outside" not in out
     written = json.loads(report.read_text())
     assert {"model", "tp", "dtype", "plan", "max_abs_diff", "top1_agreement", "rank_spread", "nan_count",
             "first_divergence", "points"} <= set(written)
@@ -121,6 +123,15 @@ def test_the_museum_is_listed_and_shown(capsys):
     assert code == 0 and all(f"  {name} " in out for name in MUSEUM) and max(map(len, out.splitlines())) <= 100
     _, out, _ = run("faults nan_mask", capsys)
     assert "broken:\n" in out and "masked_fill" in out.partition("right:\n")[2]
+
+
+def test_generate_streams_the_text_and_keeps_the_numbers_apart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tplab.engine, "LLM", partial(tplab.engine.LLM, logical=True))
+    written = tmp_path / "out.json"
+    code, out, err = run(f"generate fable --tp 3 --prompt Mira --max-tokens 5 --json {written}", capsys)
+    result = json.loads(written.read_text())
+    assert code == 0 and out == f"{result['text']}\n" and len(result["token_ids"]) == 5
+    assert err.startswith("[5 tokens, first after ") and err.endswith("3 ranks]\n")
 
 
 def test_an_interrupt_is_exit_130_without_a_traceback(model, capsys, monkeypatch):

@@ -148,6 +148,8 @@ def fetch(chosen) -> int:
 
 def generate(chosen) -> int:
     _check_writable(chosen.json)
+    if not chosen.prompt.strip():
+        raise CommandError("the prompt is empty; say something")
     import json
 
     from tplab.engine import LLM, SamplingParams
@@ -213,4 +215,3 @@ def _write(path: str | None, write) -> None:
         write(path)
     except OSError as error:
         raise CommandError(f"{path} could not be written: {error.strerror or error}") from error
-    print(f"wrote {path}")

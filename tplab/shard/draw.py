@@ -52,7 +52,7 @@ def box(x: float, y: float, width: float, height: float, fill: str, stroke: str 
             f"{inside}</rect>")
 
 
-def beside(drawings: Sequence[Svg], limit: float = 940, gap: float = 26) -> Svg:
+def beside(drawings: Sequence[Svg], limit: float = 960, gap: float = 26) -> Svg:
     """Drawings next to each other, in as many rows as keep within ``limit`` pixels."""
     body, x, y, row, width = "", 0.0, 0.0, 0.0, 0.0
     for drawing in drawings:
@@ -68,14 +68,14 @@ def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
 
     ``ends``: whether the last two are drawn.
     """
-    cell = max(7.0, min(26.0, 560 / plan.num_heads))
+    cell = max(7.0, min(26.0 if ends else 21.0, 560 / plan.num_heads))
     left, top, row, group = 62.0, 62.0, 62.0, plan.num_heads // plan.num_kv_heads
     heads_end = left + plan.num_heads * cell
     bars = [(heads_end + 30 + 128 * i, dim, total, what) for i, (dim, total, what) in enumerate((
         ("mlp", plan.intermediate_size, "MLP columns"), ("vocab", plan.vocab_size, "vocabulary rows")))] if ends else []
-    width = max(heads_end + 14 + 128 * len(bars) + 16 * ends, 330.0)
+    width = max(heads_end + 14 + 128 * len(bars) + 16 * ends, 262.0)
     body = write(8, 16, title or "Who holds what", size=13.5, bold=True)
-    body += write(8, 38, f"{plan.kind}: {plan.num_heads} query and {plan.num_kv_heads} KV heads over "
+    body += write(8, 38, f"{plan.kind}: {plan.num_heads} query, {plan.num_kv_heads} KV heads, "
                          f"{plan.tensor_parallel_size} rank{'s' * (plan.tensor_parallel_size > 1)}", size=11.5)
     for shard in plan.ranks:
         y = top + row * shard.rank
