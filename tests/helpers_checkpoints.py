@@ -6,6 +6,9 @@ a bug in any of them shows.
 
 import json
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -160,6 +163,23 @@ def save_tensors(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 1
         weight_map |= dict.fromkeys(part, file)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+
+
+@contextmanager
+def bounded_memory(extra: int = 4 << 30) -> Iterator[None]:
+    """``extra`` bytes of address space more than now (on Linux): a config that asks for the moon fails, not the machine."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + extra, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _fuse(tensors: dict[str, torch.Tensor], parts: tuple[str, ...], fused: str) -> None:

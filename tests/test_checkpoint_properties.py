@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from helpers_checkpoints import make_checkpoint
+from helpers_checkpoints import bounded_memory, make_checkpoint
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_checkpoint_tokenizer import byte_tokenizer
@@ -21,7 +21,7 @@ thorough = settings(derandomize=True, suppress_health_check=list(HealthCheck))
 
 @pytest.fixture(autouse=True, scope="module")
 def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, bounded_memory():
         patch.setenv("TPLAB_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
@@ -112,7 +112,7 @@ def damage(draw):
 FILES = st.sampled_from([*SHARDS, *SHARDS, INDEX, "config.json", "tokenizer.json"])
 
 
-@settings(thorough, max_examples=1200)
+@settings(thorough, max_examples=1050)
 @given(file=FILES, damaged=damage())
 def test_with_sums_no_change_of_any_file_passes(summed, file, damaged):
     content = damaged(summed.files[file])
@@ -120,7 +120,7 @@ def test_with_sums_no_change_of_any_file_passes(summed, file, damaged):
         assert summed.open_with({file: content}) is None
 
 
-@settings(thorough, max_examples=1200)
+@settings(thorough, max_examples=1050)
 @given(file=FILES, damaged=damage())
 def test_without_sums_what_opens_has_the_right_shapes_and_finite_numbers(plain, file, damaged):
     ckpt = plain.open_with({file: damaged(plain.files[file])})
@@ -167,7 +167,7 @@ CONFIG_KEYS = (
 ).split()
 
 
-@settings(thorough, max_examples=500)
+@settings(thorough, max_examples=350)
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + OTHER_KEYS), JSON, min_size=1, max_size=3))
 @example(changes={"num_hidden_layers": 10**15})
 @example(changes={"head_dim": 10**15})

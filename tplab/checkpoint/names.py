@@ -68,9 +68,7 @@ def _existing_folder(path: Path, if_missing: str) -> Path:
             os.scandir(path).close()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(if_missing) from None
-    except PermissionError:
-        raise CheckpointError(f"{path}: no permission to read this folder") from None
-    except (OSError, ValueError) as error:  # a symlink loop, a name too long, a NUL byte in the name
+    except (OSError, ValueError) as error:  # no permission, a symlink loop, a name too long or with a NUL byte
         raise CheckpointError(f"{str(path)!r} cannot be opened: {words_of(error)}") from error
     if not stat.S_ISDIR(mode):
         raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json")
