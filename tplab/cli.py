@@ -114,7 +114,8 @@ def align(chosen) -> int:
     for one in broken:
         if why := one.why_not(ckpt.config, chosen.tp):
             print(f"note: {one.name} changes nothing here: {why}")
-    print(f"{report.summary()}\n\n{_point_lines(report)}")
+    read = ", ".join(f"{stats.bytes_read / 1e6:.1f} MB by rank {r}" for r, stats in enumerate(report.load_stats))
+    print(f"{report.summary()}\nread from the checkpoint: {read}\n\n{_point_lines(report)}")
     if not report.ok:
         print("\n" + textwrap.fill(diagnose(report).sentence, 90))
     _write(chosen.json, report.to_json)
@@ -152,10 +153,12 @@ def generate(chosen) -> int:
         raise CommandError("the prompt is empty; say something")
     import json
 
-    from tplab.engine import LLM, SamplingParams
+    from tplab.engine import SamplingParams, open_llm
 
     params = SamplingParams(max_tokens=chosen.max_tokens, temperature=chosen.temperature, seed=chosen.seed)
-    with LLM(chosen.model, chosen.tp, chosen.dtype) as llm:
+    with open_llm(chosen.model, chosen.tp, chosen.dtype) as llm:
+        if llm is None:  # a rank of torchrun's that has followed rank 0 to the end
+            return 0
         prompt = chosen.prompt
         if chosen.chat:
             prompt = llm.chat_prompt([{"role": "user", "content": chosen.prompt}])
@@ -164,9 +167,14 @@ def generate(chosen) -> int:
     print()
     metrics = chunk.output.metrics
     print(f"[{metrics.num_output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
-          f"{metrics.tokens_per_second:.0f} tokens/s, {chosen.tp} rank{'s' * (chosen.tp > 1)}]", file=sys.stderr)
+          f"{metrics.tokens_per_second:.0f} tokens/s, {_ranks(llm)}]", file=sys.stderr)
     _write(chosen.json, lambda path: Path(path).write_text(json.dumps(chunk.output.to_dict(), indent=1)))
     return 0
+
+
+def _ranks(llm) -> str:
+    count = llm.plan.tensor_parallel_size
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _about(ckpt) -> str:

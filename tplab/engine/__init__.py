@@ -6,7 +6,7 @@ _HOMES = {
     "LLM": "llm", "SamplingParams": "sampling_params", "Engine": "core", "Scheduler": "scheduler",
     "Sequence": "sequence", "RequestOutput": "outputs", "CompletionOutput": "outputs", "RequestMetrics": "outputs",
     "Logprob": "outputs", "StreamChunk": "outputs", "EngineError": "errors", "RequestError": "errors",
-    "GenerationError": "errors", "StrictError": "errors",
+    "GenerationError": "errors", "StrictError": "errors", "open_llm": "torchrun",
 }
 __all__ = list(_HOMES)
 

@@ -78,8 +78,8 @@ class LogicalExecutor:
         self.size, self.patches = size, patches
         self.states: list[dict] = [{} for _ in range(size)]
 
-    def _run(self, fn, *args) -> list:
-        """Logical ranks begin with an empty ``state`` every time, so theirs is kept here between runs."""
+    def run(self, fn, *args) -> list:
+        """``fn`` on every logical rank. Logical ranks begin with an empty ``state`` every time, so theirs is kept here between runs."""
         def on_rank():
             state.update(self.states[rank()])
             try:
@@ -91,15 +91,15 @@ class LogicalExecutor:
 
     def load(self, *arguments) -> list[dict]:
         """Make a :class:`ModelRunner` for every rank; what each costs."""
-        return self._run(load_runner, self.key, [], self.patches, *arguments)
+        return self.run(load_runner, self.key, [], self.patches, *arguments)
 
     def loaded(self) -> bool:
         """Whether every rank has it."""
-        return all(self._run(has_runner, self.key))
+        return all(self.run(has_runner, self.key))
 
     def execute(self, step: StepInput) -> list[StepOutput]:
         """One step on every rank."""
-        return self._run(run_step, self.key, (), step)
+        return self.run(run_step, self.key, (), step)
 
     def close(self) -> None:
         """Forget it."""
