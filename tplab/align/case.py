@@ -5,7 +5,6 @@ from functools import cached_property
 
 import torch
 
-from tplab.align.floors import RELATIVE
 from tplab.align.report import AlignReport
 from tplab.checkpoint import open_checkpoint
 from tplab.model import separate_tensor
@@ -88,7 +87,8 @@ class Case:
     @cached_property
     def positions(self) -> torch.Tensor:
         """The absolute position of every flattened token."""
-        return torch.cat([torch.arange(length) for length in self.lengths])
+        rows = self.report.computed or [range(length) for length in self.lengths]
+        return torch.tensor([position for positions in rows for position in positions])
 
     def gap(self, tensor: torch.Tensor, guess: torch.Tensor) -> float:
         """How far ``tensor`` is from ``guess``, relative to the guess's scale; infinite if either is not finite."""
@@ -98,7 +98,7 @@ class Case:
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
         """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``."""
-        return self.gap(tensor, guess) <= 3 * RELATIVE[self.report.dtype]
+        return self.gap(tensor, guess) <= 3 * self.report.floor
 
     def found(self, fault: str | None, sentence: str, *lookalikes: str, **numbers: float) -> Diagnosis:
         """A diagnosis at this case's point."""

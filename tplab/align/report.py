@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.floors import RELATIVE, inside
+from tplab.align.floors import inside, relative_floor
 from tplab.model import LoadStats
 from tplab.model.trace import layout
 from tplab.ranks import OpRecord
@@ -40,7 +40,8 @@ class PointDiff:
     inside: bool
 
 
-def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: float, dtype: torch.dtype) -> PointDiff:
+def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: float, dtype: torch.dtype,
+            decode: bool = False) -> PointDiff:
     """The difference at one trace point. Both tensors ``[tokens, …]``, the same shape."""
     if ours.shape != reference.shape:
         raise ValueError(f"{name}: tplab has {tuple(ours.shape)}, Hugging Face {tuple(reference.shape)}")
@@ -49,7 +50,7 @@ def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: floa
     scale = reference.double().abs().max().item()
     max_abs = diff.max().item() if diff.numel() else float("nan")
     nan, inf = int(torch.isnan(ours).sum()), int(torch.isinf(ours).sum())
-    good = nan == inf == 0 and inside(name, max_abs, scale, dtype) and inside(name, spread, scale, dtype)
+    good = nan == inf == 0 and all(inside(name, value, scale, dtype, decode) for value in (max_abs, spread))
     return PointDiff(name, layout(name), tuple(ours.shape), max_abs, diff.mean().item() if diff.numel() else float("nan"),
                      max_abs / scale if scale else max_abs, nan, inf, ours.numel(), spread, good)
 
@@ -74,6 +75,7 @@ class AlignReport:
         patches: the dotted names that were replaced during the run.
         op_logs: per rank, the collectives of the forward pass in order.
         load_stats: per rank, the bytes read and held.
+        computed: per prompt, the positions that the rows of the points belong to; all of them if None.
     """
 
     model: str
@@ -86,6 +88,7 @@ class AlignReport:
     patches: tuple[str, ...] = ()
     op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)
     load_stats: list[LoadStats] = field(default_factory=list, repr=False)
+    computed: list[list[int]] | None = field(default=None, repr=False)
 
     @property
     def tp_logits(self) -> torch.Tensor:
@@ -96,6 +99,11 @@ class AlignReport:
     def hf_logits(self) -> torch.Tensor:
         """Hugging Face's logits, ``[tokens, vocab]``."""
         return self.evidence["logits"].reference
+
+    @property
+    def floor(self) -> float:
+        """What rounding can explain, relative to the reference's scale at each point."""
+        return relative_floor(self.dtype, self.computed is not None)
 
     @property
     def ok(self) -> bool:
@@ -154,7 +162,7 @@ class AlignReport:
 
     def summary(self) -> str:
         """Two or three lines for the terminal."""
-        floor = f"floor {RELATIVE[self.dtype]:.0e} relative"
+        floor = f"floor {self.floor:.0e} relative"
         verdict = f"inside the {floor}" if self.ok else f"first outside the {floor}: {self.first_divergence.name}"
         return (f"{self.model}, tp {self.plan.tensor_parallel_size}, {str(self.dtype).removeprefix('torch.')}: "
                 f"max |Δ logits| {self.max_abs_diff:.2e}, top-1 agreement {self.top1_agreement:.1%}, "

@@ -20,7 +20,16 @@ class AlignError(TplabError):
     """The prompt cannot be used with this model."""
 
 
-def _token_ids(ckpt: Checkpoint, prompts) -> list[list[int]]:
+def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
+    """A text, a list of ids, or a list of either → a list of lists of ids.
+
+    Raises:
+        AlignError: no prompt, an empty one, one with an id outside of the vocabulary, or one that is too long.
+    """
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not prompts:
+        raise AlignError("there is no prompt")
     rows = []
     for prompt in prompts:
         ids = ckpt.tokenizer()(prompt).input_ids if isinstance(prompt, str) else list(prompt)
@@ -60,21 +69,28 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     dtype = parse_dtype(dtype)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        prompts = [prompts]
-    if not prompts:
-        raise AlignError("there is no prompt")
-    ids = _token_ids(ckpt, prompts)
+    ids = check_prompts(ckpt, prompts)
     ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, tuple(patches), pool=pool, logical=logical)
     traces, op_logs, load_stats = map(list, zip(*ran))
-    reference = hf_model(ckpt, dtype)
-    hf_traces = [hf_trace(reference, row) for row in ids]
+    hf_traces = [hf_trace(hf_model(ckpt, dtype), row) for row in ids]
+    theirs = {name: torch.cat([trace.pop(name) for trace in hf_traces]) for name in list(hf_traces[0])}
+    return build_report(ckpt, plan, dtype, ids, traces, theirs, patches, op_logs=op_logs, load_stats=load_stats)
+
+
+def build_report(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]], traces: list[dict],
+                 reference: dict[str, torch.Tensor], patches: Sequence, **more) -> AlignReport:
+    """Gather the ranks' trace points, compare each with Hugging Face's, keep the evidence of the first broken layer.
+
+    Args:
+        traces: per rank ``{point: its shard}``; emptied on the way, since deep models' traces are large.
+        reference: ``{point: Hugging Face's tensor}``, the same rows; emptied too.
+        more: further fields of the report.
+    """
     points, evidence, broken_layer = [], {}, None
     for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm):
-        shards = [trace.pop(name) for trace in traces]
+        shards, theirs = [trace.pop(name) for trace in traces], reference.pop(name)
         ours, spread = whole_point(name, shards, plan)
-        theirs = torch.cat([trace.pop(name) for trace in hf_traces])
-        points.append(compare(name, ours, theirs, spread, dtype))
+        points.append(compare(name, ours, theirs, spread, dtype, decode="computed" in more))
         layer = name.rpartition(".")[0]
         if layer and broken_layer is None:
             # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
@@ -85,7 +101,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
                **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
     return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes,
-                       tuple(p.target for patchable in patches for p in patchable.patches), op_logs, load_stats)
+                       patches=tuple(p.target for patchable in patches for p in patchable.patches), **more)
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:
@@ -93,9 +109,14 @@ def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:
     size = args[1].tensor_parallel_size
     if logical:
         return logical_ranks(size, fn, *args)
+    return pool_for(size, pool).run(fn, *args)
+
+
+def pool_for(size: int, pool: RankPool | None) -> RankPool:
+    """The given pool, if it has ``size`` ranks; the shared one of that size if none is given."""
     if pool is not None and pool.size != size:
         raise AlignError(f"the pool has {pool.size} ranks, the plan needs {size}")
-    return (pool or shared_pool(size)).run(fn, *args)
+    return pool or shared_pool(size)
 
 
 def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patches: Sequence = (),

@@ -6,7 +6,7 @@ import matplotlib
 
 from tplab.show.scale import DifferenceAxis
 from tplab.show.style import RC, STAGES, Picture, entitle, looks, picture
-from tplab.show.words import ShowError, describe, distance, dtype_name, floor_of
+from tplab.show.words import ShowError, describe, distance, dtype_name
 
 Y_LABEL = "largest |tplab − HF|,\nrelative to HF's largest value"
 ENDS = ("embed", "output", "norm", "logits")
@@ -31,7 +31,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     values = {label: [distance(report[name]) for name in names] for label, report in reports.items()}
     figure, ax = picture(9.0, 4.3 + 0.18 * len(reports))
     with matplotlib.rc_context(RC):
-        axis = DifferenceAxis(ax, values, {dtype_name(r): floor_of(r) for r in reports.values()}, _lost(reports, names))
+        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()}, _lost(reports, names))
         axis.draw(looks(reports, [r.ok for r in reports.values()]),
                   {label: f"{label}: {_first(report)}" for label, report in reports.items()})
         _layer_ticks(ax, names)
@@ -93,7 +93,7 @@ def _first(report) -> str:
 
 
 def _what(reports) -> str:
-    floors = {dtype_name(r): floor_of(r) for r in reports.values()}
+    floors = {dtype_name(r): r.floor for r in reports.values()}
     words = " and ".join(f"{name}: floor {floor:.0e}".replace("e-0", "e-") for name, floor in floors.items())
     return f"largest difference from Hugging Face, relative to its largest value ({words}),"
 

@@ -7,7 +7,7 @@ import matplotlib
 from tplab.show.diffs import Y_LABEL
 from tplab.show.scale import DifferenceAxis
 from tplab.show.style import RC, STAGES, Picture, entitle, looks, picture
-from tplab.show.words import ShowError, distance, dtype_name, floor_of, point_words
+from tplab.show.words import ShowError, distance, dtype_name, point_words
 
 
 def points_figure(reports, layer: int | None = None, title: str | None = None) -> Picture:
@@ -33,7 +33,7 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
     names = [p.name.rpartition(".")[2] for p in next(iter(points.values()))]
     figure, ax = picture(9.0, 4.3)
     with matplotlib.rc_context(RC):
-        _draw(ax, points, {dtype_name(r): floor_of(r) for r in reports.values()})
+        _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})
         ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
         ax.set_ylabel(Y_LABEL)

@@ -7,7 +7,7 @@ import matplotlib
 from tplab.show.diffs import Y_LABEL
 from tplab.show.scale import DifferenceAxis
 from tplab.show.style import RC, Picture, looks, picture
-from tplab.show.words import ShowError, dtype_name, floor_of, magnitude
+from tplab.show.words import ShowError, dtype_name, magnitude
 
 
 def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int = 16,
@@ -33,7 +33,7 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
         raise ShowError("the reports are not about the same prompt" if values else "there is no report to draw")
     figure, ax = picture(9.0, 4.4)
     with matplotlib.rc_context(RC):
-        axis = DifferenceAxis(ax, values, {dtype_name(r): floor_of(r) for r in reports.values()})
+        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
         axis.draw(looks(values), {label: label for label in values})
         ax.set_xlabel("position of the token in the prompt")
         ax.set_ylabel(Y_LABEL)

@@ -46,13 +46,6 @@ def point_words(point) -> str:
     return magnitude(distance(point))
 
 
-def floor_of(report) -> float:
-    """The relative floor of a report's dtype."""
-    from tplab.align.floors import RELATIVE
-
-    return RELATIVE[report.dtype]
-
-
 def dtype_name(report) -> str:
     """``"float32"``, ``"float64"`` or ``"bfloat16"``."""
     return str(report.dtype).removeprefix("torch.")

@@ -1,0 +1,121 @@
+"""The diff along the decode path: the same tokens through scheduler, paged cache and ranks, a few at a time.
+
+A plain forward pass sees no cache. Here the engine itself computes the prompts in its own steps (chunks, prefix hits,
+one token after the other), with the *next* token given instead of drawn, so that every computed position can be laid
+beside Hugging Face's single pass over the whole text.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tplab.align.reference import hf_model, hf_trace
+from tplab.align.report import AlignReport
+from tplab.align.run import AlignError, build_report, check_prompts, pool_for
+from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.engine.core import Engine
+from tplab.engine.executor import LogicalExecutor
+from tplab.engine.runner import drop_runners, load_runner, run_step
+from tplab.engine.sampling_params import SamplingParams
+from tplab.engine.step import StepInput, StepOutput
+from tplab.model.dtypes import parse_dtype
+from tplab.model.trace import recording
+from tplab.ranks import RankPool, state
+from tplab.shard import ShardPlan
+
+_KEY = "align decode"
+
+
+def traced_step(patches: tuple, step: StepInput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
+    """On a rank: one step with all trace points; the rank is made to believe that it drew ``forced``."""
+    with recording() as points:
+        drawn = run_step(_KEY, patches, step).token_ids
+    state[_KEY].drawn.update(forced)
+    return points, drawn
+
+
+class _ForcingExecutor:
+    """Carries steps out as the engine's executors do, keeps their traces, and answers with the given tokens."""
+
+    def __init__(self, run, patches: tuple, texts: list[list[int]]):
+        self.run, self.patches, self.texts = run, patches, texts
+        self.rows: dict[tuple[int, int], tuple[int, int]] = {}
+        self.logit_rows: dict[tuple[int, int], tuple[int, int]] = {}
+        self.traces: list[list[dict]] = []
+
+    def execute(self, step: StepInput) -> list[StepOutput]:
+        due = [s for s in step.sequences if s.draw is not None]
+        forced = {s.number: self.texts[s.number][s.segment.start + s.segment.count] for s in due}
+        answers = self.run(traced_step, self.patches, step, forced)
+        at = len(self.traces)
+        self.traces.append([points for points, _ in answers])
+        computed = [(s.number, position) for s in step.sequences
+                    for position in range(s.segment.start, s.segment.start + s.segment.count)]
+        self.rows.update({key: (at, row) for row, key in enumerate(computed)})
+        self.logit_rows.update({(s.number, s.segment.start + s.segment.count - 1): (at, row) for row, s in enumerate(due)})
+        return [StepOutput(forced, {}) for _ in answers]
+
+    def whole_trace(self, rank: int) -> dict[str, torch.Tensor]:
+        """One rank's points over all steps, rows in the order of sequence and position; the last computation counts."""
+        names = dict.fromkeys(name for ranks in self.traces for name in ranks[rank])
+        return {name: torch.stack([self.traces[at][rank][name][row] for _, (at, row) in sorted(self.places(name).items())])
+                for name in names}
+
+    def places(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
+        """``{(sequence, position): (step, row)}`` of a point."""
+        return self.logit_rows if name == "logits" else self.rows
+
+
+def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tensor_parallel_size: int = 2,
+                 dtype: str | torch.dtype = "float32", patches: Sequence = (), block_size: int = 4,
+                 num_blocks: int | None = None, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,
+                 enable_prefix_caching: bool = True, one_by_one: bool = False, pool: RankPool | None = None,
+                 logical: bool = False) -> AlignReport:
+    """Compare the engine's decode path with Hugging Face, at every trace point of every computed position.
+
+    Args:
+        model, tensor_parallel_size, dtype, patches, pool, logical: as for :func:`tplab.align.align`.
+        prompts: texts or lists of token ids. The last ``new_tokens`` tokens of each are not read with the prompt but
+            fed one at a time, as if they had been generated.
+        block_size, num_blocks, max_num_seqs, max_num_batched_tokens, enable_prefix_caching: of the engine.
+        one_by_one: finish each prompt before the next begins (so that the later one can hit the earlier one's prefix).
+
+    Returns:
+        An :class:`AlignReport` over the positions that were computed; positions found in the prefix cache are not
+        among them. Its logits are those from which a token would have been drawn.
+
+    Raises:
+        AlignError: a prompt is not longer than ``new_tokens``; otherwise as :func:`tplab.align.align`.
+    """
+    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    dtype, patches = parse_dtype(dtype), tuple(p for patchable in patches for p in patchable.patches)
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    texts = check_prompts(ckpt, prompts)
+    short = next((text for text in texts if len(text) <= new_tokens), None)
+    if new_tokens < 1 or short:
+        raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt "
+                         f"({min(map(len, texts))} tokens), not {new_tokens}")
+    blocks = num_blocks or sum(-(-len(text) // block_size) for text in texts)
+    run = LogicalExecutor(tensor_parallel_size, ()).run if logical else pool_for(tensor_parallel_size, pool).run
+    run(load_runner, _KEY, [], patches, ckpt, plan, dtype, blocks, block_size)
+    executor = _ForcingExecutor(run, () if logical else patches, texts)
+    engine = Engine(executor, vocab_size=ckpt.config.vocab_size, eos_token_ids=(),
+                    max_model_len=max(map(len, texts)) + 1, num_blocks=blocks, block_size=block_size,
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                    enable_prefix_caching=enable_prefix_caching, patches=patches)
+    try:
+        for text in texts:
+            engine.add(text[:-new_tokens], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+            while one_by_one and engine.scheduler.has_unfinished:
+                engine.step()
+        while engine.scheduler.has_unfinished:
+            engine.step()
+    finally:
+        run(drop_runners, [_KEY])
+    reference = hf_model(ckpt, dtype)
+    wholes = [hf_trace(reference, text) for text in texts]
+    hf_trace_points = {name: torch.stack([wholes[number][name][position]
+                                          for number, position in sorted(executor.places(name))]) for name in wholes[0]}
+    traces = [executor.whole_trace(rank) for rank in range(tensor_parallel_size)]
+    computed = [[position for number, position in sorted(executor.rows) if number == i] for i in range(len(texts))]
+    return build_report(ckpt, plan, dtype, texts, traces, hf_trace_points, patches, computed=computed)
