@@ -86,7 +86,7 @@ def test_align_inside_the_floor_is_exit_0_and_writes_what_it_promises(model, tmp
     report, logits = tmp_path / "r.json", tmp_path / "l.safetensors"
     code, out, err = run(f"align {model} --tp 3 --dtype float64 --ids 1,2,3,4,5 --json {report} --save {logits}", capsys)
     assert (code, err) == (0, "")
-    assert "logits" in out and "outside" not in out
+    assert "logits" in out and " MB by rank 2\n" in out and "outside" not in out
     written = json.loads(report.read_text())
     assert {"model", "tp", "dtype", "plan", "max_abs_diff", "top1_agreement", "rank_spread", "nan_count",
             "first_divergence", "points"} <= set(written)

@@ -45,6 +45,7 @@ def test_without_a_layer_the_table_holds_the_ends_and_the_layers():
 def test_rank_shapes():
     frame = show.rank_shapes(make_report(tensor_parallel_size=3)).frame
     assert list(frame.index) == ["rank 0", "rank 1", "rank 2"]
+    assert list(frame["read from the checkpoint"]) == ["1.23 MB"] * 3
     assert list(frame["q_proj"]) == ["[64, 128]"] * 3 and list(frame["k_proj"]) == ["[16, 128]"] * 3
 
 

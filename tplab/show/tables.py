@@ -79,14 +79,16 @@ HELD = {"replicated": "every rank", "q_heads": "ranks, by query head", "kv_heads
 
 
 def rank_shapes(report) -> Table:
-    """The shapes of layer 0's q, k and v weights on every rank, ``[out_features, in_features]``.
+    """Per rank: the shapes of layer 0's q, k and v weights, ``[out_features, in_features]``, and what it read.
 
         >>> show.rank_shapes(report)
     """
     import pandas as pd
 
-    frame = pd.DataFrame([{f"{name}_proj": f"[{shape[0]}, {shape[1]}]" for name, shape in shapes.items()}
-                          for shapes in report.shapes])
+    frame = pd.DataFrame([
+        {**{f"{name}_proj": f"[{shape[0]}, {shape[1]}]" for name, shape in shapes.items()},
+         "read from the checkpoint": f"{stats.bytes_read / 1e6:.2f} MB"}
+        for shapes, stats in zip(report.shapes, report.load_stats, strict=True)])
     return Table(frame.set_index(pd.Index([f"rank {r}" for r in range(len(frame))])))
 
 
