@@ -212,7 +212,8 @@ print(fetching.fetch("smollm2", slow))
 
 
 def start(tiny, log, pause):
-    return subprocess.Popen([sys.executable, "-c", FETCH, tiny / "tiny.gguf", log, str(pause)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", FETCH, tiny / "tiny.gguf", log, str(pause)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def wait_for(path):

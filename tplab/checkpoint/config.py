@@ -103,9 +103,13 @@ def read_config(folder: Path, tensor_count: int) -> ModelConfig:
     a lie, and is refused before anything is built with that length.
     """
     raw = read_json(folder / "config.json")
-    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    generation, tokenizer = (
+        read_json(folder / file) if (folder / file).exists() else {}
+        for file in ("generation_config.json", "tokenizer_config.json")
+    )
     try:
-        _refuse_remote_code(folder, raw)
+        if "auto_map" in raw or "auto_map" in tokenizer or raw.get("trust_remote_code"):
+            raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")
         _refuse_unsupported(raw)
         layers = raw.get("num_hidden_layers")
         if not isinstance(layers, int) or not 0 < layers <= tensor_count:
@@ -123,13 +127,6 @@ def _hf_config(raw: dict[str, Any]) -> Any:
         return AutoConfig.for_model(**kept)
     except Exception as error:  # its validation raises many types; all of them mean a config that cannot be used
         raise CheckpointError(words_of(error)) from error
-
-
-def _refuse_remote_code(folder: Path, raw: dict[str, Any]) -> None:
-    tokenizer_config = folder / "tokenizer_config.json"
-    asks = "auto_map" in raw or (tokenizer_config.exists() and "auto_map" in read_json(tokenizer_config))
-    if asks or raw.get("trust_remote_code"):
-        raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -227,4 +224,4 @@ def _check_rope(config: ModelConfig) -> None:
     except Exception as error:  # missing keys, lists of the wrong length, factors of the wrong type
         raise CheckpointError(f"rope {kind!r} cannot be set up: {words_of(error)}") from error
     if not usable:
-        raise CheckpointError(f"rope {kind!r} does not give one finite frequency for each pair of head_dim {config.head_dim}")
+        raise CheckpointError(f"rope {kind!r} gives no finite frequency for each pair of head_dim {config.head_dim}")

@@ -21,7 +21,15 @@ from .tokenizer import FILE as TOKENIZER
 from .tokenizer import check_tokenizer, read_own_tokenizer
 
 SUMS = "SHA256SUMS"
-_SIDE_FILES = ("config.json", "generation_config.json", INDEX, TOKENIZER, "tokenizer_config.json", "chat_template.jinja", SUMS)
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    TOKENIZER,
+    INDEX,
+    SUMS,
+)
 _CHUNK_ELEMENTS = 1 << 22
 # A change within one tick of the clock after a look leaves the time of change as it was; files this young
 # are looked at again next time.
@@ -35,8 +43,10 @@ def verify_once(
 
     Every file listed in ``SHA256SUMS`` (if there is one) has its sum, and every file in use is listed; every
     weight is finite; a stored copy of a tied head equals the embedding; the tokenizer fits the config.
-    ``weights`` is the :func:`file_stat` of each weight file when its header was read. What passed is noted in the user's cache with each file's size, times and inode, so the next opening costs a
-    few ``stat`` calls. Raises ``CheckpointError`` naming the file or tensor.
+    ``weights`` is the :func:`file_stat` of each weight file when its header was read.
+
+    What passed is noted in the user's cache with each file's size, times and inode, so that the next opening
+    costs a few ``stat`` calls. Raises ``CheckpointError`` naming the file or tensor.
     """
     beside = {file: file_stat(folder / file) for file in _SIDE_FILES if (folder / file).is_file()}
     state = {file: list(stat) for file, stat in {**weights, **beside}.items()}
@@ -74,7 +84,8 @@ def _check_sums(folder: Path, used: list[str]) -> None:
             raise CheckpointError(f"{folder}: {file} is not listed in {SUMS}")
         if _sha256(folder / file) != listed[file]:
             raise CheckpointError(
-                f"{folder}: {file} does not match its sum in {SUMS}: it is damaged, or was changed (then remove {SUMS})"
+                f"{folder}: {file} does not match its sum in {SUMS}; fetch or copy the folder again, or, if the "
+                f"change was meant, remove {SUMS}"
             )
 
 
