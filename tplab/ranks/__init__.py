@@ -14,6 +14,7 @@ _HOMES = {
     "rank": "context", "world_size": "context", "state": "context",
     "all_reduce": "comm", "all_gather": "comm", "broadcast": "comm", "barrier": "comm", "op_log": "comm",
     "OpRecord": "oplog", "logical_ranks": "logical", "join_torchrun": "torchrun",
+    "under_torchrun": "torchrun",
     "load_ipython_extension": "magic",
 }  # fmt: skip
 __all__ = [name for name in _HOMES if name != "load_ipython_extension"]

@@ -131,6 +131,8 @@ def file_label(file: str) -> str:
     named = shell.compile.format_code_name(file) if shell is not None else None
     if named:
         return "cell " + named[1] if named[0] == "Cell" else f"{named[0]} {named[1]}"
+    if file.startswith("<%%ranks "):
+        return "cell " + file[len("<%%ranks ") : -1]
     if file.startswith("<"):
         return file
     if "site-packages" + os.sep in file:
@@ -145,7 +147,7 @@ def side_by_side(logs, causes, keep: int = 6) -> list[str]:
     """The op logs as columns, one row per collective, ``≠`` before the first row in which the ranks differ."""
     columns = [{record.seq: record for record in log} for log in logs]
     last = max((max(column, default=0) for column in columns), default=0)
-    first = min((min(column) for column in columns if column), default=1)
+    first = max((min(column) for column in columns if column), default=1)  # each keeps its newest only
     differs = next((seq for seq in range(first, last + 1) if _differ(columns, seq)), None)
     end = last if differs is None else min(last, differs + keep // 2)
     rows = [["", *(f"rank {r}" for r in range(len(logs)))]]

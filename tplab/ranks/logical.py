@@ -31,7 +31,7 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
         group.thread = threading.get_ident()
         try:
             # These modes belong to a thread; the caller's hold for its ranks too.
-            with torch.set_grad_enabled(grad), torch.inference_mode(inference):
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 results[group.rank] = fn(*args, **kwargs)
         except BaseException as error:
             meeting.failed(group.rank, error)

@@ -1,13 +1,19 @@
 """``%load_ext tplab.ranks``, then ``%%ranks``: a whole cell on every rank."""
 
-import ast
 import argparse
+import ast
 import linecache
 import shlex
+import symtable
+import weakref
 
 from tplab.ranks import context
 from tplab.ranks.errors import RankError
 from tplab.ranks.pool import latest_pool, shared_pool
+
+# At hand in every cell without an import.
+_GIVEN = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
+_own_names = weakref.WeakKeyDictionary()  # pool -> names that cells have defined on its ranks
 
 
 def load_ipython_extension(shell) -> None:
@@ -19,23 +25,29 @@ def run_cell(shell, line: str, cell: str) -> None:
     """Run `cell` on every rank of the pool made last, or of a shared one of two ranks.
 
     ``%%ranks 4`` takes the shared pool of four ranks, ``--timeout 5`` bounds the run in seconds. Each rank keeps its
-    own variables from cell to cell and has `torch` and the collectives at hand.
+    own variables from cell to cell and has `torch` and the collectives at hand. A name that no cell has defined on the
+    ranks is taken from the notebook, where it has that name.
     """
     options = _parse(line)
-    pool = shared_pool(options.size) if options.size else latest_pool()
     label = f"<%%ranks In[{shell.execution_count}]>"
     source = "\n" + cell  # so that lines count from the %%ranks line, as in the notebook
     linecache.cache[label] = (len(source), None, ("%%ranks\n" + cell).splitlines(keepends=True), label)
     try:
-        ast.parse(source, label)
+        names = symtable.symtable(source, label, "exec")
     except SyntaxError as error:
         raise RankError(f"{label}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
-    pool.run(execute, source, label, timeout=options.timeout)
+    pool = shared_pool(options.size) if options.size else latest_pool()
+    own = _own_names.setdefault(pool, {"torch", *_GIVEN})
+    own |= {symbol.get_name() for symbol in names.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    wanted = _global_names(names) - own - set(shell.user_ns_hidden)
+    notebook = {name: shell.user_ns[name] for name in sorted(wanted) if name in shell.user_ns}
+    pool.run(execute, source, label, notebook=notebook, timeout=options.timeout)
 
 
-def execute(source: str, label: str) -> None:
+def execute(source: str, label: str, notebook: dict) -> None:
     """On a rank: run the source in the rank's namespace and print its last expression, as Jupyter would."""
     scope = _namespace()
+    scope.update(notebook)
     tree = ast.parse(source, label)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, label, "exec"), scope)
@@ -52,9 +64,18 @@ def _namespace() -> dict:
 
         import tplab.ranks as ranks
 
-        names = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
-        group.namespace = {"__name__": "__main__", "torch": torch, **{name: getattr(ranks, name) for name in names}}
+        group.namespace = {"__name__": "__main__", "torch": torch, **{name: getattr(ranks, name) for name in _GIVEN}}
     return group.namespace
+
+
+def _global_names(table) -> set[str]:
+    """Names that the code reads as globals, in functions and classes too."""
+    here = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global())
+    }
+    return here.union(*map(_global_names, table.get_children()))
 
 
 class _Parser(argparse.ArgumentParser):

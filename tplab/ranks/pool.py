@@ -162,6 +162,8 @@ class RankPool:
             self._watch = None
         self._epoch += 1
         self._fresh, self._set_up = True, None
+        for name in os.listdir(self._folder):
+            os.unlink(os.path.join(self._folder, name))  # the meeting place of an earlier epoch
         dead = [member for member in self._members if member.dead()]
         for member in dead:
             self._board.clear_rank(member.rank)

@@ -104,9 +104,10 @@ def _death(watch, r):
 
 
 def _error(watch, summary, causes, kind=RankError):
-    logs = [log.records(before) for log, before in zip(watch.board.logs, watch.before)]
     dead = [r for r, status in enumerate(watch.status) if status == "dead"]
     watch.stop()
+    # Read when all ranks are at rest: logs that still grow would seem to differ.
+    logs = [log.records(before) for log, before in zip(watch.board.logs, watch.before)]
     notes = []
     if watch.ended:
         notes.append(f"{_ranks(watch.ended)} did not stop and had to be ended.")

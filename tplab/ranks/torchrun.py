@@ -1,5 +1,6 @@
 """Ranks that torchrun has started: the same functions over gloo, also across machines."""
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -22,9 +23,16 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
         raise RankError(f"join_torchrun: {', '.join(missing)} not set; start this with torchrun --nproc-per-node N …")
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        atexit.register(_leave)
     group = GlooGroup(dist.get_rank(), dist.get_world_size(), strict)
     context.set_process_group(group)
     return group.rank, group.size
+
+
+def _leave() -> None:
+    """Gloo's threads abort a process that ends without this."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def under_torchrun() -> bool:
