@@ -126,7 +126,7 @@ def test_the_museum_is_listed_and_shown(capsys):
 
 
 def test_generate_streams_the_text_and_keeps_the_numbers_apart(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tplab.engine, "LLM", partial(tplab.engine.LLM, logical=True))
+    monkeypatch.setattr("tplab.engine.torchrun.LLM", partial(tplab.engine.LLM, logical=True))
     written = tmp_path / "out.json"
     code, out, err = run(f"generate fable --tp 3 --prompt Mira --max-tokens 5 --json {written}", capsys)
     result = json.loads(written.read_text())

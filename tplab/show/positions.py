@@ -6,7 +6,7 @@ import matplotlib
 
 from tplab.show.diffs import Y_LABEL
 from tplab.show.scale import DifferenceAxis
-from tplab.show.style import RC, Picture, looks, picture
+from tplab.show.style import RC, Picture, entitle, looks, picture
 from tplab.show.words import ShowError, dtype_name, magnitude
 
 
@@ -38,7 +38,7 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
         ax.set_xlabel("position of the token in the prompt")
         ax.set_ylabel(Y_LABEL)
         ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-        figure.suptitle(title or f"{point}, token by token", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        entitle(figure, title or f"{point}, token by token")
         figure.legend(loc="outside lower left", ncols=4)
     told = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
                      f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1 else f"{label}: {magnitude(line[0])}"

@@ -4,7 +4,7 @@ import matplotlib
 import matplotlib.colors
 import matplotlib.patches
 
-from tplab.show.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, picture
+from tplab.show.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, entitle, picture
 from tplab.show.words import ShowError
 
 
@@ -40,7 +40,7 @@ def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: 
     kept = [name for name in lost[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
     figure = _draw([{name: of_rank[name] for name in kept} for of_rank in lost], [tokenizer.decode([t]) for t in ids])
     with matplotlib.rc_context(RC):
-        figure.suptitle(title or _finding(lost), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        entitle(figure, title or _finding(lost))
     figure.words = ("Figure: numbers lost to NaN, token by token, along the forward pass. "
                     + "; ".join(f"rank {rank}: {_words(of_rank)}" for rank, of_rank in enumerate(lost)) + ".")
     return figure
