@@ -10,14 +10,14 @@ from tplab.show.style import RC, Picture, entitle, looks, picture
 from tplab.show.words import ShowError, dtype_name, magnitude
 
 
-def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int = 16,
+def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int | None = 16,
                     title: str | None = None) -> Picture:
     """The difference from Hugging Face at one point, token by token along the beginning of the prompt.
 
     Args:
         reports: ``{label: AlignReport}`` over the same prompt.
         point: a trace point among each report's evidence: of its first divergent layer, or an end of the model.
-        first: how many tokens are drawn.
+        first: how many tokens are drawn; all if None.
         title: the finding.
 
         >>> show.position_figure({"no rotation": a, "wrong theta": b}, "layers.0.q_rope")
