@@ -76,6 +76,14 @@ def test_disagreement_between_ranks_is_a_difference_even_where_the_first_rank_is
     assert at[1] == at[3] == pytest.approx(-7)
 
 
+def test_nan_on_another_rank_than_the_first_is_drawn_as_nan():
+    """What the ranks disagree about is then infinitely far apart."""
+    figure = show.diff_figure({"broken": make_report(spread={"layers.2.output": math.inf})})
+    (at,) = [y for x, y in lines(figure)["#d55e00", "X"] if x == 3]
+    assert at > 1 and "NaN" in ticks(figure)
+    assert "layers.2.output (NaN)" in figure.words
+
+
 def test_infinity_is_not_called_nan():
     report = make_report()
     report.points[-1] = report.points[-1].__class__(**{**vars(report.points[-1]), "inf": 3, "inside": False})

@@ -26,9 +26,9 @@ def distance(point) -> float:
     """How far a :class:`tplab.align.PointDiff` stands from Hugging Face, relative to the largest value there.
 
     The ranks' disagreement counts too: one rank may be right and the next one wrong. NaN where tplab has NaN or
-    infinity.
+    infinity, be it on one rank only.
     """
-    if point.nan or point.inf or math.isnan(point.max_abs):
+    if point.nan or point.inf or not math.isfinite(point.max_abs + point.spread):
         return math.nan
     if point.spread <= point.max_abs:
         return point.relative
