@@ -1,11 +1,9 @@
 """Nothing outlives the notebook: close, exit, SIGKILL of the parent or of its group, forks, kernels."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -94,7 +92,8 @@ def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
 
 
 def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
-    """A bare script works; its fork can neither use nor end its ranks, and can have ranks of its own."""
+    """A bare script works, beside this process and its ranks; its fork can neither use nor end its ranks, and can have
+    ranks of its own."""
     process = script(
         tmp_path,
         """
@@ -126,8 +125,10 @@ def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
         start_new_session=True,
     )
     lines = []
-    while len(lines) < 6:
-        lines.append(process.stdout.readline().strip())
+    with RankPool(2) as beside:
+        while len(lines) < 6:
+            lines.append(process.stdout.readline().strip())
+            assert beside.run(rank) == [0, 1]
     assert lines[:5] == ["begin", "[2.0, 3.0]", "a fork of", "[2.0, 3.0]", "0 [2.0, 3.0]"], lines
     process.wait()
     ranks = [psutil.Process(int(pid)) for pid in lines[5].split()[1:] if psutil.pid_exists(int(pid))]

@@ -165,6 +165,17 @@ def test_50_mb_of_prints_are_cut_with_their_size(pool, capsys):
     assert sum(map(len, lines)) < 200_000 and took < 5
 
 
+def test_an_endless_print_is_bounded_too(pool, capsys):
+    def fn():
+        while True:
+            print("z" * 1000)
+
+    with pytest.raises(RankError, match="not finished after 0.5 s"):
+        pool.run(fn, timeout=0.5)
+    text = capsys.readouterr().out
+    assert len(text) < 200_000 and text.count("cut here") == 2
+
+
 def test_50_mb_from_c_do_not_block_or_pile_up(pool, capsys):
     def fn():
         import os

@@ -24,9 +24,10 @@ ANSWERED = 0  # number of the last command this rank has finished
 OUTCOME = 1
 ANSWER_LENGTH = 2
 ANSWERED_AT = 3  # time.monotonic_ns
-PRINTED = 4  # bytes that Python code printed during the command
+PRINTED = 4  # bytes that Python code has printed during the command
 STARTED = 5  # number of the last command this rank has begun
 STEP = 6  # data steps this rank has published in this epoch
+BIRTH = 7  # the epoch in which the process was started that may speak for this rank
 BLOCK_WORDS = 64
 SLOT_BYTES = 256 * 1024  # one chunk of a tensor; two slots per rank, used in turn
 
@@ -78,9 +79,11 @@ class Board:
             if self.words[NUMBER] == number:
                 return command
 
-    def clear_rank(self, rank: int) -> None:
+    def clear_rank(self, rank: int, birth: int) -> None:
+        """Make room for a process that takes the place of another."""
         for name in range(BLOCK_WORDS):
             self.set_word(rank, name, 0)
+        self.set_word(rank, BIRTH, birth)
         self.logs[rank].clear()
 
     def close(self) -> None:

@@ -16,10 +16,13 @@ SHOWN_BYTES = 64 * 1024  # of one rank in one run
 
 
 class Output(io.BufferedIOBase):
-    """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the beginning, counts the rest."""
+    """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the beginning, counts the rest.
 
-    def __init__(self, memory: SharedFile):
-        self.memory = memory
+    `note` is told the number of bytes so far after every write.
+    """
+
+    def __init__(self, note):
+        self.note = note
         self.total = 0
 
     def writable(self):
@@ -30,6 +33,7 @@ class Output(io.BufferedIOBase):
         self.total += len(data)
         if room > 0:
             os.write(1, data[:room])
+        self.note(self.total)
         return len(data)
 
     def fileno(self):
@@ -37,15 +41,16 @@ class Output(io.BufferedIOBase):
 
     def restart(self):
         self.total = 0
+        self.note(0)
 
 
-def redirect(memory: SharedFile) -> Output:
+def redirect(memory: SharedFile, note) -> Output:
     """From here on everything this process prints, C libraries included, goes to `memory`."""
     flush()
     fcntl.fcntl(memory.fd, fcntl.F_SETFL, fcntl.fcntl(memory.fd, fcntl.F_GETFL) | os.O_APPEND)
     os.dup2(memory.fd, 1)
     os.dup2(memory.fd, 2)
-    output = Output(memory)
+    output = Output(note)
     sys.stdout = io.TextIOWrapper(output, encoding="utf-8", errors="backslashreplace", write_through=True)
     sys.stderr = io.TextIOWrapper(output, encoding="utf-8", errors="backslashreplace", write_through=True)
     return output

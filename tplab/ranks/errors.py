@@ -3,7 +3,7 @@
 import linecache
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tplab.errors import TplabError
 from tplab.ranks.oplog import is_machinery
@@ -54,7 +54,9 @@ class RankError(TplabError):
         super().__init__(render(self))
 
     def __reduce__(self):
-        return _rebuild, (type(self), self.summary, list(self.causes.values()), self.logs, self.notes)
+        # Exceptions of learners' code need not be picklable; their text is in the causes.
+        causes = [replace(cause, exception=None) for cause in self.causes.values()]
+        return type(self), (self.summary, causes, self.logs, self.notes)
 
     def _render_traceback_(self):
         # IPython shows this in place of a traceback through the pool's own code, which is not where the fault is.
@@ -73,12 +75,6 @@ class CollectiveMismatch(RankError):
             for r, record in enumerate(records)
         ]  # fmt: skip
         return cls(why + ": " + "; ".join(f"rank {c.rank} {c.text}" for c in causes), causes)
-
-
-def _rebuild(cls, summary, causes, logs, notes):
-    for cause in causes:
-        cause.exception = None
-    return cls(summary, causes, logs, notes)
 
 
 def render(error: RankError) -> str:
@@ -157,9 +153,8 @@ def side_by_side(logs, causes, keep: int = 6) -> list[str]:
         rows.append([("≠ " if seq == differs else "  ") + f"#{seq}", *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     skipped = f" ({begin - first} earlier ones agree)" if begin > first else ""
-    head = f"collectives of this run{skipped}, ≠ marks the first difference:" if differs else (
-        f"collectives of this run{skipped}, the same on all ranks:"
-    )
+    verdict = "≠ marks the first difference" if differs else "the same on all ranks"
+    head = f"collectives of this run{skipped}, {verdict}:"
     return [head, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)]
 
 

@@ -39,6 +39,7 @@ class Member:
         self.process = launch.start(
             Spec(
                 rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
+                birth=pool._epoch,
                 memory=pool._memory, inbox=pool._inbox, outbox=self.outbox, output=self.output, stacks=self.stacks,
                 wake=theirs,
             )  # fmt: skip

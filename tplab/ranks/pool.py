@@ -3,12 +3,10 @@
 import atexit
 import itertools
 import os
-import select
 import shutil
 import sys
 import tempfile
 import threading
-import time
 import weakref
 
 from tplab.ranks import board as words
@@ -166,7 +164,7 @@ class RankPool:
             os.unlink(os.path.join(self._folder, name))  # the meeting place of an earlier epoch
         dead = [member for member in self._members if member.dead()]
         for member in dead:
-            self._board.clear_rank(member.rank)
+            self._board.clear_rank(member.rank, self._epoch)
         # Posted first: a rank that starts must find this command and no older one.
         self._post(JOIN)
         try:
@@ -193,6 +191,7 @@ class RankPool:
     def _print(self):
         for member in self._members:
             capture.show(member.rank, *member.reader.take(self._board.word(member.rank, words.PRINTED)))
+            self._board.set_word(member.rank, words.PRINTED, 0)
 
     # Ends.
 

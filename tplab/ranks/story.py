@@ -1,7 +1,5 @@
 """Telling what went wrong in a command: from what a `Watch` knows to one `RankError`."""
 
-import time
-
 from tplab.ranks import board as words
 from tplab.ranks import transfer
 from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place
@@ -18,7 +16,7 @@ def failure(watch) -> RankError:
     causes = _unfinished(watch)
     for cause in causes:
         cause.consequence = True
-    causes += [_finished(watch, r) for r, report in enumerate(watch.status) if report != "running"]
+    causes += [_finished(watch, r) for r, status in enumerate(watch.status) if status != "running"]
     first = min(causes, key=lambda cause: (cause.consequence or cause.kind == "returned", cause.at))
     if isinstance(first.exception, CollectiveMismatch):
         return _error(watch, first.exception.summary, first.exception.causes.values(), CollectiveMismatch)
@@ -82,7 +80,7 @@ def _finished(watch, r):
         text += f" at {place(line.file, line.line)}" if line else ""
         return Cause(r, "stopped", text, report.frames, at=at, consequence=True)
     exception = _exception(report.exception)
-    lost = any(words in report.text for words in _LOST)
+    lost = any(sign in report.text for sign in _LOST)
     return Cause(r, "raised", f"raised {report.text}", report.frames, exception, at, lost)
 
 
@@ -100,7 +98,7 @@ def _death(watch, r):
         code = watch.fn.__code__
         text += f" in {code.co_name}, before any collective"
         frames = [Frame(code.co_filename, code.co_firstlineno, code.co_name)]
-    return Cause(r, "died", text, frames, at=time.monotonic_ns())
+    return Cause(r, "died", text, frames, at=watch.died_at[r])
 
 
 def _error(watch, summary, causes, kind=RankError):

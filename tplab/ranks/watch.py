@@ -37,6 +37,7 @@ class Watch:
         self.fn = fn
         self.status = [RUNNING] * pool.size
         self.reports = [None] * pool.size
+        self.died_at = [0] * pool.size  # time.monotonic_ns
         self.ended = set()  # ranks that had to be killed
         self._gone = set()  # ranks whose process has ended
         self._gloo_since = {}
@@ -122,6 +123,7 @@ class Watch:
                     self.reports[r] = transfer.loads(answer)
             elif r in self._gone:
                 self.status[r] = DEAD
+                self.died_at[r] = time.monotonic_ns()
 
     def _pause(self, seconds):
         for fd, event in self._poll.poll(max(0.0, seconds) * 1000):

@@ -34,6 +34,7 @@ class Spec:
     strict: bool
     folder: str  # the pool's private one
     parent_pid: int
+    birth: int  # see `board.BIRTH`
     memory: SharedFile  # the board
     inbox: SharedFile  # the parent's payload, the same for all ranks
     outbox: SharedFile  # this rank's answer
@@ -45,13 +46,14 @@ class Spec:
 def main(spec: Spec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     _die_with_parent(spec)
-    output = capture.redirect(spec.output)
+    board = Board(spec.memory, spec.size)
+    output = capture.redirect(spec.output, lambda count: board.set_word(spec.rank, words.PRINTED, count))
     fcntl.fcntl(spec.stacks.fd, fcntl.F_SETFL, fcntl.fcntl(spec.stacks.fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.enable(spec.stacks.fd, all_threads=False)
     faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
-    _Rank(spec, output).serve()
+    _Rank(spec, board, output).serve()
 
 
 def _die_with_parent(spec: Spec) -> None:
@@ -87,11 +89,11 @@ def _watch_parent(spec: Spec) -> None:
 
 
 class _Rank:
-    def __init__(self, spec: Spec, output: capture.Output):
+    def __init__(self, spec: Spec, board: Board, output: capture.Output):
         self.spec = spec
+        self.board = board
         self.output = output
-        self.board = Board(spec.memory, spec.size)
-        self.group = SharedMemoryGroup(spec.rank, self.board, spec.strict)
+        self.group = SharedMemoryGroup(spec.rank, board, spec.strict)
         self.group.thread = threading.get_ident()
         context.set_process_group(self.group)
         self.interruptible = False
@@ -106,6 +108,8 @@ class _Rank:
         done = 0
         while True:
             command = self.board.command()
+            if self.board.word(self.spec.rank, words.BIRTH) != self.spec.birth:
+                return  # an interrupt cut this rank's start short, and another process has its place
             if command.number == done:
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
@@ -170,7 +174,6 @@ class _Rank:
         board.set_word(rank, words.OUTCOME, outcome)
         board.set_word(rank, words.ANSWER_LENGTH, len(answer))
         board.set_word(rank, words.ANSWERED_AT, time.monotonic_ns())
-        board.set_word(rank, words.PRINTED, self.output.total)
         fence()
         board.set_word(rank, words.ANSWERED, number)
         os.write(self.spec.wake.fileno(), b"a")
