@@ -9,6 +9,7 @@ import torch
 
 from tplab.checkpoint import Checkpoint
 from tplab.model import separate_tensor
+from tplab.model.dtypes import parse_dtype
 from tplab.model.loader import PACKED_MODULES
 
 
@@ -52,6 +53,16 @@ def hf_trace(model, input_ids: list[int]) -> dict[str, torch.Tensor]:
         logits = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits
         points["logits"] = logits[0]
     return points
+
+
+def hf_greedy(ckpt: Checkpoint, input_ids: list[int], max_new_tokens: int, dtype: str | torch.dtype = "float32"
+              ) -> list[int]:
+    """What transformers' own ``generate`` writes: exactly ``max_new_tokens`` token ids, greedy, with its cache."""
+    ids = torch.tensor([input_ids])
+    # No end of text: a comparison wants the same number of tokens from both sides.
+    found = hf_model(ckpt, parse_dtype(dtype)).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                                        max_new_tokens=max_new_tokens, eos_token_id=None, pad_token_id=0)
+    return found[0, len(input_ids):].tolist()
 
 
 @contextmanager
