@@ -72,8 +72,10 @@ class SideBySide:
 
     def _html(self) -> str:
         columns = zip(self.titles, self._marked(), ("#fbe3d6", "#d9f0e8"), ("✗", "✓"))
+        longest = max(len(line) for source in self.sources for line in source.splitlines())
+        # As wide as the longest line, so that long code stands one below the other instead of being cut off.
         cells = "".join(
-            f'<div style="flex: 1 1 24em; min-width: 0"><div style="font-weight: bold; margin-bottom: .3em">{mark} '
+            f'<div style="flex: 1 1 {8 * longest + 40}px; min-width: 0"><div style="font-weight: bold; margin-bottom: .3em">{mark} '
             f'{escape(title)}</div><pre style="margin: 0; padding: .6em; overflow-x: auto; color: #222; '
             f'background: #f7f7f7; white-space: pre; font: 13px/1.5 monospace">{self._lines(lines, tint, mark)}</pre></div>'
             for title, lines, tint, mark in columns)
