@@ -110,6 +110,13 @@ def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
     assert code == 0 and out.startswith("note: row_bias_everywhere changes nothing here: ")
 
 
+def test_a_fault_of_decoding_is_looked_for_along_the_decode_path(model, capsys, monkeypatch):
+    monkeypatch.setattr(tplab.align, "align_decode", partial(tplab.align.align_decode, logical=True))
+    code, out, _ = run(f"align {model} --ids {','.join(map(str, range(20)))} --fault decode_position_restarted", capsys)
+    assert code == 1 and out.startswith("note: along the decode path")
+    assert "layers.0.q_rope" in out.partition("outside, first")[0]
+
+
 def test_plan_names_the_heads(model, capsys):
     code, out, _ = run(f"plan {model} --tp 3", capsys)
     assert code == 0 and "uneven: 4 query heads and 2 KV heads over 3 ranks" in out

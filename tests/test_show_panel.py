@@ -69,6 +69,13 @@ def test_the_run_before_stays_in_the_figure_and_no_other(made):
     assert made.words.count("2 ranks") == 2
 
 
+def test_a_panel_with_a_fault_of_decoding_compares_the_decode_path(asked, fable_stand_in, monkeypatch):
+    monkeypatch.setattr(tplab.align, "align_decode", tplab.align.align)
+    monkeypatch.setattr(tplab.align, "align", lambda *args, **options: pytest.fail("a forward pass does not see it"))
+    show.panel(["nan_mask", "slot_off_by_one"], model=fable_stand_in, ticked=["slot_off_by_one"], prompt="Hi")
+    assert asked[-1]["patches"] == ["slot_off_by_one"]
+
+
 def test_a_fault_that_cannot_show_says_why(made):
     made._boxes[2].value = True
     made._button.click()

@@ -102,21 +102,28 @@ def align(chosen) -> int:
     for path in (chosen.json, chosen.save):
         _check_writable(path)
     prompt = chosen.prompt if chosen.ids is None else _parse_ids(chosen.ids)
-    from tplab.align import align, diagnose
+    from tplab.align import align, align_decode, diagnose
     from tplab.checkpoint import open_checkpoint
     from tplab.faults import fault
     from tplab.show import default_prompt
 
     broken = [fault(name) for name in chosen.fault]
     ckpt = open_checkpoint(chosen.model)
-    report = align(ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp,
-                   dtype=chosen.dtype, patches=broken)
+    decodes = any(one.shows_in == "decode" for one in broken)
+    report = (align_decode if decodes else align)(
+        ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype,
+        patches=broken)
+    if decodes:
+        print("note: along the decode path, the last 8 tokens one at a time; a forward pass does not see these faults")
     for one in broken:
         if why := one.why_not(ckpt.config, chosen.tp):
             print(f"note: {one.name} changes nothing here: {why}")
-    read = ", ".join(f"{stats.bytes_read / 1e6:.1f} MB by rank {r}" for r, stats in enumerate(report.load_stats))
-    print(f"{report.summary()}\nread from the checkpoint: {read}\n\n{_point_lines(report)}")
-    if not report.ok:
+    print(report.summary())
+    if report.load_stats:
+        print("read from the checkpoint: " + ", ".join(
+            f"{stats.bytes_read / 1e6:.1f} MB by rank {rank}" for rank, stats in enumerate(report.load_stats)))
+    print(f"\n{_point_lines(report)}")
+    if broken or not report.ok:
         print("\n" + textwrap.fill(diagnose(report).sentence, 90))
     _write(chosen.json, report.to_json)
     _write(chosen.save, report.save_logits)
@@ -129,7 +136,7 @@ def faults(chosen) -> int:
     if not chosen.names:
         for notebook in dict.fromkeys(one.notebook for one in MUSEUM.values()):
             print(notebook)
-            print("\n".join(f"  {one.name:28}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
+            print("\n".join(f"  {one.name:30}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
         return 0
     for one in [fault(name) for name in chosen.names]:
         parts = [str(one), textwrap.fill(one.symptom, 90), f"first point: {one.first_point}; notebook: {one.notebook}",

@@ -62,10 +62,11 @@ class Panel:
             self._button.disabled, self._button.description = False, "Run"
 
     def _redraw(self) -> None:
-        from tplab.align import align, diagnose
+        from tplab.align import align, align_decode, diagnose
 
-        self.report = align(self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype,
-                            patches=self.ticked)
+        decodes = any(fault.shows_in == "decode" for fault in self._faults)
+        self.report = (align_decode if decodes else align)(
+            self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype, patches=self.ticked)
         label = self._label()
         self.figure = diff_figure({**{old: report for old, report in self._previous.items() if old != label},
                                    label: self.report}, title=finding({label: self.report}))
@@ -102,7 +103,8 @@ def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor
     """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside them.
 
     The figure of the first run stands in the stored notebook for readers without a kernel. After a run the panel
-    draws the run before it too.
+    draws the run before it too. If one of the faults shows only while decoding, the whole panel compares the decode
+    path (:func:`tplab.align.align_decode`), else a forward pass over the prompt.
 
     Args:
         faults: names of the museum, or ``Fault`` objects.
