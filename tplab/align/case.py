@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport
 from tplab.checkpoint import open_checkpoint
 from tplab.model import separate_tensor
@@ -53,7 +54,9 @@ class Case:
         self.report, self.plan = report, report.plan
         self.first = report.first_divergence
         self.layer, _, self.at = self.first.name.rpartition(".")
-        self.lengths = [len(row) for row in report.ids]
+        # Which positions of each prompt the rows of the tensors stand for: all, unless the decode path was aligned.
+        self.rows = report.computed or [list(range(len(row))) for row in report.ids]
+        self.lengths = [len(row) for row in self.rows]
 
     def _evidence(self, what: str):
         return self.report.evidence.get(f"{self.layer}.{what}" if self.layer else what)
@@ -87,8 +90,37 @@ class Case:
     @cached_property
     def positions(self) -> torch.Tensor:
         """The absolute position of every flattened token."""
-        rows = self.report.computed or [range(length) for length in self.lengths]
-        return torch.tensor([position for positions in rows for position in positions])
+        return torch.tensor([position for positions in self.rows for position in positions])
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """The token id of every flattened token."""
+        return torch.tensor([text[position] for text, positions in zip(self.report.ids, self.rows)
+                             for position in positions])
+
+    def keys_there(self, prompt: int) -> torch.Tensor:
+        """For each row of a prompt, how many of its keys existed when the row was computed: all of a plain pass's, the
+        tokens up to the end of its step along the decode path."""
+        if self.report.decode is None:
+            return torch.full((self.lengths[prompt],), self.lengths[prompt])
+        ends = {}
+        for step in self.report.decode.steps:
+            for number, segment in ((s.number, s.segment) for s in step.sequences):
+                if number == prompt:
+                    end = segment.start + segment.count
+                    ends.update(dict.fromkeys(range(segment.start, end), end))
+        return torch.tensor([ends[position] for position in self.rows[prompt]])
+
+    @cached_property
+    def _whole_traces(self) -> list[dict[str, torch.Tensor]]:
+        model = hf_model(self.checkpoint, self.report.dtype)
+        keep = {f"{self.layer}.{what}" for what in ("q_rope", "k_rope", "v")}
+        return [{name: trace[name] for name in keep} for trace in (hf_trace(model, text) for text in self.report.ids)]
+
+    def whole(self, prompt: int, what: str) -> torch.Tensor:
+        """Hugging Face's tensor for *all* tokens of one prompt, in the first broken layer; those included that tplab
+        found in its cache instead of computing them."""
+        return self._whole_traces[prompt][f"{self.layer}.{what}"]
 
     def gap(self, tensor: torch.Tensor, guess: torch.Tensor) -> float:
         """How far ``tensor`` is from ``guess``, relative to the guess's scale; infinite if either is not finite."""

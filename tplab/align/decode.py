@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport
+from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, build_report, check_prompts, pool_for
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.core import Engine
+from tplab.engine.errors import EngineError
 from tplab.engine.executor import LogicalExecutor
 from tplab.engine.runner import drop_runners, load_runner, run_step
 from tplab.engine.sampling_params import SamplingParams
@@ -29,7 +30,7 @@ _KEY = "align decode"
 def traced_step(patches: tuple, step: StepInput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
     """On a rank: one step with all trace points; the rank is made to believe that it drew ``forced``."""
     with recording() as points:
-        drawn = run_step(_KEY, patches, step).token_ids
+        drawn = dict(run_step(_KEY, patches, step).token_ids)  # a copy: the rank's own is overwritten next
     state[_KEY].drawn.update(forced)
     return points, drawn
 
@@ -42,6 +43,10 @@ class _ForcingExecutor:
         self.rows: dict[tuple[int, int], tuple[int, int]] = {}
         self.logit_rows: dict[tuple[int, int], tuple[int, int]] = {}
         self.traces: list[list[dict]] = []
+        self.scheduler = None
+        self.steps: list[StepInput] = []
+        self.tables: list[dict[int, tuple[int, ...]]] = []
+        self.drawn: list[dict[tuple[int, int], int]] = []
 
     def execute(self, step: StepInput) -> list[StepOutput]:
         due = [s for s in step.sequences if s.draw is not None]
@@ -52,7 +57,13 @@ class _ForcingExecutor:
         computed = [(s.number, position) for s in step.sequences
                     for position in range(s.segment.start, s.segment.start + s.segment.count)]
         self.rows.update({key: (at, row) for row, key in enumerate(computed)})
-        self.logit_rows.update({(s.number, s.segment.start + s.segment.count - 1): (at, row) for row, s in enumerate(due)})
+        ends = {s.number: s.segment.start + s.segment.count - 1 for s in due}
+        self.logit_rows.update({(number, ends[number]): (at, row) for row, number in enumerate(ends)})
+        self.steps.append(step)
+        self.tables.append({s.number: tuple(s.table.blocks) for s in self.scheduler.running})
+        self.drawn = self.drawn or [{} for _ in answers]
+        for known, (_, drawn) in zip(self.drawn, answers):
+            known.update({(number, ends[number]): token for number, token in drawn.items()})
         return [StepOutput(forced, {}) for _ in answers]
 
     def whole_trace(self, rank: int) -> dict[str, torch.Tensor]:
@@ -103,6 +114,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                     max_model_len=max(map(len, texts)) + 1, num_blocks=blocks, block_size=block_size,
                     max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                     enable_prefix_caching=enable_prefix_caching, patches=patches)
+    executor.scheduler = engine.scheduler
     try:
         for text in texts:
             engine.add(text[:-new_tokens], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
@@ -110,6 +122,9 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                 engine.step()
         while engine.scheduler.has_unfinished:
             engine.step()
+    except EngineError as error:
+        error.scheduler = engine.scheduler  # what stood where when nothing went on: the diagnosis looks at it
+        raise
     finally:
         run(drop_runners, [_KEY])
     reference = hf_model(ckpt, dtype)
@@ -118,4 +133,6 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                                           for number, position in sorted(executor.places(name))]) for name in wholes[0]}
     traces = [executor.whole_trace(rank) for rank in range(tensor_parallel_size)]
     computed = [[position for number, position in sorted(executor.rows) if number == i] for i in range(len(texts))]
-    return build_report(ckpt, plan, dtype, texts, traces, hf_trace_points, patches, computed=computed)
+    facts = DecodeFacts(tuple(executor.steps), tuple(executor.tables), tuple(executor.drawn), block_size,
+                        engine.pool.num_used, sum(len(record.preempted) for record in engine.scheduler.history))
+    return build_report(ckpt, plan, dtype, texts, traces, hf_trace_points, patches, computed=computed, decode=facts)

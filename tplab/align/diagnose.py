@@ -6,42 +6,54 @@ engine's code. Where two mistakes leave the same numbers, the diagnosis names bo
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from tplab.align import diagnose_attention, diagnose_costs, diagnose_ends, diagnose_rope, diagnose_sums, diagnose_weights
+from tplab.align import (diagnose_attention, diagnose_cache, diagnose_costs, diagnose_ends, diagnose_errors, diagnose_rope,
+                         diagnose_sums, diagnose_weights)
 from tplab.align.case import Case, Diagnosis
 from tplab.align.report import AlignReport
+from tplab.errors import TplabError
 
 CROSSING = 3e-6  # three times the worst that one forced crossing left at any point
 
 Hypothesis = Callable[[Case], Diagnosis | None]
 
-HYPOTHESES: dict[str, tuple[Hypothesis, ...]] = {
-    **diagnose_weights.HYPOTHESES, **diagnose_rope.HYPOTHESES, **diagnose_attention.HYPOTHESES,
-    **diagnose_sums.HYPOTHESES, **diagnose_ends.HYPOTHESES,
-}
+# By the first divergent point: which hypotheses are asked, in this order.
+HYPOTHESES: dict[str, list[Hypothesis]] = {}
+for _room in (diagnose_weights, diagnose_rope, diagnose_attention, diagnose_cache, diagnose_sums, diagnose_ends):
+    for _point, _hypotheses in _room.HYPOTHESES.items():
+        HYPOTHESES.setdefault(_point, []).extend(_hypotheses)
 
 
-def diagnose(report: AlignReport) -> Diagnosis:
-    """Name the bug behind a report's first divergence.
+def diagnose(found: AlignReport | TplabError) -> Diagnosis:
+    """Name the bug behind a report's first divergence, or behind the error in which a run ended.
 
     With several bugs in the engine it names the one that shows first; mend it and ask again.
+
+    Args:
+        found: what ``align`` or ``align_decode`` returned, or the error that they (or an engine) raised.
 
     Returns:
         A :class:`Diagnosis`: ``ok`` for a healthy report; ``fault`` None with the first divergent point where no
         hypothesis fits. A run whose numbers are right can still have cost too much.
     """
-    if report.ok:
-        found = filter(None, (hypothesis(report) for hypothesis in diagnose_costs.HYPOTHESES))
-        return next(found, Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor."))
-    case = Case(report)
+    if isinstance(found, TplabError):
+        known = filter(None, (hypothesis(found) for hypothesis in diagnose_errors.HYPOTHESES))
+        return next(known, Diagnosis(None, f"Unknown cause; the run ended with: {str(found).splitlines()[0]}", "error"))
+    if found.ok:
+        known = filter(None, (hypothesis(found) for hypothesis in diagnose_costs.HYPOTHESES))
+        return next(known, Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor."))
+    case = Case(found)
     if (crossing := _rounding_crossing(case)) is not None:
         return crossing
-    for hypothesis in HYPOTHESES.get(case.at, ()):
-        if (diagnosis := hypothesis(case)) is not None:
-            return diagnosis
-    return _unknown(case)
+    fitting = [diagnosis for hypothesis in HYPOTHESES.get(case.at, ()) if (diagnosis := hypothesis(case)) is not None]
+    if not fitting:
+        return _unknown(case)
+    first = fitting[0]
+    others = (name for diagnosis in fitting[1:] for name in diagnosis.names if name not in first.names)
+    return replace(first, lookalikes=first.lookalikes + tuple(dict.fromkeys(others))) if first.fault else first
 
 
 def _rounding_crossing(case: Case) -> Diagnosis | None:

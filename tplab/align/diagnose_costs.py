@@ -1,6 +1,7 @@
-"""Hypotheses about runs whose numbers are right: what did they cost?"""
+"""Hypotheses about runs whose numbers are right: what did they cost, and what did the ranks draw?"""
 
 from tplab.align.case import Diagnosis
+from tplab.align.diagnose_cache import stale_sentence
 from tplab.align.report import AlignReport
 from tplab.checkpoint import open_checkpoint
 
@@ -18,4 +19,43 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
                      "it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
 
 
-HYPOTHESES = (read_too_much,)
+def drew_differently(report: AlignReport) -> Diagnosis | None:
+    """Did all ranks draw the same tokens?"""
+    for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
+        for place, token in report.decode.drawn[0].items():
+            if drawn.get(place) != token:
+                return Diagnosis("rank_local_sampling", f"From the same right logits rank 0 drew token {token} and rank "
+                                 f"{rank} token {drawn.get(place)}: each decides by itself what only all of them together "
+                                 "can know.", "drawn", {"rank": rank, "prompt": place[0], "position": place[1]})
+    return None
+
+
+def computed_again(report: AlignReport) -> Diagnosis | None:
+    """Were tokens computed more than once?"""
+    if report.decode is None or report.decode.preemptions:
+        return None
+    done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.sequences)
+    needed = sum(map(len, report.computed))
+    if done == needed:
+        return None
+    return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were needed: "
+                     "steps begin at the first token again instead of using the cache.", "steps",
+                     {"computed": done, "needed": needed})
+
+
+def kept_blocks(report: AlignReport) -> Diagnosis | None:
+    """Did all blocks come back?"""
+    left = report.decode.blocks_left if report.decode else 0
+    if not left:
+        return None
+    return Diagnosis("block_leaked", f"The numbers are right, but {left} block{'s' * (left > 1)} of {len(report.ids)} "
+                     f"finished sequence{'s' * (len(report.ids) > 1)} never came back.", "blocks", {"left": left})
+
+
+def stale_without_harm(report: AlignReport) -> Diagnosis | None:
+    """Did the ranks work with other tables than the scheduler's, and were lucky?"""
+    says = stale_sentence(report.decode) if report.decode else ""
+    return Diagnosis("stale_block_table", f"{says} This time it did no harm.", "blocks") if says else None
+
+
+HYPOTHESES = (read_too_much, drew_differently, computed_again, stale_without_harm, kept_blocks)

@@ -1,5 +1,7 @@
 """Hypotheses about the two ends of the model: token ids to embeddings, hidden states to logits."""
 
+import itertools
+
 import torch
 
 from tplab.align.case import Case, Diagnosis
@@ -7,7 +9,7 @@ from tplab.align.case import Case, Diagnosis
 
 def offset_not_subtracted(case: Case) -> Diagnosis | None:
     """Did ranks look their tokens up at the global row number, cut off at the end of their shard?"""
-    ids = torch.tensor([token for row in case.report.ids for token in row])
+    ids = case.ids
     looked_up, owners = ids.clone(), torch.zeros_like(ids)
     for shard in case.plan.ranks:
         mine = (ids >= shard.vocab.start) & (ids < shard.vocab.stop)
@@ -50,4 +52,38 @@ def unrelated_head(case: Case) -> Diagnosis | None:
     return None
 
 
-HYPOTHESES = {"embed": (offset_not_subtracted,), "logits": (empty_head, other_order, unrelated_head)}
+def rows_in_other_orders(case: Case) -> Diagnosis | None:
+    """Do other ranks hold the sequences of a step in another order than rank 0?"""
+    facts = case.report.decode
+    if facts is None:
+        return None
+    weight, ours = case.tensor("model.embed_tokens.weight"), case.ours("embed")
+    row_of = {place: row for row, place in enumerate((prompt, position) for prompt, positions in enumerate(case.rows)
+                                                     for position in positions)}
+    for step in facts.steps:
+        places = [[(s.number, position) for position in range(s.segment.start, s.segment.start + s.segment.count)]
+                  for s in step.sequences]
+        here = ours[[row_of[place] for places_of_one in places for place in places_of_one]]
+        here_ids = _tokens(case, places)
+        if case.fits(here, weight[here_ids]):
+            continue
+        for order in itertools.islice(itertools.permutations(places), 1, 120):
+            for ranks in (case.plan.ranks[1:], case.plan.ranks[1::2]):
+                guess = torch.zeros_like(here)
+                for shard in case.plan.ranks:
+                    ids = _tokens(case, order) if shard in ranks else here_ids
+                    guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
+                if case.fits(here, guess):
+                    names = [[one[0][0] for one in some] for some in (places, order)]
+                    return case.found("row_order", f"In step {step.number} rank 0 holds the sequences in the order {names[0]}, "
+                                      f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of "
+                                      "unlike tokens.", step=step.number, rank=ranks[0].rank)
+        return None
+    return None
+
+
+def _tokens(case: Case, places) -> torch.Tensor:
+    return torch.tensor([case.report.ids[number][position] for one in places for number, position in one])
+
+
+HYPOTHESES = {"embed": (offset_not_subtracted, rows_in_other_orders), "logits": (empty_head, other_order, unrelated_head)}

@@ -31,11 +31,8 @@ def _turned(case: Case, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
 def not_turned(case: Case) -> Diagnosis | None:
     """Is q after RoPE what it was before?"""
     if case.fits(case.ours(case.at), _before(case)):
-        # Turned by the head's number, a rank's only head is turned by nothing.
-        single = ["rope_over_heads"] if all(shard.shape[1] == 1 for shard in case.shards(case.at)) else []
         return case.found("rope_missing", f"{case.at} equals {case.at[0]}: nothing was rotated. RoPE is not called, or it "
-                          "fails and something swallows the exception.", "rope_swallowed", *single,
-                          relative=case.first.relative)
+                          "fails and something swallows the exception.", "rope_swallowed", relative=case.first.relative)
     return None
 
 

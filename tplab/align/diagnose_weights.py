@@ -20,12 +20,9 @@ def _rows(case: Case, shard: RankShard, what: str) -> range:
 
 
 def _on_all_ranks(case: Case, guess) -> bool:
-    """Whether each rank's shard of the first divergent tensor fits ``guess(shard) -> [tokens, rows] or None``."""
-    for shard, held in zip(case.plan.ranks, case.shards(case.at), strict=True):
-        expected = guess(shard)
-        if expected is None or not case.fits(_flat(held), expected):
-            return False
-    return True
+    """Whether each rank's shard of the first divergent tensor fits ``guess(shard)``, ``[tokens, rows]``."""
+    return all(case.fits(_flat(held), guess(shard))
+               for shard, held in zip(case.plan.ranks, case.shards(case.at), strict=True))
 
 
 def cut_along_dim1(case: Case) -> Diagnosis | None:
@@ -97,8 +94,9 @@ def replica_by_modulo(case: Case) -> Diagnosis | None:
     reference, kv_heads = case.right(case.at), case.plan.num_kv_heads
 
     def guess(shard):
-        return reference[:, shard.rank % kv_heads] if len(shard.kv_heads) == 1 else None
-    if _on_all_ranks(case, guess):
+        heads = [shard.rank % kv_heads] if len(shard.kv_heads) == 1 else list(shard.kv_heads)
+        return _flat(reference[:, heads])
+    if kv_heads < len(case.plan.ranks) and _on_all_ranks(case, guess):
         return case.found("kv_replica_modulo", f"Rank r holds KV head r % {kv_heads}. Ranks that share a KV head are "
                           "neighbours: the head of rank r is r // replicas.", relative=case.first.relative)
     return None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tplab.align.floors import inside, relative_floor
+from tplab.engine.step import StepInput
 from tplab.model import LoadStats
 from tplab.model.trace import layout
 from tplab.ranks import OpRecord
@@ -63,6 +64,27 @@ class Evidence(NamedTuple):
     shards: list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class DecodeFacts:
+    """What the engine did on the way, for questions that no tensor answers.
+
+    Attributes:
+        steps: what the ranks were told in each step.
+        tables: per step ``{sequence: its block table in the scheduler}``.
+        drawn: per rank ``{(sequence, position): the token it drew there}``, before it was given the right one.
+        block_size: tokens per block.
+        blocks_left: blocks that were still in use after the last sequence had ended.
+        preemptions: how often a sequence lost its blocks and had to begin again.
+    """
+
+    steps: tuple[StepInput, ...]
+    tables: tuple[dict[int, tuple[int, ...]], ...]
+    drawn: tuple[dict[tuple[int, int], int], ...]
+    block_size: int
+    blocks_left: int
+    preemptions: int
+
+
 @dataclass
 class AlignReport:
     """What :func:`tplab.align.align` found. ``ok`` says whether everything is inside the floor.
@@ -76,6 +98,7 @@ class AlignReport:
         op_logs: per rank, the collectives of the forward pass in order.
         load_stats: per rank, the bytes read and held.
         computed: per prompt, the positions that the rows of the points belong to; all of them if None.
+        decode: :class:`DecodeFacts` of :func:`tplab.align.align_decode`.
     """
 
     model: str
@@ -89,6 +112,7 @@ class AlignReport:
     op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)
     load_stats: list[LoadStats] = field(default_factory=list, repr=False)
     computed: list[list[int]] | None = field(default=None, repr=False)
+    decode: DecodeFacts | None = field(default=None, repr=False)
 
     @property
     def tp_logits(self) -> torch.Tensor:

@@ -26,11 +26,13 @@ class Fault:
         name: its key, as ``faults.fault(name)`` takes it.
         title: a few words for a table or a checkbox.
         symptom: what the user of the broken model notices, in a sentence.
-        first_point: the trace point at which the fault must first show.
+        first_point: the trace point at which the fault must first show; or, where the numbers stay right, what shows it:
+            ``"load"`` (bytes read), ``"steps"`` (tokens computed), ``"blocks"`` (blocks in use), ``"drawn"`` (tokens
+            drawn), ``"error"`` (it ends in an error).
         notebook: the notebook that teaches it.
         patches: what is replaced by what.
-        shows_in: what has to be run to see it: ``"forward"`` (a forward pass over prompts, :func:`tplab.align.align`),
-            ``"load"`` (loading: the numbers are right, the bytes are not).
+        shows_in: what has to be run to see it: ``"forward"`` (:func:`tplab.align.align`) or ``"decode"``
+            (:func:`tplab.align.align_decode`).
         sightings: where it happened, as ``(what happened, link)``.
         needs: ``(config, tensor_parallel_size)`` → why the fault cannot show there; empty if it can.
     """

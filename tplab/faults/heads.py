@@ -71,7 +71,7 @@ FAULTS = (
                "https://github.com/turboderp-org/exllamav3/issues/233"))),
     Fault("full_copy_on_every_rank", "every rank reads whole tensors and cuts afterwards",
           symptom="The text is right; loading reads as many times the checkpoint as there are ranks.",
-          first_point="load", notebook="06_full_tp_generate", shows_in="load", needs=two_ranks,
+          first_point="load", notebook="06_full_tp_generate", needs=two_ranks,
           patches=(Patch("tplab.shard.linear.column_shard", full_copy_on_every_rank),
                    Patch("tplab.shard.embedding.column_shard", full_copy_on_every_rank),
                    Patch("tplab.shard.linear.row_shard", full_copy_of_columns)),

@@ -4,13 +4,17 @@ from contextlib import AbstractContextManager
 
 from tplab import patch
 from tplab.errors import TplabError
-from tplab.faults import heads, mask, rope, sharding
+from tplab.faults import heads, kv, mask, paging, ranks, rope, sharding
 from tplab.faults.fault import Fault
 
-MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope, heads) for fault in room.FAULTS}
+MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope, kv, paging, heads, ranks)
+                            for fault in room.FAULTS}
 
 # What the engine had that this lab grew out of, in the order in which the notebooks remove it.
 SEED = ("nan_mask", "shard_dim1", "rope_missing")
+
+# The staircase of the whole series: one bug per notebook, each visible with any model on any number of ranks.
+STEPS = (*SEED, "decode_position_restarted", "slot_off_by_one", "head_random")
 
 
 class FaultError(TplabError):

@@ -1,0 +1,130 @@
+"""Faults of KV heads, of what a cache holds, and of where a decoded token stands."""
+
+from tplab.faults.fault import Fault, two_ranks
+from tplab.patch import Patch, original
+from tplab.shard import ShardPlan
+from tplab.shard.linear import MergedColumnParallelLinear
+from tplab.ranks import rank, world_size
+
+_LOAD = "tplab.shard.linear.QKVParallelLinear.load"
+_ATTEND = "tplab.model.attention.TensorParallelAttention.attend_all"
+
+
+def repeated_kv_stored(self, q, k, v, context):
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)   # what attention wants, not the cache
+    return original(_ATTEND)(self, q, k, v, context)                              # takes copy 1 of head 0 for head 1
+
+
+def first_copies_fit(cache, slots, new) -> None:
+    cache[slots] = new[:, :cache.shape[1]]               # a paged cache has room for the KV heads and not for copies
+
+
+def kv_first_rows(self, parameter, sources) -> None:
+    q, k, v = self.ranges
+    self.ranges = q, range(len(k)), range(len(v))        # the right number of rows, and always the first ones
+    MergedColumnParallelLinear.load(self, parameter, sources)
+    self.ranges = q, k, v
+
+
+def kv_replica_modulo(self, parameter, sources) -> None:
+    q, k, v = self.ranges
+    kv_heads = self.output_sizes[1] // self.head_size
+    if world_size() > kv_heads and len(k) == self.head_size:
+        head = rank() % kv_heads                         # but neighbours share a head: rank // replicas
+        mine = range(head * self.head_size, (head + 1) * self.head_size)
+        self.ranges = q, mine, mine
+    MergedColumnParallelLinear.load(self, parameter, sources)
+    self.ranges = q, k, v
+
+
+def cache_ignored(self, scheduled, token_ids):
+    advanced = original("tplab.engine.scheduler.Scheduler.update")(self, scheduled, token_ids)
+    for sequence in advanced:
+        sequence.num_computed_tokens = 0                 # every step begins at the first token again
+    return advanced
+
+
+def decode_position_off_by_one(segment) -> range:
+    first = segment.start + 1 if segment.count == 1 else segment.start    # len, where the newest stands at len - 1
+    return range(first, first + segment.count)
+
+
+def decode_position_restarted(segment) -> range:
+    return range(segment.count)                          # right for a prompt, 0 for every token after it
+
+
+def _several_heads_here(config, tensor_parallel_size: int) -> str:
+    if config.num_heads == config.num_kv_heads:
+        return "every query head has a KV head of its own, so nothing is repeated"
+    plan = ShardPlan.from_config(config, tensor_parallel_size)
+    if max(plan.sizes("kv_heads")) == 1:
+        return "each rank holds a single KV head here: all copies are the same, only the cache grows"
+    return ""
+
+
+def _several_kv_heads(config, tensor_parallel_size: int) -> str:
+    return two_ranks(config, tensor_parallel_size) or (
+        "" if config.num_kv_heads > 1 else "there is one KV head, which every rank holds")
+
+
+def _replicas(config, tensor_parallel_size: int) -> str:
+    plan = ShardPlan.from_config(config, tensor_parallel_size)
+    if tensor_parallel_size <= config.num_kv_heads:
+        return "no KV head is on two ranks here"
+    moved = [s for s in plan.ranks if len(s.kv_heads) == 1 and s.kv_heads[0] != s.rank % config.num_kv_heads]
+    return "" if moved else "with this many heads and ranks either rule gives the same head"
+
+
+_NOTEBOOK = "04_gqa_cache"
+_POSITIONS = "tplab.engine.runner.token_positions"
+
+FAULTS = (
+    Fault("repeated_kv_stored", "repeated heads are written to the cache",
+          symptom="The cache is larger by the group's size, and a query reads another group's keys.",
+          first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_several_heads_here,
+          patches=(Patch(_ATTEND, repeated_kv_stored), Patch("tplab.cache.paged.write_cache", first_copies_fit)),
+          sightings=(
+              ("HeadKV and SnapKV call repeat_kv before they store: a cache for query heads instead of KV heads.",
+               "https://github.com/FYYFU/HeadKV/issues/3"),
+              ("torchtune's cache had the query heads' size for months: eight times too large for grouped queries.",
+               "https://github.com/meta-pytorch/torchtune/issues/38"))),
+    Fault("kv_first_rows", "every rank takes the first KV rows",
+          symptom="Correct on one rank; on several, all query heads look through the first groups' eyes.",
+          first_point="layers.0.k", notebook=_NOTEBOOK, needs=_several_kv_heads,
+          patches=(Patch(_LOAD, kv_first_rows),),
+          sightings=(
+              ("picotron cuts q, k and v weights to their first rows on every rank. It does not show there, because it "
+               "draws new weights for training afterwards.",
+               "https://github.com/huggingface/picotron/blob/main/picotron/checkpoint.py"),)),
+    Fault("kv_replica_modulo", "the replicated KV head is rank % heads instead of rank // replicas",
+          symptom="Correct until there are more ranks than KV heads, then half of the groups are exchanged.",
+          first_point="layers.0.k", notebook=_NOTEBOOK, needs=_replicas,
+          patches=(Patch(_LOAD, kv_replica_modulo),),
+          sightings=(
+              ("vLLM's loader for grouped queries was wrong where tp exceeds the KV heads.",
+               "https://github.com/vllm-project/vllm/pull/2379"),
+              ("transformers had no replication: more ranks than KV heads gave a rank half a head and failed in the "
+               "forward pass.", "https://github.com/huggingface/transformers/issues/48307"))),
+    Fault("cache_ignored", "every step computes the whole sequence again",
+          symptom="The text is right; each token takes longer than the one before.",
+          first_point="steps", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch("tplab.engine.scheduler.Scheduler.update", cache_ignored),),
+          sightings=(
+              ("nanoGPT generates like this to this day; a cache made it eight times faster on a CPU.",
+               "https://github.com/karpathy/nanoGPT/pull/76"),)),
+    Fault("decode_position_off_by_one", "a decoded token stands one place too far",
+          symptom="The first token is right, then names and numbers slip.",
+          first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch(_POSITIONS, decode_position_off_by_one),),
+          sightings=(
+              ("nano-vllm decoded at position len(seq) instead of len(seq) - 1.",
+               "https://github.com/GeeeekExplorer/nano-vllm/pull/67"),)),
+    Fault("decode_position_restarted", "positions start at 0 again when decoding begins",
+          symptom="The prompt is understood, and the answer falls into a loop.",
+          first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch(_POSITIONS, decode_position_restarted),),
+          sightings=(
+              ("mlx-vlm gave every decoded token of Qwen3-Omni position 0, since its ids ignored the cache's offset.",
+               "https://github.com/Blaizzy/mlx-vlm/issues/1983"),)),
+)

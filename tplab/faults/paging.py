@@ -1,0 +1,87 @@
+"""Faults of the paged cache: slots, tables, blocks, prefixes."""
+
+import hashlib
+from array import array
+
+from tplab.faults.fault import Fault
+from tplab.patch import Patch
+
+
+def slot_off_by_one(block_ids, positions: range, block_size: int) -> list[int]:
+    late = len(positions) == 1                           # decoding: the last place is len - 1, and once more - 1
+    return [block_ids[p // block_size] * block_size + p % block_size - late for p in positions]
+
+
+def stale_block_table(sequence) -> tuple[int, ...]:
+    sent = vars(sequence).setdefault("sent_blocks", [])
+    sent.extend(sequence.table.blocks[len(sent):])       # only what is new; a preemption changed the rest as well
+    return tuple(sent)
+
+
+def block_leaked(sequence) -> None:
+    table = sequence.table
+    table.pool.release(reversed(table.blocks[:-1]))      # the last block, half full, is forgotten
+    table.blocks = []
+
+
+def prefix_hash_without_parent(parent: bytes, token_ids) -> bytes:
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()    # whatever stood before
+
+
+def full_length_after_prefix_hit(self, token_ids) -> list[int]:
+    self.extend_keys(token_ids, len(token_ids))          # all of the prompt may be found ...
+    found = []
+    for key in self.keys:
+        if (block := self.pool.find(key)) is None:
+            break
+        found.append(block)
+    return found                                         # ... and then no token is left to compute logits from
+
+
+_NOTEBOOK = "05_paged_kv"
+_TABLE = "tplab.cache.table"
+
+FAULTS = (
+    Fault("slot_off_by_one", "a decoded token is written one slot too early",
+          symptom="The first token is right; from then on each one overwrites its predecessor's memory.",
+          first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch("tplab.cache.paged.slot_mapping", slot_off_by_one),),
+          sightings=(
+              ("vLLM's slot mapping read past the end of a block table and into its neighbour's row.",
+               "https://github.com/vllm-project/vllm/pull/54296"),)),
+    Fault("stale_block_table", "after a preemption the ranks still have the old blocks",
+          symptom="Rare, and only under load: a sequence goes on with another one's story.",
+          first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch("tplab.engine.step.block_ids_for_ranks", stale_block_table),),
+          sightings=(
+              ("vLLM: what a preempted request had been given was not cleared, and its table did not begin at its first "
+               "block.", "https://github.com/vllm-project/vllm/pull/26661"),
+              ("nano-vllm: a preempted sequence was taken for one that decodes.",
+               "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),
+              ("vllm-rbln could put a freed block into the table of a request that came back.",
+               "https://github.com/RBLN-SW/vllm-rbln/pull/676"))),
+    Fault("block_leaked", "a finished sequence keeps one block",
+          symptom="All texts are right, until after some thousand requests nothing is admitted any more.",
+          first_point="blocks", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch("tplab.engine.scheduler.release_blocks", block_leaked),),
+          sightings=(
+              ("imp leaked exactly one block per request; its first soak of 2,000 requests found it.",
+               "https://github.com/kekzl/imp/issues/1115"),
+              ("vmlx never released the blocks of completed requests.", "https://github.com/jjang-ai/vmlx/pull/68"))),
+    Fault("prefix_hash_without_parent", "a block's key leaves out what stands before it",
+          symptom="Two prompts with one paragraph in common get each other's context.",
+          first_point="layers.1.attn", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch(f"{_TABLE}.block_key", prefix_hash_without_parent),),
+          sightings=(
+              ("imp put bugs into its block hash on purpose; one that left tokens out of it survived the whole test "
+               "suite.", "https://github.com/kekzl/imp/issues/1301"),
+              ("nano-vllm kept the old key of a block that had been handed out again: the same wrong memory.",
+               "https://github.com/GeeeekExplorer/nano-vllm/issues/163"))),
+    Fault("full_length_after_prefix_hit", "a prompt that is found whole leaves nothing to compute",
+          symptom="The second time, the same prompt is never answered.",
+          first_point="error", notebook=_NOTEBOOK, shows_in="decode",
+          patches=(Patch(f"{_TABLE}.BlockTable.find_prefix", full_length_after_prefix_hit),),
+          sightings=(
+              ("nano-vllm: if all blocks of a prompt hit the cache, the query has length 0 and attention fails.",
+               "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),)),
+)
