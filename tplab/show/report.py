@@ -64,7 +64,7 @@ def write_report(outcomes, parameters, out):
     for outcome in outcomes:
         link = escape(outcome.name)
         if outcome.notebook.exists():
-            notebook = nbformat.read(outcome.notebook, as_version=4)
+            notebook = _without_widgets(nbformat.read(outcome.notebook, as_version=4))
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
             for other in outcomes:  # links between notebooks of this run lead to their pages
                 page = page.replace(f'href="{other.name}.ipynb"', f'href="{other.name}.html"')
@@ -77,6 +77,16 @@ def write_report(outcomes, parameters, out):
     index = out / "index.html"
     index.write_text(_index(rows, galleries, parameters, outcomes), encoding="utf-8")
     return index
+
+
+def _without_widgets(notebook):
+    """The notebook with the pictures of its panels instead of live views, which need a kernel and a script from afar."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "data" in output:
+                output.data.pop("application/vnd.jupyter.widget-view+json", None)
+    notebook.metadata.pop("widgets", None)
+    return notebook
 
 
 def _gallery(name, pictures):
