@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tplab.cache.table import slot_mapping
+from tplab.cache.table import blocks_needed, slot_mapping
 from tplab.model.attention import AttentionBatch, causal_mask
 
 
@@ -41,7 +41,7 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def write_cache(cache: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
     """Store ``new [tokens, kv heads here, head_dim]`` in the slots of ``cache [num_slots, kv heads here, head_dim]``."""
-    cache[slots] = new
+    cache.index_copy_(0, slots, new)
 
 
 def visible_length(start: int, count: int) -> int:
@@ -93,6 +93,11 @@ class PagedKVCache:
         return PagedContext(self, segments)
 
 
+# Sequences whose keys and values of one layer fit into this many bytes decode in one padded batch: copying so few is
+# quicker than one more call. Longer ones are read where they lie.
+TOGETHER_BYTES = 1 << 18
+
+
 class PagedContext:
     """One step's view of a paged cache; everything that does not depend on the layer is made here, once.
 
@@ -103,48 +108,46 @@ class PagedContext:
 
     def __init__(self, cache: PagedKVCache, segments: Sequence[Segment]):
         self.cache, self.segments = cache, segments
-        size = cache.block_size
         self.lengths = [part for segment in segments for part in rope_parts(segment)]
-        self.slots = [slot_mapping(s.block_ids, range(s.start, s.start + s.count), size) for s in segments]
+        self.slots = [slot_mapping(s.block_ids, range(s.start, s.start + s.count), cache.block_size) for s in segments]
         self.slot_mapping = torch.tensor([slot for slots in self.slots for slot in slots])
         self.reads = list(self._reads())
 
-    def _reads(self) -> Iterator[tuple]:
-        """``(rows, where K and V are read, mask)`` per batch: prefills one by one, all decoding sequences together."""
-        row, decoding = 0, []
+    def _reads(self) -> Iterator[tuple[slice | torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
+        """``(rows, slots to read, mask)`` per batch: short decoding sequences together, all others one by one."""
+        bytes_per_key = 2 * self.cache.k_slots[0, 0].nbytes
+        row, together = 0, []
         for segment in self.segments:
-            if segment.count == 1:
-                decoding.append((row, segment))
+            keys = visible_length(segment.start, segment.count)
+            if segment.count == 1 and keys * bytes_per_key <= TOGETHER_BYTES:
+                together.append((row, segment, keys))
             else:
-                keys = visible_length(segment.start, segment.count)
                 positions = torch.arange(segment.start, segment.start + segment.count)[None]
-                yield slice(row, row + segment.count), self._where([(segment, keys)], keys), causal_mask(positions, keys)
+                yield slice(row, row + segment.count), self._one(segment, keys), causal_mask(positions, keys)
             row += segment.count
-        if decoding:
-            rows = [row for row, _ in decoding]
-            lengths = [(s, visible_length(s.start, 1)) for _, s in decoding]
-            keys = max(length for _, length in lengths)
-            mask = causal_mask(torch.tensor([[s.start] for _, s in decoding]), keys)
-            adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
-            yield (slice(rows[0], rows[0] + len(rows)) if adjacent else torch.tensor(rows),
-                   self._where(lengths, keys), mask)
+        if len(together) == 1:
+            row, segment, keys = together[0]
+            yield slice(row, row + 1), self._one(segment, keys), causal_mask(torch.tensor([[segment.start]]), keys)
+        elif together:
+            longest = max(keys for _, _, keys in together)
+            # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
+            slots = [self._slots(segment, keys)[torch.arange(longest).clamp_(max=keys - 1)] for _, segment, keys in together]
+            starts = torch.tensor([[segment.start] for _, segment, _ in together])
+            yield torch.tensor([row for row, _, _ in together]), torch.cat(slots), causal_mask(starts, longest)
 
-    def _where(self, lengths: Sequence[tuple[Segment, int]], keys: int) -> slice | torch.Tensor:
-        """The slots to read: a slice where one sequence lies in one piece, else an index ``[batch * keys]``.
-
-        Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
-        """
+    def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
+        """Where one sequence's keys are: a slice if it lies in one piece."""
         size = self.cache.block_size
-        if len(lengths) == 1:
-            segment, _ = lengths[0]
-            used = segment.block_ids[:-(-keys // size)]
-            if list(used) == list(range(used[0], used[0] + len(used))):
-                return slice(used[0] * size, used[0] * size + keys)
-        index = []
-        for segment, length in lengths:
-            slots = slot_mapping(segment.block_ids, range(length), size)
-            index.extend(slots + slots[-1:] * (keys - length))
-        return torch.tensor(index)
+        used = segment.block_ids[:blocks_needed(keys, size)]
+        if all(block == used[0] + i for i, block in enumerate(used)):
+            return slice(used[0] * size, used[0] * size + keys)
+        return self._slots(segment, keys)
+
+    def _slots(self, segment: Segment, keys: int) -> torch.Tensor:
+        """A sequence's first ``keys`` slots, through its table."""
+        size = self.cache.block_size
+        table = torch.tensor(segment.block_ids[:blocks_needed(keys, size)])
+        return (table[:, None] * size + torch.arange(size)).flatten()[:keys]
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Write the new keys and values through the slots, read everything visible through the tables."""

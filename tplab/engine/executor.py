@@ -8,7 +8,7 @@ import itertools
 import os
 import weakref
 
-from tplab.engine.runner import drop_runners, has_runner, load_runner, run_step
+from tplab.engine.runner import drop_runners, has_runner, load_runner, run_described_step, run_step
 from tplab.engine.step import StepInput, StepOutput
 from tplab.ranks import RankPool, logical_ranks, rank, shared_pool, state
 
@@ -52,7 +52,7 @@ class PoolExecutor:
 
     def execute(self, step: StepInput) -> list[StepOutput]:
         """One step on every rank."""
-        return self.pool.run(run_step, self.key, self.patches, step)
+        return self.pool.run(run_described_step, self.key, self.patches, step.to_json())
 
     def close(self) -> None:
         """Forget it on every rank. The pool stays open."""

@@ -109,3 +109,8 @@ def run_step(key: str, patches: tuple, step: StepInput) -> StepOutput:
         raise EngineError("this rank was restarted and has lost its weights and its cache")
     with applied(*patches):
         return state[key].execute(step)
+
+
+def run_described_step(key: str, patches: tuple, description: bytes) -> StepOutput:
+    """On a rank: :func:`run_step` for a step that came over the wire, as :meth:`StepInput.to_json` wrote it."""
+    return run_step(key, patches, StepInput.from_json(description))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from tplab.engine.llm import LLM
-from tplab.engine.runner import load_runner, run_step
+from tplab.engine.runner import load_runner, run_described_step, run_step
 from tplab.engine.step import StepInput, StepOutput
 from tplab.ranks import broadcast, join_torchrun, rank, world_size
 from tplab.ranks.torchrun import under_torchrun
@@ -44,7 +44,7 @@ class TorchrunExecutor:
     def follow(self) -> None:
         """On the other ranks: carry out what rank 0 sends, until it sends nothing."""
         while description := _receive():
-            run_step(self.key, self.patches, StepInput.from_json(description))
+            run_described_step(self.key, self.patches, description)
 
     def close(self) -> None:
         """On rank 0: let the others go."""

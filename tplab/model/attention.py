@@ -148,9 +148,10 @@ class TensorParallelAttention(nn.Module):
         """Attention of all flattened tokens, ``[tokens, heads here, head_dim]``, batch by batch of the context."""
         out = torch.empty_like(q)
         for rows, keys, values, mask in context.batches(self.layer, k, v):
-            q_rows = q[rows].unflatten(0, (mask.shape[0], mask.shape[2])).transpose(1, 2)
-            for heads, kv_heads in self.groups:
-                kv = slice(kv_heads.start, kv_heads.stop)
-                attended = attend(q_rows[:, heads.start:heads.stop], keys[:, kv], values[:, kv], mask, self.scaling)
-                out[rows, heads.start:heads.stop] = attended.transpose(1, 2).flatten(0, 1)
+            batch, _, queries, _ = mask.shape
+            q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
+            attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop], values[:, kv.start:kv.stop],
+                               mask, self.scaling) for heads, kv in self.groups]
+            whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+            out[rows] = whole.transpose(1, 2).flatten(0, 1)
         return out

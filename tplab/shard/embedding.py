@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from tplab.ranks import all_gather, all_reduce, rank, world_size
 from tplab.shard.linear import Piece, column_shard
 from tplab.shard.plan import split_evenly
+from tplab.shard.product import empty_weight, linear
 
 
 def local_ids(input_ids: torch.Tensor, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +34,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         parts = parts or split_evenly(num_embeddings, world_size())
         self.num_embeddings, self.sizes, self.rows = num_embeddings, [len(part) for part in parts], parts[rank()]
-        self.weight = nn.Parameter(torch.empty(len(self.rows), embedding_dim, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(empty_weight(len(self.rows), embedding_dim, dtype), requires_grad=False)
 
     def load(self, parameter: str, source) -> None:
         """Fill ``"weight"`` with this rank's rows."""
@@ -61,7 +62,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight)
+        return linear(hidden, self.weight)
 
     def gather(self, logits_here: torch.Tensor) -> torch.Tensor:
         """Every rank's logits → ``[tokens, num_embeddings]`` on every rank."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard.plan import RankShard, split_evenly
+from tplab.shard.product import empty_weight, linear
 
 
 class Piece(NamedTuple):
@@ -77,7 +77,7 @@ class MergedColumnParallelLinear(nn.Module):
         for size, part, rows in zip(self.output_sizes, parts, self.ranges, strict=True):
             assert part[-1].stop <= size and rows.stop <= size, f"rows {rows} stand outside of {size} outputs"
         rows = sum(self.split_sizes)
-        self.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(empty_weight(rows, input_size, dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
 
     def load(self, parameter: str, sources) -> None:
@@ -95,7 +95,7 @@ class MergedColumnParallelLinear(nn.Module):
                 yield Piece(f"{name}.{kind}", 0, rows, tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut the merged output into the merged layers' outputs."""
@@ -147,9 +147,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         """``[tokens, rows here]`` → q ``[tokens, heads here, head_size]``, k and v ``[tokens, kv heads here, …]``."""
         q, k, v = self.split(qkv)
         assert q.shape[-1] == self.num_heads * self.head_size and k.shape == v.shape, "a split boundary is off"
-        return (q.unflatten(-1, (self.num_heads, self.head_size)),
-                k.unflatten(-1, (self.num_kv_heads, self.head_size)),
-                v.unflatten(-1, (self.num_kv_heads, self.head_size)))
+        return (q.view(-1, self.num_heads, self.head_size), k.view(-1, self.num_kv_heads, self.head_size),
+                v.view(-1, self.num_kv_heads, self.head_size))
 
 
 class RowParallelLinear(nn.Module):
@@ -169,7 +168,7 @@ class RowParallelLinear(nn.Module):
         parts = parts or split_evenly(input_size, world_size())
         assert parts[-1].stop == input_size, f"the parts end at {parts[-1].stop}, the input at {input_size}"
         self.input_size, self.output_size, self.columns = input_size, output_size, parts[rank()]
-        self.weight = nn.Parameter(torch.empty(output_size, len(self.columns), dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(empty_weight(output_size, len(self.columns), dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
 
     def load(self, parameter: str, source) -> None:
@@ -185,7 +184,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, ``[tokens, output_size]``; the summands of all ranks add up to the layer's output."""
-        return F.linear(x, self.weight, self.bias if rank() == 0 else None)
+        return linear(x, self.weight, self.bias if rank() == 0 else None)
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Add up the ranks' summands; overwrites ``partial``."""
