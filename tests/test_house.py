@@ -1,6 +1,7 @@
 """The house itself: one-way rooms, dependencies that stand once, files that fit in the head, no trace of a machine."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -117,6 +118,7 @@ def test_readme_links_lead_somewhere():
     assert targets and not [target for target in targets if "://" not in target and not (ROOT / target).exists()]
 
 
-def test_readme_lists_every_notebook():
-    text = (ROOT / "README.md").read_text()
-    assert [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))] == re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", text)
+def test_readme_lists_every_notebook_with_the_run_time_its_header_gives():
+    listed = re.findall(r"\]\(notebooks/(\w+)\.ipynb\).*\| (\d+) s \|", (ROOT / "README.md").read_text())
+    headers = {path.stem: json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"] for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+    assert listed == [(name, re.search(r"Run time\D*(\d+)", "".join(lines)).group(1)) for name, lines in headers.items()]
