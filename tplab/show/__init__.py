@@ -10,7 +10,7 @@ _HOMES = {
     "ask": "talk", "default_question": "talk", "judge": "judging", "check_mask": "mask_exercise", "nan_map": "spread",
     "check": "lesson", "shown_error": "lesson", "side_by_side": "lesson", "default_prompt": "lesson",
     "environment": "series", "map_of_series": "series",
-    "diff_figure": "diffs", "staircase": "diffs", "points_figure": "points", "position_figure": "positions", "work_figure": "work",
+    "diff_figure": "diffs", "staircase": "diffs", "points_figure": "points", "position_figure": "positions", "work_figure": "work", "bars_figure": "bars",
     "mask_figure": "masks", "plan_figure": "drawings", "weight_figure": "drawings",
     "layer_table": "tables", "rank_shapes": "tables", "table": "tables", "top_tokens": "tables",
     "panel": "panel",
