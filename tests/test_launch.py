@@ -236,7 +236,8 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
             if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/notebooks/00_start_here\.ipynb\?token=\w+", line):
                 break
         assert address, "the address was never printed"
-        assert time.monotonic() - started < 10
+        busy = max(1, os.getloadavg()[0] / os.cpu_count())  # ten seconds on a machine that has nothing else to do
+        assert time.monotonic() - started < 10 * busy
         server, token = address.group().split("/lab")[0], address.group().split("token=")[1]
         wait_until_it_listens(int(server.rsplit(":")[-1]))
         listing = f"{server}/api/contents/notebooks?content=0"
