@@ -76,7 +76,7 @@ class PagedKVCache:
         self.block_size = block_size
         shape = (num_layers, num_blocks, block_size, kv_heads_here, head_dim)
         self.k_cache, self.v_cache = zeros_on_demand(shape, dtype), zeros_on_demand(shape, dtype)
-        self.k_slots, self.v_slots = self.k_cache.flatten(1, 2), self.v_cache.flatten(1, 2)
+        self.k_slots, self.v_slots = self.k_cache.flatten(1, 2).unbind(), self.v_cache.flatten(1, 2).unbind()
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class PagedKVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token occupies on this rank: ``2 * layers * kv_heads_here * head_dim * element size``."""
-        return self.nbytes // self.k_slots.shape[1]
+        return self.nbytes // len(self.k_slots[0])
 
     def context(self, segments: Sequence[Segment]) -> "PagedContext":
         """The attention context of one step."""
@@ -115,7 +115,7 @@ class PagedContext:
 
     def _reads(self) -> Iterator[tuple[slice | torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
         """``(rows, slots to read, mask)`` per batch: short decoding sequences together, all others one by one."""
-        bytes_per_key = 2 * self.cache.k_slots[0, 0].nbytes
+        bytes_per_key = 2 * self.cache.k_slots[0][0].nbytes
         row, together = 0, []
         for segment in self.segments:
             keys = visible_length(segment.start, segment.count)
