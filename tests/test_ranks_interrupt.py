@@ -99,7 +99,8 @@ def test_at_any_moment_of_short_runs(pool):
                 assert pool.run(fn, i) == [i, i]
         except KeyboardInterrupt:
             pass
-        timer.join()
+        finally:
+            timer.cancel()
     assert pool.run(fn, 1) == [1, 1]
 
 

@@ -192,6 +192,11 @@ def test_50_mb_from_c_do_not_block_or_pile_up(pool, capsys):
     assert all(member.output.length() == 0 for member in pool._members)
 
 
+def test_a_progress_bar_shows_its_last_state(pool, capsys):
+    pool.run(lambda: (print("\r  0%", end=""), print("\r100%\r\n\nend\n")))
+    assert capsys.readouterr().out.splitlines()[:4] == ["[rank 0] 100%", "[rank 0] ", "[rank 0] end", "[rank 0] "]
+
+
 def test_odd_characters(pool, capsys):
     pool.run(lambda: print("≠ \udcff é", np.float32(1)))
     assert capsys.readouterr().out.splitlines()[0] == "[rank 0] ≠ \\udcff é 1.0"

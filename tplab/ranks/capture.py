@@ -89,7 +89,8 @@ class Reader:
 
 
 def show(rank: int, text: str, missing: int) -> None:
-    for line in text.splitlines():
-        print(f"[rank {rank}] {line}")
+    """Print a rank's lines; of a progress bar, which overwrites its line, the last state."""
+    for line in text.removesuffix("\n").split("\n") if text else ():
+        print(f"[rank {rank}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}")
     if missing > 0:
         print(f"[rank {rank}] … cut here: {missing:,} bytes more were printed")

@@ -15,25 +15,62 @@ import torch.multiprocessing as mp
 from tplab.ranks import worker
 from tplab.ranks.errors import RankError
 
-_PRELOAD = ["torch", "cloudpickle", "tplab.ranks.nursery"]
+_PRELOAD = ["tplab.ranks.one_thread", "torch", "cloudpickle", "tplab.ranks.nursery"]
 _NAME = "tplab-rank-"
 _lock = threading.Lock()
 
 
 def start(spec: worker.Spec):
-    """Start one rank; returns its process object."""
-    if sys.platform.startswith("linux"):
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-    else:
-        context = mp.get_context("spawn")
-    process = context.Process(target=worker.main, args=(spec,), name=f"{_NAME}{spec.rank}", daemon=True)
+    """Start one rank; returns its process object. The files of `spec` are closed here when they have been sent.
+
+    The work is done on a thread of its own, where no interrupt can cut it short: half a request would bring down the
+    fork server, and all ranks with it.
+    """
+    task = _Start(spec)
     try:
+        task.start()
+        task.done.wait()  # join would take an interrupted thread for an ended one
+    except BaseException:
+        task.unwanted = True
+        raise
+    if task.error is not None:
+        raise RankError(
+            f"rank {spec.rank} could not be started: {task.error} (temporary folder: {spec.folder})"
+        ) from task.error
+    return task.process
+
+
+class _Start(threading.Thread):
+    """One start; if it is not wanted any more when it is done, the process goes again."""
+
+    def __init__(self, spec):
+        super().__init__(name=f"start of rank {spec.rank}", daemon=True)
+        self.spec, self.process, self.error, self.unwanted = spec, None, None, False
+        self.done = threading.Event()
+
+    def run(self):
+        try:
+            self.process = self._process()
+        except (OSError, EOFError) as error:
+            self.error = error
+        finally:
+            self.spec.close()
+            self.done.set()
+        if self.unwanted and self.process is not None:
+            self.process.kill()
+            self.process.join()
+
+    def _process(self):
+        if sys.platform.startswith("linux"):
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOAD)
+        else:
+            context = mp.get_context("spawn")
+        name = f"{_NAME}{self.spec.rank}"
+        process = context.Process(target=worker.main, args=(self.spec,), name=name, daemon=True)
         with _lock, _without_main():
             process.start()
-    except OSError as error:
-        raise RankError(f"rank {spec.rank} could not be started: {error} (temporary folder: {spec.folder})") from error
-    return process
+        return process
 
 
 def forget() -> None:

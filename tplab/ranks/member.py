@@ -39,12 +39,11 @@ class Member:
         self.process = launch.start(
             Spec(
                 rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
-                birth=pool._epoch,
-                memory=pool._memory, inbox=pool._inbox, outbox=self.outbox, output=self.output, stacks=self.stacks,
+                birth=pool._epoch, memory=pool._memory.duplicate(), inbox=pool._inbox.duplicate(),
+                outbox=self.outbox.duplicate(), output=self.output.duplicate(), stacks=self.stacks.duplicate(),
                 wake=theirs,
             )  # fmt: skip
         )
-        theirs.close()
 
     def wake(self) -> None:
         try:

@@ -29,6 +29,10 @@ class SharedFile:
     def __reduce__(self):
         return _adopt, (reduction.DupFd(self.fd), self.size)
 
+    def duplicate(self) -> "SharedFile":
+        """The same file under a descriptor of its own, which can be closed apart."""
+        return _adopted(os.dup(self.fd), self.size)
+
     def map(self) -> mmap.mmap:
         return mmap.mmap(self.fd, self.size)
 
@@ -57,11 +61,19 @@ class SharedFile:
 
     def close(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __del__(self):
+        if hasattr(self, "fd"):
+            self.close()
 
 
 def _adopt(duplicate, size):
+    return _adopted(duplicate.detach(), size)
+
+
+def _adopted(fd, size):
     shared = object.__new__(SharedFile)
-    shared.fd, shared.size = duplicate.detach(), size
+    shared.fd, shared.size = fd, size
     return shared

@@ -30,14 +30,16 @@ def _settle(listener_fd: int) -> None:
     # nobody could then remove its folders.
     os.setsid()
     with socket.socket(fileno=os.dup(listener_fd)) as listener:
-        atexit.register(_sweep, os.getppid(), listener.getsockname())
+        atexit.register(_sweep, os.getpid(), os.getppid(), listener.getsockname())
 
 
-def _sweep(parent: int, address: str) -> None:
+def _sweep(mine: int, parent: int, address: str) -> None:
     """The parent is gone: remove its folders, and end at once, upon which the kernel ends all ranks that are left.
 
     (Taking down an interpreter with all of the above in it can take seconds on a busy machine.)
     """
+    if os.getpid() != mine:
+        return  # a rank's end
     for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"tplab-{parent}-*")):
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):

@@ -72,9 +72,9 @@ class RankPool:
         return f"<RankPool of {self.size} ranks, {'closed' if self.closed else 'open'}>"
 
     @property
-    def pids(self) -> list[int]:
-        """Process numbers of the ranks, in rank order."""
-        return [member.process.pid for member in self._members]
+    def pids(self) -> list[int | None]:
+        """Process numbers of the ranks, in rank order; None for one that the next run will start."""
+        return [None if member.dead() else member.process.pid for member in self._members]
 
     def run(self, fn, *args, timeout: float | None = None, **kwargs) -> list:
         """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.

@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -42,6 +43,10 @@ class Spec:
     stacks: SharedFile  # where faulthandler writes
     wake: connection.Connection
 
+    def close(self) -> None:
+        for file in (self.memory, self.inbox, self.outbox, self.output, self.stacks, self.wake):
+            file.close()
+
 
 def main(spec: Spec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
@@ -52,6 +57,9 @@ def main(spec: Spec) -> None:
     faulthandler.enable(spec.stacks.fd, all_threads=False)
     faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
     torch.set_num_threads(1)
+    # A rank starts no processes. What this changes is that the semaphores of its libraries (tqdm has one) have no name
+    # that Python would miss, and warn about, after a rank was killed.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     _Rank(spec, board, output).serve()
 
