@@ -8,9 +8,11 @@ from helpers_checkpoints import make_checkpoint
 from helpers_faults import prompts
 
 from tplab.align import Diagnosis, align, diagnose
+from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault
+from tplab.model import attention
 from tplab.patch import Patch, original
-from tplab.ranks import all_reduce, world_size
+from tplab.ranks import all_reduce, rank, world_size
 
 ATTENTION = "tplab.model.attention.TensorParallelAttention"
 ROW = "tplab.shard.linear.RowParallelLinear"
@@ -37,7 +39,6 @@ def test_an_unknown_cause_is_admitted_with_its_place():
 
 def test_a_disagreement_between_ranks_alone_is_seen():
     def reduce(self, partial):
-        from tplab.ranks import rank
         return all_reduce(partial) * (1 + rank())
 
     diagnosis = broken(f"{ROW}.reduce", reduce)
@@ -141,3 +142,37 @@ def test_one_crossed_rounding_boundary_in_float64_is_not_taken_for_a_bug():
                    logical=True)
     assert not report.ok
     assert diagnose(report).fault is None and "rounding boundary" in diagnose(report).sentence
+
+
+def test_a_small_error_of_the_angles_is_not_taken_for_other_positions():
+    def apply_rope(self, q, k, cos, sin):
+        q, k = original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)
+        return q * 1.00005, k
+
+    diagnosis = broken(f"{ATTENTION}.apply_rope", apply_rope)
+    assert diagnosis.point == "layers.0.q_rope" and diagnosis.sentence.startswith("Unknown cause")
+
+
+def test_query_heads_that_read_other_kv_heads(tmp_path):
+    def attend_all(self, q, k, v, context):
+        heads = torch.arange(q.shape[1]) % k.shape[1]
+        out = torch.empty_like(q)
+        for rows, keys, values, mask in context.batches(self.layer, k, v):
+            queries = q[rows].transpose(0, 1)[None]
+            out[rows] = attention.attend(queries, keys[:, heads], values[:, heads], mask, self.scaling)[0].transpose(0, 1)
+        return out
+
+    folder = make_checkpoint(tmp_path / "m", "llama", heads=6, kv_heads=2, hidden=36)
+    diagnosis = broken(f"{ATTENTION}.attend_all", attend_all, tp=1, model=folder)
+    assert diagnosis.point == "layers.0.attn" and "h reads KV head h % kv_heads" in diagnosis.sentence
+
+
+def test_logits_that_stand_in_another_ranks_place():
+    def tie_weights(self, embedding):
+        other = range(384, 768) if rank() == 0 else range(384)
+        with open_checkpoint("fable").reader() as reader:
+            self.weight.data.copy_(reader["model.embed_tokens.weight"][other.start:other.stop])
+        return self
+
+    diagnosis = broken("tplab.shard.embedding.ParallelLMHead.tie_weights", tie_weights)
+    assert diagnosis.point == "logits" and "another rank's place" in diagnosis.sentence

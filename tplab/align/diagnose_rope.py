@@ -92,28 +92,38 @@ def other_positions(case: Case) -> Diagnosis | None:
     if used is None:
         return None
     wrong = (used != case.positions).nonzero().flatten()
-    first = int(wrong[0])
+    if not len(wrong):
+        return None
+    first, decoding = int(wrong[0]), torch.equal(wrong, decoded(case).nonzero().flatten())
     says = (f"token {first}, at position {int(case.positions[first])}, was rotated as if it stood at {int(used[first])} "
             f"({len(wrong)} of {len(used)} tokens are misplaced). Keys are wrong, values are right: a position error")
     numbers = {"first_token": first, "position": int(case.positions[first]), "used": int(used[first])}
-    if torch.equal(used[wrong], case.positions[wrong] + 1):
+    if decoding and torch.equal(used[wrong], case.positions[wrong] + 1):
         return case.found("decode_position_off_by_one", f"One too far: {says}. The newest of n tokens stands at "
                           "position n - 1.", **numbers)
-    if used[first] == 0:
+    if decoding and not used[wrong].any():
         return case.found("decode_position_restarted", f"Counted from 0 again: {says}. A decode step's position is the "
                           "number of tokens before it.", **numbers)
     return case.found(None, f"RoPE is right, the positions are not: {says}.", **numbers)
 
 
+def decoded(case: Case) -> torch.Tensor:
+    """``[tokens]``: which rows were computed alone, with a past behind them."""
+    alone = {(s.number, s.segment.start) for step in (case.report.decode.steps if case.report.decode else ())
+             for s in step.sequences if s.segment.count == 1 and s.segment.start}
+    return torch.tensor([(prompt, position) in alone for prompt, positions in enumerate(case.rows)
+                         for position in positions])
+
+
 def positions_used(case: Case) -> torch.Tensor | None:
     """For each token the position as which it was turned, ``[tokens]``; None if for some token there is none."""
-    x, ours = _before(case)[:, :1], case.ours(case.at)[:, :1]
+    x, ours = _before(case), case.ours(case.at)
     candidates = torch.arange(sum(case.lengths) + 2)
     cos, sin = _tables(case, candidates, [len(candidates)])
     scale = ours.abs().max()
     used = []
     for token, turned in zip(x, ours):
-        guesses = _turned(case, token.expand(len(candidates), 1, -1), cos, sin)
+        guesses = _turned(case, token.expand(len(candidates), -1, -1), cos, sin)
         distance = (guesses - turned).abs().amax((1, 2))
         if not distance.min() <= 1e-4 * scale:
             return None

@@ -42,15 +42,13 @@ def cut_along_dim1(case: Case) -> Diagnosis | None:
 
 
 def one_block(case: Case) -> Diagnosis | None:
-    """Are the ranks' rows consecutive in the fused ``[q|k|v]``?"""
+    """Are a rank's rows one block of the fused ``[q|k|v]``, beginning at its share of the whole?"""
     fused = torch.cat([_flat(case.right(part)) for part in "qkv"], dim=1)
 
     def guess(shard):
-        offset = sum(_rows(case, shard, part).start for part in "qkv")
-        sizes = [len(_rows(case, shard, part)) for part in "qkv"]
-        index = "qkv".index(case.at)
-        offset += sum(sizes[:index])
-        return fused[:, offset:offset + sizes[index]]
+        before = sum(len(_rows(case, shard, part)) for part in "qkv"[:"qkv".index(case.at)])
+        start = shard.rank * fused.shape[1] // case.plan.tensor_parallel_size + before
+        return fused.roll(-start, 1)[:, :len(_rows(case, shard, case.at))]
     if _on_all_ranks(case, guess):
         return case.found("fused_one_block", f"Each rank's {case.at} is the right number of rows of [q|k|v], cut out of "
                           "it as one block. Cut q, k and v apart first, then each for itself.",

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from tplab.faults.fault import Fault, two_ranks
 from tplab.patch import Patch
-from tplab.ranks import all_reduce, world_size
+from tplab.ranks import all_reduce, rank, world_size
 
 
 def shard_dim1(source, rows: range) -> torch.Tensor:
@@ -17,8 +17,8 @@ def shard_dim1(source, rows: range) -> torch.Tensor:
 
 def fused_one_block(sources, ranges) -> torch.Tensor:
     fused = torch.cat([source[:] for source in sources])           # [q|k|v], all heads of each
-    start = sum(rows.start for rows in ranges)                     # right sizes, but one cut through all three
-    return fused[start:start + sum(len(rows) for rows in ranges)]
+    start = rank() * len(fused) // world_size()                    # this rank's share: one cut through all three
+    return fused.roll(-start, 0)[:sum(len(rows) for rows in ranges)]
 
 
 def qkv_order(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
