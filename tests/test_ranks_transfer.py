@@ -69,8 +69,6 @@ def test_100_mb_there_and_back(pool):
     begin = time.monotonic()
     a, b = pool.run(lambda t: t + rank(), big)
     assert torch.equal(a, big) and torch.equal(b, big + 1)
-    text = "x" * 100_000_000
-    assert pool.run(len, text) == [100_000_000] * 2
     assert time.monotonic() - begin < 20
     assert pool._inbox.length() == 0 and all(m.outbox.length() == 0 for m in pool._members)
 

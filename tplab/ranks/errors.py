@@ -69,12 +69,19 @@ class CollectiveMismatch(RankError):
     @classmethod
     def of(cls, records, why="the ranks meet in different collectives"):
         """From each rank's `OpRecord` of the same number."""
+        records = list(records)
         causes = [
             Cause(r, "waiting", f"calls {record} at {place(record.file, record.line)}",
                   [Frame(record.file, record.line, "")])
             for r, record in enumerate(records)
         ]  # fmt: skip
-        return cls(why + ": " + "; ".join(f"rank {c.rank} {c.text}" for c in causes), causes)
+        error = cls(why + ": " + "; ".join(f"rank {c.rank} {c.text}" for c in causes), causes)
+        error._told_from = records, why
+        return error
+
+    def __reduce__(self):
+        # Told anew where it arrives: a rank does not know the number of the cell that a line stands in.
+        return (type(self).of, self._told_from) if hasattr(self, "_told_from") else super().__reduce__()
 
 
 def render(error: RankError) -> str:
@@ -153,7 +160,7 @@ def side_by_side(logs, causes, keep: int = 6) -> list[str]:
         rows.append([("≠ " if seq == differs else "  ") + f"#{seq}", *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     skipped = f" ({begin - first} earlier ones agree)" if begin > first else ""
-    verdict = "≠ marks the first difference" if differs else "the same on all ranks"
+    verdict = "≠ marks the first difference" if differs else "the same operations on all ranks"
     head = f"collectives of this run{skipped}, {verdict}:"
     return [head, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)]
 

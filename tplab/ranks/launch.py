@@ -51,7 +51,7 @@ class _Start(threading.Thread):
     def run(self):
         try:
             self.process = self._process()
-        except (OSError, EOFError) as error:
+        except Exception as error:  # told by `start`, in the thread that asked for this
             self.error = error
         finally:
             self.spec.close()
