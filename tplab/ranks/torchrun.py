@@ -1,7 +1,9 @@
 """Ranks that torchrun has started: the same functions over gloo, also across machines."""
 
 import atexit
+import json
 import os
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch
@@ -10,6 +12,9 @@ import torch.distributed as dist
 from tplab.ranks import context
 from tplab.ranks.comm import Group
 from tplab.ranks.errors import CollectiveMismatch, RankError
+from tplab.ranks.oplog import OpRecord
+
+_PAGE = 4096  # bytes for one record as JSON; the op log keeps at most 511 of a file's name
 
 
 def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int]:
@@ -61,8 +66,13 @@ class GlooGroup(Group):
 
     def _compare(self):
         self.checked = self.log.seq
-        records = [None] * self.size
-        dist.all_gather_object(records, self.log.record(self.log.seq))
+        # Not by all_gather_object, which unpickles whatever comes over a socket.
+        mine = json.dumps(asdict(self.log.record(self.log.seq)), ensure_ascii=False).encode()
+        page = torch.zeros(_PAGE, dtype=torch.uint8)
+        page[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        pages = [torch.empty_like(page) for _ in range(self.size)]
+        self._in_gloo(dist.all_gather, pages, page)
+        records = [OpRecord(**json.loads(page.numpy().tobytes().rstrip(b"\0"))) for page in pages]
         if len({str(record) for record in records}) > 1:
             raise CollectiveMismatch.of(records)
 

@@ -1,0 +1,59 @@
+"""Failures on purpose: real ranks, the time each report took, and what is left behind."""
+
+import pytest
+
+from tplab import show
+from tplab.ranks import RankError, RankPool, rank
+from tplab.show.incidents import Incident
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def raises():
+    return 1 / (1 - rank())
+
+
+def test_an_incident_is_told_and_timed(pool, capsys):
+    incidents = show.Incidents(pool)
+    incidents.provoke("a rank raises", raises, within=5)
+    assert capsys.readouterr().out.startswith("RankError: rank 1 raised ZeroDivisionError: division by zero\n")
+    assert 0 < incidents.happened["a rank raises"].seconds < 5
+    assert incidents.errors["a rank raises"].first.rank == 1
+    assert incidents.figure(1800).words == (
+        "Figure: seconds until each failure was reported, and its bound: a rank raises (5 s); each one came within its bound.")
+
+
+def test_what_does_not_fail_is_no_incident(pool):
+    incidents = show.Incidents(pool)
+    with pytest.raises(show.ShowError, match="nothing: this was to fail on the ranks, and what came was None"):
+        incidents.provoke("nothing", rank, within=1)
+    assert not incidents.happened
+
+
+def test_a_report_that_comes_too_late_is_named(pool):
+    incidents = show.Incidents(pool)
+    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.0), "quick": Incident(RankError("x"), 0.5, 1.0)}
+    assert incidents.figure().words.endswith("too late: slow.")
+
+
+def test_nothing_to_draw_yet(pool):
+    with pytest.raises(show.ShowError, match="nothing has happened yet"):
+        show.Incidents(pool).figure()
+
+
+def test_what_is_left_behind_is_counted_and_marked(pool):
+    incidents = show.Incidents(pool)
+    assert "✗" not in str(incidents.left_behind())
+    with RankPool(1):
+        more = str(incidents.left_behind())
+    assert more.count("✗") == 3, more  # a process, a folder, a file
+    assert "✗" not in str(incidents.left_behind())
+
+
+def test_an_exception_is_caught_and_none_is_none():
+    assert isinstance(show.caught(int, "x"), ValueError)
+    assert show.caught(int, "1") is None
