@@ -1,11 +1,11 @@
 """Faults of cutting weights and of adding partial sums up."""
 
 import torch
-from torch.nn import functional as F
 
 from tplab.faults.fault import Fault, two_ranks
 from tplab.patch import Patch
 from tplab.ranks import all_reduce, rank, world_size
+from tplab.shard.product import linear
 
 
 def shard_dim1(source, rows: range) -> torch.Tensor:
@@ -32,7 +32,7 @@ def divided_twice(source, rows: range) -> torch.Tensor:
 
 
 def row_bias_everywhere(self, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, self.weight, self.bias)                     # the sum of the ranks has the bias tp times
+    return linear(x, self.weight, self.bias)                       # the sum of the ranks has the bias tp times
 
 
 def all_reduce_missing(self, partial: torch.Tensor) -> torch.Tensor:
