@@ -1,0 +1,116 @@
+"""An engine stepped to the end, with a note of tables and pool after each step: what the drawings of the cache draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tplab.show.words import ShowError
+
+
+class Moment(NamedTuple):
+    """Tables and pool after one step.
+
+    Attributes:
+        step: its number within the recording, from 1.
+        tables: ``{sequence: its blocks}`` of all unfinished sequences that have arrived.
+        status: ``{sequence: "running", "waiting" or "preempted"}``.
+        computed: ``{sequence: tokens in the cache}``.
+        ref_counts, findable: per block, its users, and whether it can be found by its contents.
+        contents: per block, the text in each of its places (the token's id if there is no tokenizer); empty where
+            nothing was written.
+        fresh: the ``(block, place)`` that this step wrote.
+    """
+
+    step: int
+    tables: dict[int, tuple[int, ...]]
+    status: dict[int, str]
+    computed: dict[int, int]
+    ref_counts: tuple[int, ...]
+    findable: tuple[bool, ...]
+    contents: tuple[tuple[str, ...], ...]
+    fresh: frozenset[tuple[int, int]]
+
+
+@dataclass
+class Recording:
+    """What :func:`record` saw.
+
+    Attributes:
+        num_blocks, block_size: of the engine.
+        moments: one per step.
+        history: the scheduler's ``StepRecord`` of each step.
+        outputs: one ``RequestOutput`` per prompt, in their order.
+        arrivals: per sequence, the steps that had been done when it arrived.
+    """
+
+    num_blocks: int
+    block_size: int
+    moments: list[Moment] = field(default_factory=list)
+    history: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)
+    arrivals: dict[int, int] = field(default_factory=dict)
+
+    def moment(self, step: int) -> Moment:
+        """The moment after ``step`` (from 1)."""
+        if not 1 <= step <= len(self.moments):
+            raise ShowError(f"there is no step {step!r}; the recording has 1 to {len(self.moments)}")
+        return self.moments[step - 1]
+
+    @property
+    def texts(self) -> list[str]:
+        """What was written, per prompt."""
+        return [output.outputs[0].text for output in self.outputs]
+
+
+def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> Recording:
+    """Step an engine until all prompts are finished, and note tables and pool after every step.
+
+    Args:
+        llm: a :class:`tplab.LLM` with nothing unfinished.
+        prompts: texts or lists of token ids.
+        sampling_params: for all of them.
+        arrivals: per prompt, after how many steps it arrives, rising; all at the beginning if None. Nobody is waited for
+            while there is nothing to do.
+
+        >>> run = show.record(llm, [first, second], SamplingParams(max_tokens=8), arrivals=[0, 3])
+    """
+    arrivals = list(arrivals or [0] * len(prompts))
+    if llm.has_unfinished_requests:
+        raise ShowError("the engine still has unfinished requests; record it from the beginning")
+    if len(arrivals) != len(prompts) or arrivals != sorted(arrivals):
+        raise ShowError(f"arrivals must be one number of steps per prompt, rising, not {arrivals}")
+    pool, outputs, coming = llm.engine.pool, {}, list(zip(arrivals, prompts))
+    recording = Recording(pool.num_blocks, pool.block_size)
+    contents = [[""] * pool.block_size for _ in range(pool.num_blocks)]
+    handed_out = list(pool.times_allocated)
+    while coming or llm.has_unfinished_requests:
+        while coming and (coming[0][0] <= len(recording.moments) or not llm.has_unfinished_requests):
+            number = llm.add_request(coming.pop(0)[1], sampling_params)
+            recording.arrivals[number], outputs[number] = len(recording.moments), None
+        sequences = [*llm.scheduler.running, *llm.scheduler.waiting]
+        before = {s.number: list(s.table.blocks) for s in sequences}
+        for output in llm.step():
+            outputs[output.request_id] = output
+        record = llm.scheduler.history[-1]
+        for block, times in enumerate(pool.times_allocated):
+            if times != handed_out[block]:
+                handed_out[block], contents[block] = times, [""] * pool.block_size
+        fresh = set()
+        for s in sequences:
+            for position in range(s.num_computed_tokens - record.tokens.get(s.number, 0), s.num_computed_tokens):
+                index, place = divmod(position, pool.block_size)
+                blocks = s.table.blocks or before[s.number]  # a finished sequence has given its blocks back
+                if index < len(blocks):
+                    block = blocks[index]
+                    token = s.token_ids[position]
+                    contents[block][place] = llm.tokenizer.decode([token]) if llm.tokenizer else str(token)
+                    fresh.add((block, place))
+        there = sorted((s for s in sequences if s.finish_reason is None), key=lambda s: s.number)
+        recording.history.append(record)
+        recording.moments.append(Moment(
+            len(recording.moments) + 1, {s.number: tuple(s.table.blocks) for s in there},
+            {s.number: s.status.value for s in there}, {s.number: s.num_computed_tokens for s in there},
+            tuple(pool.ref_counts), tuple(key is not None for key in pool.keys), tuple(map(tuple, contents)),
+            frozenset(fresh)))
+    recording.outputs = [outputs[number] for number in recording.arrivals]
+    return recording
