@@ -95,7 +95,7 @@ class PagedKVCache:
 
 # Sequences whose keys and values of one layer fit into this many bytes decode in one padded batch: copying so few is
 # quicker than one more call. Longer ones are read where they lie.
-TOGETHER_BYTES = 1 << 18
+TOGETHER_BYTES = 1 << 16
 
 
 class PagedContext:
