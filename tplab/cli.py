@@ -85,6 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, metavar="S", help="draws the same text again")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
+
+    one = command("bench", bench, "Measure against Hugging Face, alternately, in one run.", model=False)
+    one.add_argument("kind", nargs="?", default="decode", metavar="KIND", help="decode, prefill, batch or load (decode)")
+    one.add_argument("--model", default="smollm2", metavar="MODEL",
+                     help=f"{MODEL}; or random-qwen2.5-0.5b, that shape with random weights (smollm2)")
+    one.add_argument("--rounds", type=int, default=5, metavar="R", help="5 or more (5)")
+    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+    one.add_argument("--json", metavar="FILE", help="write the table")
     return parser
 
 
@@ -176,6 +184,17 @@ def generate(chosen) -> int:
     print(f"[{metrics.num_output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
           f"{metrics.tokens_per_second:.0f} tokens/s, {_ranks(llm)}]", file=sys.stderr)
     _write(chosen.json, lambda path: Path(path).write_text(json.dumps(chunk.output.to_dict(), indent=1)))
+    return 0
+
+
+def bench(chosen) -> int:
+    _check_writable(chosen.json)
+    import json
+
+    from tplab.engine.bench import bench
+
+    table = bench(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype)
+    _write(chosen.json, lambda path: Path(path).write_text(json.dumps(table, indent=1)))
     return 0
 
 

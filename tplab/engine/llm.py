@@ -11,6 +11,7 @@ from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
 from tplab.engine.executor import LogicalExecutor, PoolExecutor
 from tplab.engine.outputs import RequestOutput, StreamChunk
+from tplab.engine.progress import Progress
 from tplab.engine.requests import Request, parse_messages, parse_prompts, rejected
 from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.sizes import cache_size
@@ -18,9 +19,6 @@ from tplab.model.dtypes import parse_dtype
 from tplab.patch import applied
 from tplab.ranks import RankError, RankPool
 from tplab.shard import ShardPlan
-
-_BAR_AFTER = 2.0  # seconds until a generation counts as long and shows a progress bar
-
 
 class LLM:
     """A model on tensor-parallel ranks, with vLLM's names.
@@ -173,7 +171,7 @@ class LLM:
     def _drive(self, requests: list[Request], use_tqdm: bool | None) -> Iterator[list[Request]]:
         """Step until ``requests`` are done, giving out after every step those that changed."""
         open_ids = {request.number for request in requests if not request.error}
-        with _Progress(len(open_ids), use_tqdm) as progress:
+        with Progress(len(open_ids), use_tqdm) as progress:
             try:
                 self._prepare()
                 while open_ids:
@@ -274,31 +272,3 @@ def depends_on_length(config) -> bool:
     Then equal beginnings of unequal prompts have unequal keys, and prefixes cannot be shared.
     """
     return config.hf.rope_parameters["rope_type"] in ("dynamic", "longrope")
-
-
-class _Progress:
-    """A bar over finished requests that only appears when a generation takes long."""
-
-    def __init__(self, total: int, wanted: bool | None):
-        self.total, self.wanted, self.bar = total, wanted, None
-        self.begin, self.tokens, self.finished = time.perf_counter(), 0, 0
-
-    def __enter__(self):
-        return self
-
-    def show(self, tokens: int, finished: int) -> None:
-        self.tokens += tokens
-        self.finished += finished
-        late = time.perf_counter() - self.begin > _BAR_AFTER
-        if self.bar is None and (self.wanted or (self.wanted is None and late)):
-            from tqdm.auto import tqdm
-
-            self.bar = tqdm(total=self.total, desc="generate", unit="request", leave=False)
-        if self.bar is not None:
-            rate = self.tokens / (time.perf_counter() - self.begin)
-            self.bar.set_postfix_str(f"{self.tokens} tokens, {rate:.0f} tokens/s", refresh=False)
-            self.bar.update(self.finished - self.bar.n)
-
-    def __exit__(self, *exc):
-        if self.bar is not None:
-            self.bar.close()

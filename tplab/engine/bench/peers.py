@@ -100,12 +100,24 @@ def _load_hf(folder: str, dtype: str, threads: int) -> None:
 
 def _load_hf_tp(folder: str, dtype: str) -> None:
     """The ranks of a pool are in a gloo group already; Hugging Face asks the environment which of them this is."""
-    from transformers import AutoModelForCausalLM
+    from unittest import mock
+
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.distributed import DistributedConfig
     from transformers.utils import logging
+
+    prepare = PreTrainedModel.prepare_distribute_model
+
+    def stay(config, device_map=None):
+        # Told "cpu", Hugging Face demands accelerate, which moves models between devices. Told nothing, it stays here.
+        config, _, mesh = prepare(config, device_map=device_map)
+        return config, None, mesh
 
     logging.disable_progress_bar()
     os.environ |= {"RANK": str(rank()), "WORLD_SIZE": str(world_size()), "LOCAL_RANK": str(rank())}
-    state["hf"] = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), tp_plan="auto").eval()
+    with mock.patch.object(PreTrainedModel, "prepare_distribute_model", stay):
+        state["hf"] = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), distributed_config=DistributedConfig(tp_plan="auto")).eval()
 
 
 def _time_hf(work: Work) -> Timing:
