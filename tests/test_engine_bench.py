@@ -6,7 +6,8 @@ import pytest
 from helpers_checkpoints import make_checkpoint
 
 from tplab.cli import main
-from tplab.engine.bench import BenchError, bench
+from tplab.engine.bench import BenchError, bench, run
+from tplab.engine.bench.peers import Work
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,10 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("bench") / "m", "qwen2", layers=1, tie=True)
 
 
-def test_decode_against_both_peers(folder, tmp_path, capsys):
+def test_decode_against_both_peers(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "PAUSE", 0)
+    monkeypatch.setattr(run, "STREAMED", 1 << 16)
+    monkeypatch.setitem(run.WORKS, "decode", lambda vocab, longest: Work([[1, 2, 3]], [4]))
     assert main(["bench", "decode", "--model", str(folder), "--json", str(tmp_path / "table.json")]) == 0
     table = json.loads((tmp_path / "table.json").read_text())
     assert [row["name"] for row in table["rows"]] == [

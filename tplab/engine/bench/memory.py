@@ -6,23 +6,22 @@ import torch
 
 from tplab.ranks import RankPool, barrier, state
 
-BYTES = 1 << 28  # per rank: far beyond any cache
 PASSES = 6
 
 
-def bandwidth(pool: RankPool) -> float:
-    """Bytes per second that all ranks of ``pool`` together read, each on its own memory at the same time."""
-    return sum(pool.run(_stream))
+def bandwidth(pool: RankPool, size: int) -> float:
+    """Bytes per second that all ranks of ``pool`` together read, each on ``size`` bytes of its own at the same time."""
+    return sum(pool.run(_stream, size))
 
 
-def _stream() -> float:
+def _stream(size: int) -> float:
     data = state.get("stream")
     if data is None:
-        data = state["stream"] = torch.ones(BYTES // 4)
+        data = state["stream"] = torch.ones(size // 4)
     barrier()
     times = []
     for _ in range(PASSES):
         begin = time.perf_counter()
         data.sum()
         times.append(time.perf_counter() - begin)
-    return BYTES / sorted(times)[PASSES // 2]
+    return size / sorted(times)[PASSES // 2]

@@ -14,6 +14,7 @@ from tplab.engine.errors import EngineError
 from tplab.ranks import RankError
 
 PAUSE = 0.3  # seconds between contestants: threads that spin for a while after their work have gone to sleep
+STREAMED = 1 << 28  # bytes per rank: far beyond any cache
 
 
 class BenchError(EngineError):
@@ -125,7 +126,7 @@ class Limit:
 
     def measure(self) -> float:
         """One round."""
-        return bandwidth(self.pool) / self.bytes
+        return bandwidth(self.pool, STREAMED) / self.bytes
 
     def close(self) -> None:
         """End its processes."""
