@@ -1,6 +1,10 @@
-"""The house itself: one-way rooms, dependencies that stand once, files that fit in the head, no trace of a machine."""
+"""The house itself: one-way rooms, dependencies that stand once, files that fit in the head, no trace of a machine.
+
+Run as a script, it takes README's picture out of the stored notebook 03.
+"""
 
 import ast
+import base64
 import json
 import re
 import subprocess
@@ -122,3 +126,20 @@ def test_readme_lists_every_notebook_with_the_run_time_its_header_gives():
     listed = re.findall(r"\]\(notebooks/(\w+)\.ipynb\).*\| (\d+) s \|", (ROOT / "README.md").read_text())
     headers = {path.stem: json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"] for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
     assert listed == [(name, re.search(r"Run time\D*(\d+)", "".join(lines)).group(1)) for name, lines in headers.items()]
+
+
+def stored_staircase():
+    """The PNG of the last staircase in the stored notebook 03."""
+    cells = json.loads((ROOT / "notebooks/03_rope_alignment.ipynb").read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells if "show.staircase(" in "".join(cell["source"]) for output in cell["outputs"]]
+    pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    return base64.b64decode("".join(pictures[-1]))
+
+
+def test_readme_shows_the_picture_that_notebook_03_stores():
+    picture = (ROOT / "notebooks/images/staircase.png").read_bytes()
+    assert picture == stored_staircase(), "the notebook was stored anew; take its picture: python tests/test_house.py"
+
+
+if __name__ == "__main__":
+    (ROOT / "notebooks/images/staircase.png").write_bytes(stored_staircase())
