@@ -233,6 +233,16 @@ def test_skipped_collective(pool):
     assert kept(pool) == [True, True]
 
 
+def test_skipped_while_a_third_rank_is_still_on_its_way():
+    def fn():
+        time.sleep(0.1 * (rank() == 2))
+        if rank() != 1:
+            barrier()
+
+    with RankPool(3) as three:
+        fails(three, fn, 1, r"^rank 1 returned; rank 0 waits in barrier at .*; rank 2 waits in barrier at ")
+
+
 def test_skipped_in_gloo(pool):
     def fn():
         if rank() == 0:

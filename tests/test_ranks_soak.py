@@ -8,17 +8,22 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from tplab.ranks import RankError, RankPool, all_gather, all_reduce, barrier, broadcast, rank
+
+# As a notebook's functions travel: by value. Else every new rank would import this file, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 COUNT = int(os.environ.get("TPLAB_SOAK", "40"))
 SEED = int(os.environ.get("TPLAB_SEED", "2"))

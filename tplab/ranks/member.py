@@ -69,12 +69,6 @@ class Member:
         if self.is_up():
             os.kill(self.process.pid, number)
 
-    def end(self) -> None:
-        """Kill the process and wait until it is gone."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.join(5)
-
     def death(self) -> str:
         """How a dead process ended: ``SIGKILL`` or ``exit code 3``."""
         self.process.join(5)
@@ -95,7 +89,7 @@ class Member:
 
     def release_process(self) -> None:
         if self.process is not None:
-            self.end()
+            end_all([self])
             self.process.close()
             self.process = None
         if self.pipe is not None:
@@ -113,6 +107,15 @@ class Member:
         self.release_process()
         for memory in (self.outbox, self.output, self.stacks):
             memory.close()
+
+
+def end_all(members) -> None:
+    """Kill these processes, all at once, and wait until they are gone."""
+    processes = [member.process for member in members if member.process is not None]
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(5)
 
 
 def snapshot(members) -> dict[int, list[Frame]]:

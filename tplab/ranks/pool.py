@@ -13,7 +13,7 @@ from tplab.ranks import board as words
 from tplab.ranks import capture, context, launch, transfer
 from tplab.ranks.board import JOIN, RUN, SETUP, Board, Command
 from tplab.ranks.errors import RankError
-from tplab.ranks.member import Member
+from tplab.ranks.member import Member, end_all
 from tplab.ranks.memory import SharedFile
 from tplab.ranks.watch import Watch
 
@@ -100,8 +100,7 @@ class RankPool:
         if self.closed or self._pid != os.getpid():
             return
         self.closed = True
-        for member in getattr(self, "_members", []):
-            member.end()
+        end_all(getattr(self, "_members", []))
         shutil.rmtree(self._folder, ignore_errors=True)
         _open_pools.discard(self)
         # A run in another thread sees its ranks die and leaves; only then may the memory go.
@@ -173,9 +172,7 @@ class RankPool:
             Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
         except BaseException:
             # Those that have not joined sit in gloo's rendezvous and wait for the missing ones.
-            for member in self._members:
-                if self._board.word(member.rank, words.ANSWERED) != self._number:
-                    member.end()
+            end_all([m for m in self._members if self._board.word(m.rank, words.ANSWERED) != self._number])
             raise
         finally:
             for member in self._members:

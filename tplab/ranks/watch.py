@@ -7,7 +7,7 @@ import time
 from tplab.ranks import board as words
 from tplab.ranks import story, transfer
 from tplab.ranks.board import DROP
-from tplab.ranks.member import in_gloo, snapshot
+from tplab.ranks.member import end_all, in_gloo, snapshot
 from tplab.ranks.oplog import OpRecord
 
 _TICK = 0.05
@@ -62,7 +62,10 @@ class Watch:
                     break
             elif RETURNED in self.status:
                 stuck = self._never_met()
-                if not stuck and now >= sample:
+                if stuck:  # certain; who has not begun yet is given the time to say where it will wait
+                    patience = patience or now + _PATIENCE
+                    stuck = now >= patience or all(self.waits_in(r) for r in self.running())
+                elif now >= sample:
                     sample = now + _GLOO_SAMPLE
                     stuck = self._stuck_in_gloo(now)
                 if stuck:
@@ -91,8 +94,9 @@ class Watch:
             for r in self.running():
                 if self.board.word(r, words.STARTED) > self.number:
                     self.status[r] = IDLE
-        for r in self.running():
-            self.members[r].end()
+        stubborn = self.running()
+        end_all([self.members[r] for r in stubborn])
+        for r in stubborn:
             self.ended.add(r)
             self.status[r] = DEAD
 
