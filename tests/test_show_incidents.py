@@ -3,7 +3,8 @@
 import pytest
 
 from tplab import show
-from tplab.ranks import RankError, RankPool, rank
+from tplab.ranks import OpRecord, RankError, RankPool, errors, rank
+from tplab.ranks.errors import Cause, Frame
 from tplab.show.incidents import Incident
 
 
@@ -57,3 +58,19 @@ def test_what_is_left_behind_is_counted_and_marked(pool):
 def test_an_exception_is_caught_and_none_is_none():
     assert isinstance(show.caught(int, "x"), ValueError)
     assert show.caught(int, "1") is None
+
+
+def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch):
+    """nbval runs every cell as In[1]; columns must not be wider for In[17]."""
+    def text(number):
+        monkeypatch.setattr(errors, "file_label", lambda file: f"cell In[{number}]" if file == "a cell" else file)
+        log = [OpRecord(1, "barrier", (), "None", 0, "a cell", 5, False)], [OpRecord(1, "barrier", (), "None", 0, "b.py", 6, True)]
+        cause = Cause(0, "waiting", f"waits in barrier at cell In[{number}], line 5", [Frame("a cell", 5, "f")])
+        return show.told(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log, ["A note."]))
+
+    assert text(1) == text(17)
+    assert text(3).splitlines() == [
+        "RankError: rank 0 waits in barrier at line 5", "  line 5, in f", "rank 1 returned", "",
+        "collectives of this run, the same operations on all ranks:",
+        "      rank 0                    rank 1", "  #1  barrier @ line 5 (waits)  barrier @ b.py, line 6", "A note."]
+    assert show.told(ValueError("x")) == "ValueError: x"

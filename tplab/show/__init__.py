@@ -14,7 +14,7 @@ _HOMES = {
     "mask_figure": "masks", "plan_figure": "drawings", "weight_figure": "drawings",
     "layer_table": "tables", "rank_shapes": "tables", "table": "tables", "top_tokens": "tables",
     "panel": "panel",
-    "op_logs": "oplogs", "Incidents": "incidents", "caught": "incidents", "price_figure": "price", "threads_figure": "price",
+    "op_logs": "oplogs", "Incidents": "incidents", "caught": "incidents", "told": "incidents", "price_figure": "price", "threads_figure": "price",
     "bytes_words": "price", "cores": "price",
     "record": "recording", "slots_figure": "blocks", "blocks_figure": "blocks", "block_stepper": "blocks",
     "timeline_figure": "timeline", "where_figure": "where", "check_slots": "slots_exercise",

@@ -1,18 +1,21 @@
 """Failures on purpose: made to happen on real ranks, told as they are, and timed against the bound that was promised."""
 
 import os
+import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
 
 from tplab.ranks import RankError, RankPool, rank
+from tplab.ranks.errors import place, side_by_side
 from tplab.show.style import FAINT, GREEN, INK, RC, RED, Picture, entitle, picture
 from tplab.show.tables import Table
 from tplab.show.words import ShowError
 
+_CELL = re.compile(r"cell In\[\d+\], ")
 _LEFT = 1e-3  # where the axis of seconds begins
 
 
@@ -26,6 +29,23 @@ def caught(function: Callable, *args, **kwargs) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def told(error: Exception) -> str:
+    """An error's class and text, with lines of cells but without the numbers of the cells.
+
+    Those are counted by JupyterLab and papermill and not by nbval, so stored text cannot have them.
+
+        >>> print(show.told(show.caught(pool.run, broken)))
+        RankError: rank 1 raised ZeroDivisionError: division by zero …
+    """
+    text = str(error)
+    if getattr(error, "logs", None):
+        # Laid out anew: the columns are as wide as what stands in them.
+        logs = [[replace(record, file="") if _CELL.match(place(record.file, 1)) else record for record in log] for log in error.logs]
+        head = str(RankError(error.summary, error.causes.values()))
+        text = "\n".join([head, "", *side_by_side(logs, error.causes), *error.notes])
+    return f"{type(error).__name__}: {_CELL.sub('', text)}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,7 @@ class Incidents:
         if not isinstance(error, RankError):
             raise ShowError(f"{name}: this was to fail on the ranks, and what came was {error!r}")
         self.happened[name] = Incident(error, seconds, within)
-        print(f"{type(error).__name__}: {error}")
+        print(told(error))
 
     def left_behind(self) -> Table:
         """What these ranks have on the machine, before the first incident and now; a line that grew is marked."""

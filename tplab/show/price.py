@@ -55,10 +55,10 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
 
 
 def price(line: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """Latency in seconds (the median of the smallest message) and bandwidth in bytes per second (at the largest one)."""
-    small, large = min(line), max(line)
-    latency = float(np.median(line[small]))
-    return latency, large / max(float(np.median(line[large])) - latency, 1e-9)
+    """Latency in seconds (the smallest of the medians) and bandwidth in bytes per second (at the largest message)."""
+    medians = {size: float(np.median(seconds)) for size, seconds in line.items()}
+    latency, large = min(medians.values()), max(medians)
+    return latency, large / max(medians[large] - latency, 1e-9)
 
 
 def _line(ax, label, line, look: Look) -> None:
@@ -106,8 +106,9 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: s
             ax.plot(ratio, scatter, "o", color=FAINT, ms=3.5, alpha=0.6, zorder=1)
             ax.barh(y, high - low, left=low, height=0.5, color=color, alpha=0.3, zorder=2)
             ax.plot([middle] * 2, [y - 0.3, y + 0.3], color=color, lw=3, zorder=3)
-            ax.annotate(f"× {middle:.2g}" if y else "1", (middle, y - 0.3), (0, 2), textcoords="offset points", ha="center", va="bottom",
-                        fontweight="bold", color=color)
+            if y:
+                ax.annotate(f"× {middle:.2g}", (middle, y - 0.3), (0, 2), textcoords="offset points", ha="center", va="bottom",
+                            fontweight="bold", color=color)
         ax.set_yticks(range(len(measured)), [f"{ranks} ranks × {threads} thread{'s' * (threads > 1)}" for threads in measured])
         ax.tick_params(axis="y", length=0)
         ax.set_xscale("log")
