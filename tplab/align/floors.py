@@ -8,7 +8,7 @@ Worst of all points (fable, SmolLM2-135M, and 25 random checkpoints in the head 
 RoPE; 1 to 4 ranks; up to 60 tokens):
 
 ========  ===================  ================  ==================  =========  ================
-dtype     random, 2-3 layers   fable, 8 layers   SmolLM2, 30 layers  the floor  logits, absolute
+dtype     random, 2-3 layers   fable, 6 layers   SmolLM2, 30 layers  the floor  logits, absolute
 ========  ===================  ================  ==================  =========  ================
 float32   5.2e-6               below             1.6e-5              2e-5       1.5e-4
 float64   4.9e-15              1.8e-15           1.1e-14             2e-7       3.9e-14
