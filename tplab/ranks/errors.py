@@ -140,10 +140,13 @@ def file_label(file: str) -> str:
         return file
     if "site-packages" + os.sep in file:
         return file.rsplit("site-packages" + os.sep, 1)[1]
-    for root in (os.getcwd(), os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))):
+    for root in (os.getcwd(), os.path.dirname(os.__file__), _REPOSITORY):
         if file.startswith(root + os.sep):
             return os.path.relpath(file, root)
     return os.path.basename(file)
+
+
+_REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def side_by_side(logs, causes, keep: int = 6) -> list[str]:

@@ -89,8 +89,9 @@ class OpLog:
         found, line, file, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
         if found != seq or not seq:
             return None
-        name = str(DTYPES[dtype]).removeprefix("torch.")
-        return OpRecord(seq, OPS[op], tuple(shape[:dims]), name, detail % 256, self._file_name(file), line, state == _LEFT)
+        dtype = str(DTYPES[dtype]).removeprefix("torch.")
+        place = self._file_name(file), line
+        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, *place, state == _LEFT)
 
     def signature(self, seq: int) -> bytes:
         """The part of a record that has to be the same on all ranks."""
