@@ -104,6 +104,27 @@ def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, wor
     assert asked == {"notebooks": ["01", "02"], "parameters": [["seed", "1"]], "out": None}
 
 
+@pytest.mark.parametrize("broken", ["neither", "units", "notebooks", "both"])
+def test_both_halves_of_the_tests_always_run_and_either_can_fail_them(launch, monkeypatch, capsys, broken):
+    ran = []
+
+    def pytest_run(command, cwd):
+        half = "notebooks" if "--nbval" in command else "units"
+        ran.append(half)
+        return int(broken in (half, "both"))
+
+    monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
+    monkeypatch.setattr(launch.subprocess, "call", pytest_run)
+    if broken == "neither":
+        launch.test([])
+    else:
+        with pytest.raises(SystemExit, match="failed: ") as stop:
+            launch.test([])
+        assert ("unit tests" in stop.value.code) == (broken != "notebooks")
+        assert ("stored text" in stop.value.code) == (broken != "units")
+    assert ran == ["units", "notebooks"]
+
+
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
