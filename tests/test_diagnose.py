@@ -144,6 +144,11 @@ def test_one_crossed_rounding_boundary_in_float64_is_not_taken_for_a_bug():
     assert diagnose(report).fault is None and "rounding boundary" in diagnose(report).sentence
 
 
+def test_nan_in_float64_is_no_rounding():
+    report = align("fable", prompts(768), dtype="float64", patches=[fault("nan_mask")], logical=True)
+    assert diagnose(report).fault == "nan_mask"
+
+
 def test_a_small_error_of_the_angles_is_not_taken_for_other_positions():
     def apply_rope(self, q, k, cos, sin):
         q, k = original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)

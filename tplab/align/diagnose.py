@@ -58,8 +58,11 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
 
 def _rounding_crossing(case: Case) -> Diagnosis | None:
     """In float64, is all of it no larger than one float32 rounding boundary that was crossed?"""
-    worst = max(max(point.relative, float(point.nan + point.inf)) for point in case.report.points)
-    if case.report.dtype is not torch.float64 or not worst < CROSSING:
+    points = case.report.points
+    if case.report.dtype is not torch.float64 or any(point.nan or point.inf for point in points):
+        return None  # a point of NaN only has a relative difference of NaN, which max() would pass over
+    worst = max(point.relative for point in points)
+    if worst >= CROSSING:
         return None
     return case.found(None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what "
                       "one value leaves that falls on the other side of a float32 rounding boundary (norms and softmax "
