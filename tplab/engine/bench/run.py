@@ -89,20 +89,19 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, show) -
                 continue
             try:
                 peer = make(ckpt, tp, dtype)
+                stack.callback(peer.close)
+                peer.time(work)  # warm up; Hugging Face's tensor parallelism loads models that it cannot run
             except RankError as error:
                 if make is Tplab:
                     raise
                 absent["HF tensor parallel"] = error.summary
                 continue
-            stack.callback(peer.close)
             peers.append(peer)
         limit = Limit(ckpt, tp) if kind == "decode" else None
         if limit:
             stack.callback(limit.close)
         values: dict[str, list[float]] = {peer.name: [] for peer in peers}
         limits: list[float] = []
-        for peer in peers:
-            peer.time(work)  # warm up
         for number in range(rounds):
             for peer in peers[number % len(peers):] + peers[:number % len(peers)]:
                 time.sleep(PAUSE)
