@@ -1,4 +1,4 @@
-"""A stand-in for the ranks: a paged memory of *tokens* and a model that is a function of the tokens it finds there."""
+"""A stand-in for the ranks: a paged memory, and a model that is a function of what it finds there."""
 
 import hashlib
 
@@ -7,22 +7,30 @@ from tplab.engine.runner import token_positions
 from tplab.engine.step import StepInput, StepOutput
 
 VOCAB, EOS = 11, 0
-NOTHING = -1
+NOTHING = None
 
 
-def next_token(token_ids) -> int:
-    """What the pretended model says after ``token_ids``: every token matters, and so does their order."""
-    return hashlib.blake2b(bytes(token_ids), digest_size=2).digest()[0] % VOCAB
+def content(before: bytes, token: int) -> bytes:
+    """What stands in a slot: it depends on the token and, as keys and values do, on everything before it."""
+    return hashlib.blake2b(before + bytes([token]), digest_size=4).digest()
+
+
+def next_token(contents) -> int:
+    """What the pretended model says when it sees these slots: each of them matters, and so does their order."""
+    return hashlib.blake2b(b"".join(contents), digest_size=2).digest()[0] % VOCAB
 
 
 def one_at_a_time(prompt, max_tokens, stop_token_ids=(), ignore_eos=False) -> list[int]:
     """The output that the prompt must get, whatever else happens."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens))
-        if tokens[-1] in stop_token_ids or (tokens[-1] == EOS and not ignore_eos):
+    contents, output = [b""], []
+    for token in prompt:
+        contents.append(content(contents[-1], token))
+    while len(output) < max_tokens:
+        output.append(next_token(contents[1:]))
+        contents.append(content(contents[-1], output[-1]))
+        if output[-1] in stop_token_ids or (output[-1] == EOS and not ignore_eos):
             break
-    return tokens[len(prompt):]
+    return output
 
 
 class RanksFailed(Exception):
@@ -64,12 +72,12 @@ class TokenRanks:
             new = token_ids or (self.drawn[rank][number],)
             assert len(new) == segment.count
             slots.append(slot_mapping(segment.block_ids, token_positions(segment), self.block_size))
-            for slot, token in zip(slots[-1], new, strict=True):
-                memory[slot] = token
+            seen = slot_mapping(segment.block_ids, range(segment.start + segment.count), self.block_size)
+            for position, slot, token in zip(token_positions(segment), slots[-1], new, strict=True):
+                memory[slot] = content(memory[seen[position - 1]] if position else b"", token)
+            contents = [memory[slot] for slot in seen]
+            assert NOTHING not in contents, f"sequence {number} reads a slot that was never written"
             if draw is not None:
-                seen = slot_mapping(segment.block_ids, range(segment.start + segment.count), self.block_size)
-                tokens = [memory[slot] for slot in seen]
-                assert NOTHING not in tokens, f"sequence {number} reads a slot that was never written"
-                drawn[number] = next_token(tokens)
+                drawn[number] = next_token(contents)
         self.drawn[rank] = drawn
         return StepOutput(drawn, {}, slots)

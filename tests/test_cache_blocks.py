@@ -44,6 +44,23 @@ def test_equal_beginnings_share_blocks_and_nothing_else():
     pool.check([first.blocks, second.blocks, other.blocks])
 
 
+def test_a_block_behind_another_beginning_is_another_block():
+    """[3, 4] behind [1, 2] and behind [9, 9]: each sequence finds its own."""
+    pool = BlockPool(8, 2)
+    first, second = table_of(pool, [1, 2, 3, 4, 5]), table_of(pool, [9, 9, 3, 4, 5])
+    assert BlockTable(pool).find_prefix([9, 9, 3, 4, 7]) == second.blocks[:2] != first.blocks[:2]
+
+
+def test_what_is_computed_again_can_be_found_again():
+    pool = BlockPool(4, 2)
+    table = table_of(pool, [1, 2, 3, 4])
+    table.release()
+    pool.release([pool.allocate() for _ in range(4)])  # somebody else had all blocks meanwhile
+    table.grow(4)
+    table.register([1, 2, 3, 4], 4)
+    assert BlockTable(pool).find_prefix([1, 2, 3, 4, 5]) == table.blocks
+
+
 def test_the_last_token_is_never_covered():
     """Its logits are needed, so it must be computed even where everything is in the cache."""
     pool = BlockPool(8, 2)

@@ -4,12 +4,14 @@ import hypothesis.strategies as st
 import pytest
 from helpers_engine import EOS, VOCAB, RanksFailed, TokenRanks, one_at_a_time
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (RuleBasedStateMachine, initialize, invariant, precondition, rule,
+                                 run_state_machine_as_test)
 
 from tplab.engine import Engine, SamplingParams
 from tplab.engine.errors import RequestError
 
-STEPS = {"engine steps": 0, "preemptions": 0, "prefix hits": 0, "aborted": 0, "failed steps": 0, "finished": 0}
+STEPS = {"engine steps": 0, "preemptions": 0, "prefix hits": 0, "aborted": 0, "failed steps": 0,
+         "restarts": 0, "finished": 0}
 
 
 # Beginnings that many share, ends of their own.
@@ -29,43 +31,54 @@ class Load(RuleBasedStateMachine):
                              max_num_batched_tokens=budget, enable_prefix_caching=prefix, strict=True)
         self.expected = {}
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 20),
-          stop=st.sets(st.integers(1, VOCAB - 1), max_size=2), ignore_eos=st.booleans())
-    def arrive(self, prompt, max_tokens, stop, ignore_eos):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=sorted(stop), ignore_eos=ignore_eos)
-        try:
-            sequence = self.engine.add(prompt, params)
-        except RequestError as error:
-            assert "blocks" in str(error)
-            assert len(prompt) + max_tokens - 1 > self.engine.pool.num_blocks * self.engine.pool.block_size
-            return
-        self.expected[sequence] = one_at_a_time(prompt, min(max_tokens, 30 - len(prompt)), stop, ignore_eos)
+    @rule(requests=st.lists(st.tuples(PROMPTS, st.integers(4, 20), st.sets(st.integers(1, VOCAB - 1), max_size=1),
+                                      st.booleans()), min_size=1, max_size=3))
+    def arrive(self, requests):
+        for prompt, max_tokens, stop, ignore_eos in requests:
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=sorted(stop),
+                                    ignore_eos=ignore_eos)
+            try:
+                sequence = self.engine.add(prompt, params)
+            except RequestError as error:
+                assert "blocks" in str(error)
+                assert len(prompt) + max_tokens - 1 > self.engine.pool.num_blocks * self.engine.pool.block_size
+                continue
+            self.expected[sequence] = one_at_a_time(prompt, min(max_tokens, 30 - len(prompt)), stop, ignore_eos)
 
-    @rule(count=st.integers(1, 12))
+    def busy(self):
+        return hasattr(self, "engine") and self.engine.scheduler.has_unfinished
+
+    @precondition(busy)
+    @rule(count=st.integers(1, 6))
     def step(self, count):
         for _ in range(count):
-            if self.engine.scheduler.has_unfinished:
+            if self.busy():
                 self.engine.step()
                 STEPS["engine steps"] += 1
 
+    @precondition(busy)
     @rule(which=st.integers(0, 100))
     def cancel(self, which):
         unfinished = [s for s in self.expected if s.finish_reason is None]
-        if unfinished:
-            self.engine.finish(unfinished[which % len(unfinished)], "abort")
-            STEPS["aborted"] += 1
+        self.engine.finish(unfinished[which % len(unfinished)], "abort")
+        STEPS["aborted"] += 1
 
+    @precondition(busy)
     @rule(rank=st.integers(0, 1), lost=st.booleans())
     def ranks_fail(self, rank, lost):
-        if not self.engine.scheduler.has_unfinished:
-            return
         self.ranks.fail_after = min(rank, self.ranks.size - 1)
         with pytest.raises(RanksFailed):
             self.engine.step()
         if lost:
-            self.ranks.lose_everything()
-            self.engine.recompute()
+            self.restart()
         STEPS["failed steps"] += 1
+
+    @precondition(busy)
+    @rule()
+    def restart(self):
+        self.ranks.lose_everything()
+        self.engine.recompute()
+        STEPS["restarts"] += 1
 
     @invariant()
     def tokens_are_right(self):
@@ -78,7 +91,7 @@ class Load(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        while self.engine.scheduler.has_unfinished:
+        while self.busy():
             self.engine.step()
             STEPS["engine steps"] += 1
         self.tokens_are_right()
@@ -93,7 +106,6 @@ def test_random_load():
     """At least 5,000 engine steps, and each of the hard things really happened."""
     for name in STEPS:
         STEPS[name] = 0
-    run_state_machine_as_test(Load, settings=settings(max_examples=250, stateful_step_count=40, deadline=None))
+    while STEPS["engine steps"] < 5000 or min(STEPS.values()) < 50:
+        run_state_machine_as_test(Load, settings=settings(max_examples=50, stateful_step_count=40, deadline=None))
     print(STEPS)
-    assert STEPS["engine steps"] >= 5000
-    assert min(STEPS.values()) >= 50, STEPS

@@ -94,11 +94,7 @@ class Engine:
                 self._refuse_standstill()
                 return []
             step = describe(self.scheduler.step_number, scheduled)
-            try:
-                outputs: list[StepOutput] = self.executor.execute(step)
-            except BaseException:
-                self.distrust_ranks()
-                raise
+            outputs: list[StepOutput] = self.executor.execute(step)
             if self.checks:
                 self.checks.after(step, outputs)
             self.last_logprobs = outputs[0].logprobs
@@ -134,11 +130,6 @@ class Engine:
         if sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, reason)
             sequence.metrics.finished_time = time.perf_counter()
-
-    def distrust_ranks(self) -> None:
-        """A step was not completed everywhere: what ranks remember of it may differ, so they are told all again."""
-        for sequence in self.scheduler.running:
-            sequence.sampled_in_step = -1
 
     def recompute(self) -> None:
         """The ranks' caches are gone: all sequences wait and compute their tokens again."""

@@ -89,6 +89,7 @@ def describe(number: int, scheduled: list[tuple[Sequence, int]]) -> StepInput:
 def _describe_one(number: int, sequence: Sequence, count: int) -> SequenceStep:
     start, p = sequence.num_computed_tokens, sequence.params
     segment = Segment(start, count, block_ids_for_ranks(sequence), sequence.num_prompt_tokens)
+    # Only from the very last step: after one that failed, ranks may remember different tokens.
     drawn_just_now = count == 1 and sequence.sampled_in_step == number - 1
     token_ids = () if drawn_just_now else tuple(sequence.token_ids[start:start + count])
     draw = None
