@@ -46,7 +46,7 @@ def test_the_ranks_have_the_last_word(capsys):
         return scores.masked_fill(mask, float("-inf")) if scores.shape[-1] == 4 and scores.shape[1] == 2 else scores
 
     report = show.check_mask(mask_scores, "fable", [*IDS, 9], tensor_parallel_size=1)
-    assert capsys.readouterr().out.startswith("NOT YET  mask_scores: Attention fits a softmax over the whole prompt")
+    assert capsys.readouterr().out.startswith("NOT YET  mask_scores: Attention fits a softmax over all keys there are")
     assert not report.ok
 
 
