@@ -22,8 +22,8 @@ def test_the_fused_norm_gives_hugging_faces_bits(size, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 16, 65])
-@pytest.mark.parametrize("out_features,in_features", [(1, 1), (3, 129), (64, 32), (577, 96)])
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 65])
+@pytest.mark.parametrize("out_features,in_features", [(1, 1), (3, 129), (64, 32), (577, 96), (9001, 150)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(dtype, rows, out_features, in_features, bias):
     """Whichever kernel runs, it is x @ W.T + b within rounding, and a slice of a wider tensor will do as x."""

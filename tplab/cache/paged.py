@@ -95,7 +95,7 @@ class PagedKVCache:
 
 # Sequences whose keys and values of one layer fit into this many bytes decode in one padded batch: copying so few is
 # quicker than one more call. Longer ones are read where they lie.
-TOGETHER_BYTES = 1 << 16
+TOGETHER_BYTES = 1 << 19
 
 
 class PagedContext:
@@ -133,7 +133,10 @@ class PagedContext:
             # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
             slots = [self._slots(segment, keys)[torch.arange(longest).clamp_(max=keys - 1)] for _, segment, keys in together]
             starts = torch.tensor([[segment.start] for _, segment, _ in together])
-            yield torch.tensor([row for row, _, _ in together]), torch.cat(slots), causal_mask(starts, longest)
+            rows = [row for row, _, _ in together]
+            adjacent = rows[-1] - rows[0] == len(rows) - 1
+            yield (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows), torch.cat(slots),
+                   causal_mask(starts, longest))
 
     def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
         """Where one sequence's keys are: a slice if it lies in one piece."""

@@ -32,7 +32,7 @@ class TensorParallelMLP(nn.Module):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        hidden = self.act(gate) * up
+        hidden = self.act(gate).mul_(up)
         point(name + "mlp_act", hidden)
         partial = self.down_proj.partial(hidden)
         point(name + "mlp_partial", partial)

@@ -11,7 +11,7 @@ from tplab.ranks import RankPool, all_reduce, state
 from tplab.shard import ShardPlan
 
 
-def bench_load(ckpt: Checkpoint, tp: int, dtype: str, show) -> dict:
+def bench_load(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dict:
     """Bytes read, private memory and seconds per rank, for one rank and for ``tp``; each in fresh processes."""
     total = sum(_bytes(info) for info in ckpt.tensors.values())
     rows = []
@@ -20,13 +20,13 @@ def bench_load(ckpt: Checkpoint, tp: int, dtype: str, show) -> dict:
             found = pool.run(measure_load, ckpt, ShardPlan.from_config(ckpt.config, size), dtype)
         rows += [{"ranks": size, "rank": i, **one, "read_share": one["bytes_read"] / total,
                   "private_share": one["private"] / (rows or found)[0]["private"]} for i, one in enumerate(found)]
-    show(f"load, {ckpt.name}, {dtype}, checkpoint of {total / 1e6:.0f} MB")
+    show(f"load, {model}, {dtype}, checkpoint of {total / 1e6:.0f} MB")
     show(f"{'':20}{'read':>12}{'of the checkpoint':>20}{'private memory':>18}{'of one rank':>14}{'seconds':>10}")
     for row in rows:
         name = f"rank {row['rank']} of {row['ranks']}"
         show(f"{name:20}{row['bytes_read'] / 1e6:9.0f} MB{row['read_share']:20.3f}{row['private'] / 1e6:15.0f} MB"
              f"{row['private_share']:14.2f}{row['seconds']:10.2f}")
-    return {"benchmark": "load", "model": ckpt.name, "tp": tp, "dtype": dtype, "rows": rows}
+    return {"benchmark": "load", "model": model, "tp": tp, "dtype": dtype, "rows": rows}
 
 
 def measure_load(ckpt: Checkpoint, plan: ShardPlan, dtype: str) -> dict:

@@ -5,13 +5,15 @@ import statistics
 import time
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.bench.loading import bench_load
 from tplab.engine.bench.memory import bandwidth
 from tplab.engine.bench.peers import HuggingFace, HuggingFaceTP, Tplab, Work
 from tplab.engine.bench.random_model import RANDOM_MODELS, random_checkpoint
 from tplab.engine.errors import EngineError
-from tplab.ranks import RankError
+from tplab.ranks import RankError, RankPool
 
 PAUSE = 0.3  # seconds between contestants: threads that spin for a while after their work have gone to sleep
 STREAMED = 1 << 28  # bytes per rank: far beyond any cache
@@ -68,7 +70,10 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
     if not isinstance(rounds, int) or rounds < 5:
         raise BenchError(f"a median needs at least 5 rounds, not {rounds!r}")
     with _checkpoint(model) as ckpt:
-        return bench_load(ckpt, tp, dtype, show) if kind == "load" else _race(kind, ckpt, tp, rounds, dtype, show)
+        if kind == "load":
+            return bench_load(ckpt, model, tp, dtype, show)
+        values, limits, absent = _race(kind, ckpt, tp, rounds, dtype)
+    return _table(kind, model, tp, dtype, values, limits, absent, show)
 
 
 @contextmanager
@@ -80,7 +85,9 @@ def _checkpoint(model: str):
         yield open_checkpoint(folder)
 
 
-def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, show) -> dict:
+def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str
+          ) -> tuple[dict[str, list[float]], list[float], dict[str, str]]:
+    """What each contestant reached in each round, the limit in each round, and who could not take part, and why."""
     work = WORKS[kind](ckpt.config.vocab_size, ckpt.config.max_position_embeddings)
     with ExitStack() as stack:
         peers, absent = [], {}
@@ -97,7 +104,7 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, show) -
                 absent["HF tensor parallel"] = error.summary
                 continue
             peers.append(peer)
-        limit = Limit(ckpt, tp) if kind == "decode" else None
+        limit = Limit(ckpt, tp, dtype) if kind == "decode" else None
         if limit:
             stack.callback(limit.close)
         values: dict[str, list[float]] = {peer.name: [] for peer in peers}
@@ -109,19 +116,17 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, show) -
             if limit:
                 time.sleep(PAUSE)
                 limits.append(limit.measure())
-    return _table(kind, ckpt, tp, dtype, values, limits, absent, show)
+    return values, limits, absent
 
 
 class Limit:
     """Tokens per second if decoding did nothing but read every weight once."""
 
-    def __init__(self, ckpt: Checkpoint, tp: int):
-        from tplab.ranks import RankPool
-
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
         self.pool = RankPool(tp, timeout=600)
         weights = sum(_count(info.shape) for name, info in ckpt.tensors.items()
                       if ckpt.config.tie_word_embeddings or "embed_tokens" not in name)
-        self.bytes = 4 * weights
+        self.bytes = weights * getattr(torch, dtype).itemsize
 
     def measure(self) -> float:
         """One round."""
@@ -148,11 +153,11 @@ def _value(kind: str, work: Work, timing) -> float:
     return work.useful_tokens / timing.total
 
 
-def _table(kind, ckpt, tp, dtype, values, limits, absent, show) -> dict:
+def _table(kind, model, tp, dtype, values, limits, absent, show) -> dict:
     ours = next(iter(values.values()))
     unit = {"decode": "tokens/s", "prefill": "prompt tokens/s", "batch": "useful tokens/s"}[kind]
     rows = []
-    show(f"{kind}, {ckpt.name}, {dtype}, {tp} rank{'s' * (tp > 1)}, {len(ours)} rounds")
+    show(f"{kind}, {model}, {dtype}, {tp} rank{'s' * (tp > 1)}, {len(ours)} rounds")
     show(f"{'':32}{unit:>18}{'spread':>18}{'tplab is':>12}")
     for name, seen in {**values, **({"limit: weights once from memory": limits} if limits else {})}.items():
         # The ratio of each round, then the median: what disturbs a round disturbs both.
@@ -163,4 +168,4 @@ def _table(kind, ckpt, tp, dtype, values, limits, absent, show) -> dict:
         show(f"{name:32}{row['median']:18.1f}{spread:>18}{ratio:>10.2f} ×")
     for name, why in absent.items():
         show(f"{name}: not possible here: {why}")
-    return {"benchmark": kind, "model": ckpt.name, "tp": tp, "dtype": dtype, "unit": unit, "rows": rows, "absent": absent}
+    return {"benchmark": kind, "model": model, "tp": tp, "dtype": dtype, "unit": unit, "rows": rows, "absent": absent}
