@@ -63,3 +63,27 @@ def test_without_torchrun_it_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RankError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start this with torchrun"):
         join_torchrun()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_gloo_outlives_the_group(tmp_path):
+    """One that does aborts the process in about one exit of ten: it drops a tensor when Python is ending."""
+    done = torchrun(
+        tmp_path,
+        """
+import atexit, pathlib
+def threads():
+    print(sorted(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")), flush=True)
+atexit.register(threads)  # runs after what is registered later
+me, _ = join_torchrun()
+from transformers.models.qwen2 import modeling_qwen2
+all_reduce(torch.ones(2))
+if me == 1:
+    atexit.unregister(threads)
+else:
+    threads()
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    during, after = done.stdout.splitlines()
+    assert "gloo" in during and "gloo" not in after

@@ -88,11 +88,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         ``[batch, kv_heads * group, queries, head_dim]``.
     """
     batch, heads, queries, head_dim = q.shape
-    grouped = (batch, k.shape[1], -1)
-    scores = torch.matmul(q.reshape(*grouped, head_dim), k.transpose(2, 3)) * scaling
-    scores = mask_scores(scores.view(batch, heads, queries, -1), mask)
+    groups, keys = batch * k.shape[1], k.shape[2]
+    k, v = k.reshape(groups, keys, head_dim), v.reshape(groups, keys, head_dim)
+    scores = torch.bmm(q.reshape(groups, -1, head_dim), k.transpose(1, 2)).mul_(scaling)
+    scores = mask_scores(scores.view(batch, heads, queries, keys), mask)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(weights.view(*grouped, weights.shape[-1]), v).view(batch, heads, queries, head_dim)
+    return torch.bmm(weights.view(groups, -1, keys), v).view(batch, heads, queries, head_dim)
 
 
 class TensorParallelAttention(nn.Module):
@@ -139,9 +140,9 @@ class TensorParallelAttention(nn.Module):
 
     def apply_rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
                    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k, ``[tokens, heads, head_dim]``, in the layout that Hugging Face's function expects."""
-        q, k = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-        return q[0].transpose(0, 1), k[0].transpose(0, 1)
+        """Rotate q and k, ``[tokens, heads, head_dim]``; cos and sin get a dimension where these have their heads."""
+        q, k = self.rotate(q[None], k[None], cos, sin, unsqueeze_dim=2)
+        return q[0], k[0]
 
     def attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
                    ) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Ranks that torchrun has started: the same functions over gloo, also across machines."""
 
 import atexit
+import importlib
 import json
 import os
 from dataclasses import asdict
@@ -27,6 +28,8 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
     if missing:
         raise RankError(f"join_torchrun: {', '.join(missing)} not set; start this with torchrun --nproc-per-node N …")
     if not dist.is_initialized():
+        # Imported later (transformers does), it would keep the group alive: WORLD is the default of its arguments.
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         atexit.register(_leave)
     group = GlooGroup(dist.get_rank(), dist.get_world_size(), strict)
@@ -35,7 +38,7 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
 
 
 def _leave() -> None:
-    """Gloo's threads abort a process that ends without this."""
+    """Gloo's threads abort a process that ends without this: they drop tensors, which they may not once Python ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
