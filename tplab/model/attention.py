@@ -140,24 +140,19 @@ class TensorParallelAttention(nn.Module):
 
     def apply_rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
                    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k, ``[tokens, heads, head_dim]``; cos and sin get a dimension where these have their heads."""
-        q, k = self.rotate(q[None], k[None], cos, sin, unsqueeze_dim=2)
-        return q[0], k[0]
+        """Rotate q and k, ``[tokens, heads, head_dim]``, in the layout that Hugging Face's function expects."""
+        q, k = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+        return q[0].transpose(0, 1), k[0].transpose(0, 1)
 
     def attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
                    ) -> torch.Tensor:
         """Attention of all flattened tokens, ``[tokens, heads here, head_dim]``, batch by batch of the context."""
-        out = None
+        out = torch.empty_like(q)
         for rows, keys, values, mask in context.batches(self.layer, k, v):
             batch, _, queries, _ = mask.shape
             q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
             attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop], values[:, kv.start:kv.stop],
                                mask, self.scaling) for heads, kv in self.groups]
             whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
-            whole = whole.transpose(1, 2).flatten(0, 1)
-            if len(whole) == len(q):
-                return whole
-            if out is None:
-                out = torch.empty_like(q)
-            out[rows] = whole
+            out[rows] = whole.transpose(1, 2).flatten(0, 1)
         return out

@@ -1,9 +1,8 @@
 """Rotary position embedding, by Hugging Face's own code.
 
 Nothing here computes an angle. The rotary module of the model's own architecture makes ``cos`` and ``sin`` (in
-float32, then cast to the activations' dtype) and its own ``apply_rotary_pos_emb`` applies them, with its shapes: cos
-and sin as ``[batch, tokens, head_dim]``, q and k as ``[batch, heads, tokens, head_dim]``, or with heads and tokens
-changed over where ``unsqueeze_dim`` says so.
+float32, then cast to the activations' dtype) and its own ``apply_rotary_pos_emb`` applies them, with its shapes:
+q and k as ``[batch, heads, tokens, head_dim]``, cos and sin as ``[batch, tokens, head_dim]``.
 """
 
 from importlib import import_module
@@ -60,5 +59,5 @@ class Rotary:
 
 
 def rotate(model_type: str):
-    """The architecture's own ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``."""
+    """The architecture's own ``apply_rotary_pos_emb(q, k, cos, sin)``."""
     return _modeling(model_type).apply_rotary_pos_emb
