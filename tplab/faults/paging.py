@@ -47,6 +47,8 @@ FAULTS = (
           first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
           patches=(Patch("tplab.cache.paged.slot_mapping", slot_off_by_one),),
           sightings=(
+              ("MinivLLM counted 0 tokens in a last block that was full, so the decode slot fell just before that block.",
+               "https://github.com/Wenyueh/MinivLLM/issues/76"),
               ("vLLM's slot mapping read past the end of a block table and into its neighbour's row.",
                "https://github.com/vllm-project/vllm/pull/54296"),)),
     Fault("stale_block_table", "after a preemption the ranks still have the old blocks",
@@ -54,8 +56,8 @@ FAULTS = (
           first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
           patches=(Patch("tplab.engine.step.block_ids_for_ranks", stale_block_table),),
           sightings=(
-              ("vLLM: what a preempted request had been given was not cleared, and its table did not begin at its first "
-               "block.", "https://github.com/vllm-project/vllm/pull/26661"),
+              ("LMCache's connector kept a preempted request's freed block ids until new ones came.",
+               "https://github.com/LMCache/LMCache/pull/2984"),
               ("nano-vllm: a preempted sequence was taken for one that decodes.",
                "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),
               ("vllm-rbln could put a freed block into the table of a request that came back.",
