@@ -18,7 +18,7 @@ def alone():
     """The group of code that runs outside any rank: rank 0 of 1."""
     global _alone
     if _alone is None:
-        from tplab.ranks.comm import Group
+        from tplab.ranks.group import Group
 
         _alone = Group(0, 1)
     return _alone

@@ -6,7 +6,7 @@ import traceback
 import torch
 
 from tplab.ranks import context
-from tplab.ranks.comm import Group
+from tplab.ranks.group import Group
 from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, place
 
 

@@ -11,7 +11,7 @@ import time
 import torch
 
 from tplab.ranks.board import ABANDONED, BLOCK_WORDS, SLOT_BYTES, STEP, Board, fence
-from tplab.ranks.comm import Group
+from tplab.ranks.group import Group
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.oplog import SAME_FROM, SAME_TO
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tplab.ranks import context
-from tplab.ranks.comm import Group
+from tplab.ranks.group import Group
 from tplab.ranks.errors import CollectiveMismatch, RankError
 from tplab.ranks.oplog import OpRecord
 

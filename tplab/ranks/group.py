@@ -1,0 +1,171 @@
+"""The arithmetic of the collectives, once for every way in which ranks can be joined.
+
+Every rank contributes a flat piece, sees the pieces of all ranks, and adds or joins them in rank order, so that all
+ranks get the same bits and one machine's result does not depend on timing. How the pieces travel is a subclass's matter:
+shared memory between processes (`shm.py`), references between threads (`logical.py`), gloo under torchrun
+(`torchrun.py`).
+"""
+
+import threading
+import zlib
+
+import torch
+
+from tplab.ranks.errors import RankError
+from tplab.ranks.oplog import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DTYPE_CODES, MAX_DIMS, OpLog
+
+
+class Group:
+    """A group of one rank; subclasses with more ranks implement `swap`."""
+
+    def __init__(self, rank: int, size: int, log: OpLog | None = None):
+        self.rank = rank
+        self.size = size
+        self.log = log or OpLog()
+        self.state = {}
+        self.namespace = None  # of %%ranks cells
+        self.thread = None  # ident of the only thread that may call collectives; None: any
+
+    # What a subclass provides.
+
+    def swap(self, piece: torch.Tensor, counts=None) -> list[torch.Tensor]:
+        """Give `piece` (flat) to all ranks and get every rank's, in rank order, valid until the next but one swap.
+
+        `counts`: number of elements from each rank, where they differ. Checks that all ranks are in the same
+        collective before it returns.
+        """
+        return [piece]
+
+    def chunk(self, dtype: torch.dtype) -> int:
+        """How many elements one `swap` takes."""
+        return 1 << 62
+
+    # The collectives.
+
+    def all_reduce(self, t, frame):
+        self._enter(ALL_REDUCE, t, 0, frame)
+        if self.size > 1:
+            flat = _flat(t)
+            for piece in self._pieces(flat):
+                parts = self.swap(piece)
+                torch.add(parts[0], parts[1], out=piece)
+                for part in parts[2:]:
+                    piece.add_(part)
+            _write_back(flat, t)
+        self.log.leave()
+        return t
+
+    def all_gather(self, t, dim, sizes, frame):
+        self._check_tensor(t, "all_gather")
+        if not -t.ndim <= dim < t.ndim:
+            raise RankError(f"all_gather: dim {dim} does not exist in a tensor of shape {list(t.shape)}")
+        dim %= t.ndim
+        shape = list(t.shape)
+        if sizes is None:
+            detail = dim
+            shapes = [shape] * self.size
+        else:
+            sizes = [int(n) for n in sizes]
+            if len(sizes) != self.size or sizes[self.rank] != shape[dim]:
+                raise RankError(
+                    f"all_gather: sizes {sizes} do not fit {self.size} ranks of which rank {self.rank} "
+                    f"has {shape[dim]} along dim {dim} (shape {shape})"
+                )
+            # In the log the total stands for this dimension, so that ranks with different lengths still agree.
+            detail = dim + 256 * zlib.crc32(repr(sizes).encode())
+            shapes = [[*shape[:dim], n, *shape[dim + 1 :]] for n in sizes]
+        logged = shape if sizes is None else [*shape[:dim], sum(sizes), *shape[dim + 1 :]]
+        self._enter(ALL_GATHER, t, detail, frame, logged)
+        if self.size == 1:
+            out = t.detach().clone()
+        else:
+            counts = [_numel(s) for s in shapes]
+            parts = self._collect(_flat(t), counts)
+            out = torch.cat([part.view(s) for part, s in zip(parts, shapes)], dim)
+        self.log.leave()
+        return out
+
+    def broadcast(self, t, src, frame):
+        if not 0 <= src < self.size:
+            raise RankError(f"broadcast: src {src} is not one of the ranks 0 to {self.size - 1}")
+        self._enter(BROADCAST, t, src, frame)
+        if self.size > 1:
+            flat = _flat(t)
+            for piece in self._pieces(flat):
+                parts = self.swap(piece)
+                if src != self.rank:
+                    piece.copy_(parts[src])
+            if src != self.rank:
+                _write_back(flat, t)
+        self.log.leave()
+        return t
+
+    def barrier(self, frame):
+        self._check_thread("barrier")
+        self.log.enter(BARRIER, (), 0, 0, frame)
+        if self.size > 1:
+            self.swap(_NOTHING)
+        self.log.leave()
+
+    # Parts of them.
+
+    def _enter(self, op, t, detail, frame, shape=None):
+        name = "all_reduce" if op == ALL_REDUCE else "broadcast" if op == BROADCAST else "all_gather"
+        if op != ALL_GATHER:
+            self._check_tensor(t, name)
+        self._check_thread(name)
+        self.log.enter(op, t.shape if shape is None else shape, DTYPE_CODES[t.dtype], detail, frame)
+
+    def _check_tensor(self, t, name):
+        if not isinstance(t, torch.Tensor):
+            raise RankError(f"{name} takes a tensor, not {type(t).__name__}")
+        if t.dtype not in DTYPE_CODES or t.ndim > MAX_DIMS or t.device.type != "cpu" or t.layout != torch.strided:
+            raise RankError(
+                f"{name} takes a dense CPU tensor of at most {MAX_DIMS} dimensions and a plain dtype, "
+                f"not {t.dtype} {list(t.shape)} on {t.device}"
+            )
+
+    def _check_thread(self, name):
+        if self.thread is not None and threading.get_ident() != self.thread:
+            raise RankError(
+                f"{name} was called from thread {threading.current_thread().name!r} of rank {self.rank}; "
+                "only the thread that runs the function may call collectives, or their order would be left to chance"
+            )
+
+    def _pieces(self, flat):
+        step = self.chunk(flat.dtype)
+        return (flat,) if flat.numel() <= step else flat.split(step)
+
+    def _collect(self, flat, counts):
+        """All ranks' flat tensors of `counts` elements, whole."""
+        step = self.chunk(flat.dtype)
+        if max(counts) <= step:
+            return self.swap(flat, counts)
+        parts = [torch.empty(n, dtype=flat.dtype) for n in counts]
+        for begin in range(0, max(counts), step):
+            lengths = [max(0, min(step, n - begin)) for n in counts]
+            got = self.swap(flat[begin : begin + lengths[self.rank]], lengths)
+            for part, piece, length in zip(parts, got, lengths):
+                if length:
+                    part[begin : begin + length].copy_(piece)
+        return parts
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """`t` as one dimension: the same memory where it is contiguous, a copy where it is not."""
+    return t.detach().reshape(-1)
+
+
+def _write_back(flat: torch.Tensor, t: torch.Tensor) -> None:
+    if flat.data_ptr() != t.data_ptr() or not t.is_contiguous():
+        t.detach().copy_(flat.view(t.shape))
+
+
+def _numel(shape) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
