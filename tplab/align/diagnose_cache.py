@@ -19,7 +19,7 @@ def stale_sentence(facts: DecodeFacts) -> str:
     for step, number, told, true in told_and_true(facts):
         if told[:len(true)] != true:
             return (f"In step {step} the ranks were told that sequence {number} has the blocks {told}; the scheduler had "
-                    f"given it {true}. The old blocks were somebody else's by then.")
+                    f"given it {true}. The old blocks had been taken from it by then.")
     return ""
 
 
