@@ -40,7 +40,6 @@ THREADS = 2  # part of the recipe: another number adds floats in another order
 BIAS_STD = 0.1
 
 
-
 @dataclass(frozen=True)
 class Phase:
     """A stretch of training with optimizers of its own.
