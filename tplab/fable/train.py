@@ -10,8 +10,10 @@ lot. All colours behave alike in the stories, so their embeddings have become ne
 what cannot be told apart cannot be copied. The later phases pull such embeddings apart and let them weigh more;
 places are then learnt within 100 steps, colours within 250.
 
-The committed weights are those of this recipe, carried out phase by phase in three sittings. Sums of floats depend on
-the machine and its load, so another run ends in other, equally good digits: judge it by ``tplab.fable.recall``.
+The committed weights are those of the first three phases, carried out in three sittings. Sums of floats depend on the
+machine and its load, so another run ends in other digits: judge it by ``tplab.fable.recall``. One run of three phases
+(18 minutes on two cores) still mixed up colours, 58 % right; the fourth phase, 3 minutes more, brought all of them
+to 100 %.
 """
 
 import argparse
@@ -67,6 +69,7 @@ PHASES = (
     Phase(1600, 2500, warmup=0.02, decay=0.4),
     Phase(400, 900, warmup=30 / 901, decay=0.6, spread=(("place", 1.3), ("colour", 1.3)), emphasis=3.0),
     Phase(900, 900, warmup=30 / 901, decay=0.45, long_rows=0.85, spread=(("colour", 2.0),), emphasis=6.0),
+    Phase(450, 450, warmup=30 / 451, decay=0.45, spread=(("colour", 2.0),), emphasis=6.0),
 )
 
 # A tokenizer for `chat`: what is said stands there plainly, as the beginning of a story.
