@@ -20,6 +20,7 @@ from tplab.patch import applied
 from tplab.ranks import RankError, RankPool
 from tplab.shard import ShardPlan
 
+
 class LLM:
     """A model on tensor-parallel ranks, with vLLM's names.
 

@@ -6,6 +6,7 @@ shared memory between processes (`shm.py`), references between threads (`logical
 (`torchrun.py`).
 """
 
+import math
 import threading
 import zlib
 
@@ -79,7 +80,7 @@ class Group:
         if self.size == 1:
             out = t.detach().clone()
         else:
-            counts = [_numel(s) for s in shapes]
+            counts = [math.prod(s) for s in shapes]
             parts = self._collect(_flat(t), counts)
             out = torch.cat([part.view(s) for part, s in zip(parts, shapes)], dim)
         self.log.leave()
@@ -162,10 +163,3 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
 def _write_back(flat: torch.Tensor, t: torch.Tensor) -> None:
     if flat.data_ptr() != t.data_ptr() or not t.is_contiguous():
         t.detach().copy_(flat.view(t.shape))
-
-
-def _numel(shape) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count

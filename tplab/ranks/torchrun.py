@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tplab.ranks import context
-from tplab.ranks.group import Group
 from tplab.ranks.errors import CollectiveMismatch, RankError
+from tplab.ranks.group import Group
 from tplab.ranks.oplog import OpRecord
 
 _PAGE = 4096  # bytes for one record as JSON; the op log keeps at most 511 of a file's name

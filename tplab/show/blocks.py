@@ -111,7 +111,7 @@ def moment_drawing(recording: Recording, moment: Moment, across: int = 0) -> Svg
 
 
 def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
-    users = [number for number, table in moment.tables.items() if block in table]
+    users = moment.users(block)
     body, long = "", size * CELL
     for i, number in enumerate(users):
         body += box(x + i * long / len(users), y, long / len(users), 16, colour(number)[0])
@@ -120,7 +120,7 @@ def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
                       anchor="middle", ink=colour(number)[1])
     if not users:
         what = "" if size == 1 else ": free, kept" if moment.findable[block] else ": free"
-        leaked = moment.ref_counts[block] > 0
+        leaked = moment.leaked(block)
         body += box(x, y, long, 16, MARK if leaked else "#f2f2f2")
         body += write(x + long / 2, y + 8, f"{block}: leaked" if leaked else f"{block}{what}", size=10.5, anchor="middle",
                       ink="#000" if leaked else FREE_INK)
@@ -141,8 +141,7 @@ def moment_words(recording: Recording, moment: Moment) -> str:
     shared = [block for block, count in enumerate(moment.ref_counts) if count > 1]
     tables = "; ".join(f"sequence {n} ({moment.status[n]}, {moment.computed[n]} tokens): blocks {list(table)}"
                        for n, table in moment.tables.items()) or "no sequence is left"
-    leaked = [block for block, count in enumerate(moment.ref_counts)
-              if count and not any(block in table for table in moment.tables.values())]
+    leaked = [block for block in range(recording.num_blocks) if moment.leaked(block)]
     return (f"After step {moment.step}: {tables}" + (f"; shared blocks {shared}" if shared else "")
             + (f"; leaked blocks {leaked}" if leaked else ""))
 

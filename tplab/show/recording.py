@@ -30,6 +30,14 @@ class Moment(NamedTuple):
     contents: tuple[tuple[str, ...], ...]
     fresh: frozenset[tuple[int, int]]
 
+    def users(self, block: int) -> list[int]:
+        """The sequences in whose tables a block stands."""
+        return [number for number, table in self.tables.items() if block in table]
+
+    def leaked(self, block: int) -> bool:
+        """Whether a block counts as used and stands in no table."""
+        return self.ref_counts[block] > 0 and not self.users(block)
+
 
 @dataclass
 class Recording:

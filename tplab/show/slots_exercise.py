@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tplab.show.lesson import check
+from tplab.show.judging import verdict
 
 TARGET = "tplab.cache.paged.slot_mapping"
 TABLE, SIZE, TOKENS = [4, 1, 3], 4, 10
@@ -24,20 +24,14 @@ def check_slots(slot_mapping: Callable, model, prompts, *, tensor_parallel_size:
         >>> show.check_slots(slot_mapping, ckpt, prompts)
         NOT YET  slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …
     """
-    from tplab.align import align_decode, diagnose
-    from tplab.patch import Patch
+    from tplab.align import align_decode
 
-    report, name = None, getattr(slot_mapping, "__name__", repr(slot_mapping))
-    try:
-        told = problem(slot_mapping)
-        if not told:
-            report = align_decode(model, prompts, tensor_parallel_size=tensor_parallel_size, dtype=dtype,
-                                  patches=[Patch(TARGET, slot_mapping)])
-            told = "" if report.ok else diagnose(report).sentence
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-    check(name if told else f"{name}: every position that was computed agrees with Hugging Face", not told, told)
-    return report
+    def examine(patch):
+        if told := problem(slot_mapping):
+            return None, told
+        return align_decode(model, prompts, tensor_parallel_size=tensor_parallel_size, dtype=dtype, patches=[patch]), ""
+
+    return verdict(slot_mapping, TARGET, examine, "every position that was computed agrees with Hugging Face")
 
 
 def problem(slot_mapping: Callable) -> str:

@@ -1,5 +1,6 @@
 """Loading: what each rank reads of the checkpoint, what it then holds, and how long that takes."""
 
+import math
 import time
 
 import torch
@@ -13,7 +14,7 @@ from tplab.shard import ShardPlan
 
 def bench_load(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dict:
     """Bytes read, private memory and seconds per rank, for one rank and for ``tp``; each in fresh processes."""
-    total = sum(_bytes(info) for info in ckpt.tensors.values())
+    total = sum(math.prod(info.shape) * info.dtype.itemsize for info in ckpt.tensors.values())
     rows = []
     for size in dict.fromkeys((1, tp)):
         with RankPool(size, timeout=600) as pool:
@@ -40,10 +41,3 @@ def measure_load(ckpt: Checkpoint, plan: ShardPlan, dtype: str) -> dict:
     seconds = time.perf_counter() - begin
     return {"bytes_read": model.load_stats.bytes_read, "private": process.memory_full_info().uss - before,
             "seconds": seconds}
-
-
-def _bytes(info) -> int:
-    count = info.dtype.itemsize
-    for n in info.shape:
-        count *= n
-    return count

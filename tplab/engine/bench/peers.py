@@ -9,6 +9,7 @@ import torch
 from tplab.checkpoint import Checkpoint
 from tplab.engine.llm import LLM
 from tplab.engine.sampling_params import SamplingParams
+from tplab.model.dtypes import parse_dtype
 from tplab.ranks import RankPool, rank, state, world_size
 
 
@@ -95,7 +96,7 @@ def _load_hf(folder: str, dtype: str, threads: int) -> None:
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
-    state["hf"] = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    state["hf"] = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_dtype(dtype)).eval()
 
 
 def _load_hf_tp(folder: str, dtype: str) -> None:
@@ -117,7 +118,7 @@ def _load_hf_tp(folder: str, dtype: str) -> None:
     os.environ |= {"RANK": str(rank()), "WORLD_SIZE": str(world_size()), "LOCAL_RANK": str(rank())}
     with mock.patch.object(PreTrainedModel, "prepare_distribute_model", stay):
         state["hf"] = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), distributed_config=DistributedConfig(tp_plan="auto")).eval()
+            folder, dtype=parse_dtype(dtype), distributed_config=DistributedConfig(tp_plan="auto")).eval()
 
 
 def _time_hf(work: Work) -> Timing:

@@ -1,11 +1,10 @@
 """Rounds, medians, ratios."""
 
+import math
 import random
 import statistics
 import time
 from contextlib import ExitStack, contextmanager
-
-import torch
 
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.bench.loading import bench_load
@@ -13,6 +12,7 @@ from tplab.engine.bench.memory import bandwidth
 from tplab.engine.bench.peers import HuggingFace, HuggingFaceTP, Tplab, Work
 from tplab.engine.bench.random_model import RANDOM_MODELS, random_checkpoint
 from tplab.engine.errors import EngineError
+from tplab.model.dtypes import parse_dtype
 from tplab.ranks import RankError, RankPool
 
 PAUSE = 0.3  # seconds between contestants: threads that spin for a while after their work have gone to sleep
@@ -124,9 +124,9 @@ class Limit:
 
     def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
         self.pool = RankPool(tp, timeout=600)
-        weights = sum(_count(info.shape) for name, info in ckpt.tensors.items()
+        weights = sum(math.prod(info.shape) for name, info in ckpt.tensors.items()
                       if ckpt.config.tie_word_embeddings or "embed_tokens" not in name)
-        self.bytes = weights * getattr(torch, dtype).itemsize
+        self.bytes = weights * parse_dtype(dtype).itemsize
 
     def measure(self) -> float:
         """One round."""
@@ -135,13 +135,6 @@ class Limit:
     def close(self) -> None:
         """End its processes."""
         self.pool.close()
-
-
-def _count(shape) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def _value(kind: str, work: Work, timing) -> float:
