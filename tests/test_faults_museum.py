@@ -66,12 +66,31 @@ def test_the_old_sizing_held_where_everything_divides(heads, kv_heads, tp):
     (9, 3, 2, "wrong: 1 query head and 1 KV head on no rank"),
     (14, 2, 3, "wrong: 2 query heads on no rank"),
     (8, 2, 4, "right per rank, but a fused checkpoint has 768 rows, not 1024"),
+    (12, 2, 3, "wrong: rank 1 needs 512 rows, not 384: 2 KV heads are read there"),
+    (12, 3, 4, "wrong: ranks 1, 2 need 448 rows, not 320: 2 KV heads are read there"),
 ])
 def test_the_old_sizing_is_wrong_where_it_does_not(heads, kv_heads, tp, says):
     found = sizing(heads, kv_heads, tp)
     assert found.verdict == says
     table = sizing_table([(heads, kv_heads)], [tp])
     assert table.loc[0, "verdict"] == says and table.loc[0, "rows claimed"] == found.claimed_rows
+
+
+def test_the_verdict_on_every_layout_is_the_plans():
+    """Right per rank only where every rank of the plan holds the heads that the old sizing has room for."""
+    wrong = []
+    for heads, kv_heads, tp in ((q, kv, tp) for q in range(1, 41) for kv in range(1, q + 1) if q % kv == 0
+                                for tp in range(1, min(q, 16) + 1)):
+        plan = ShardPlan.make(tensor_parallel_size=tp, num_heads=heads, num_kv_heads=kv_heads, head_dim=2, hidden_size=2,
+                              intermediate_size=tp, vocab_size=tp)
+        room = heads // tp, max(1, kv_heads // tp)
+        fits = all((len(shard.q_heads), len(shard.kv_heads)) == room for shard in plan.ranks)
+        whole = (heads, kv_heads) == (room[0] * tp, room[1] * tp)
+        begins = "wrong: " if not fits else "right, because" if whole else "right per rank, but"
+        found = sizing(heads, kv_heads, tp, head_dim=2)
+        if not found.verdict.startswith(begins):
+            wrong.append((heads, kv_heads, tp, found.verdict))
+    assert not wrong
 
 
 def test_the_rows_that_sizing_calls_needed_are_those_of_the_layer():
