@@ -74,3 +74,10 @@ def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch)
         "collectives of this run, the same operations on all ranks:",
         "      rank 0                    rank 1", "  #1  barrier @ line 5 (waits)  barrier @ b.py, line 6", "A note."]
     assert show.told(ValueError("x")) == "ValueError: x"
+
+
+def test_the_line_shown_is_the_one_that_the_file_has_now(tmp_path):
+    file = tmp_path / "mine.py"
+    for line in ("before = 1", "afterwards = 22"):
+        file.write_text(line + "\n")
+        assert errors.source_lines([Frame(str(file), 1, "f")])[-1] == f"    {line}"

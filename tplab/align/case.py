@@ -7,7 +7,6 @@ import torch
 
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport
-from tplab.checkpoint import open_checkpoint
 from tplab.model import separate_tensor
 
 
@@ -73,9 +72,9 @@ class Case:
         """What each rank held."""
         return self._evidence(what).shards
 
-    @cached_property
+    @property
     def checkpoint(self):
-        return open_checkpoint(self.report.model)
+        return self.report.checkpoint
 
     @property
     def config(self):

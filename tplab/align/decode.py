@@ -106,6 +106,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     if new_tokens < 1 or short:
         raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt "
                          f"({min(map(len, texts))} tokens), not {new_tokens}")
+    reference = hf_model(ckpt, dtype)
     blocks = num_blocks or sum(-(-len(text) // block_size) for text in texts)
     run = LogicalExecutor(tensor_parallel_size, ()).run if logical else pool_for(tensor_parallel_size, pool).run
     run(load_runner, _KEY, [], patches, ckpt, plan, dtype, blocks, block_size)
@@ -127,7 +128,6 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         raise
     finally:
         run(drop_runners, [_KEY])
-    reference = hf_model(ckpt, dtype)
     wholes = [hf_trace(reference, text) for text in texts]
     hf_trace_points = {name: torch.stack([wholes[number][name][position]
                                           for number, position in sorted(executor.places(name))]) for name in wholes[0]}

@@ -38,6 +38,9 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     Returns:
         A :class:`Diagnosis`: ``ok`` for a healthy report; ``fault`` None with the first divergent point where no
         hypothesis fits. A run whose numbers are right can still have cost too much.
+
+    Raises:
+        CheckpointError: the checkpoint has changed since the report was made.
     """
     if isinstance(found, TplabError):
         known = filter(None, (hypothesis(found) for hypothesis in diagnose_errors.HYPOTHESES))

@@ -3,14 +3,13 @@
 from tplab.align.case import Diagnosis
 from tplab.align.diagnose_cache import stale_sentence
 from tplab.align.report import AlignReport
-from tplab.checkpoint import open_checkpoint
 
 
 def read_too_much(report: AlignReport) -> Diagnosis | None:
     """Did the ranks read more of the checkpoint than they keep?"""
     if not report.load_stats:
         return None
-    stored = next(iter(open_checkpoint(report.model).tensors.values())).dtype.itemsize
+    stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
     kept = [stats.parameter_bytes // report.dtype.itemsize * stored for stats in report.load_stats]
     times = max(stats.bytes_read / keeps for stats, keeps in zip(report.load_stats, kept))
     if times < 1.2:

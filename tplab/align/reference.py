@@ -1,5 +1,6 @@
 """The Hugging Face side: the same checkpoint in transformers' own model, with a recorder at every trace point."""
 
+import copy
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -17,11 +18,14 @@ _loaded: OrderedDict = OrderedDict()
 
 
 def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
-    """transformers' model of a checkpoint, eager attention, on the CPU; the last two are kept in memory.
+    """transformers' model of a checkpoint, eager attention, on the CPU; the last two are kept in memory, while
+    their files are as they were.
 
-    Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
+    Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not. Raises ``CheckpointError`` if the
+    checkpoint's files are no longer those that were opened: the two sides would run different models.
     """
-    key = ckpt.folder, dtype
+    ckpt.check_unchanged()
+    key = ckpt.state, dtype
     if key not in _loaded:
         while len(_loaded) > 1:
             _loaded.popitem(last=False)
@@ -49,7 +53,7 @@ def _load(ckpt: Checkpoint, dtype: torch.dtype):
 
 def hf_trace(model, input_ids: list[int]) -> dict[str, torch.Tensor]:
     """All trace points of one prompt, without the batch dimension: ``[tokens, …]``, heads as ``[tokens, heads, dim]``."""
-    with torch.inference_mode(), _recorder(model) as points:
+    with torch.inference_mode(), _own_rope(model), _recorder(model) as points:
         logits = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits
         points["logits"] = logits[0]
     return points
@@ -60,9 +64,22 @@ def hf_greedy(ckpt: Checkpoint, input_ids: list[int], max_new_tokens: int, dtype
     """What transformers' own ``generate`` writes: exactly ``max_new_tokens`` token ids, greedy, with its cache."""
     ids = torch.tensor([input_ids])
     # No end of text: a comparison wants the same number of tokens from both sides.
-    found = hf_model(ckpt, parse_dtype(dtype)).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                                                        max_new_tokens=max_new_tokens, eos_token_id=None, pad_token_id=0)
+    model = hf_model(ckpt, parse_dtype(dtype))
+    with _own_rope(model):
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens,
+                               eos_token_id=None, pad_token_id=0)
     return found[0, len(input_ids):].tolist()
+
+
+@contextmanager
+def _own_rope(model):
+    """A rotary module of dynamic type remembers the longest prompt it has met: each run gets a copy that has met none."""
+    unused = model.model.rotary_emb
+    model.model.rotary_emb = copy.deepcopy(unused)
+    try:
+        yield
+    finally:
+        model.model.rotary_emb = unused
 
 
 @contextmanager

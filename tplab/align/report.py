@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tplab.align.floors import inside, relative_floor
+from tplab.checkpoint import Checkpoint
 from tplab.engine.step import StepInput
 from tplab.model import LoadStats
 from tplab.model.trace import layout
@@ -98,6 +99,7 @@ class AlignReport:
         op_logs: per rank, the collectives of the forward pass in order.
         load_stats: per rank, the bytes read and held.
         computed: per prompt, the positions that the rows of the points belong to; all of them if None.
+        checkpoint: what ran, for the diagnosis.
         decode: :class:`DecodeFacts` of :func:`tplab.align.align_decode`.
     """
 
@@ -113,6 +115,7 @@ class AlignReport:
     load_stats: list[LoadStats] = field(default_factory=list, repr=False)
     computed: list[list[int]] | None = field(default=None, repr=False)
     decode: DecodeFacts | None = field(default=None, repr=False)
+    checkpoint: Checkpoint | None = field(default=None, repr=False)
 
     @property
     def tp_logits(self) -> torch.Tensor:

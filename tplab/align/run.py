@@ -70,9 +70,10 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     dtype = parse_dtype(dtype)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     ids = check_prompts(ckpt, prompts)
+    reference = hf_model(ckpt, dtype)
     ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, tuple(patches), pool=pool, logical=logical)
     traces, op_logs, load_stats = map(list, zip(*ran))
-    hf_traces = [hf_trace(hf_model(ckpt, dtype), row) for row in ids]
+    hf_traces = [hf_trace(reference, row) for row in ids]
     theirs = {name: torch.cat([trace.pop(name) for trace in hf_traces]) for name in list(hf_traces[0])}
     return build_report(ckpt, plan, dtype, ids, traces, theirs, patches, op_logs=op_logs, load_stats=load_stats)
 
@@ -101,7 +102,8 @@ def build_report(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, ids: lis
     shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
                **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
     return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes,
-                       patches=tuple(p.target for patchable in patches for p in patchable.patches), **more)
+                       patches=tuple(p.target for patchable in patches for p in patchable.patches),
+                       checkpoint=ckpt, **more)
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:

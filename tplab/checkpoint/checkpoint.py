@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import ModelConfig, read_config
+from .config import CONFIGS, ModelConfig, read_config
 from .errors import CheckpointError
 from .expected import HEAD, check_tensors
 from .headers import TensorInfo, read_headers
 from .names import resolve
-from .reader import CheckpointReader, Stat, file_stat
+from .reader import CheckpointReader, Stat, check_unchanged, file_stat
 from .tokenizer import load_tokenizer
 from .verify import verify_once
 
@@ -34,6 +34,16 @@ class Checkpoint:
     def reader(self) -> CheckpointReader:
         """A context manager that reads slices of tensors; for one process, so each rank makes its own."""
         return CheckpointReader(self.folder, self.tensors, self._stats)
+
+    @property
+    def state(self) -> tuple:
+        """Folder, and name and :func:`file_stat` of the files behind config and weights: a key for what is made of them."""
+        return self.folder, *self._stats.items()
+
+    def check_unchanged(self) -> None:
+        """Raise ``CheckpointError`` if config or weights are not those that were opened."""
+        for file, stat in self._stats.items():
+            check_unchanged(self.folder, file, stat)
 
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The folder's own tokenizer, loaded on first use. Its ids are those of its ``tokenizer.json``.
@@ -67,10 +77,11 @@ def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
         tensors = read_headers(folder)
         config = read_config(folder, len(tensors))
         check_tensors(folder, config, tensors)
-        stats = {file: file_stat(folder / file) for file in sorted({info.file for info in tensors.values()})}
+        files = sorted({info.file for info in tensors.values()}) + [f for f in CONFIGS if (folder / f).exists()]
+        stats = {file: file_stat(folder / file) for file in files}
         verify_once(folder, config, tensors, stats)
     except OSError as error:  # no permission for one of the files, or it went away in the meantime
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)  # verify_once saw that it equals the embedding
-    return Checkpoint(os.fsdecode(name), folder, config, tensors, stats)
+    return Checkpoint(os.fsdecode(name), folder.absolute(), config, tensors, stats)  # ranks may work elsewhere

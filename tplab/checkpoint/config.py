@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+CONFIGS = ("config.json", "generation_config.json")  # the second need not be there
 _SUPPORTED = "Qwen2/2.5, Qwen3, Llama and Mistral"
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # the second is refused only where it is active
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")

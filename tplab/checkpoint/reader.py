@@ -19,6 +19,12 @@ def file_stat(path: Path) -> Stat:
     return s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino
 
 
+def check_unchanged(folder: Path, file: str, stat: Stat) -> None:
+    """Raise ``CheckpointError`` unless ``file`` is the one that had this :func:`file_stat`."""
+    if file_stat(folder / file) != stat:
+        raise CheckpointError(f"{folder}: {file} has changed since the checkpoint was opened; open it again")
+
+
 class CheckpointReader:
     """Opens a checkpoint's files lazily and hands out :class:`TensorSlice` by tensor name.
 
@@ -63,10 +69,8 @@ class CheckpointReader:
         if self._closed:
             raise CheckpointError(f"{self._folder}: this reader is closed; read inside its `with` block")
         if file not in self._open_files:
-            path = self._folder / file
-            if file_stat(path) != self._stats[file]:
-                raise CheckpointError(f"{self._folder}: {file} has changed since the checkpoint was opened; open it again")
-            self._open_files[file] = safe_open(path, framework="pt").__enter__()
+            check_unchanged(self._folder, file, self._stats[file])
+            self._open_files[file] = safe_open(self._folder / file, framework="pt").__enter__()
         return self._open_files[file]
 
 

@@ -37,19 +37,19 @@ _SETTLED_NS = 2_000_000_000
 
 
 def verify_once(
-    folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo], weights: Mapping[str, Stat]
+    folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo], stats: Mapping[str, Stat]
 ) -> None:
     """Check the data of a checkpoint whose headers are in order, unless these very files passed before.
 
     Every file listed in ``SHA256SUMS`` (if there is one) has its sum, and every file in use is listed; every
     weight is finite; a stored copy of a tied head equals the embedding; the tokenizer fits the config.
-    ``weights`` is the :func:`file_stat` of each weight file when its header was read.
+    ``stats`` is the :func:`file_stat` of each weight file when its header was read.
 
     What passed is noted in the user's cache with each file's size, times and inode, so that the next opening
     costs a few ``stat`` calls. Raises ``CheckpointError`` naming the file or tensor.
     """
     beside = {file: file_stat(folder / file) for file in _SIDE_FILES if (folder / file).is_file()}
-    state = {file: list(stat) for file, stat in {**weights, **beside}.items()}
+    state = {file: list(stat) for file, stat in {**stats, **beside}.items()}
     note = _note_path(folder)
     if _noted(note) == state:
         return
@@ -57,7 +57,7 @@ def verify_once(
         _check_sums(folder, [file for file in state if file != SUMS])
     if TOKENIZER in state:
         check_tokenizer(folder, config, read_own_tokenizer(folder))
-    with CheckpointReader(folder, tensors, weights) as reader:
+    with CheckpointReader(folder, tensors, stats) as reader:
         for name in tensors:
             _check_finite(folder, name, reader[name])
         if config.tie_word_embeddings and HEAD in tensors:

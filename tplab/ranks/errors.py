@@ -117,6 +117,7 @@ def source_lines(frames) -> list[str]:
     for frame in frames:
         function = f", in {frame.function}" if frame.function else ""
         lines.append(f"  {place(frame.file, frame.line)}{function}")
+        linecache.checkcache(frame.file)  # it may have been edited since its lines were last shown
         source = linecache.getline(frame.file, frame.line).strip()
         if source:
             lines.append(f"    {source}")
