@@ -125,6 +125,22 @@ def test_with_and_without_inference_mode(run):
     assert run(fn) == [(15.0, 15.0, 15.0)] * 3
 
 
+@pytest.mark.parametrize("makers", [{0, 1, 2}, {1}], ids=str)
+def test_tensors_made_in_inference_mode(run, makers):
+    """They may be written there only; ranks that agree on shape and dtype need not agree on that."""
+    def fn():
+        with torch.inference_mode(rank() in makers):
+            total, word = torch.ones(BIG), torch.full((4, 2), rank()).T
+        all_reduce(total)
+        broadcast(word, 2)
+        joined = all_gather(total[:1])
+        return total.is_inference(), total.sum().item(), word, joined.is_inference(), torch.is_inference_mode_enabled()
+
+    for r, (made, total, word, joined, still) in enumerate(run(fn)):
+        assert made == (r in makers) and total == 3 * BIG and (word == 2).all()
+        assert not joined and not still
+
+
 def test_many_random_collectives(run):
     def fn(seed):
         choose = torch.Generator().manual_seed(seed)

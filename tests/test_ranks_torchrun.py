@@ -53,6 +53,44 @@ except CollectiveMismatch as error:
     assert "rank 0 calls all_reduce [3] float32 at spmd.py, line" in lines[2]
 
 
+def test_a_collective_without_elements_waits_too(tmp_path):
+    done = torchrun(
+        tmp_path,
+        """
+import pathlib, time
+join_torchrun()
+for i, meet in enumerate([barrier, lambda: all_reduce(torch.ones(0)), lambda: all_gather(torch.ones(2, 0))]):
+    late = pathlib.Path(__file__).with_name(f"late {i}")
+    if rank() == 1:
+        time.sleep(0.3)
+        late.touch()
+    meet()
+    assert late.exists(), i
+""",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_dtype_crosses(tmp_path):
+    """gloo itself knows no int16, and called that a lost rank."""
+    done = torchrun(
+        tmp_path,
+        """
+from tplab.ranks.oplog import DTYPES
+join_torchrun()
+for dtype in DTYPES[1:]:
+    mine = torch.tensor([rank(), 1, 0]).to(dtype)
+    joined = all_gather(mine)
+    total = all_reduce(mine.clone())
+    assert joined.dtype == total.dtype == dtype
+    assert joined.tolist() == torch.tensor([0, 1, 0, 1, 1, 0]).to(dtype).tolist(), dtype
+    assert total.tolist() == torch.tensor([1, 2, 0]).to(dtype).tolist(), dtype
+    assert torch.equal(broadcast(mine, 1), torch.tensor([1, 1, 0]).to(dtype)), dtype
+""",
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_lost_rank_is_named_with_the_line(tmp_path):
     done = torchrun(tmp_path, "import os\njoin_torchrun(timeout=5)\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n")
     assert done.returncode != 0

@@ -9,6 +9,7 @@ shared memory between processes (`shm.py`), references between threads (`logical
 import math
 import threading
 import zlib
+from contextlib import nullcontext
 
 import torch
 
@@ -47,12 +48,13 @@ class Group:
         self._enter(ALL_REDUCE, t, 0, frame)
         if self.size > 1:
             flat = _flat(t)
-            for piece in self._pieces(flat):
-                parts = self.swap(piece)
-                torch.add(parts[0], parts[1], out=piece)
-                for part in parts[2:]:
-                    piece.add_(part)
-            _write_back(flat, t)
+            with _writing(t):
+                for piece in self._pieces(flat):
+                    parts = self.swap(piece)
+                    torch.add(parts[0], parts[1], out=piece)
+                    for part in parts[2:]:
+                        piece.add_(part)
+                _write_back(flat, t)
         self.log.leave()
         return t
 
@@ -92,12 +94,13 @@ class Group:
         self._enter(BROADCAST, t, src, frame)
         if self.size > 1:
             flat = _flat(t)
-            for piece in self._pieces(flat):
-                parts = self.swap(piece)
+            with _writing(t):
+                for piece in self._pieces(flat):
+                    parts = self.swap(piece)
+                    if src != self.rank:
+                        piece.copy_(parts[src])
                 if src != self.rank:
-                    piece.copy_(parts[src])
-            if src != self.rank:
-                _write_back(flat, t)
+                    _write_back(flat, t)
         self.log.leave()
         return t
 
@@ -153,11 +156,17 @@ class Group:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_AS_IT_IS = nullcontext()
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:
     """`t` as one dimension: the same memory where it is contiguous, a copy where it is not."""
     return t.detach().reshape(-1)
+
+
+def _writing(t: torch.Tensor):
+    """torch lets a tensor that was made in inference mode be written there only, and a collective gets both kinds."""
+    return torch.inference_mode() if t.is_inference() and not torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 def _write_back(flat: torch.Tensor, t: torch.Tensor) -> None:

@@ -60,11 +60,11 @@ class GlooGroup(Group):
         if self.strict and self.checked != self.log.seq:
             self._compare()
         counts = counts or [piece.numel()] * self.size
-        # gloo gathers equal lengths only.
-        padded = torch.zeros(max(counts), dtype=piece.dtype)
+        # gloo gathers equal lengths only, does not wait where there is nothing to gather, and knows few dtypes.
+        padded = torch.zeros(max(1, *counts), dtype=piece.dtype)
         padded[: piece.numel()].copy_(piece)
         parts = [torch.empty_like(padded) for _ in counts]
-        self._in_gloo(dist.all_gather, parts, padded)
+        self._in_gloo(dist.all_gather, [part.view(torch.uint8) for part in parts], padded.view(torch.uint8))
         return [part[:n] for part, n in zip(parts, counts)]
 
     def _compare(self):
