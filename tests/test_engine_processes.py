@@ -6,12 +6,13 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 from helpers_checkpoints import make_checkpoint
 
 from tplab.engine import LLM, EngineError, GenerationError, SamplingParams
 from tplab.patch import Patch
-from tplab.ranks import RankError, RankPool, rank, state
+from tplab.ranks import RankError, RankPool, rank, shared_pool, state
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -49,6 +50,32 @@ def test_processes_give_the_same_tokens(folder, pool, expected):
         assert len(llm.generate(PROMPTS, sampled)[0].outputs[0].logprobs) == 8
         assert pool.run(engines_on_ranks) == [[llm.engine.executor.key]] * 2
     assert pool.run(engines_on_ranks) == [[], []]
+
+
+def test_a_thrown_away_engine_is_forgotten_by_its_own_pool(folder, pool):
+    """Whichever pool loads next, and also where the load itself had failed on one rank."""
+    def fails_on_rank_1(self, *arguments):
+        if rank() == 1:
+            raise MemoryError
+    with pytest.raises(RankError, match="rank 1 raised MemoryError"):
+        LLM(folder, 2, pool=pool, patches=[Patch("tplab.cache.paged.PagedKVCache.__init__", fails_on_rank_1)])
+    first = LLM(folder, 2, pool=pool)
+    del first
+    gc.collect()
+    with RankPool(1) as other:
+        LLM(folder, 1, pool=other).close()
+    with LLM(folder, 2, pool=pool) as last:
+        assert pool.run(engines_on_ranks) == [[last.engine.executor.key]] * 2
+
+
+def test_closing_after_the_pool_was_closed_makes_no_processes(folder):
+    llm, pool = LLM(folder, 2), shared_pool(2)
+    pool.close()
+    children = psutil.Process().children(recursive=True)
+    llm.close()
+    assert psutil.Process().children(recursive=True) == children
+    assert shared_pool(2) is not pool
+    shared_pool(2).close()
 
 
 def test_two_engines_on_one_pool_and_one_that_was_thrown_away(folder, pool, expected):

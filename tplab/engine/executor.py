@@ -7,12 +7,14 @@ Both do the same three things: load an engine's part of the model on every rank,
 import itertools
 import os
 import weakref
+from contextlib import suppress
 
 from tplab.engine.runner import drop_runners, has_runner, load_runner, run_described_step, run_step
 from tplab.engine.step import StepInput, StepOutput
 from tplab.ranks import RankPool, logical_ranks, rank, shared_pool, state
 
 _numbers = itertools.count()
+_garbage = weakref.WeakKeyDictionary()  # pool -> keys of engines that were thrown away and that its ranks still hold
 
 
 class PoolExecutor:
@@ -27,12 +29,10 @@ class PoolExecutor:
     is forgotten by the ranks when the next one loads.
     """
 
-    _garbage: list[str] = []
-
     def __init__(self, size: int, patches: tuple, pool: RankPool | None = None):
         self.size, self.patches, self._pool = size, patches, pool
         self.key = f"engine {os.getpid()}-{next(_numbers)}"
-        self._finalizer = weakref.finalize(self, self._garbage.append, self.key)
+        self._loaded_on = self._finalizer = None
 
     @property
     def pool(self) -> RankPool:
@@ -41,9 +41,17 @@ class PoolExecutor:
 
     def load(self, *arguments) -> list[dict]:
         """Make a :class:`ModelRunner` on every rank; what each costs."""
-        forget = list(self._garbage)
-        found = self.pool.run(load_runner, self.key, forget, self.patches, *arguments, timeout=LOAD_TIMEOUT)
-        self._garbage[:] = [key for key in self._garbage if key not in forget]
+        pool = self.pool
+        garbage = _garbage.setdefault(pool, [])
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        # Before anything is there to be forgotten: a load that fails on one rank leaves weights on the others.
+        self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
+        forget = list(garbage)
+        found = pool.run(load_runner, self.key, forget, self.patches, *arguments, timeout=LOAD_TIMEOUT)
+        for key in forget:
+            with suppress(ValueError):  # another thread's load has seen to it
+                garbage.remove(key)
         return found
 
     def loaded(self) -> bool:
@@ -55,10 +63,10 @@ class PoolExecutor:
         return self.pool.run(run_described_step, self.key, self.patches, step.to_json())
 
     def close(self) -> None:
-        """Forget it on every rank. The pool stays open."""
-        self._finalizer.detach()
-        if not self.pool.closed:
-            self.pool.run(drop_runners, [self.key])
+        """Forget it on every rank. The pool stays open; with ranks that are gone already, there is nothing to do."""
+        if self._loaded_on is not None and not self._loaded_on.closed:
+            self._loaded_on.run(drop_runners, [self.key])
+            self._finalizer.detach()
 
 
 LOAD_TIMEOUT = 600.0  # seconds; a model of several GB from a cold disk takes minutes
