@@ -1,9 +1,11 @@
 """Patches: found by dotted name, checked, undone; safe when several logical ranks apply the same one."""
 
+import sys
 import threading
 
 import pytest
 
+from tplab import patch
 from tplab.model import attention
 from tplab.patch import Patch, PatchError, applied, original
 from tplab.shard import linear
@@ -70,6 +72,67 @@ def test_the_first_thread_to_leave_does_not_unpatch_the_others():
         thread.join()
     assert seen == [no_mask]
     assert attention.mask_scores is right
+
+
+INHERITED = Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, sources: None)
+
+
+def interrupted_at(number, patches):
+    """Apply and undo, with an interrupt before line `number` of patch.py that this runs; False: it runs no such line.
+
+    Before the first line of `__exit__` Python lets nobody do anything.
+    """
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        code = frame.f_code
+        if code.co_filename != patch.__file__:
+            return None
+        if event == "line" and not (code.co_name == "__exit__" and frame.f_lineno == code.co_firstlineno + 1):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with applied(*patches):
+            pass
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+@pytest.mark.parametrize("under", [(), (Patch(TARGET, lambda scores, mask: scores * 0), INHERITED)], ids=["alone", "inside"])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(under):
+    right, number = attention.mask_scores, 1
+    with applied(*under):
+        before, inherited = attention.mask_scores, vars(linear.QKVParallelLinear).get("load")
+        while interrupted_at(number, [Patch(TARGET, no_mask), INHERITED]):
+            assert attention.mask_scores is before, number
+            assert vars(linear.QKVParallelLinear).get("load") is inherited, number
+            number += 1
+    assert number > 100
+    assert attention.mask_scores is right and "load" not in vars(linear.QKVParallelLinear) and not patch._places
+
+
+def test_an_interrupt_while_a_refused_patch_is_undone_leaves_nothing_behind(monkeypatch):
+    right, settle, calls = attention.mask_scores, patch._Place.settle, []
+
+    def interrupted(self):
+        calls.append(len(self.layers))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        settle(self)
+
+    monkeypatch.setattr(patch._Place, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt), applied(Patch(TARGET, no_mask), Patch(TARGET, lambda scores: scores)):
+        pass
+    assert calls == [1, 0, 0] and attention.mask_scores is right and not patch._places
 
 
 @pytest.mark.parametrize("target, says", [

@@ -6,8 +6,7 @@ mechanism, in the parent and on ranks. A patch is picklable when its replacement
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -38,22 +37,53 @@ class Patch:
 
 @dataclass
 class _Place:
-    """A name that is replaced right now: what stood there, and the replacements in force, the last one on top."""
+    """A name that is replaced right now: what stood there, and the layers in force, the last one on top."""
 
     owner: object
     name: str
     original: object
     inherited: bool
-    layers: list[Patch] = field(default_factory=list)
+    layers: list["_Layer"] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Put what must stand at the name there."""
+        """Put what must stand at the name there. May be done again at any time."""
         if self.layers:
-            setattr(self.owner, self.name, _like(self.original, self.layers[-1].replacement))
-        elif self.inherited:
-            delattr(self.owner, self.name)
-        else:
+            setattr(self.owner, self.name, _like(self.original, self.layers[-1].patch.replacement))
+        elif not self.inherited:
             setattr(self.owner, self.name, self.original)
+        elif self.name in vars(self.owner):
+            delattr(self.owner, self.name)
+
+
+@dataclass(eq=False)
+class _Layer:
+    """One use of a patch; two threads' uses of the same patch are two layers."""
+
+    patch: Patch
+    place: _Place | None = None
+
+    def put(self) -> None:
+        """Bring it into force. Wherever this is cut short, `take` puts things right."""
+        target = self.patch.target
+        _check_call(target, original(target), self.patch.replacement)
+        with _lock:
+            self.place = place = _place(target)
+            _places[id(place.owner), place.name] = place
+            place.layers.append(self)
+            place.settle()
+
+    def take(self) -> None:
+        """Undo it, as far as it has come; may be done again."""
+        with _lock:
+            place = self.place
+            if place is None:
+                return
+            if self in place.layers:
+                place.layers.remove(self)
+            if _places.get(key := (id(place.owner), place.name)) is place:
+                place.settle()
+                if not place.layers:
+                    del _places[key]
 
 
 # Logical ranks are threads of one process: each applies the same patches, and the first one to finish must not take
@@ -115,36 +145,33 @@ def _check_call(target: str, right: Callable, replacement: Callable) -> None:
                          f"{inspect.signature(replacement)}: {error}") from None
 
 
-def _put(patch: Patch) -> Callable[[], None]:
-    """Apply one patch; returns what undoes it."""
-    _check_call(patch.target, original(patch.target), patch.replacement)
-    with _lock:
-        place = _place(patch.target)
-        _places[id(place.owner), place.name] = place
-        place.layers.append(patch)
-        place.settle()
-
-    def undo():
-        with _lock:
-            place.layers.remove(patch)
-            place.settle()
-            if not place.layers:
-                del _places[id(place.owner), place.name]
-    return undo
-
-
-@contextmanager
-def applied(*patchables) -> Iterator[None]:
+class applied:
     """Apply every patch of ``patchables`` (patches, faults) and undo them all on the way out.
 
     May be entered by several threads of a process at once, as logical ranks do: a name is clean again when the last
-    of them has left.
+    of them has left. An interrupt that comes while patches are applied or undone leaves none behind.
 
     Raises:
         PatchError: a target does not exist, or a replacement's parameters do not fit.
     """
-    with ExitStack() as stack:
-        for patchable in patchables:
-            for patch in patchable.patches:
-                stack.callback(_put(patch))
-        yield
+
+    def __init__(self, *patchables):
+        self._layers = [_Layer(patch) for patchable in patchables for patch in patchable.patches]
+
+    def __enter__(self) -> None:
+        try:
+            for layer in self._layers:
+                layer.put()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc) -> None:
+        try:
+            self._undo()
+        finally:  # again, for an interrupt may have cut it short
+            self._undo()
+
+    def _undo(self) -> None:
+        for layer in reversed(self._layers):
+            layer.take()
