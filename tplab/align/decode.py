@@ -14,7 +14,6 @@ from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, build_report, check_prompts, pool_for
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.core import Engine
-from tplab.engine.errors import EngineError
 from tplab.engine.executor import LogicalExecutor
 from tplab.engine.runner import drop_runners, load_runner, run_step
 from tplab.engine.sampling_params import SamplingParams
@@ -123,9 +122,6 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                 engine.step()
         while engine.scheduler.has_unfinished:
             engine.step()
-    except EngineError as error:
-        error.scheduler = engine.scheduler  # what stood where when nothing went on: the diagnosis looks at it
-        raise
     finally:
         run(drop_runners, [_KEY])
     wholes = [hf_trace(reference, text) for text in texts]

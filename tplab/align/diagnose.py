@@ -33,7 +33,7 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     With several bugs in the engine it names the one that shows first; mend it and ask again.
 
     Args:
-        found: what ``align`` or ``align_decode`` returned, or the error that they (or an engine) raised.
+        found: what ``align`` or ``align_decode`` returned, or the error that they (or an engine, or an ``LLM``) raised.
 
     Returns:
         A :class:`Diagnosis`: ``ok`` for a healthy report; ``fault`` None with the first divergent point where no
@@ -43,7 +43,8 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
         CheckpointError: the checkpoint has changed since the report was made.
     """
     if isinstance(found, TplabError):
-        known = filter(None, (hypothesis(found) for hypothesis in diagnose_errors.HYPOTHESES))
+        causes = diagnose_errors.chain(found)
+        known = filter(None, (hypothesis(error) for hypothesis in diagnose_errors.HYPOTHESES for error in causes))
         return next(known, Diagnosis(None, f"Unknown cause; the run ended with: {str(found).splitlines()[0]}", "error"))
     if found.ok:
         known = filter(None, (hypothesis(found) for hypothesis in diagnose_costs.HYPOTHESES))

@@ -21,8 +21,10 @@ def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
     """transformers' model of a checkpoint, eager attention, on the CPU; the last two are kept in memory, while
     their files are as they were.
 
-    Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not. Raises ``CheckpointError`` if the
-    checkpoint's files are no longer those that were opened: the two sides would run different models.
+    Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
+
+    Raises:
+        CheckpointError: the files are no longer those that were opened, and the two sides would run different models.
     """
     ckpt.check_unchanged()
     key = ckpt.state, dtype
@@ -52,7 +54,7 @@ def _load(ckpt: Checkpoint, dtype: torch.dtype):
 
 
 def hf_trace(model, input_ids: list[int]) -> dict[str, torch.Tensor]:
-    """All trace points of one prompt, without the batch dimension: ``[tokens, …]``, heads as ``[tokens, heads, dim]``."""
+    """All trace points of one prompt, without the batch dimension: ``[tokens, …]``; heads: ``[tokens, heads, dim]``."""
     with torch.inference_mode(), _own_rope(model), _recorder(model) as points:
         logits = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits
         points["logits"] = logits[0]
@@ -73,7 +75,7 @@ def hf_greedy(ckpt: Checkpoint, input_ids: list[int], max_new_tokens: int, dtype
 
 @contextmanager
 def _own_rope(model):
-    """A rotary module of dynamic type remembers the longest prompt it has met: each run gets a copy that has met none."""
+    """A rotary module of dynamic type remembers the longest prompt it has met; each run gets a copy that met none."""
     unused = model.model.rotary_emb
     model.model.rotary_emb = copy.deepcopy(unused)
     try:

@@ -4,7 +4,7 @@ import secrets
 import time
 
 from tplab.cache import BlockPool, blocks_needed
-from tplab.engine.errors import EngineError, RequestError
+from tplab.engine.errors import RequestError, StandstillError
 from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.scheduler import Scheduler
 from tplab.engine.sequence import Sequence, Status
@@ -84,7 +84,7 @@ class Engine:
             The sequences that got a token, those that ended with it among them.
 
         Raises:
-            EngineError: unfinished sequences, but none can go on: blocks are missing.
+            StandstillError: unfinished sequences, but none can go on: blocks are missing.
             StrictError: an invariant does not hold.
             RankError: a rank failed. No sequence has lost a token; the next step computes the same again.
         """
@@ -109,8 +109,12 @@ class Engine:
     def _refuse_standstill(self) -> None:
         if self.scheduler.has_unfinished:
             used = {block for s in self.scheduler.running for block in s.table.blocks}
-            raise EngineError(f"no sequence can go on: {self.pool.num_used} of {self.pool.num_blocks} blocks are in use, "
-                              f"but running sequences hold only {len(used)} of them")
+            waiting = self.scheduler.waiting
+            raise StandstillError(
+                f"no sequence can go on: {self.pool.num_used} of {self.pool.num_blocks} blocks are in use, but running "
+                f"sequences hold only {len(used)} of them",
+                self.pool.num_used, len(used.union(*(s.table.blocks for s in waiting))),
+                [(s.number, s.num_tokens, s.num_computed_tokens) for s in waiting])
 
     def _advance(self, sequence: Sequence, now: float) -> None:
         metrics, params, token = sequence.metrics, sequence.params, sequence.token_ids[-1]

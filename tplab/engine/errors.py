@@ -12,7 +12,29 @@ class RequestError(EngineError):
 
 
 class StrictError(EngineError):
-    """``strict=True`` found ranks that disagree, or a cache in a state that it must never be in."""
+    """``strict=True`` found ranks that disagree, or a cache in a state that it must never be in.
+
+    Attributes:
+        drawn: per rank ``{sequence: token}``, if that is what they disagree about.
+    """
+
+    def __init__(self, message: str, drawn=()):
+        super().__init__(message)
+        self.drawn = list(drawn)
+
+
+class StandstillError(EngineError):
+    """Sequences are unfinished, and none of them can go on.
+
+    Attributes:
+        used: how many blocks were in use.
+        held: how many blocks belonged to a sequence.
+        waiting: ``(number, tokens, tokens already computed)`` of every sequence that waited.
+    """
+
+    def __init__(self, message: str, used: int, held: int, waiting: list[tuple[int, int, int]]):
+        super().__init__(message)
+        self.used, self.held, self.waiting = used, held, waiting
 
 
 class GenerationError(EngineError):

@@ -27,7 +27,7 @@ class StrictChecks:
         for rank, output in enumerate(outputs):
             if output.token_ids != outputs[0].token_ids:
                 raise StrictError(f"step {step.number}: rank 0 drew {outputs[0].token_ids}, rank {rank} drew "
-                                  f"{output.token_ids}")
+                                  f"{output.token_ids}", [output.token_ids for output in outputs])
             if output.slots != outputs[0].slots:
                 raise StrictError(f"step {step.number}: rank 0 wrote slots {outputs[0].slots}, rank {rank} wrote "
                                   f"{output.slots}")
