@@ -34,7 +34,6 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens)
         self.checks = StrictChecks(self.scheduler) if strict else None
-        self.last_logprobs: dict[int, list] = {}
         self._count = 0
 
     def check_prompt(self, token_ids, params: SamplingParams) -> int:
@@ -97,11 +96,13 @@ class Engine:
             outputs: list[StepOutput] = self.executor.execute(step)
             if self.checks:
                 self.checks.after(step, outputs)
-            self.last_logprobs = outputs[0].logprobs
             advanced = self.scheduler.update(scheduled, outputs[0].token_ids)
             now = time.perf_counter()
             for sequence in advanced:
+                sequence.logprobs.append(outputs[0].logprobs.get(sequence.number))
                 self._advance(sequence, now)
+            for number in outputs[0].nan:
+                self._end_for_nan(next(s for s, _ in scheduled if s.number == number))
             if self.checks:
                 self.checks.accounts()
         return advanced
@@ -128,6 +129,13 @@ class Engine:
             self.finish(sequence, "stop")
         elif metrics.num_output_tokens >= sequence.max_tokens:
             self.finish(sequence, "length")
+
+    def _end_for_nan(self, sequence: Sequence) -> None:
+        sequence.error = RequestError(
+            f"request {sequence.number} cannot go on: the logits of its token {sequence.num_tokens} "
+            f"({sequence.num_prompt_tokens} of them prompt) are NaN, and temperature {sequence.params.temperature} cannot "
+            "draw from NaN; align(model, prompt) shows at which point NaN begins")
+        self.finish(sequence, "error")
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, in whatever state it is. Ending it twice changes nothing."""

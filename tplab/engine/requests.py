@@ -1,6 +1,7 @@
 """Requests as the user states them: prompts and parameters sorted out, text kept beside the token ids."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tplab.engine.detokenizer import Detokenizer
 from tplab.engine.errors import RequestError
@@ -59,8 +60,6 @@ class Request:
         RequestError: it cannot run.
     """
 
-    error: RequestError | None = None
-
     def __init__(self, llm, prompt, params: SamplingParams):
         self.prompt, self.params, self.sequence = prompt if isinstance(prompt, str) else None, params, None
         if not isinstance(prompt, str) and not isinstance(prompt, list | tuple):
@@ -73,6 +72,7 @@ class Request:
         self.tokenizer = tokenizer
         self.detokenizer = tokenizer and Detokenizer(tokenizer, self.prompt_token_ids, params.stop)
         self.logprobs = None if params.logprobs is None else []
+        self._taken = 0  # tokens of the output that were taken in
 
     @property
     def number(self) -> int:
@@ -84,32 +84,42 @@ class Request:
         """Whether it has ended."""
         return self.sequence.finish_reason is not None
 
-    def advance(self, engine) -> None:
-        """Take in the token that the sequence just got: text, stop texts, log probabilities."""
-        sequence = self.sequence
-        if self.logprobs is not None:
-            self.logprobs.append({token: Logprob(value, rank, self.tokenizer.decode([token]) if self.tokenizer else "")
-                                  for token, value, rank in engine.last_logprobs[sequence.number]})
-        if self.detokenizer is None:
-            return
-        stop = self.detokenizer.add(sequence.token_ids[-1])
-        if stop is None and self.finished:
+    @property
+    def error(self) -> Exception | None:
+        """Why it could not go on."""
+        return self.sequence and self.sequence.error
+
+    def advance(self, engine) -> int:
+        """Take in the tokens that the sequence got since the last time, and say how many: text, stop texts, log probabilities."""
+        sequence, stop = self.sequence, None
+        new = sequence.num_tokens - sequence.num_prompt_tokens - self._taken
+        for token in sequence.token_ids[sequence.num_tokens - new:]:
+            if self.logprobs is not None:
+                self.logprobs.append({t: Logprob(value, rank, self.tokenizer.decode([t]) if self.tokenizer else "")
+                                      for t, value, rank in sequence.logprobs[self._taken]})
+            self._taken += 1
+            if self.detokenizer is not None:
+                stop = self.detokenizer.add(token)
+        if stop is None and self.finished and self.detokenizer is not None:
             stop = self.detokenizer.finish()
         if stop is not None:
             # A stop text completed by the last allowed token counts as one.
             engine.finish(sequence, "stop")
             sequence.finish_reason, sequence.stop_reason = "stop", stop
+        return new
 
     def take_certain(self) -> str:
         """New text that can be shown already."""
         return "" if self.detokenizer is None else self.detokenizer.take_certain(self.finished)
 
     def output(self) -> RequestOutput:
-        """The output so far."""
+        """The output so far: a copy, which later tokens do not change."""
         s = self.sequence
         text = "" if self.detokenizer is None else self.detokenizer.text
-        completion = CompletionOutput(0, text, s.output_token_ids, s.finish_reason, s.stop_reason, self.logprobs)
-        return RequestOutput(s.number, self.prompt, self.prompt_token_ids, [completion], self.finished, s.metrics)
+        completion = CompletionOutput(0, text, s.output_token_ids, s.finish_reason, s.stop_reason,
+                                      self.logprobs and list(self.logprobs))
+        return RequestOutput(s.number, self.prompt, list(self.prompt_token_ids), [completion], self.finished,
+                             replace(s.metrics), s.error)
 
 
 class rejected:
@@ -120,6 +130,10 @@ class rejected:
 
     def __init__(self, prompt, error: RequestError):
         self.prompt, self.error = prompt, error
+
+    def take_certain(self) -> str:
+        """Nothing to show."""
+        return ""
 
     def output(self) -> RequestOutput:
         """No output, and why."""

@@ -65,13 +65,14 @@ class ModelRunner:
             if sequence.draw is not None:
                 last_rows.append(row)
                 due.append(sequence)
-        self.drawn, logprobs = {}, {}
+        self.drawn, logprobs, nan = {}, {}, ()
         if due:
             logits_here = self.model.compute_logits(hidden[last_rows])
             tokens, by_row = sample(self.model, logits_here, [sequence.draw for sequence in due])
-            self.drawn = {sequence.number: token for sequence, token in zip(due, tokens)}
+            self.drawn = {sequence.number: token for sequence, token in zip(due, tokens) if token is not None}
             logprobs = {due[row].number: found for row, found in by_row.items()}
-        return StepOutput(self.drawn, logprobs, context.slots if self.strict else None)
+            nan = tuple(sequence.number for sequence, token in zip(due, tokens) if token is None)
+        return StepOutput(self.drawn, logprobs, context.slots if self.strict else None, nan)
 
 
 def load_runner(key: str, forget: list[str], patches: tuple, *arguments) -> dict:

@@ -51,6 +51,8 @@ def lowest_allowed(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         draw: the parameters.
     """
     ordered = logits.sort(descending=True).values
+    if ordered[0].isnan():
+        return ordered[0]  # NaN stands first, and nothing can be compared with it
     if 0 < draw.top_k < len(ordered):
         ordered = ordered[:draw.top_k]
     if draw.top_p < 1:
@@ -63,14 +65,20 @@ def lowest_allowed(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[int, float, int]]:
-    """``(token, log probability, rank)`` of the drawn token, then of the ``count`` most probable ones."""
+    """``(token, log probability, rank)`` of the drawn token, then of the ``count`` most probable ones.
+
+    A rank is 1 and how many tokens are *more* probable, so equal ones share it; of equal ones, the lowest ids are named.
+    """
     logprobs = logits.log_softmax(-1)
-    top = logprobs.topk(count)
-    drawn = (token, logprobs[token].item(), int((logprobs > logprobs[token]).sum()) + 1)
-    return [drawn, *zip(top.indices.tolist(), top.values.tolist(), range(1, count + 1))]
+    tokens = [token]
+    if count:
+        # Not topk, which takes any of equals; and not a sort of the whole vocabulary. NaN is below nothing.
+        candidates = (~(logprobs < logprobs.topk(count).values[-1])).nonzero()[:, 0]
+        tokens += candidates[logprobs[candidates].sort(descending=True, stable=True).indices[:count]].tolist()
+    return [(t, logprobs[t].item(), int((logprobs > logprobs[t]).sum()) + 1) for t in tokens]
 
 
-def sample(model, logits_here: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], dict[int, list]]:
+def sample(model, logits_here: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int | None], dict[int, list]]:
     """Draw one token per row. Called on every rank with its own logits; every rank gets the same answer.
 
     Args:
@@ -79,7 +87,7 @@ def sample(model, logits_here: torch.Tensor, draws: Sequence[Draw]) -> tuple[lis
         draws: one per row.
 
     Returns:
-        Token ids, and ``{row: log probabilities}`` for the rows that asked.
+        Token ids, None where the logits to draw from are NaN; and ``{row: log probabilities}`` for the rows that asked.
     """
     here = model.shard.vocab
     whole_rows = [row for row, d in enumerate(draws)
@@ -96,6 +104,8 @@ def sample(model, logits_here: torch.Tensor, draws: Sequence[Draw]) -> tuple[lis
                 scores = scores.masked_fill(scores < lowest_allowed(whole[row] / draw.temperature, draw), float("-inf"))
             noise = gumbel_noise(draw.seed, draw.position, model.config.vocab_size)
             offers[row] = offer((scores + noise[here.start:here.stop])[None], here.start)[0]
-    tokens = best_offer(offers).tolist()
+            if offers[row, 0].isnan():
+                offers[row, 1] = -1  # no token: there is no probability to draw with. NaN wins, so all ranks hear of it
+    tokens = [token if token >= 0 else None for token in best_offer(offers).tolist()]
     return tokens, {row: token_logprobs(whole[row], tokens[row], draws[row].logprobs)
-                    for row in whole_rows if draws[row].logprobs is not None}
+                    for row in whole_rows if draws[row].logprobs is not None and tokens[row] is not None}

@@ -105,6 +105,7 @@ class Scheduler:
             if not count:
                 break
             sequence = self.waiting.popleft()
+            sequence.status = Status.RUNNING
             self.running.append(sequence)
             self._give(sequence, count, scheduled)
             admitted.append(sequence.number)
@@ -117,6 +118,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
+        release_blocks(sequence)  # it holds some only if it found blocks last time and could not begin all the same
         found = sequence.table.find_prefix(sequence.token_ids)
         computed = computed_after_prefix_hit(len(found), self.pool.block_size)
         count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
@@ -128,7 +130,6 @@ class Scheduler:
         sequence.num_computed_tokens = computed
         if sequence.status is Status.WAITING:
             sequence.metrics.prefix_hit_tokens = computed
-        sequence.status = Status.RUNNING
         return count
 
     def _give(self, sequence: Sequence, count: int, scheduled: list) -> None:
@@ -163,11 +164,9 @@ class Scheduler:
         """Take a sequence out, wherever it is; its blocks are free from now on."""
         if sequence.status is Status.FINISHED:
             return
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            release_blocks(sequence)
-        else:
-            self.waiting.remove(sequence)
+        queue = self.running if sequence.status is Status.RUNNING else self.waiting
+        queue.remove(sequence)
+        release_blocks(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 
     def reset(self) -> None:

@@ -36,11 +36,13 @@ class Sequence:
         self.number, self.prompt_token_ids, self.params = number, prompt_token_ids, params
         self.max_tokens, self.seed = max_tokens, seed
         self.token_ids = list(prompt_token_ids)
+        self.logprobs: list[list[tuple[int, float, int]] | None] = []  # per new token, where asked for
         self.table = BlockTable(pool)
         self.num_computed_tokens = 0
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.error: Exception | None = None
         self.sampled_in_step = -1
         self.metrics = RequestMetrics()
 

@@ -69,11 +69,13 @@ class StepOutput(NamedTuple):
         token_ids: ``{sequence: drawn token}`` for the sequences that were to draw.
         logprobs: ``{sequence: [(token, log probability, rank), …]}``, the drawn token first, where asked for.
         slots: per sequence the slots it wrote, only under ``strict``.
+        nan: sequences for which nothing could be drawn, since their logits are NaN.
     """
 
     token_ids: dict[int, int]
     logprobs: dict[int, list[tuple[int, float, int]]]
     slots: list[list[int]] | None = None
+    nan: tuple[int, ...] = ()
 
 
 def block_ids_for_ranks(sequence: Sequence) -> tuple[int, ...]:
