@@ -154,3 +154,24 @@ def test_a_replacement_that_cannot_be_called_alike_is_refused_and_nothing_stays(
     assert attention.mask_scores is right
     with pytest.raises(PatchError, match="cannot be called"), applied(Patch(TARGET, 3)):
         pass
+
+
+def stands_there():
+    from tplab.model import attention
+
+    return attention.mask_scores("scores", None) == "scores", attention.mask_scores is original(TARGET)
+
+
+def test_what_is_in_force_here_is_in_force_on_the_ranks_of_a_run_and_no_longer():
+    from tplab.ranks import RankError, RankPool
+
+    with RankPool(2) as pool:
+        with applied(Patch(TARGET, lambda scores, mask: "another")), applied(Patch(TARGET, no_mask)):
+            assert pool.run(stands_there) == [(True, False)] * 2, "of two patches of a name the last one counts"
+            with pytest.raises(RankError, match="ZeroDivisionError"):
+                pool.run(lambda: 1 / 0)
+        assert pool.run(lambda: original(TARGET) is attention.mask_scores) == [True] * 2
+        lock = threading.Lock()
+        with applied(Patch(TARGET, lambda scores, mask: lock)):
+            with pytest.raises(RankError, match=rf"^the replacement for {TARGET}.*cannot be sent.*No rank"):
+                pool.run(stands_there)

@@ -1,7 +1,8 @@
 """Replace one function of tplab by another, by dotted name, for a while.
 
-This is how a fault is put into the clean engine, and how a learner's own function from a notebook cell is: the same
-mechanism, in the parent and on ranks. A patch is picklable when its replacement is (cloudpickle takes cell functions).
+This is how a fault is put into the clean engine, and how a learner's own function from a notebook cell is. What is in
+force in the parent is in force on the ranks of every run as well: the pool sends it along, and the code that is patched
+knows nothing of it. A patch is picklable when its replacement is (cloudpickle takes cell functions).
 """
 
 import inspect
@@ -131,6 +132,12 @@ def original(target: str) -> Callable:
     with _lock:
         right = _place(target).original
     return right.__func__ if isinstance(right, (staticmethod, classmethod)) else right
+
+
+def in_force() -> tuple[Patch, ...]:
+    """The patches that stand in this process now, one for each replaced name. A pool sends them along with every run."""
+    with _lock:
+        return tuple(place.layers[-1].patch for place in _places.values() if place.layers)
 
 
 def _check_call(target: str, right: Callable, replacement: Callable) -> None:

@@ -33,5 +33,7 @@ def fault(name: str) -> Fault:
 
 
 def applied(*names: str) -> AbstractContextManager[None]:
-    """Break this process's engine with the named faults, until the ``with`` block ends. Ranks: ``patches=[...]``."""
+    """Break the engine with the named faults until the ``with`` block ends: in this process, and on the ranks of every
+    run that a pool makes meanwhile.
+    """
     return patch.applied(*map(fault, names))

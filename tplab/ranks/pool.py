@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 
+from tplab.patch import in_force
 from tplab.ranks import board as words
 from tplab.ranks import capture, context, launch, transfer
 from tplab.ranks.board import JOIN, RUN, SETUP, Board, Command
@@ -79,13 +80,14 @@ class RankPool:
     def run(self, fn, *args, timeout: float | None = None, **kwargs) -> list:
         """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
 
-        `fn` may be defined in a notebook cell. What the ranks print is printed here, in rank order. Raises `RankError`
+        `fn` may be defined in a notebook cell. What the ranks print is printed here, in rank order. Patches that are in
+        force here (`tplab.patch.applied`) are in force on the ranks until `fn` has returned. Raises `RankError`
         when any rank fails, when ranks disagree in a collective, or after `timeout` seconds (the pool's if None).
         """
         _refuse_inside_rank("RankPool.run")
         self._refuse_unusable()
         timeout = self.timeout if timeout is None else _seconds(timeout)
-        payload = transfer.dumps_call(fn, args, kwargs)
+        payload = transfer.dumps_call(fn, args, kwargs, in_force())
         with self._lock:
             self._refuse_unusable()
             self._owner = threading.get_ident()
@@ -149,7 +151,7 @@ class RankPool:
             self._join()
         folder = _working_folder()
         if self._set_up != (sys.path, folder):
-            self._run(SETUP, transfer.dumps((None, (list(sys.path), folder), {})), _JOIN_TIMEOUT, None)
+            self._run(SETUP, transfer.dumps((None, (list(sys.path), folder), {}, ())), _JOIN_TIMEOUT, None)
             self._set_up = (list(sys.path), folder)
 
     def _join(self):

@@ -40,15 +40,16 @@ def dumps(obj) -> bytes:
     return buffer.getvalue()
 
 
-def dumps_call(fn, args, kwargs) -> bytes:
+def dumps_call(fn, args, kwargs, patches=()) -> bytes:
     """The call as bytes; `RankError` names the part that cannot be sent."""
     if not callable(fn):
         raise RankError(f"run takes a function, not {type(fn).__name__}")
     try:
-        return dumps((fn, args, kwargs))
+        return dumps((fn, args, kwargs, patches))
     except Exception as error:
         parts = [(f"argument {i} ", value) for i, value in enumerate(args)]
         parts += [(f"argument {key}", value) for key, value in kwargs.items()] + [(f"function {_name(fn)}", fn)]
+        parts += [(f"the replacement for {patch.target}", patch.replacement) for patch in patches]
         found = next((found for path, value in parts if (found := find_unsendable(value, path.strip()))), None)
         path, value, why = found or ("the call", fn, error)
         raise RankError(

@@ -18,6 +18,7 @@ from multiprocessing import connection, forkserver, parent_process
 import torch
 import torch.distributed as dist
 
+from tplab.patch import applied
 from tplab.ranks import board as words
 from tplab.ranks import capture, context, transfer
 from tplab.ranks.board import DROP, JOIN, SETUP, Board, fence
@@ -137,24 +138,25 @@ class _Rank:
     def _obey(self, command):
         try:
             if command.kind == JOIN:
-                return self._run(command.epoch, self._join, command.epoch)
+                return self._run(command.epoch, self._join, (command.epoch,))
             payload = self.spec.inbox.get(command.length)
-            fn, args, kwargs = transfer.loads(payload)
+            fn, args, kwargs, patches = transfer.loads(payload)
             del payload
         except Exception as error:
             error.add_note("The call could not be read on the rank.")
             return words.FAILED, transfer.dumps(Report.of(error))
         if command.kind == SETUP:
-            return self._run(command.epoch, _set_up, *args)
-        return self._run(command.epoch, fn, *args, **kwargs)
+            return self._run(command.epoch, _set_up, args)
+        return self._run(command.epoch, fn, args, kwargs, patches)
 
-    def _run(self, epoch, fn, /, *args, **kwargs):
+    def _run(self, epoch, fn, args, kwargs=None, patches=()):
         self.output.restart()
         try:
             self.interruptible = True
             if self.board.words[words.ABANDONED] >= epoch:
                 raise Abandoned
-            result = fn(*args, **kwargs)
+            with applied(*patches):
+                result = fn(*args, **(kwargs or {}))
             self.interruptible = False
         except BaseException as error:
             self.interruptible = False
