@@ -1,10 +1,15 @@
 """The command line: exit codes, one line for every mistake, what is written where."""
 
+import io
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
 from functools import partial
 
+import psutil
 import pytest
 from helpers_checkpoints import make_checkpoint
 from safetensors import safe_open
@@ -27,6 +32,9 @@ BAD = [
     ("align {model} --ids 1,2 --json {folder}", "is a folder"),
     ("align {model} --ids 1,2 --json {folder}/no/report.json", "there is no folder"),
     ("align {model} --ids 1,2 --save {folder}/no/l.safetensors", "there is no folder"),
+    ("align {model} --ids 1,2 --save /dev/null", "/dev/null is a device"),
+    (f"align {{model}} --ids 1,2 --json {'a' * 300}", "File name too long"),
+    (f"plan {'a' * 300}", "File name too long"),
     ("align {model}", "tokenizer"),
     ("faults nan_mask nan_musk", "no fault 'nan_musk'"),
     ("fetch gpt-7", "'gpt-7' cannot be fetched"),
@@ -60,7 +68,7 @@ def run(line, capsys):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("line, words", BAD, ids=[line or "nothing" for line, _ in BAD])
+@pytest.mark.parametrize("line, words", BAD, ids=[line[:60] or "nothing" for line, _ in BAD])
 def test_bad_input_is_exit_2_and_one_line_that_says_why(line, words, model, tmp_path, capsys):
     """On real ranks these would take seconds: nothing may be started before the words are understood."""
     code, out, err = run(line.format(model=model, folder=tmp_path), capsys)
@@ -73,13 +81,77 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_computed(mode
     assert run(f"align {model} --ids 1,2 --save {tmp_path}/no/l.safetensors", capsys)[0] == 2
 
 
-def test_a_disk_that_fills_up_is_told_too(model, tmp_path, capsys, logical, monkeypatch):
-    def full(self, path):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("option", ["--json", "--save"])
+def test_a_disk_that_fills_up_is_told_and_costs_no_earlier_file(option, model, tmp_path, capsys, logical):
+    written = tmp_path / "old"
+    written.write_text("what stood there")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        code, out, err = run(f"align {model} --ids 1,2 {option} {written}", capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2 and err == f"tplab: {written} could not be written: File too large\n" and "inside the floor" in out
+    assert written.read_text() == "what stood there" and [path.name for path in tmp_path.iterdir()] == ["old"]
 
-    monkeypatch.setattr(tplab.align.AlignReport, "to_json", full)
-    code, _, err = run(f"align {model} --ids 1,2 --json {tmp_path}/r.json", capsys)
-    assert code == 2 and err == f"tplab: {tmp_path}/r.json could not be written: No space left on device\n"
+
+def test_one_file_for_the_report_and_the_logits_is_refused(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(f"align {model} --ids 1,2 --json same --save {tmp_path}/same", capsys)
+    assert (code, out, err) == (2, "", "tplab: --json and --save would both write same; give them two names\n")
+
+
+def test_a_prompt_from_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr("tplab.engine.torchrun.LLM", partial(tplab.engine.LLM, logical=True))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Mira had\n"), "latin-1"))
+    _, from_stdin, _ = run("generate fable --prompt - --max-tokens 5", capsys)
+    assert cli.main(["generate", "fable", "--prompt", "Mira had", "--max-tokens", "5"]) == 0
+    assert from_stdin == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given, words", [
+    (b"Mira \xff", "standard input is not UTF-8: invalid start byte at byte 5"),
+    (b"\n", "the prompt is empty"),
+    (None, "standard input, which is closed"),
+])  # fmt: skip
+def test_a_standard_input_that_is_no_prompt_is_one_line(given, words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", given if given is None else io.TextIOWrapper(io.BytesIO(given)))
+    code, out, err = run("generate fable --prompt -", capsys)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_a_terminal_that_lacks_a_character_shows_another():
+    ask = [sys.executable, "-m", "tplab", "faults", "qkv_order"]
+    done = subprocess.run(ask, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=100)
+    assert done.returncode == 0 and b"?" in done.stdout and done.stderr == b""
+
+
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
+    ask = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m tplab plan fable"
+    done = subprocess.run(ask, shell=True, capture_output=True, text=True, cwd=tmp_path, timeout=100,
+                          env={**os.environ, "PYTHONPATH": str(cli.__file__).removesuffix("tplab/cli.py")})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("tplab: the folder in which this command stands no longer exists")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_output_onto_a_full_disk_is_one_line():
+    done = subprocess.run(f"{sys.executable} -m tplab faults > /dev/full", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "tplab: No space left on device\n")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_leaves_no_process_and_no_folder(sent, tmp_path):
+    (tmp_path / "temp").mkdir()
+    command = [sys.executable, "-m", "tplab", "generate", "fable", "--prompt", "Once", "--max-tokens", "400"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temp")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        process.stdout.read(1)  # the ranks are at work
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == -sent
+        assert len(ranks) >= 2 and psutil.wait_procs(ranks, timeout=30)[1] == []
+    assert list((tmp_path / "temp").iterdir()) == []
 
 
 def test_align_inside_the_floor_is_exit_0_and_writes_what_it_promises(model, tmp_path, capsys, logical):

@@ -5,18 +5,19 @@ interrupted. Only what a command needs is imported, so that ``--help`` answers a
 """
 
 import argparse
+import errno
 import os
 import sys
 import textwrap
-from pathlib import Path
 
 from tplab.errors import TplabError
+from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
 
 MODEL = "fable, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
 
 
 class CommandError(TplabError):
-    """The words on the command line do not fit together, or a file cannot be written."""
+    """The words on the command line do not fit together."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,17 +30,27 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    replace_unprintable()
     try:
         chosen = build_parser().parse_args(arguments)
-        return chosen.run(chosen)
+        check_working_folder()
+        code = chosen.run(chosen)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is told here, not when Python shuts down
+        return code
     except TplabError as error:
         print(f"tplab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `tplab … | head`: the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at its end
+        if error.errno == errno.EPIPE:  # `tplab … | head`: the reader has enough
+            return 0
+        print(f"tplab: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
     what = one.add_mutually_exclusive_group()
-    what.add_argument("--prompt", metavar="TEXT", help="the text (a built-in one)")
+    what.add_argument("--prompt", metavar="TEXT", help="the text (a built-in one); - reads standard input")
     what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
     one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
                      help="break the engine with these faults of the museum first")
@@ -78,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     fetching.add_argument("model", metavar="MODEL", help="smollm2")
 
     one = command("generate", generate, "Continue a prompt on tensor-parallel ranks, as it comes.")
-    one.add_argument("--prompt", metavar="TEXT", required=True, help="the text")
+    one.add_argument("--prompt", metavar="TEXT", required=True, help="the text; - reads standard input")
     one.add_argument("--chat", action="store_true", help="the prompt is a user's message, by the model's chat template")
     one.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most so many new tokens (128)")
     one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
@@ -107,9 +118,8 @@ def plan(chosen) -> int:
 
 
 def align(chosen) -> int:
-    for path in (chosen.json, chosen.save):
-        _check_writable(path)
-    prompt = chosen.prompt if chosen.ids is None else _parse_ids(chosen.ids)
+    _check_writable(chosen.json, chosen.save)
+    prompt = _read_prompt(chosen.prompt) if chosen.ids is None else _parse_ids(chosen.ids)
     from tplab.align import align, align_decode, diagnose
     from tplab.checkpoint import open_checkpoint
     from tplab.faults import fault
@@ -133,8 +143,10 @@ def align(chosen) -> int:
     print(f"\n{_point_lines(report)}")
     if broken or not report.ok:
         print("\n" + textwrap.fill(diagnose(report).sentence, 90))
-    _write(chosen.json, report.to_json)
-    _write(chosen.save, report.save_logits)
+    if chosen.json is not None:
+        report.to_json(chosen.json)
+    if chosen.save is not None:
+        report.save_logits(chosen.save)
     return 0 if report.ok else 1
 
 
@@ -164,7 +176,8 @@ def fetch(chosen) -> int:
 
 def generate(chosen) -> int:
     _check_writable(chosen.json)
-    if not chosen.prompt.strip():
+    prompt = _read_prompt(chosen.prompt)
+    if not prompt.strip():
         raise CommandError("the prompt is empty; say something")
     import json
 
@@ -174,16 +187,16 @@ def generate(chosen) -> int:
     with open_llm(chosen.model, chosen.tp, chosen.dtype) as llm:
         if llm is None:  # a rank of torchrun's that has followed rank 0 to the end
             return 0
-        prompt = chosen.prompt
         if chosen.chat:
-            prompt = llm.chat_prompt([{"role": "user", "content": chosen.prompt}])
+            prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
         for chunk in llm.stream(prompt, params):
             print(chunk, end="", flush=True)
     print()
     metrics = chunk.output.metrics
     print(f"[{metrics.num_output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
           f"{metrics.tokens_per_second:.0f} tokens/s, {_ranks(llm)}]", file=sys.stderr)
-    _write(chosen.json, lambda path: Path(path).write_text(json.dumps(chunk.output.to_dict(), indent=1)))
+    if chosen.json is not None:
+        write_file(chosen.json, lambda new: new.write_text(json.dumps(chunk.output.to_dict(), indent=1)))
     return 0
 
 
@@ -194,7 +207,8 @@ def bench(chosen) -> int:
     from tplab.engine.bench import bench
 
     table = bench(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype)
-    _write(chosen.json, lambda path: Path(path).write_text(json.dumps(table, indent=1)))
+    if chosen.json is not None:
+        write_file(chosen.json, lambda new: new.write_text(json.dumps(table, indent=1)))
     return 0
 
 
@@ -229,23 +243,21 @@ def _parse_ids(text: str) -> list[int]:
         raise CommandError(f"--ids takes whole numbers with commas between them, such as 1,2,3; not {text!r}") from None
 
 
-def _check_writable(path: str | None) -> None:
-    """Before minutes of work: could this file be written?"""
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir():
-        raise CommandError(f"{path} is a folder; give the name of a file")
-    if not folder.is_dir():
-        raise CommandError(f"{path} cannot be written: there is no folder {folder}")
-    if not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise CommandError(f"{path} cannot be written: no permission")
-
-
-def _write(path: str | None, write) -> None:
-    if path is None:
-        return
+def _read_prompt(text: str | None) -> str | None:
+    """What ``--prompt`` stands for: itself, or with ``-`` all of standard input without its last line's end."""
+    if text != "-":
+        return text
+    if sys.stdin is None:
+        raise CommandError("--prompt - reads standard input, which is closed")
     try:
-        write(path)
-    except OSError as error:
-        raise CommandError(f"{path} could not be written: {error.strerror or error}") from error
+        return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _check_writable(*paths: str | None) -> None:
+    given = [path for path in paths if path is not None]
+    for path in given:
+        check_writable(path)
+    if len({os.path.realpath(path) for path in given}) < len(given):
+        raise CommandError(f"--json and --save would both write {given[0]}; give them two names")

@@ -11,6 +11,7 @@ import torch
 from tplab.align.floors import inside, relative_floor
 from tplab.checkpoint import Checkpoint
 from tplab.engine.step import StepInput
+from tplab.files import write_file
 from tplab.model import LoadStats
 from tplab.model.trace import layout
 from tplab.ranks import OpRecord
@@ -205,15 +206,17 @@ class AlignReport:
             return [clean(item) for item in value] if isinstance(value, (list, tuple)) else value
 
         first = self.first_divergence
-        Path(path).write_text(json.dumps(clean({
+        text = json.dumps(clean({
             "model": self.model, "tp": self.plan.tensor_parallel_size, "dtype": str(self.dtype).removeprefix("torch."),
             "plan": {"kind": self.plan.kind, "ranks": self.plan.rows()}, "ids": self.ids, "ok": self.ok,
             "max_abs_diff": self.max_abs_diff, "top1_agreement": self.top1_agreement, "rank_spread": self.rank_spread,
             "nan_count": self.nan_count, "first_divergence": first and first.name, "patches": self.patches,
-            "shapes": self.shapes, "points": [asdict(point) for point in self.points]}), indent=1))
+            "shapes": self.shapes, "points": [asdict(point) for point in self.points]}), indent=1)
+        write_file(path, lambda new: new.write_text(text))
 
     def save_logits(self, path: str | Path) -> None:
         """Write ``tp_logits`` and ``hf_logits``, each ``[tokens, vocab]``, as safetensors."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        save_file({"tp_logits": self.tp_logits.contiguous(), "hf_logits": self.hf_logits.contiguous()}, path)
+        data = save({"tp_logits": self.tp_logits.contiguous(), "hf_logits": self.hf_logits.contiguous()})
+        write_file(path, lambda new: new.write_bytes(data))
