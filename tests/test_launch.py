@@ -1,4 +1,4 @@
-"""The door: ``launch`` and what it hands over to (the batch, the report, the doctor)."""
+"""The door: ``launch``, and the doctor."""
 
 import importlib.machinery
 import importlib.util
@@ -13,21 +13,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from tplab.show import batch, doctor
+from tplab.show import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
-PARAMETERS = 'model = "fable"\ntensor_parallel_size = 2\nprompt = "Once"\nscale = 1.0\nfast = True'
-PLOT = """import matplotlib.pyplot as plt
-from IPython.display import SVG, display
-plt.plot([1, 2]); plt.show()
-print("Figure: a line that rises & rises")
-display(SVG('<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'))
-print("Figure: nothing at all")"""
 
 
 def load_launch():
@@ -54,13 +44,6 @@ def fresh(launch, tmp_path, monkeypatch):
 
 def shell(*arguments, **options):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
-
-
-def write_notebook(path, *sources, parameters=True):
-    cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})] if parameters else [new_markdown_cell("# None, see [next](good.ipynb)")]
-    cells += [new_code_cell(source) for source in sources]
-    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), path)
-    return path
 
 
 # ---- the words on the command line -----------------------------------------------------------------------------------
@@ -269,71 +252,6 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
     finally:
         lab.terminate()
         lab.communicate(timeout=20)
-
-
-# ---- the batch -------------------------------------------------------------------------------------------------------
-
-
-def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, capsys):
-    notebooks = [
-        write_notebook(tmp_path / "bad.ipynb", "def f():\n    raise ValueError('no <head>\\nmore')\nf()", parameters=False),
-        write_notebook(tmp_path / "good.ipynb", "print(tensor_parallel_size, prompt, scale, fast)", PLOT),
-    ]
-    asked = {"notebooks": list(map(str, notebooks)), "out": str(tmp_path / "out"),
-             "parameters": [["tensor_parallel_size", "3"], ["prompt", "7"], ["scale", "2"], ["fast", "False"]]}  # fmt: skip
-    assert batch.main([json.dumps(asked)]) == 1
-
-    said = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in said.splitlines() if line.startswith(("bad", "good"))}
-    assert "FAILED" in rows["bad"] and "cell [1]: ValueError: no <head>" in rows["bad"]
-    assert "passed" in rows["good"]
-
-    good = nbformat.read(tmp_path / "out/good.ipynb", as_version=4)
-    printed = [output.text for cell in good.cells for output in cell.get("outputs", []) if output.output_type == "stream"]
-    assert printed[0] == "3 7 2 False\n", "values are read by the type of the parameter they replace"
-    assert "ValueError" in (tmp_path / "out/bad.ipynb").read_text()
-
-    index = (tmp_path / "out/index.html").read_text()
-    assert "1 of 2 failed" in index and "no &lt;head&gt;" in index
-    assert 'alt="Figure: a line that rises &amp; rises"' in index and "data:image/png;base64,iVBOR" in index
-    assert re.search('data:image/svg[+]xml;base64,[^"]+" alt="Figure: nothing at all"', index)
-    assert 'href="good.html"' in (tmp_path / "out/bad.html").read_text()
-    for name in ("bad", "good"):
-        assert f'href="{name}.html"' in index
-        assert "<html" in (tmp_path / f"out/{name}.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"notebooks": ["nowhere"]}, "no notebook 'nowhere'; there are: 00_one, 01_two"),
-        ({"parameters": [["tp", "3"]]}, "no notebook has a parameter 'tp'; there are: fast, model, prompt, scale, tensor_parallel_size"),
-        ({"parameters": [["tensor_parallel_size", "two"]]}, "parameter tensor_parallel_size is int (default 2), not 'two'"),
-        ({"parameters": [["fast", "1"]]}, "parameter fast is bool"),
-        ({"parameters": [["model", "no-such-model"]]}, "no-such-model"),
-    ],
-)
-def test_batch_refuses_what_does_not_exist_before_anything_runs(tmp_path, monkeypatch, capsys, change, words):
-    for name in ("00_one", "01_two"):
-        write_notebook(tmp_path / f"{name}.ipynb")
-    monkeypatch.setattr(batch, "FOLDER", tmp_path)
-    asked = {"notebooks": [], "parameters": [], "out": str(tmp_path / "out"), **change}
-    assert batch.main([json.dumps(asked)]) == 2
-    said = capsys.readouterr()
-    assert words in said.err and len(said.err.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_notebooks_are_named_by_stem_number_or_path(tmp_path):
-    paths = [write_notebook(tmp_path / f"{name}.ipynb") for name in ("00_one", "01_two")]
-    for name in ("01", "01_two", "01_two.ipynb", "notebooks/01_two.ipynb", str(paths[1])):
-        assert batch.choose([name], tmp_path) == [paths[1]]
-    assert batch.choose([], tmp_path) == paths
-
-
-def test_parameter_goes_only_to_the_notebooks_that_declare_it(tmp_path):
-    with_it, without = write_notebook(tmp_path / "a.ipynb"), write_notebook(tmp_path / "b.ipynb", parameters=False)
-    assert batch.assign([with_it, without], [["scale", "0.5"]]) == {with_it: {"scale": 0.5}, without: {}}
 
 
 # ---- the doctor ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,15 @@
 """The report of a batch: one HTML page per executed notebook, and an index with the results and all the figures."""
 
+import os
 from base64 import b64encode
 from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
+from urllib.parse import quote
+
+from tplab.files import write_file
+
+MARK = '<meta name="generator" content="tplab run">'  # in every page: a later run may overwrite it
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px; margin: 2.5rem auto; padding: 0 1rem }
@@ -56,31 +62,50 @@ def write_report(outcomes, parameters, out):
     ``outcomes``: `tplab.show.batch.Outcome`s, in order. ``parameters``: {name: text} as the user gave them. ``out``: the
     folder that holds the executed notebooks.
     """
-    import nbformat
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter()
     rows, galleries = [], []
     for outcome in outcomes:
-        link = escape(outcome.name)
-        if outcome.notebook.exists():
-            notebook = _without_widgets(nbformat.read(outcome.notebook, as_version=4))
+        shown = escape(outcome.name)
+        if notebook := _read(outcome.executed):
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
             for other in outcomes:  # links between notebooks of this run lead to their pages
-                page = page.replace(f'href="{other.name}.ipynb"', f'href="{other.name}.html"')
-            (out / f"{outcome.name}.html").write_text(page, encoding="utf-8")
-            link = f'<a href="{link}.html">{link}</a>'
-            galleries.append(_gallery(outcome.name, figures(notebook)))
+                if other.notebook.parent == outcome.notebook.parent:
+                    page = page.replace(f'href="{quote(os.fsencode(other.notebook.name))}"', f'href="{_address(other)}"')
+            _write_page(outcome.page, page.replace("<head>", f"<head>{MARK}", 1))
+            shown = f'<a href="{_address(outcome)}">{shown}</a>'
+            galleries.append(_gallery(shown, figures(notebook)))
+        if outcome.name != outcome.notebook.stem:
+            shown += f"<br>from {escape(str(outcome.notebook))}"
         result = f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure else '<td class="passed">passed</td>'
-        rows.append(f'<tr><td>{link}</td>{result}<td class="seconds">{outcome.seconds:.1f}</td></tr>')
+        rows.append(f'<tr><td>{shown}</td>{result}<td class="seconds">{outcome.seconds:.1f}</td></tr>')
 
     index = out / "index.html"
-    index.write_text(_index(rows, galleries, parameters, outcomes), encoding="utf-8")
+    _write_page(index, _index(rows, galleries, parameters, outcomes))
     return index
 
 
-def _without_widgets(notebook):
-    """The notebook with the pictures of its panels instead of live views, which need a kernel and a script from afar."""
+def _address(outcome):
+    return quote(os.fsencode(outcome.page.name))  # a # or a % in a name would lead elsewhere
+
+
+def _write_page(path, page):
+    # What a notebook prints may hold half of a surrogate pair, which UTF-8 does not have.
+    write_file(path, lambda new: new.write_text(page, encoding="utf-8", errors="replace"))
+
+
+def _read(executed):
+    """An executed notebook; None if there is none, or a part only since the disk was full.
+
+    Its panels are pictures instead of live views, which need a kernel and a script from afar.
+    """
+    import nbformat
+
+    try:
+        notebook = nbformat.read(executed, as_version=4)
+    except (FileNotFoundError, nbformat.reader.NotJSONError):
+        return None
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "data" in output:
@@ -89,12 +114,12 @@ def _without_widgets(notebook):
     return notebook
 
 
-def _gallery(name, pictures):
+def _gallery(title, pictures):
     if not pictures:
         return ""
     shown = [f'<figure><img src="{one.source}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
              for one in pictures]
-    return f'<h2><a href="{escape(name)}.html">{escape(name)}</a></h2>\n' + "\n".join(shown)
+    return f"<h2>{title}</h2>\n" + "\n".join(shown)
 
 
 def _index(rows, galleries, parameters, outcomes):
@@ -103,7 +128,7 @@ def _index(rows, galleries, parameters, outcomes):
     verdict = f"{failed} of {len(outcomes)} failed" if failed else f"all {len(outcomes)} passed"
     seconds = sum(outcome.seconds for outcome in outcomes)
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<html lang="en"><head><meta charset="utf-8">{MARK}<meta name="viewport" content="width=device-width">
 <title>tplab run: {verdict}</title><style>{STYLE}</style></head><body>
 <h1>tplab run: {verdict}</h1>
 <p class="sub">{escape(given)} · {seconds:.1f} s</p>
