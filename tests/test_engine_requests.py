@@ -1,5 +1,8 @@
 """Bad requests: each named, none of them takes another one down."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from helpers_checkpoints import make_checkpoint
@@ -9,6 +12,7 @@ from tplab.checkpoint import open_checkpoint
 from tplab.engine import LLM, EngineError, RequestError, SamplingParams
 from tplab.engine.sizes import cache_size
 from tplab.errors import TplabError
+from tplab.faults import FaultError, fault
 from tplab.model.dtypes import DtypeError
 from tplab.patch import Patch, PatchError
 from tplab.shard import ShardPlan, ShardPlanError
@@ -38,6 +42,7 @@ BAD = {
                                              r"ask for at most 3 tokens \(max_tokens\), or make an LLM with num_blocks=11"),
     "text without a tokenizer": ("hello", "no tokenizer"),
     "neither text nor ids": (3.5, "must be a text or a list of token ids"),
+    "a number whose digits Python refuses to write": ([10**5000], "token id a value of type int"),
 }  # fmt: skip
 
 
@@ -104,7 +109,53 @@ def test_abort(llm):
     assert len(outputs[0].outputs[0].token_ids) == 9
 
 
+@pytest.mark.parametrize("number", [[], True, None, 0.5, {}])
+def test_abort_of_what_is_no_number_of_a_request(llm, number):
+    ours = [llm.add_request([1, 2], GREEDY) for _ in range(2)]
+    with pytest.raises(RequestError, match="there is no unfinished request"):
+        llm.abort(number)
+    for each in ours:
+        llm.abort(each)
+
+
+@pytest.mark.parametrize("prompt", [5, np.int64(5), None, {1: 2}])
+def test_one_prompt_is_not_a_number(llm, prompt):
+    with pytest.raises(RequestError, match="a prompt must be a text or a list of token ids"):
+        llm.add_request(prompt)
+    assert not llm.has_unfinished_requests
+
+
+def test_numpy_numbers_are_as_good_as_pythons(folder):
+    with LLM(folder, np.int64(2), logical=True, strict=True, block_size=np.int32(4), num_blocks=np.int64(10),
+             max_model_len=np.int16(40), max_num_seqs=np.uint8(2), max_num_batched_tokens=np.int64(8)) as llm:
+        theirs = llm.generate([np.array([1, 2, 3])[i] for i in range(3)], GREEDY)
+        ours = llm.generate([1, 2, 3], GREEDY)
+        assert theirs[0].outputs[0].token_ids == ours[0].outputs[0].token_ids
+        json.dumps(theirs[0].to_dict())
+        assert all(type(size) is int for size in (llm.plan.tensor_parallel_size, llm.engine.pool.num_blocks,
+                   llm.engine.pool.block_size, llm.engine.max_model_len, llm.scheduler.max_num_seqs))
+
+
+def test_faults_by_their_names(folder):
+    with LLM(folder, 2, logical=True, patches=["rope_missing", fault("shard_dim1")]) as llm:
+        by_name = llm.generate([1, 2, 3], GREEDY)
+    with LLM(folder, 2, logical=True, patches=[fault("rope_missing"), fault("shard_dim1")]) as llm:
+        assert llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids == by_name[0].outputs[0].token_ids
+        assert llm.patches == fault("rope_missing").patches + fault("shard_dim1").patches
+
+
 @pytest.mark.parametrize("options,error,message", [
+    ({"num_blocks": 10**15}, EngineError, r"num_blocks=1000000000000000 with block_size=16 needs \d+\.\d GB on a rank, but this "
+                                          r"machine has \d+\.\d GB; num_blocks times block_size can be at most \d+"),
+    ({"block_size": 10**15}, EngineError, "block_size=1000000000000000 needs"),
+    ({"num_blocks": True}, CacheError, "num_blocks must be"),
+    ({"max_model_len": True}, EngineError, "max_model_len must be"),
+    ({"tensor_parallel_size": True}, ShardPlanError, "tensor_parallel_size must be"),
+    ({"pool": 2}, EngineError, r"pool must be a RankPool, such as RankPool\(2\), or None, not 2"),
+    ({"patches": None}, PatchError, "patches must be a list of faults, their names or Patch objects"),
+    ({"patches": "nan_mask"}, PatchError, r"such as \['nan_mask'\], not 'nan_mask'"),
+    ({"patches": [5]}, PatchError, "patches holds 5, which is no fault"),
+    ({"patches": ["nan_musk"]}, FaultError, "there is no fault 'nan_musk'; did you mean nan_mask"),
     ({"tensor_parallel_size": 5}, ShardPlanError, "5 ranks cannot share 4 query heads"),
     ({"dtype": "float16"}, DtypeError, "float32, float64, bfloat16"),
     ({"block_size": 0}, EngineError, "block_size must be"),
@@ -135,7 +186,7 @@ def test_default_sizes(folder):
     config = open_checkpoint(folder).config
     plan = ShardPlan.from_config(config, 2)
     size = cache_size(config, plan, torch.float32, 16, None, None, 16)
-    assert size == (48, 48)
+    assert size == (48, 48, 16)
 
 
 def test_leaked_blocks_come_to_light(folder):

@@ -1,12 +1,16 @@
 """One token for all ranks: ties, NaN, seeds, filters, log probabilities."""
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers_checkpoints import make_checkpoint
 
+from tplab.checks import shown
 from tplab.engine import LLM, RequestError, SamplingParams
 from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer, sample
 from tplab.engine.step import Draw
@@ -137,13 +141,36 @@ def test_logprobs_are_those_of_the_model(folder):
         assert [t for t, p in found.items() if p.rank <= 3] and set(row.topk(3).indices.tolist()) <= set(found)
 
 
+def test_numbers_of_other_kinds_become_pythons_own(folder):
+    """They go to the ranks as JSON: one request with a numpy number ended the step of all."""
+    params = SamplingParams(np.float32(1.5), np.int64(5), Fraction(9, 10), np.float16(0.25), np.int32(3), None,
+                            [np.int64(4)], False, np.uint64(7), np.int8(2))
+    plain = SamplingParams(1.5, 5, 0.9, 0.25, 3, None, [4], False, 7, 2)
+    assert params == plain and repr(params) == repr(plain)
+    with LLM(folder, 2, logical=True) as llm:
+        ours, theirs = llm.generate([[1, 2], [1, 2]], [plain, params])
+    assert theirs.outputs[0].token_ids == ours.outputs[0].token_ids and len(theirs.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-306, 1e-250, Fraction(1, 10**400), 1e-199])
+def test_the_coldest_temperatures_are_greedy(folder, temperature):
+    """A logit divided by them is infinite, all infinities are equal, and the text was one token for ever."""
+    with LLM(folder, 2, logical=True) as llm:
+        greedy, cold, narrowed = llm.generate([[1, 2, 3]] * 3, [
+            SamplingParams(temperature=0, max_tokens=8), SamplingParams(temperature=temperature, max_tokens=8, logprobs=1),
+            SamplingParams(temperature=max(temperature, 5e-324), max_tokens=8, top_p=0.9, top_k=5)])
+    assert greedy.outputs[0].token_ids == cold.outputs[0].token_ids == narrowed.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("wrong", [
     {"temperature": -1}, {"temperature": float("nan")}, {"temperature": "hot"}, {"temperature": True}, {"top_k": -2},
     {"top_k": 1.5}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": float("inf")}, {"max_tokens": 0},
     {"max_tokens": 2.0}, {"seed": -1}, {"seed": 2**64}, {"logprobs": -1}, {"ignore_eos": 1}, {"stop": 5}, {"stop": [""]},
     {"stop": ["a", 3]}, {"stop": b"a"}, {"stop_token_ids": "12"}, {"stop_token_ids": [-1]}, {"stop_token_ids": [True]},
-    {"temperature": 0, "top_p": 0.9}, {"temperature": 0, "top_k": 5, "min_p": 0.1},
-], ids=str)  # fmt: skip
+    {"temperature": 0, "top_p": 0.9}, {"temperature": 0, "top_k": 5, "min_p": 0.1}, {"max_tokens": 10**5000},
+    {"top_p": Decimal("0.5")}, {"top_p": Fraction(1, 10**400)}, {"seed": np.float64(1)}, {"max_tokens": np.bool_(True)},
+    {"temperature": 1j}, {"top_k": torch.tensor(3)}, {"stop_token_ids": [1.0]},
+], ids=shown)  # fmt: skip
 def test_wrong_parameters_are_named(wrong):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)

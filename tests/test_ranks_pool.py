@@ -1,11 +1,13 @@
 """RankPool: results, output, errors and the cost of a round trip, on real processes."""
 
 import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
-from tplab.ranks import RankError, RankPool, all_reduce, rank, state
+from tplab.ranks import RankError, RankPool, all_reduce, rank, shared_pool, state
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +64,22 @@ def test_round_trip_with_a_small_all_reduce_is_short(pool):
         pool.run(step)
         times.append(time.perf_counter() - begin)
     assert sorted(times)[50] < 0.1, "over sockets it would be worse; on a quiet machine it is a millisecond"
+
+
+@pytest.mark.parametrize("size", [True, 0, 65, 2.0, "2", None, [], 10**5000], ids=lambda size: type(size).__name__)
+def test_a_size_that_no_pool_has(size):
+    for make in (RankPool, shared_pool):
+        with pytest.raises(RankError, match="a pool has 1 to 64 ranks, not"):
+            make(size)
+
+
+@pytest.mark.parametrize("timeout", [True, 0, -1, float("nan"), 10**400, 10**5000, "5", [], 1j], ids=lambda t: type(t).__name__)
+def test_a_timeout_that_is_no_time(pool, timeout):
+    for call in (lambda: pool.run(rank, timeout=timeout), lambda: RankPool(1, timeout=timeout)):
+        with pytest.raises(RankError, match="timeout is a number of seconds above 0, not"):
+            call()
+
+
+@pytest.mark.parametrize("timeout", [np.int64(30), np.float32(30), Fraction(61, 2), float("inf")], ids=str)
+def test_a_timeout_of_another_kind_of_number(pool, timeout):
+    assert pool.run(rank, timeout=timeout) == [0, 1]

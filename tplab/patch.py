@@ -7,10 +7,11 @@ knows nothing of it. A patch is picklable when its replacement is (cloudpickle t
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 
+from tplab.checks import shown
 from tplab.errors import TplabError
 
 
@@ -152,8 +153,30 @@ def _check_call(target: str, right: Callable, replacement: Callable) -> None:
                          f"{inspect.signature(replacement)}: {error}") from None
 
 
+_MUSEUM = "tplab.faults"  # looked up when a name is given, as the targets are: no room above is imported to get here
+
+
+def as_patches(patches) -> tuple[Patch, ...]:
+    """A list of faults, names of faults and patches → its patches.
+
+    Raises:
+        PatchError: it is no such list.
+        FaultError: the museum has no fault of that name.
+    """
+    if isinstance(patches, str) or not isinstance(patches, Iterable):
+        raise PatchError("patches must be a list of faults, their names or Patch objects, such as ['nan_mask'], "
+                         f"not {shown(patches)}")
+    found = []
+    for one in patches:
+        one = import_module(_MUSEUM).fault(one) if isinstance(one, str) else one
+        if not isinstance(getattr(one, "patches", None), tuple):
+            raise PatchError(f"patches holds {shown(one)}, which is no fault, no fault's name and no Patch")
+        found += one.patches
+    return tuple(found)
+
+
 class applied:
-    """Apply every patch of ``patchables`` (patches, faults) and undo them all on the way out.
+    """Apply every patch of ``patchables`` (as :func:`as_patches` takes them) and undo them all on the way out.
 
     May be entered by several threads of a process at once, as logical ranks do: a name is clean again when the last
     of them has left. An interrupt that comes while patches are applied or undone leaves none behind.
@@ -163,7 +186,7 @@ class applied:
     """
 
     def __init__(self, *patchables):
-        self._layers = [_Layer(patch) for patchable in patchables for patch in patchable.patches]
+        self._layers = [_Layer(patch) for patch in as_patches(patchables)]
 
     def __enter__(self) -> None:
         try:

@@ -12,6 +12,7 @@ import torch
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, build_report, check_prompts, pool_for
+from tplab.checks import from_one_up, shown, whole_number
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.core import Engine
 from tplab.engine.executor import LogicalExecutor
@@ -20,6 +21,7 @@ from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.step import StepInput, StepOutput
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import recording
+from tplab.patch import as_patches
 from tplab.ranks import RankPool, state
 from tplab.shard import ShardPlan
 
@@ -98,14 +100,15 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         AlignError: a prompt is not longer than ``new_tokens``; otherwise as :func:`tplab.align.align`.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    dtype, patches = parse_dtype(dtype), tuple(p for patchable in patches for p in patchable.patches)
+    dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     texts = check_prompts(ckpt, prompts)
-    short = next((text for text in texts if len(text) <= new_tokens), None)
-    if new_tokens < 1 or short:
+    shortest = min(map(len, texts))
+    if whole_number(new_tokens, 1, shortest - 1) is None:
         raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt "
-                         f"({min(map(len, texts))} tokens), not {new_tokens}")
+                         f"({shortest} tokens), not {shown(new_tokens)}")
     reference = hf_model(ckpt, dtype)
+    block_size = from_one_up("block_size", block_size, AlignError)
     blocks = num_blocks or sum(-(-len(text) // block_size) for text in texts)
     run = LogicalExecutor(tensor_parallel_size, ()).run if logical else pool_for(tensor_parallel_size, pool).run
     run(load_runner, _KEY, [], patches, ckpt, plan, dtype, blocks, block_size)

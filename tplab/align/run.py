@@ -7,11 +7,13 @@ import torch
 from tplab.align.gather import pieces_on_rank, trace_on_rank, whole_point
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, compare
+from tplab.checks import readable, shown, whole_number
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
 from tplab.model import separate_tensor
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import point_names
+from tplab.patch import Patch, as_patches
 from tplab.ranks import RankPool, logical_ranks, shared_pool
 from tplab.shard import ShardPlan
 
@@ -26,22 +28,24 @@ def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
     Raises:
         AlignError: no prompt, an empty one, one with an id outside of the vocabulary, or one that is too long.
     """
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and whole_number(prompts[0]) is not None):
         prompts = [prompts]
     if not prompts:
         raise AlignError("there is no prompt")
+    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str | list | tuple) for prompt in prompts):
+        raise AlignError(f"prompts must be a text, token ids, or a list of these, not {shown(prompts)}")
     rows = []
     for prompt in prompts:
-        ids = ckpt.tokenizer()(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        ids = ckpt.tokenizer()(readable(prompt, AlignError)).input_ids if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise AlignError("the prompt is empty; at least one token is needed")
-        wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < ckpt.config.vocab_size), None)
-        if wrong is not None:
-            raise AlignError(f"token id {wrong!r} is not in {ckpt.name}'s vocabulary: 0 to {ckpt.config.vocab_size - 1}")
+        wrong = [token for token in ids if whole_number(token, 0, ckpt.config.vocab_size - 1) is None]
+        if wrong:
+            raise AlignError(f"token id {shown(wrong[0])} is not in {ckpt.name}'s vocabulary: 0 to {ckpt.config.vocab_size - 1}")
         if len(ids) > ckpt.config.max_position_embeddings:
             raise AlignError(f"the prompt has {len(ids)} tokens; {ckpt.name} takes up to "
                              f"{ckpt.config.max_position_embeddings}")
-        rows.append(ids)
+        rows.append([int(token) for token in ids])
     return rows
 
 
@@ -55,7 +59,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
             in tplab and are run one by one in Hugging Face.
         tensor_parallel_size: number of ranks.
         dtype: float32 (the working dtype), float64 (the judge) or bfloat16; the same on both sides.
-        patches: faults or :class:`tplab.patch.Patch` objects to apply on the ranks, while loading too.
+        patches: faults, their names, or :class:`tplab.patch.Patch` objects to apply on the ranks, while loading too.
         pool: the ranks to use; ``shared_pool(tensor_parallel_size)`` if not given.
         logical: run the ranks as threads of this process instead (for wide sweeps in tests).
 
@@ -67,11 +71,11 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         RankError: a rank failed.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    dtype = parse_dtype(dtype)
+    dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     ids = check_prompts(ckpt, prompts)
     reference = hf_model(ckpt, dtype)
-    ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, tuple(patches), pool=pool, logical=logical)
+    ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, patches, pool=pool, logical=logical)
     traces, op_logs, load_stats = map(list, zip(*ran))
     hf_traces = [hf_trace(reference, row) for row in ids]
     theirs = {name: torch.cat([trace.pop(name) for trace in hf_traces]) for name in list(hf_traces[0])}
@@ -79,7 +83,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
 
 
 def build_report(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]], traces: list[dict],
-                 reference: dict[str, torch.Tensor], patches: Sequence, **more) -> AlignReport:
+                 reference: dict[str, torch.Tensor], patches: tuple[Patch, ...], **more) -> AlignReport:
     """Gather the ranks' trace points, compare each with Hugging Face's, keep the evidence of the first broken layer.
 
     Args:
@@ -102,7 +106,7 @@ def build_report(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, ids: lis
     shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
                **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
     return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes,
-                       patches=tuple(p.target for patchable in patches for p in patchable.patches),
+                       patches=tuple(patch.target for patch in patches),
                        checkpoint=ckpt, **more)
 
 
@@ -116,6 +120,8 @@ def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:
 
 def pool_for(size: int, pool: RankPool | None) -> RankPool:
     """The given pool, if it has ``size`` ranks; the shared one of that size if none is given."""
+    if not isinstance(pool, RankPool | None):
+        raise AlignError(f"pool must be a RankPool, such as RankPool({size}), or None, not {shown(pool)}")
     if pool is not None and pool.size != size:
         raise AlignError(f"the pool has {pool.size} ranks, the plan needs {size}")
     return pool or shared_pool(size)
@@ -132,7 +138,7 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
-    ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, tuple(patches), pool=pool, logical=logical)
+    ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, as_patches(patches), pool=pool, logical=logical)
     by_name: dict[str, list] = {}
     for pieces in ranks:
         for piece in pieces:

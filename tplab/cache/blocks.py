@@ -10,6 +10,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tplab.checks import from_one_up
 from tplab.errors import TplabError
 
 
@@ -39,10 +40,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CacheError(f"{name} must be a whole number from 1 up, not {value!r}")
-        self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
+        num_blocks = from_one_up("num_blocks", num_blocks, CacheError)
+        self.num_blocks, self.block_size = num_blocks, from_one_up("block_size", block_size, CacheError)
+        self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
         self.times_allocated = [0] * num_blocks
         self.keys: list[bytes | None] = [None] * num_blocks

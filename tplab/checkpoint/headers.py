@@ -30,8 +30,15 @@ class TensorInfo:
     file: str
 
 
+def refuse_unordinary(path: Path) -> None:
+    """``CheckpointError`` for what would make a reader wait for ever: a named pipe, a device."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise CheckpointError(f"{path.parent}: {path.name} is not an ordinary file")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; ``CheckpointError`` naming the file when it is anything else."""
+    refuse_unordinary(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -5,6 +5,8 @@ import re
 import stat
 from pathlib import Path
 
+from tplab.checks import shown
+
 from .errors import CheckpointError, words_of
 
 FABLE_FOLDER = Path(__file__).resolve().parent.parent / "fable" / "checkpoint"
@@ -29,10 +31,18 @@ def cache_dir() -> Path:
     ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``.
     """
     if own := os.environ.get("TPLAB_CACHE"):
-        return Path(own).expanduser()
+        return _expanded(own, "$TPLAB_CACHE is ")
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tplab"
-    return Path("~/.cache/tplab").expanduser()
+    return _expanded("~/.cache/tplab", "without $TPLAB_CACHE the cache is ")
+
+
+def _expanded(text: str, what: str = "") -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{what}{text!r}, but nobody here has the home folder {text.partition('/')[0]!r}; "
+                              "write the whole path") from None
 
 
 def resolve(name: str | os.PathLike) -> Path:
@@ -43,6 +53,8 @@ def resolve(name: str | os.PathLike) -> Path:
     ``huggingface_hub``. The built-in names win over folders of that name: write ``./fable`` for a folder.
     Raises ``CheckpointError`` when nothing of that name can be had.
     """
+    if not isinstance(name, str | bytes | os.PathLike):
+        raise CheckpointError(f"a model is {KNOWN}, not {shown(name)}")
     text = os.fsdecode(name)
     if text == "fable":
         return _existing_folder(FABLE_FOLDER, "'fable' is not in this copy of the package; reinstall tplab")
@@ -54,7 +66,7 @@ def resolve(name: str | os.PathLike) -> Path:
         raise CheckpointError(f"the model name is empty; it may be {KNOWN}")
     if _looks_like_hub_id(text) and not os.path.lexists(text):
         return _from_hub(text)
-    return _existing_folder(Path(text).expanduser(), f"there is no folder {text!r}; a model is {KNOWN}")
+    return _existing_folder(_expanded(text), f"there is no folder {text!r}; a model is {KNOWN}")
 
 
 def _looks_like_hub_id(text: str) -> bool:

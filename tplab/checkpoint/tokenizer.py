@@ -1,11 +1,14 @@
 """The folder's own tokenizer, and proof that it is the folder's own."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tplab.checks import number
+
 from .config import ModelConfig
 from .errors import CheckpointError, words_of
-from .headers import read_json
+from .headers import read_json, refuse_unordinary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,8 +38,15 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerFas
 
     own = read_own_tokenizer(folder)
     check_tokenizer(folder, config, own)
+    for path in (*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*")):
+        refuse_unordinary(path)
+    settings = folder / "tokenizer_config.json"
+    longest = read_json(settings).get("model_max_length") if settings.exists() else None
+    if longest is not None and number(longest, 1, math.inf) is None:
+        raise CheckpointError(f"{folder}: {settings.name}: model_max_length is {longest!r}, not a number of tokens")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        tokenizer(_PROBES[0])
     except Exception as error:  # any of its JSON files may be malformed, in any way
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {words_of(error)}") from error
     if invented := sorted(tokenizer.get_vocab().keys() ^ own.get_vocab().keys()):

@@ -4,6 +4,7 @@ import secrets
 import time
 
 from tplab.cache import BlockPool, blocks_needed
+from tplab.checks import shown, whole_number
 from tplab.engine.errors import RequestError, StandstillError
 from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.scheduler import Scheduler
@@ -45,8 +46,8 @@ class Engine:
         if not token_ids:
             raise RequestError("the prompt is empty; at least one token is needed")
         for token in token_ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"token id {token!r} is not in the vocabulary: 0 to {self.vocab_size - 1}")
+            if whole_number(token, 0, self.vocab_size - 1) is None:
+                raise RequestError(f"token id {shown(token)} is not in the vocabulary: 0 to {self.vocab_size - 1}")
         wrong = [token for token in params.stop_token_ids if token >= self.vocab_size]
         if wrong:
             raise RequestError(f"stop token id {wrong[0]} is not in the vocabulary: 0 to {self.vocab_size - 1}")
@@ -68,7 +69,7 @@ class Engine:
     def add(self, token_ids: list[int], params: SamplingParams) -> Sequence:
         """Queue a request. Errors as in :meth:`check_prompt`."""
         most = self.check_prompt(token_ids, params)
-        seed = secrets.randbits(62) if params.seed is None else int(params.seed)
+        seed = secrets.randbits(62) if params.seed is None else params.seed
         sequence = Sequence(self._count, list(token_ids), params, self.pool, most, seed)
         self._count += 1
         sequence.metrics.arrival_time = time.perf_counter()

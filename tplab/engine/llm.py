@@ -3,9 +3,11 @@
 import time
 import warnings
 from collections.abc import Iterator, Sequence as Many
+from functools import partial
 
 import torch
 
+from tplab.checks import readable, shown
 from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
@@ -13,11 +15,11 @@ from tplab.engine.executor import LogicalExecutor, PoolExecutor
 from tplab.engine.outputs import RequestOutput, StreamChunk
 from tplab.engine.progress import Progress
 from tplab.engine.queue import Inbox, RequestQueue
-from tplab.engine.requests import Request, parse_messages, parse_prompts, rejected
+from tplab.engine.requests import Request, parse_messages, parse_prompt, parse_prompts, rejected
 from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.sizes import cache_size
 from tplab.model.dtypes import parse_dtype
-from tplab.patch import applied
+from tplab.patch import applied, as_patches
 from tplab.ranks import RankError, RankPool
 from tplab.shard import ShardPlan
 
@@ -37,10 +39,11 @@ class LLM:
         max_num_batched_tokens: tokens computed in one step; longer prompts are read in chunks.
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
-        patches: faults or :class:`tplab.patch.Patch` objects, applied while loading and in every step, on the ranks
-            and in the scheduler.
+        patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
+            on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
         logical: run the ranks as threads of this process instead (for wide sweeps in tests).
+        executor: ``(tensor_parallel_size, patches)`` → another way to reach the ranks (see ``executor.py``).
 
     Use as a context manager, or call :meth:`close`: the ranks forget the model; the pool stays open.
 
@@ -56,18 +59,20 @@ class LLM:
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         config, self.dtype = self.checkpoint.config, parse_dtype(dtype)
         self.plan = ShardPlan.from_config(config, tensor_parallel_size)
-        if pool is not None and pool.size != tensor_parallel_size:
-            raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {tensor_parallel_size}")
-        self.patches = tuple(p for patchable in patches for p in patchable.patches)
+        ranks = self.plan.tensor_parallel_size
+        if not isinstance(pool, RankPool | None):
+            raise EngineError(f"pool must be a RankPool, such as RankPool({ranks}), or None, not {shown(pool)}")
+        if pool is not None and pool.size != ranks:
+            raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
+        self.patches = as_patches(patches)
         with applied(*self.patches):
             pass  # a patch that does not fit is refused before any rank is touched
-        max_model_len, num_blocks = cache_size(config, self.plan, self.dtype, block_size, num_blocks, max_model_len,
-                                               max_num_seqs)
-        if executor is None:
-            executor = (LogicalExecutor(tensor_parallel_size, self.patches) if logical
-                        else PoolExecutor(tensor_parallel_size, self.patches, pool))
+        max_model_len, num_blocks, block_size = cache_size(config, self.plan, self.dtype, block_size, num_blocks,
+                                                           max_model_len, max_num_seqs)
+        executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(
-            executor, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids, max_model_len=max_model_len,
+            executor(ranks, self.patches), vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids,
+            max_model_len=max_model_len,
             num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, strict=strict, patches=self.patches,
             enable_prefix_caching=enable_prefix_caching and not depends_on_length(config))
@@ -145,15 +150,26 @@ class LLM:
     def chat(self, messages, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
              use_tqdm: bool | None = None) -> list[RequestOutput]:
         """Answer a conversation, or several: ``[{"role": "user", "content": "…"}, …]``; otherwise like :meth:`generate`."""
-        return self.generate([self.chat_prompt(m) for m in parse_messages(messages)], sampling_params, use_tqdm=use_tqdm)
+        def prompt(conversation):
+            try:
+                return self.chat_prompt(conversation)
+            except RequestError as error:
+                return error  # raised where prompts are looked at one by one: the other conversations go on
+        return self.generate([prompt(c) for c in parse_messages(messages)], sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages) -> list[int]:
         """A conversation as token ids, by the checkpoint's chat template, up to where the answer begins."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise RequestError(f"{self.checkpoint.name} has no chat template; use generate with a prompt of its own form")
-        (messages,) = parse_messages(messages)
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+        conversations = parse_messages(messages)
+        if len(conversations) > 1:
+            raise RequestError(f"chat_prompt takes one conversation, not {len(conversations)}; chat takes several")
+        try:
+            text = self.tokenizer.apply_chat_template(conversations[0], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
+            raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
+                               f"{' '.join(str(error).split()) or type(error).__name__}") from error
+        return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
 
     def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
                ) -> Iterator[StreamChunk]:
@@ -197,7 +213,7 @@ class LLM:
 
     def add_request(self, prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for :meth:`step`; returns its number. Errors as in :meth:`generate`."""
-        (request,), _ = self._add_all([prompt], sampling_params, self.requests.for_step)
+        (request,), _ = self._add_all([parse_prompt(prompt)], sampling_params, self.requests.for_step)
         return request.number
 
     @property

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from tplab.checks import shown, whole_number
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, RequestError
 from tplab.engine.requests import Request
@@ -78,10 +79,10 @@ class RequestQueue:
         Raises:
             RequestError: there is no unfinished request with this number.
         """
-        if number not in self.unfinished:
-            raise RequestError(f"there is no unfinished request {number!r}; there are: "
+        request = self.unfinished.get(whole_number(number))
+        if request is None:
+            raise RequestError(f"there is no unfinished request {shown(number)}; there are: "
                                f"{', '.join(map(str, self.unfinished)) or 'none'}")
-        request = self.unfinished[number]
         self.engine.finish(request.sequence, "abort")
         self._report(request, 0)
         return request

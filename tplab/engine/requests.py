@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tplab.checks import readable, shown, whole_number
 from tplab.engine.detokenizer import Detokenizer
 from tplab.engine.errors import RequestError
 from tplab.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -11,7 +12,18 @@ from tplab.engine.sequence import Sequence
 
 
 def _is_ids(prompt) -> bool:
-    return isinstance(prompt, list | tuple) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+    return isinstance(prompt, list | tuple) and all(whole_number(t) is not None for t in prompt)
+
+
+def parse_prompt(prompt):
+    """``prompt`` itself, if it is of the form of one: a text or a list of token ids. Else, or if it is an error already
+    (a conversation that could not be written), raises RequestError.
+    """
+    if isinstance(prompt, RequestError):
+        raise prompt
+    if not isinstance(prompt, str | list | tuple):
+        raise RequestError(f"a prompt must be a text or a list of token ids, not {shown(prompt)}")
+    return prompt
 
 
 def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
@@ -22,11 +34,11 @@ def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
     """
     prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
     if not isinstance(prompts, list | tuple) or not prompts:
-        raise RequestError(f"prompts must be a text, token ids, or a list of these with at least one, not {prompts!r}")
+        raise RequestError(f"prompts must be a text, token ids, or a list of these with at least one, not {shown(prompts)}")
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {shown(params)}")
     if len(params) != len(prompts):
         raise RequestError(f"there are {len(prompts)} prompts, but {len(params)} sampling_params")
     return zip(prompts, params)
@@ -61,14 +73,13 @@ class Request:
     """
 
     def __init__(self, llm, prompt, params: SamplingParams):
-        self.prompt, self.params, self.sequence = prompt if isinstance(prompt, str) else None, params, None
-        if not isinstance(prompt, str) and not isinstance(prompt, list | tuple):
-            raise RequestError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
+        self.prompt, self.params, self.sequence = prompt if isinstance(parse_prompt(prompt), str) else None, params, None
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
             raise RequestError(f"{llm.checkpoint.name} has no tokenizer: give token ids, and no stop texts")
-        self.prompt_token_ids = tokenizer(prompt).input_ids if self.prompt is not None else list(prompt)
-        llm.engine.check_prompt(self.prompt_token_ids, params)
+        ids = list(prompt) if self.prompt is None else tokenizer(readable(prompt, RequestError)).input_ids
+        llm.engine.check_prompt(ids, params)
+        self.prompt_token_ids = [int(token) for token in ids]
         self.tokenizer = tokenizer
         self.detokenizer = tokenizer and Detokenizer(tokenizer, self.prompt_token_ids, params.stop)
         self.logprobs = None if params.logprobs is None else []

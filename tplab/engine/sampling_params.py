@@ -1,9 +1,12 @@
 """``SamplingParams``: how one request's tokens are chosen and when it ends."""
 
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 
+from tplab.checks import number, shown, whole_number
 from tplab.engine.errors import RequestError
+
+# Divided by less, a logit could leave float64. At this temperature already a softmax gives all to the largest logit.
+COLDEST = 1e-200
 
 
 @dataclass(frozen=True)
@@ -11,7 +14,8 @@ class SamplingParams:
     """vLLM's names and meanings.
 
     Attributes:
-        temperature: 0 takes the most probable token; higher is bolder.
+        temperature: 0 takes the most probable token, and so does what is no further from it than 1e-200; higher is
+            bolder.
         top_k: only the ``k`` most probable tokens; 0 or -1 is all of them.
         top_p: only the most probable tokens that together reach this probability.
         min_p: only tokens at least this fraction as probable as the most probable one.
@@ -38,15 +42,15 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        self._number("temperature", Real, 0, 100)
-        self._number("top_k", Integral, -1, 2**31)
-        self._number("top_p", Real, 0, 1, above=True)
-        self._number("min_p", Real, 0, 1)
-        self._number("max_tokens", Integral, 1, 2**31, optional=True)
-        self._number("seed", Integral, 0, 2**63 - 1, optional=True)
-        self._number("logprobs", Integral, 0, 100, optional=True)
+        self._make_plain("temperature", number, 0, 100)
+        self._make_plain("top_k", whole_number, -1, 2**31)
+        self._make_plain("top_p", number, 0, 1, above=True)
+        self._make_plain("min_p", number, 0, 1)
+        self._make_plain("max_tokens", whole_number, 1, 2**31, optional=True)
+        self._make_plain("seed", whole_number, 0, 2**63 - 1, optional=True)
+        self._make_plain("logprobs", whole_number, 0, 100, optional=True)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+            raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
         object.__setattr__(self, "stop", self._texts())
         object.__setattr__(self, "stop_token_ids", self._ids())
         if self.temperature == 0:
@@ -59,26 +63,29 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether there is nothing to draw."""
-        return self.temperature == 0
+        return self.temperature < COLDEST
 
-    def _number(self, name, kind, low, high, optional=False, above=False):
+    def _make_plain(self, name, kind, low, high, optional=False, above=False):
+        """Put Python's own number in the place of numpy's: it goes to the ranks as JSON."""
         value = getattr(self, name)
         if optional and value is None:
             return
-        # NaN fails both comparisons, so it ends up here too.
-        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high or (above and value == low):
-            what = "a whole number" if kind is Integral else "a number"
+        plain = kind(value, low, high)
+        if plain is None or (above and plain == low):
+            what = "a whole number" if kind is whole_number else "a number"
             raise RequestError(f"{name} must be {what} {'above' if above else 'from'} {low} {'up ' if not above else ''}to "
-                               f"{high}{' or None' if optional else ''}, not {value!r}")
+                               f"{high}{' or None' if optional else ''}, not {shown(value)}")
+        object.__setattr__(self, name, plain)
 
     def _texts(self) -> tuple[str, ...]:
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(f"stop must be a text or a list of texts, none of them empty, not {self.stop!r}")
+            raise RequestError(f"stop must be a text or a list of texts, none of them empty, not {shown(self.stop)}")
         return tuple(stop)
 
     def _ids(self) -> tuple[int, ...]:
         ids = self.stop_token_ids
-        if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise RequestError(f"stop_token_ids must be a list of token ids, not {ids!r}")
-        return tuple(ids)
+        plain = [whole_number(i, 0) for i in ids] if isinstance(ids, list | tuple) else [None]
+        if None in plain:
+            raise RequestError(f"stop_token_ids must be a list of token ids, not {shown(ids)}")
+        return tuple(plain)

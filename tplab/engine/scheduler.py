@@ -9,6 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 from tplab.cache import BlockPool
+from tplab.checks import from_one_up
 from tplab.engine.errors import EngineError
 from tplab.engine.sequence import Sequence, Status
 
@@ -60,10 +61,8 @@ class Scheduler:
     """
 
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int):
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise EngineError(f"{name} must be a whole number from 1 up, not {value!r}")
-        self.pool, self.max_num_seqs, self.max_num_batched_tokens = pool, max_num_seqs, max_num_batched_tokens
+        self.pool, self.max_num_seqs = pool, from_one_up("max_num_seqs", max_num_seqs, EngineError)
+        self.max_num_batched_tokens = from_one_up("max_num_batched_tokens", max_num_batched_tokens, EngineError)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.step_number = 0

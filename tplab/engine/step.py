@@ -96,6 +96,6 @@ def _describe_one(number: int, sequence: Sequence, count: int) -> SequenceStep:
     token_ids = () if drawn_just_now else tuple(sequence.token_ids[start:start + count])
     draw = None
     if start + count == sequence.num_tokens:
-        draw = Draw(p.temperature, p.top_k, p.top_p, p.min_p, sequence.seed,
+        draw = Draw(0.0 if p.greedy else p.temperature, p.top_k, p.top_p, p.min_p, sequence.seed,
                     sequence.num_tokens - sequence.num_prompt_tokens, p.logprobs)
     return SequenceStep(sequence.number, segment, token_ids, draw)

@@ -20,13 +20,15 @@ class TorchrunExecutor:
     """One process's side of an engine under torchrun: rank 0 leads with :meth:`execute`, the others :meth:`follow`.
 
     Args:
-        patches: applied on this rank.
+        size: number of ranks, torchrun's own.
+        patches: applied on this rank, for loading and, where it follows, for every step; on rank 0 the engine applies
+            them around its steps itself.
     """
 
     key = "engine"
 
-    def __init__(self, patches: tuple = ()):
-        self.size, self.patches = world_size(), patches
+    def __init__(self, size: int, patches: tuple):
+        self.size, self.patches = size, patches
 
     def load(self, *arguments) -> list[dict]:
         """Make this rank's :class:`ModelRunner`; what it costs."""
@@ -75,11 +77,10 @@ def open_llm(model: str, tensor_parallel_size: int, dtype: str = "float32", **op
             yield llm
         return
     join_torchrun()
-    executor = TorchrunExecutor()
-    llm = LLM(model, world_size(), dtype, executor=executor, **options)
+    llm = LLM(model, world_size(), dtype, executor=TorchrunExecutor, **options)
     if rank() == 0:
         with llm:
             yield llm
     else:
-        executor.follow()
+        llm.engine.executor.follow()
         yield None

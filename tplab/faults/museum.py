@@ -1,6 +1,7 @@
 """The museum: every fault by name."""
 
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 
 from tplab import patch
 from tplab.errors import TplabError
@@ -25,10 +26,12 @@ def fault(name: str) -> Fault:
     """The fault called ``name``.
 
     Raises:
-        FaultError: there is none; the message lists all names.
+        FaultError: there is none; the message gives the names most like it, then all.
     """
-    if name not in MUSEUM:
-        raise FaultError(f"there is no fault {name!r}; the museum has {', '.join(MUSEUM)}")
+    if not isinstance(name, str) or name not in MUSEUM:
+        near = " or ".join(get_close_matches(str(name), MUSEUM))
+        raise FaultError(f"there is no fault {name!r}; {f'did you mean {near}? ' if near else ''}"
+                         f"the museum has {', '.join(MUSEUM)}")
     return MUSEUM[name]
 
 

@@ -1,12 +1,22 @@
 """What a learner reads when ranks fail: one error for all ranks, the first cause on top."""
 
 import linecache
+import math
 import os
 import sys
 from dataclasses import dataclass, field, replace
 
+from tplab.checks import number, shown
 from tplab.errors import TplabError
 from tplab.ranks.oplog import is_machinery
+
+
+def seconds(timeout) -> float:
+    """A timeout as a float; infinity is none at all. Raises `RankError` for what is no number of seconds above 0."""
+    found = math.inf if isinstance(timeout, float) and timeout == math.inf else number(timeout, 0, math.inf)
+    if not found:
+        raise RankError(f"timeout is a number of seconds above 0, not {shown(timeout)}")
+    return found
 
 
 class Abandoned(BaseException):

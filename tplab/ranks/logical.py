@@ -5,6 +5,7 @@ import traceback
 
 import torch
 
+from tplab.checks import shown, whole_number
 from tplab.ranks import context
 from tplab.ranks.group import Group
 from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, place
@@ -16,14 +17,15 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
     The collectives, `rank`, `world_size` and `state` are each thread's own, sums are taken in rank order, and a rank
     that raises, or returns while others wait for it, ends the whole call with one `RankError`.
     """
-    if not isinstance(n, int) or n < 1:
-        raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {n!r}")
+    size = whole_number(n, 1)
+    if size is None:
+        raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {shown(n)}")
     if context.inside_rank():
         raise RankError(f"logical_ranks was called inside rank {context.rank()}; a rank starts no ranks of its own")
-    meeting = _Meeting(n)
-    groups = [_LogicalGroup(r, meeting) for r in range(n)]
+    meeting = _Meeting(size)
+    groups = [_LogicalGroup(r, meeting) for r in range(size)]
     meeting.groups = groups
-    results = [None] * n
+    results = [None] * size
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def work(group):

@@ -9,11 +9,12 @@ import tempfile
 import threading
 import weakref
 
+from tplab.checks import shown, whole_number
 from tplab.patch import in_force
 from tplab.ranks import board as words
 from tplab.ranks import capture, context, launch, transfer
 from tplab.ranks.board import JOIN, RUN, SETUP, Board, Command
-from tplab.ranks.errors import RankError
+from tplab.ranks.errors import RankError, seconds
 from tplab.ranks.member import Member, end_all
 from tplab.ranks.memory import SharedFile
 from tplab.ranks.watch import Watch
@@ -36,10 +37,8 @@ class RankPool:
 
     def __init__(self, size: int = 2, timeout: float = 60.0, strict: bool = False):
         _refuse_inside_rank("RankPool")
-        if not isinstance(size, int) or not 1 <= size <= 64:
-            raise RankError(f"a pool has 1 to 64 ranks, not {size!r}")
-        self.size = size
-        self.timeout = _seconds(timeout)
+        self.size = size = _pool_size(size)
+        self.timeout = seconds(timeout)
         self.strict = strict
         self.closed = False
         self._lock = threading.Lock()
@@ -86,7 +85,7 @@ class RankPool:
         """
         _refuse_inside_rank("RankPool.run")
         self._refuse_unusable()
-        timeout = self.timeout if timeout is None else _seconds(timeout)
+        timeout = self.timeout if timeout is None else seconds(timeout)
         payload = transfer.dumps_call(fn, args, kwargs, in_force())
         with self._lock:
             self._refuse_unusable()
@@ -215,6 +214,7 @@ class RankPool:
 
 def shared_pool(size: int = 2) -> RankPool:
     """The one open pool of `size` ranks of this process: made on first use, made again if it was closed."""
+    size = _pool_size(size)
     pool = _shared.get(size)
     if pool is None or pool.closed or pool._pid != os.getpid():
         pool = _shared[size] = RankPool(size)
@@ -248,18 +248,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)
 
 
+def _pool_size(size) -> int:
+    found = whole_number(size, 1, 64)
+    if found is None:
+        raise RankError(f"a pool has 1 to 64 ranks, not {shown(size)}")
+    return found
+
+
 def _refuse_inside_rank(what: str) -> None:
     if context.inside_rank():
         raise RankError(
             f"{what} was called inside rank {context.rank()}; a rank works with the other ranks by collectives and "
             "starts no ranks of its own"
         )
-
-
-def _seconds(timeout) -> float:
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise RankError(f"timeout is a number of seconds above 0, not {timeout!r}")
-    return float(timeout)
 
 
 def _working_folder() -> str | None:

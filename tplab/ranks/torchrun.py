@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tplab.ranks import context
-from tplab.ranks.errors import CollectiveMismatch, RankError
+from tplab.ranks.errors import CollectiveMismatch, RankError, seconds
 from tplab.ranks.group import Group
 from tplab.ranks.oplog import OpRecord
 
+_LONGEST = 1e8  # seconds: three years; gloo counts nanoseconds in 64 bits
 _PAGE = 4096  # bytes for one record as JSON; the op log keeps at most 511 of a file's name
 
 
@@ -30,7 +31,7 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
     if not dist.is_initialized():
         # Imported later (transformers does), it would keep the group alive: WORLD is the default of its arguments.
         importlib.import_module("torch.distributed.nn.functional")
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=min(seconds(timeout), _LONGEST)))
         atexit.register(_leave)
     group = GlooGroup(dist.get_rank(), dist.get_world_size(), strict)
     context.set_process_group(group)

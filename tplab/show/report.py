@@ -117,7 +117,7 @@ def _read(executed):
 def _gallery(title, pictures):
     if not pictures:
         return ""
-    shown = [f'<figure><img src="{one.source}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
+    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
              for one in pictures]
     return f"<h2>{title}</h2>\n" + "\n".join(shown)
 

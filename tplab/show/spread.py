@@ -5,7 +5,6 @@ import matplotlib.colors
 import matplotlib.patches
 
 from tplab.show.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, entitle, picture
-from tplab.show.words import ShowError
 
 
 def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: str = "float32", layers: int = 2,
@@ -25,18 +24,19 @@ def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: 
 
         >>> show.nan_map(model, prompt, [fault("nan_mask")])
     """
+    from tplab.align.run import check_prompts
     from tplab.checkpoint import open_checkpoint
     from tplab.model.dtypes import parse_dtype
+    from tplab.patch import as_patches
     from tplab.ranks import shared_pool
     from tplab.shard import ShardPlan
 
     ckpt = open_checkpoint(model) if isinstance(model, str) else model
     tokenizer = ckpt.tokenizer()
-    ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        raise ShowError("the prompt is empty; at least one token is needed")
+    (ids,) = check_prompts(ckpt, [prompt])
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
-    lost = shared_pool(tensor_parallel_size).run(_lost_on_rank, ckpt, plan, parse_dtype(dtype), ids, tuple(patches))
+    lost = shared_pool(tensor_parallel_size).run(_lost_on_rank, ckpt, plan, parse_dtype(dtype), ids,
+                                                  as_patches(patches))
     kept = [name for name in lost[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
     figure = _draw([{name: of_rank[name] for name in kept} for of_rank in lost], [tokenizer.decode([t]) for t in ids])
     with matplotlib.rc_context(RC):

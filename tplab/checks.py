@@ -1,0 +1,56 @@
+"""What a user hands in, made plain: numbers (also numpy's and ``Fraction``'s) and texts.
+
+Nothing is taken for what it is not: a truth value is no number, 2.0 is no whole number, NaN and infinity are none.
+"""
+
+import math
+from numbers import Integral, Real
+
+LARGEST = 2**63 - 1  # what fits into a tensor and into a pipe to the ranks
+
+
+def whole_number(value, low: int = -LARGEST, high: int = LARGEST) -> int | None:
+    """``value`` as an int if it is a whole number from ``low`` to ``high``; else None."""
+    good = isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+    return int(value) if good else None
+
+
+def number(value, low: float, high: float) -> float | None:
+    """``value`` as a float if it is a number from ``low`` to ``high``; else None."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) and low <= found <= high else None
+
+
+def from_one_up(name: str, value, error: type[Exception]) -> int:
+    """A size as an int. Raises ``error`` in the one sentence that all sizes share."""
+    found = whole_number(value, 1)
+    if found is None:
+        raise error(f"{name} must be a whole number from 1 up, not {shown(value)}")
+    return found
+
+
+def shown(value) -> str:
+    """``repr`` for an error message: never longer than a line, and never an error itself."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more than 4300 digits, or somebody's own __repr__
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:150]}…{text[-20:]}"
+
+
+def readable(text: str, error: type[Exception]) -> str:
+    """``text`` itself. Raises ``error`` if no tokenizer can read it.
+
+    Python keeps bytes that are not UTF-8 (on a command line, in a file name) as lone surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as wrong:
+        raise error(f"the text cannot be read: character {wrong.start} is {text[wrong.start]!r}, half of a character "
+                    f"(bytes that are not UTF-8 become such); give valid Unicode") from None
+    return text
