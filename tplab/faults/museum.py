@@ -26,12 +26,12 @@ def fault(name: str) -> Fault:
     """The fault called ``name``.
 
     Raises:
-        FaultError: there is none; the message gives the names most like it, then all.
+        FaultError: there is none; the message gives all names, then those most like it.
     """
     if not isinstance(name, str) or name not in MUSEUM:
         near = " or ".join(get_close_matches(str(name), MUSEUM))
-        raise FaultError(f"there is no fault {name!r}; {f'did you mean {near}? ' if near else ''}"
-                         f"the museum has {', '.join(MUSEUM)}")
+        raise FaultError(f"there is no fault {name!r}; the museum has {', '.join(MUSEUM)}"
+                         + (f"; did you mean {near}?" if near else ""))
     return MUSEUM[name]
 
 
