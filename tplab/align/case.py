@@ -127,9 +127,15 @@ class Case:
             return float("inf")
         return (tensor.double() - guess.double()).abs().max().item() / max(guess.double().abs().max().item(), 1e-30)
 
+    @property
+    def tolerance(self) -> float:
+        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors. (bfloat16's
+        floor is what thirty layers add up to; one step has a small part of it, and a guess must not fit everything.)"""
+        return min(3 * self.report.floor, 0.05)
+
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
         """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``."""
-        return self.gap(tensor, guess) <= 3 * self.report.floor
+        return self.gap(tensor, guess) <= self.tolerance
 
     def found(self, fault: str | None, sentence: str, *lookalikes: str, **numbers: float) -> Diagnosis:
         """A diagnosis at this case's point."""

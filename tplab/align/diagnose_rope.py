@@ -125,7 +125,7 @@ def positions_used(case: Case) -> torch.Tensor | None:
     for token, turned in zip(x, ours):
         guesses = _turned(case, token.expand(len(candidates), -1, -1), cos, sin)
         distance = (guesses - turned).abs().amax((1, 2))
-        if not distance.min() <= 1e-4 * scale:
+        if not distance.min() <= case.tolerance * scale:
             return None
         used.append(int(distance.argmin()))
     return torch.tensor(used)

@@ -105,7 +105,7 @@ def moved_rows(case: Case) -> Diagnosis | None:
     fused = torch.cat([_flat(case.right(part)) for part in "qkv"], dim=1).double()
     for shard, held in zip(case.plan.ranks, case.shards(case.at), strict=True):
         distance = torch.cdist(_flat(held).double().T, fused.T, p=float("inf"))
-        if not torch.isfinite(distance).all() or (distance.min(1).values > 1e-3 * fused.abs().max()).any():
+        if not torch.isfinite(distance).all() or (distance.min(1).values > case.tolerance * held.abs().max()).any():
             return None
         rows, offset = distance.argmin(1), {"q": 0, "k": case.right("q")[0].numel()}
         offset["v"] = offset["k"] + case.right("k")[0].numel()
