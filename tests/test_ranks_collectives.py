@@ -353,6 +353,19 @@ def test_the_log_keeps_the_newest(run):
     assert run(fn) == [(1024, (5,), 1023)] * 3
 
 
+def test_the_log_knows_every_file(run):
+    """A notebook has hundreds of cells, and each is a file."""
+    def fn():
+        before = len(op_log())
+        scope = {"barrier": barrier}
+        for i in range(300):
+            exec(compile("barrier()", f"<cell {i}>", "exec"), scope)
+        exec(compile("barrier()", "x" * 600, "exec"), scope)
+        return [record.file for record in op_log()[before:]]
+
+    assert run(fn) == [[*(f"<cell {i}>" for i in range(300)), "x" * 511]] * 3
+
+
 def test_the_log_costs_little(pool):
     """Under 5 % of a decode step: about 20 µs of Python per collective against 30 ms for SmolLM2's 61 of them."""
 

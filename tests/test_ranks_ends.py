@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from tplab.ranks import RankError, RankPool, rank, shared_pool
+from tplab.ranks import RankError, RankPool, all_reduce, barrier, rank, shared_pool
 
 
 def script(tmp_path, source, *before, **options):
@@ -190,7 +191,94 @@ def test_a_jupyter_kernel(tmp_path, monkeypatch):
             manager.shutdown_kernel(now=True)
 
 
+def test_a_cleaner_of_temporary_folders(tmp_path):
+    """It takes the pool's folder and the fork server's address, and at last the whole temporary folder."""
+    process = script(
+        tmp_path,
+        """
+        import os, shutil, tempfile
+        from tplab.ranks import RankError, RankPool, rank, state
+        def clean():
+            for name in os.listdir(tempfile.gettempdir()):
+                if name.startswith(("tplab-", "pymp-")): shutil.rmtree(os.path.join(tempfile.gettempdir(), name))
+        def fail(): 1 / 0
+        def attempt(fn):
+            try: return pool.run(fn)
+            except RankError as error: return str(error).partition(":")[0].partition(" raised ")[-1] or str(error)[:80]
+        tempfile.tempdir = os.path.join(os.environ["TMPDIR"], "t")
+        os.environ["TMPDIR"] = tempfile.tempdir
+        os.mkdir(tempfile.tempdir)
+        pool = RankPool(2)
+        pool.run(lambda: state.update(kept=True))
+        clean()
+        print(attempt(fail), attempt(lambda: "kept" in state), oct(os.stat(pool._folder).st_mode & 0o777))
+        clean()
+        os.kill(pool.pids[0], 9)
+        while pool.pids[0]: pass
+        print(attempt(lambda: "kept" in state), RankPool(1).run(rank))
+        shutil.rmtree(tempfile.tempdir)
+        print(attempt(fail), attempt(rank), sep="; ")
+        os.mkdir(tempfile.tempdir)
+        print(attempt(rank))
+        os._exit(0)  # not by multiprocessing's own tidying, which would miss what we have taken
+        """,
+    )
+    assert process.communicate(timeout=60)[0].splitlines() == [
+        "ZeroDivisionError [True, True] 0o700", "[False, True] [0]",
+        "ZeroDivisionError; the ranks need a little room in a temporary folder and cannot have it: [Errno 2]",
+        "[0, 1]",
+    ]  # fmt: skip
+
+
 # Within this process.
+
+
+def test_a_fork_of_a_rank_is_no_rank():
+    def fork():
+        pid = os.fork()
+        if not pid:
+            all_reduce(torch.ones(1))
+        return pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), all_reduce(torch.ones(1)).item()
+
+    with RankPool(2) as pool:
+        assert [type(pid) for pid in pool.run(os.fork)] == [int, int]
+        before = [log.last_seq() for log in pool._board.logs]
+        assert [result[1:] for result in pool.run(fork)] == [(1, 2.0)] * 2
+        assert [log.last_seq() for log in pool._board.logs] == [seq + 1 for seq in before]
+
+
+def test_a_fork_of_a_rank_is_said_to_be_none(capfd):
+    def fork():
+        if (pid := os.fork()) == 0:
+            barrier()
+        os.waitpid(pid, 0)
+
+    with RankPool(1) as pool:
+        pool.run(fork)
+    assert "a fork of this rank: RankError: barrier was called in a fork of rank 0, which is no rank" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+def test_forks_end_with_their_rank():
+    def fork():
+        pid = os.fork()
+        if not pid:
+            if os.fork():
+                time.sleep(100)
+            while True:
+                pass
+        return pid
+
+    def subprocesses():
+        return [subprocess.run(["echo", "x"], stdout=-1, preexec_fn=f).stdout for f in (None, os.getpid)]
+
+    with RankPool(2) as pool:
+        assert pool.run(subprocesses) == [[b"x\n"] * 2] * 2
+        pool.run(fork)
+        forks = [child for pid in pool.pids for child in psutil.Process(pid).children(recursive=True)]
+        assert len(forks) >= 2
+    assert not left_of(forks)
+
 
 
 def test_close_ends_the_ranks_and_frees_everything():

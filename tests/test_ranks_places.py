@@ -5,9 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tplab.ranks import RankError, RankPool
 
 NAMESPACES = ["unshare", "--map-root-user", "--mount", "--uts", "--net"]
 HELLO = """
@@ -41,21 +44,47 @@ def test_full_and_read_only_temporary_folders(tmp_path):
         mount -t tmpfs -o size=8k tmpfs "$TMPDIR/full"
         dd if=/dev/zero of="$TMPDIR/full/x" bs=1k count=8 status=none || true
         mount -t tmpfs -o ro tmpfs "$TMPDIR/readonly"
+        mkdir "$TMPDIR/later" "$TMPDIR/small"
+        mount -t tmpfs tmpfs "$TMPDIR/later"
+        mount -t tmpfs -o size=256k tmpfs "$TMPDIR/small"
     """
     code = """
-import os, tempfile
-told = []
-for name in ("full", "readonly"):
-    tempfile.tempdir = os.path.join(os.environ["TMPDIR"], name)
+import os, subprocess, tempfile
+def attempt(fn):
     try:
-        RankPool(2)
+        fn()
     except RankError as error:
         told.append(str(error))
+told = []
+for name in ("full", "readonly", "missing"):
+    tempfile.tempdir = os.path.join(os.environ["TMPDIR"], name)
+    attempt(lambda: RankPool(2))
+tempfile.tempdir = os.path.join(os.environ["TMPDIR"], "later")
+pool = RankPool(2)
+subprocess.run(["mount", "-o", "remount,ro", tempfile.tempdir], check=True)
+attempt(lambda: pool.run(lambda: 1 / 0))
+attempt(lambda: pool.run(fn))
+pool.close()
+# A system that has no memory files: the shared memory itself lies there.
+del os.memfd_create
+tempfile.tempdir = os.path.join(os.environ["TMPDIR"], "small")
+attempt(lambda: RankPool(2))
 print(json.dumps(told))
 """
-    full, read_only = inside(tmp_path, setup, code)
+    full, read_only, missing, failed, later, small = inside(tmp_path, setup, code)
     assert "No space left on device" in full and "Set TMPDIR" in full and "/full/tplab-" in full
     assert "Read-only file system" in read_only and "readonly" in read_only
+    assert "No such file or directory" in missing and "/missing/tplab-" in missing and "Set TMPDIR" in missing
+    assert failed.startswith("rank") and "ZeroDivisionError" in failed
+    assert "Read-only file system" in later and "/later/tplab-" in later and "Set TMPDIR" in later
+    assert "No space left on device" in small and "/small/tplab-" in small and "Set TMPDIR" in small
+
+
+def test_no_temporary_folder_at_all(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    with pytest.raises(RankError, match=r"No usable temporary directory found in \['/proc/nowhere'\]. Set TMPDIR"):
+        RankPool(2)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ class Group:
         self.state = {}
         self.namespace = None  # of %%ranks cells
         self.thread = None  # ident of the only thread that may call collectives; None: any
+        self.disowned = False  # in a fork of the rank's process
 
     # What a subclass provides.
 
@@ -130,6 +131,11 @@ class Group:
             )
 
     def _check_thread(self, name):
+        if self.disowned:
+            raise RankError(
+                f"{name} was called in a fork of rank {self.rank}, which is no rank; only the process that runs the "
+                "function may call collectives"
+            )
         if self.thread is not None and threading.get_ident() != self.thread:
             raise RankError(
                 f"{name} was called from thread {threading.current_thread().name!r} of rank {self.rank}; "

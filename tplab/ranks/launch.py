@@ -7,7 +7,7 @@ next rank (so that these start in milliseconds), and ends with that process.
 import os
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import current_process, forkserver, spawn
 
 import torch.multiprocessing as mp
@@ -69,6 +69,7 @@ class _Start(threading.Thread):
         name = f"{_NAME}{self.spec.rank}"
         process = context.Process(target=worker.main, args=(self.spec,), name=name, daemon=True)
         with _lock, _without_main():
+            _find_server()
             process.start()
         return process
 
@@ -76,14 +77,30 @@ class _Start(threading.Thread):
 def forget() -> None:
     """In a fork of this process: leave the fork server to the parent, and start an own one when one is needed."""
     global _lock
+    if (alive := forkserver._forkserver._forkserver_alive_fd) is not None:
+        os.close(alive)
+    _another_server()
+    current_process()._config.pop("tempdir", None)  # where the parent's server listens
+    _lock = threading.Lock()
+
+
+def _find_server() -> None:
+    """If a cleaner of temporary folders has taken the fork server's address, have the next start make another one.
+
+    The old one stays to the end, for the ranks that it has started would end with it.
+    """
+    address = forkserver._forkserver._forkserver_address
+    if address is not None and not os.path.exists(address):
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(address), 0o700)  # multiprocessing listens there again, and removes it at exit
+        _another_server()
+
+
+def _another_server() -> None:
     server = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
     preload = server._preload_modules
     server.__init__()
     server.set_forkserver_preload(preload)
-    current_process()._config.pop("tempdir", None)  # where the parent's server listens
-    _lock = threading.Lock()
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import os
 import tempfile
 from multiprocessing import reduction
 
+from tplab.ranks.errors import RankError
+
 
 class SharedFile:
     """A file that has no name. Pickled while a rank is being started, it arrives there as the same file."""
@@ -17,14 +19,16 @@ class SharedFile:
         if hasattr(os, "memfd_create"):
             self.fd = os.memfd_create(f"tplab-{label}")
         else:
-            self.fd, path = tempfile.mkstemp(prefix=label, dir=folder)
-            os.unlink(path)
+            try:
+                self.fd, path = tempfile.mkstemp(prefix=label, dir=folder)
+                os.unlink(path)
+                # Room is taken now: a file system that runs full later would kill a rank with SIGBUS in mid-write.
+                if size and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, 0, size)
+            except OSError as error:
+                raise no_room(error, folder) from None
         self.size = size
-        if size:
-            # Room is taken now: a file system that runs full later would kill a rank with SIGBUS in mid-write.
-            os.ftruncate(self.fd, size)
-            if not hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.fd, 0, size)
+        os.ftruncate(self.fd, size)
 
     def __reduce__(self):
         return _adopt, (reduction.DupFd(self.fd), self.size)
@@ -67,6 +71,16 @@ class SharedFile:
     def __del__(self):
         if hasattr(self, "fd"):
             self.close()
+
+
+def no_room(error: OSError, folder: str | None) -> RankError:
+    """What to say when a temporary folder is missing, full or not ours to write."""
+    if folder is not None and error.filename is None:
+        error.filename = folder
+    return RankError(
+        f"the ranks need a little room in a temporary folder and cannot have it: {error}. "
+        "Set TMPDIR to a folder that can be written and has space"
+    )
 
 
 def _adopt(duplicate, size):

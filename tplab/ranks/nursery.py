@@ -40,8 +40,9 @@ def _sweep(mine: int, parent: int, address: str) -> None:
     """
     if os.getpid() != mine:
         return  # a rank's end
-    for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"tplab-{parent}-*")):
-        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # there may be no temporary folder any more
+        for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"tplab-{parent}-*")):
+            shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         os.unlink(address)
         os.rmdir(os.path.dirname(address))  # multiprocessing's own; stays if anything else is in it

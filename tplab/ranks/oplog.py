@@ -21,15 +21,15 @@ DTYPES = (
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 MAX_DIMS = 8
 
-# seq, line, file, state | op, dtype, dims, extra, shape: the part after the bar must be the same on all ranks.
-_RECORD = struct.Struct("=qiiq bbb5xq8q")
+# seq, line, state | op, dtype, dims, extra, shape: the part after the bar must be the same on all ranks.
+_RECORD = struct.Struct("=qi4xq bbb5xq8q")
 RECORD_BYTES = 128
 SAME_FROM, SAME_TO = 24, _RECORD.size
 _STATE_AT = 16
 RECORDS = 1024
-_FILES, _FILE_BYTES = 128, 512
-_RING_AT = _FILES * _FILE_BYTES
-LOG_BYTES = _RING_AT + RECORDS * RECORD_BYTES
+_RING_AT = RECORD_BYTES  # before it, the number of the newest collective
+_FILES_AT, _FILE_BYTES = _RING_AT + RECORDS * RECORD_BYTES, 512  # the file of each record, in the same order
+LOG_BYTES = _FILES_AT + RECORDS * _FILE_BYTES
 
 _ENTERED, _LEFT = 1, 2
 
@@ -61,17 +61,23 @@ class OpLog:
         self.memory = memoryview(bytearray(LOG_BYTES)) if memory is None else memory
         self.seq = 0
         self.at = 0
-        self._files = {}
-        self._last = self.memory[:8].cast("q")  # the place of file 0, which no file has
+        self._files = {}  # name: as bytes; None for machinery
+        self._noted = [b""] * RECORDS  # what stands at the place of each record's file
+        self._last = self.memory[:8].cast("q")
 
     def enter(self, op: int, shape: tuple, dtype: int, detail: int, frame) -> None:
         """Note that this rank is about to take part in `op`; `frame` is where the search for the call site begins."""
         file, line = self._call_site(frame)
         self.seq = seq = self.seq + 1
-        self.at = at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
+        index = seq % RECORDS
+        self.at = at = _RING_AT + index * RECORD_BYTES
+        if self._noted[index] != file:  # seldom: most collectives come from the file they came from 1024 earlier
+            self.memory[at : at + 8] = _NO_RECORD  # or whoever reads now would give the old record the new name
+            begin = _FILES_AT + index * _FILE_BYTES
+            self.memory[begin : begin + len(file)] = self._noted[index] = file
         dims = len(shape)
         padded = (*shape, *_ZEROS[dims:])
-        _RECORD.pack_into(self.memory, at, seq, line, file, _ENTERED, op, dtype, dims, detail, *padded)
+        _RECORD.pack_into(self.memory, at, seq, line, _ENTERED, op, dtype, dims, detail, *padded)
         self._last[0] = seq
 
     def leave(self) -> None:
@@ -86,12 +92,12 @@ class OpLog:
     def record(self, seq: int) -> OpRecord | None:
         """Collective number `seq`, if the ring still holds it."""
         at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
-        found, line, file, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
+        file = self._file_name(seq % RECORDS)
+        found, line, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
         if found != seq or not seq:
             return None
         dtype = str(DTYPES[dtype]).removeprefix("torch.")
-        place = self._file_name(file), line
-        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, *place, state == _LEFT)
+        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, state == _LEFT)
 
     def signature(self, seq: int) -> bytes:
         """The part of a record that has to be the same on all ranks."""
@@ -103,42 +109,31 @@ class OpLog:
         return self._last[0]
 
     def clear(self) -> None:
-        self.memory[:] = bytes(len(self.memory))
+        self.memory[:_FILES_AT] = bytes(_FILES_AT)
         self.seq = 0
-        self._files.clear()
 
     def close(self) -> None:
         self._last.release()
         self.memory.release()
 
-    def _call_site(self, frame) -> tuple[int, int]:
+    def _call_site(self, frame) -> tuple[bytes, int]:
         files = self._files
         while frame is not None:
             name = frame.f_code.co_filename
-            number = files.get(name)
-            if number is None:
-                number = files[name] = self._add_file(name)
-            if number:
-                return number, frame.f_lineno
+            if name not in files:
+                plumbing = is_machinery(name)
+                files[name] = None if plumbing else name.encode(errors="replace")[-_FILE_BYTES + 1 :] + b"\0"
+            if (file := files[name]) is not None:
+                return file, frame.f_lineno
             frame = frame.f_back
-        return 0, 0
+        return b"\0", 0
 
-    def _add_file(self, name: str) -> int:
-        if is_machinery(name):
-            return 0
-        number = 1 + sum(1 for known in self._files.values() if known)
-        if number >= _FILES:  # the table is full: later files share its last entry, without a name
-            return _FILES - 1
-        data = name.encode(errors="replace")[-_FILE_BYTES + 1 :] if number < _FILES - 1 else b"(unknown file)"
-        at = number * _FILE_BYTES
-        self.memory[at : at + len(data) + 1] = data + b"\0"
-        return number
-
-    def _file_name(self, number: int) -> str:
-        data = bytes(self.memory[number * _FILE_BYTES : (number + 1) * _FILE_BYTES])
-        return data.split(b"\0", 1)[0].decode(errors="replace")
+    def _file_name(self, index: int) -> str:
+        at = _FILES_AT + index * _FILE_BYTES
+        return bytes(self.memory[at : at + _FILE_BYTES]).split(b"\0", 1)[0].decode(errors="replace")
 
 
+_NO_RECORD = bytes(8)
 _ZEROS = (0,) * MAX_DIMS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MACHINERY = tuple(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from contextlib import suppress
 
 from tplab.checks import shown, whole_number
 from tplab.patch import in_force
@@ -16,7 +17,7 @@ from tplab.ranks import capture, context, launch, transfer
 from tplab.ranks.board import JOIN, RUN, SETUP, Board, Command
 from tplab.ranks.errors import RankError, seconds
 from tplab.ranks.member import Member, end_all
-from tplab.ranks.memory import SharedFile
+from tplab.ranks.memory import SharedFile, no_room
 from tplab.ranks.watch import Watch
 
 _JOIN_TIMEOUT = 60.0  # starting processes on a busy machine
@@ -160,8 +161,7 @@ class RankPool:
             self._watch = None
         self._epoch += 1
         self._fresh, self._set_up = True, None
-        for name in os.listdir(self._folder):
-            os.unlink(os.path.join(self._folder, name))  # the meeting place of an earlier epoch
+        _empty(self._folder)
         dead = [member for member in self._members if member.dead()]
         for member in dead:
             self._board.clear_rank(member.rank, self._epoch)
@@ -272,6 +272,7 @@ def _working_folder() -> str | None:
 
 def _private_folder() -> str:
     """A folder of mode 0700 for gloo's rendezvous; its name tells whose it is (see `nursery`)."""
+    folder = None
     try:
         folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
         with open(os.path.join(folder, "probe"), "wb") as probe:
@@ -279,10 +280,17 @@ def _private_folder() -> str:
         os.unlink(probe.name)
         return folder
     except OSError as error:
-        if error.filename is None:
-            error.filename = folder
+        if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        raise RankError(
-            f"the ranks need a little room in a temporary folder and cannot have it: {error}. "
-            "Set TMPDIR to a folder that can be written and has space"
-        ) from None
+        raise no_room(error, folder) from None
+
+
+def _empty(folder: str) -> None:
+    """Nothing of an earlier epoch's meeting place in it; made again if a cleaner of temporary folders has taken it."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+    except OSError as error:
+        raise no_room(error, folder) from None

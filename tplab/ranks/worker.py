@@ -72,14 +72,22 @@ def _die_with_parent(spec: Spec) -> None:
     lets go of the interpreter there is a second string on Linux: the parent's death ends the fork server, and the
     kernel then kills its children.
     """
+    _end_with_starter()
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         # The fork server lives as long as anyone holds this end of its pipe, and a rank never uses it.
         server = forkserver._forkserver
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
     threading.Thread(target=_watch_parent, args=(spec,), name="tplab-parent-watch", daemon=True).start()
+
+
+def _end_with_starter() -> None:
+    if sys.platform.startswith("linux"):
+        _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+_libc = ctypes.CDLL(None)
 
 
 def _watch_parent(spec: Spec) -> None:
@@ -106,12 +114,22 @@ class _Rank:
         self.group.thread = threading.get_ident()
         context.set_process_group(self.group)
         self.interruptible = False
+        self.pid = self.forks = os.getpid()
+        os.register_at_fork(after_in_child=self._disown)
         signal.signal(signal.SIGUSR1, self._interrupt)
 
     def _interrupt(self, signum, frame):
         if self.interruptible:
             self.interruptible = False
             raise Abandoned
+
+    def _disown(self):
+        """In a fork of the rank: it ends with the rank, and takes no part as one."""
+        starter, self.forks = self.forks, os.getpid()
+        _end_with_starter()
+        if os.getppid() != starter:  # gone before we could ask to go with it
+            os._exit(1)
+        self.group.disowned = True
 
     def serve(self) -> None:
         done = 0
@@ -133,6 +151,10 @@ class _Rank:
                 outcome, answer = self._obey(command)
             except Abandoned:  # it arrived just as the function ended
                 outcome, answer = words.FAILED, transfer.dumps(Report.of(Abandoned()))
+            if os.getpid() != self.pid:  # a fork has come to the function's end; the rank answers for itself
+                if outcome == words.FAILED:
+                    print(f"a fork of this rank: {transfer.loads(answer).text}", file=sys.stderr)
+                os._exit(outcome != words.OK)
             self._answer(done, outcome, answer)
 
     def _obey(self, command):
