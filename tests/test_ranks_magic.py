@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tplab.ranks import CollectiveMismatch, OpRecord, RankPool, errors, shared_pool, transfer
+from tplab.ranks import CollectiveMismatch, OpRecord, RankError, RankPool, errors, shared_pool, transfer
 from tplab.ranks.pool import latest_pool
 
 
@@ -49,6 +49,26 @@ def test_an_error_names_rank_and_line_of_the_cell(cell):
     assert re.search(r"\nrank 0 waits in barrier at cell In\[\d\], line 5 \(a consequence\)\n", str(error))
 
 
+@pytest.mark.parametrize("store", [True, False])
+def test_errors_carry_the_number_of_their_cell(cell, shell, store):
+    """Newer IPython has counted on before the cell runs, older has not; what it calls the cell itself is right."""
+    cell("'one cell more'", store=True)
+    number = shell.execution_count
+    _, error = cell("%%ranks\n1 / 0", store=store)
+    assert f"\n  cell In[{number}], line 2, in <module>\n    1 / 0\n" in str(error)
+    _, error = cell("%%ranks\nx = = 1", store=store)
+    assert str(error) == f"cell In[{number + store}], line 2: invalid syntax: x = = 1"
+
+
+def test_a_rank_that_ends_without_a_word_is_placed_in_the_cell(cell, shell):
+    number = shell.execution_count
+    _, error = cell("%%ranks\nimport os\nif rank() == 1:\n    os._exit(3)")
+    assert str(error).startswith(
+        f"rank 1 died (exit code 3) in <module>, before any collective\n  cell In[{number}], line 2, in <module>\n"
+    )
+    assert "magic.py" not in str(error)
+
+
 def test_a_syntax_error_reaches_no_rank(cell):
     number = latest_pool()._number
     _, error = cell("%%ranks\nx = = 1")
@@ -63,6 +83,11 @@ def test_size_and_timeout(cell):
     assert str(error).startswith("not finished after 0.3 s: rank 0 is still running at")
     _, error = cell("%%ranks --speed 3\n1")
     assert "usage: %%ranks [SIZE] [--timeout SECONDS]" in str(error)
+    _, error = cell('%%ranks "3\n1')
+    assert str(error) == "%%ranks: '\"3': No closing quotation; usage: %%ranks [SIZE] [--timeout SECONDS]"
+    for nonsense in ("0", "--timeout 0", "--timeout nan", "-1", "65"):
+        _, error = cell(f"%%ranks {nonsense}\n1")
+        assert isinstance(error, RankError) and nonsense.split()[-1].lstrip("-") in str(error), nonsense
 
 
 def test_names_of_the_notebook_are_at_hand(cell, shell):

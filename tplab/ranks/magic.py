@@ -5,10 +5,11 @@ import ast
 import linecache
 import shlex
 import symtable
+import sys
 import weakref
 
 from tplab.ranks import context
-from tplab.ranks.errors import RankError
+from tplab.ranks.errors import RankError, place
 from tplab.ranks.pool import latest_pool, shared_pool
 
 # At hand in every cell without an import.
@@ -29,32 +30,54 @@ def run_cell(shell, line: str, cell: str) -> None:
     ranks is taken from the notebook, where it has that name.
     """
     options = _parse(line)
-    label = f"<%%ranks In[{shell.execution_count}]>"
+    label = f"<%%ranks {_cell_name(shell)}>"
     source = "\n" + cell  # so that lines count from the %%ranks line, as in the notebook
     linecache.cache[label] = (len(source), None, ("%%ranks\n" + cell).splitlines(keepends=True), label)
     try:
         names = symtable.symtable(source, label, "exec")
     except SyntaxError as error:
-        raise RankError(f"{label}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
-    pool = shared_pool(options.size) if options.size else latest_pool()
+        raise RankError(f"{place(label, error.lineno)}: {error.msg}: {(error.text or '').strip()}") from None
+    pool = latest_pool() if options.size is None else shared_pool(options.size)
     own = _own_names.setdefault(pool, {"torch", *_GIVEN})
     own |= {symbol.get_name() for symbol in names.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     wanted = _global_names(names) - own - set(shell.user_ns_hidden)
     notebook = {name: shell.user_ns[name] for name in sorted(wanted) if name in shell.user_ns}
-    pool.run(execute, source, label, notebook=notebook, timeout=options.timeout)
+    pool.run(_Cell(source, label), notebook=notebook, timeout=options.timeout)
 
 
-def execute(source: str, label: str, notebook: dict) -> None:
-    """On a rank: run the source in the rank's namespace and print its last expression, as Jupyter would."""
-    scope = _namespace()
-    scope.update(notebook)
-    tree = ast.parse(source, label)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, label, "exec"), scope)
-    if last is not None:
-        value = eval(compile(ast.Expression(last.value), label, "eval"), scope)
-        if value is not None:
-            print(repr(value))
+class _Cell:
+    """The source of a cell, as a function on a rank."""
+
+    def __init__(self, source: str, label: str):
+        self.source = source
+        self.label = label
+
+    def __call__(self, notebook: dict) -> None:
+        """Run in the rank's namespace and print the last expression, as Jupyter would."""
+        scope = _namespace()
+        scope.update(notebook)
+        tree = ast.parse(self.source, self.label)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, self.label, "exec"), scope)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), self.label, "eval"), scope)
+            if value is not None:
+                print(repr(value))
+
+    @property
+    def __code__(self):
+        """Where a rank was that died without a word."""
+        return compile(self.source, self.label, "exec").replace(co_firstlineno=2)
+
+
+def _cell_name(shell) -> str:
+    """``In[3]``, as IPython calls the running cell; `execution_count` may be the next one's already."""
+    frame = sys._getframe()
+    while frame is not None:
+        if named := shell.compile.format_code_name(frame.f_code.co_filename):
+            return named[1]
+        frame = frame.f_back
+    return f"In[{shell.execution_count}]"
 
 
 def _namespace() -> dict:
@@ -87,4 +110,8 @@ def _parse(line: str):
     parser = _Parser(prog="%%ranks", add_help=False)
     parser.add_argument("size", nargs="?", type=int)
     parser.add_argument("--timeout", type=float)
-    return parser.parse_args(shlex.split(line))
+    try:
+        words = shlex.split(line)
+    except ValueError as error:  # an unclosed quote
+        parser.error(f"{line.strip()!r}: {error}")
+    return parser.parse_args(words)
