@@ -14,6 +14,8 @@ from tplab.checks import shown
 from tplab.engine import LLM, RequestError, SamplingParams
 from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer, sample
 from tplab.engine.step import Draw
+from tplab.faults import fault
+from tplab.patch import Patch
 from tplab.ranks import all_gather, logical_ranks, rank
 from tplab.shard import split_evenly
 
@@ -175,3 +177,84 @@ def test_wrong_parameters_are_named(wrong):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)
     assert any(name in str(caught.value) for name in wrong)
+
+
+def test_a_greedy_token_has_rank_1_and_equals_share_a_rank():
+    """bfloat16 has ties all the time; the lowest id is taken, and named first."""
+    logits = torch.zeros(40, 31, dtype=torch.bfloat16)
+    logits += torch.randint(0, 3, logits.shape, generator=torch.Generator().manual_seed(2))
+    draws = [GREEDY._replace(logprobs=count % 6) for count in range(40)]
+    for tokens, logprobs in on_ranks(2, logits, draws):
+        for row, draw in enumerate(draws):
+            (token, _, rank_of_it), *top = logprobs[row]
+            best = sorted(range(31), key=lambda t: (-logits[row, t], t))[:draw.logprobs]
+            assert (token, rank_of_it) == (int(logits[row].argmax()), 1)
+            assert [(t, r) for t, _, r in top] == [(t, int((logits[row] > logits[row, t]).sum()) + 1) for t in best]
+
+
+@pytest.mark.parametrize("draw", [Draw(1.0, 0, 1.0, 0.0, 5, 3, None), Draw(0.5, 4, 1.0, 0.0, 5, 3, 2),
+                                  Draw(1.0, 0, 0.5, 0.0, 5, 3, None), Draw(1.0, 0, 1.0, 0.1, 5, 3, 0)], ids=str)
+@pytest.mark.parametrize("where", [slice(None), slice(3, 4), slice(12, 13)], ids=["all", "one", "last"])
+def test_nothing_is_drawn_from_nan(draw, where):
+    """Whichever rank has it; greedy goes on as argmax does, and so do the neighbours."""
+    logits = torch.randn(3, 13, generator=torch.Generator().manual_seed(1))
+    clean = on_ranks(1, logits, [draw] * 3)[0][0]
+    logits[1, where] = float("nan")
+    for tp in (1, 2, 3):
+        for tokens, logprobs in on_ranks(tp, logits, [draw, draw, draw]):
+            assert tokens == [clean[0], None, clean[2]] and 1 not in logprobs
+        for tokens, logprobs in on_ranks(tp, logits, [draw, GREEDY._replace(logprobs=2), draw]):
+            assert tokens[1] == int(logits[1].argmax()) and len(logprobs[1]) == 3
+
+
+def nan_for_prompts_of(length):
+    """A fault in the parent's rows: the logits of prompts of this length are NaN from their third new token on."""
+    from tplab.engine.sampler import sample as right
+
+    def broken(model, logits_here, draws):
+        rows = [row for row, draw in enumerate(draws) if draw.top_k == length and draw.position >= 2]
+        logits_here[rows] = float("nan")
+        return right(model, logits_here, draws)
+
+    return Patch("tplab.engine.runner.sample", broken)
+
+
+def test_nan_ends_the_request_and_says_so(folder):
+    params = [SamplingParams(seed=1, top_k=k, max_tokens=5, ignore_eos=True, logprobs=1) for k in (60, 7)]
+    message = (r"request \d+ cannot go on: the logits for its token 6 \(3 of the prompt and 2 new ones stand before it\) are "
+               r"NaN, and temperature 1.0 has nothing to draw from; align\(model, prompt\) shows at which point NaN begins")
+    with LLM(folder, 2, logical=True, strict=True) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5, 6]], params)]
+    with LLM(folder, 2, logical=True, strict=True, patches=[nan_for_prompts_of(7)]) as llm:
+        with pytest.warns(UserWarning, match="prompt 1 ended early, the others did not: " + message):
+            good, bad = llm.generate([[1, 2, 3], [4, 5, 6]], params)
+        assert good.outputs[0].token_ids == expected[0] and good.error is None
+        assert bad.outputs[0].token_ids == expected[1][:2] and len(bad.outputs[0].logprobs) == 2 and bad.finished
+        assert bad.outputs[0].finish_reason == "error" and bad.to_dict()["error"] == str(bad.error)
+        with pytest.raises(RequestError, match=message):
+            llm.generate([4, 5, 6], params[1])
+        with pytest.raises(RequestError, match=message):
+            list(llm.stream([4, 5, 6], params[1]))
+        llm.add_request([4, 5, 6], params[1])
+        while llm.has_unfinished_requests:
+            (output,) = llm.step()
+        assert output.finished and isinstance(output.error, RequestError)
+        assert llm.engine.pool.num_used == 0
+
+
+def test_the_mask_that_writes_nan_still_shows_in_greedy_text():
+    with LLM("fable", 2, logical=True, patches=[fault("nan_mask")]) as llm:
+        (output,) = llm.generate("Once there was", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        assert set(output.outputs[0].token_ids) == {0}
+        with pytest.raises(RequestError, match="are NaN"):
+            llm.generate("Once there was", SamplingParams(max_tokens=3))
+
+
+def test_what_a_seed_promises_in_bfloat16(folder):
+    """On as many ranks and beside the same neighbours, the same text; on other ranks, sums are rounded elsewhere."""
+    params = [SamplingParams(seed=seed, max_tokens=12) for seed in range(4)]
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3]]
+    for tp in (1, 2):
+        with LLM(folder, tp, "bfloat16", logical=True) as llm:
+            first, again = ([o.outputs[0].token_ids for o in llm.generate(prompts, params)] for _ in range(2))
+        assert first == again

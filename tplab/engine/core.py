@@ -132,10 +132,11 @@ class Engine:
             self.finish(sequence, "length")
 
     def _end_for_nan(self, sequence: Sequence) -> None:
+        new = sequence.num_tokens - sequence.num_prompt_tokens
         sequence.error = RequestError(
-            f"request {sequence.number} cannot go on: the logits of its token {sequence.num_tokens} "
-            f"({sequence.num_prompt_tokens} of them prompt) are NaN, and temperature {sequence.params.temperature} cannot "
-            "draw from NaN; align(model, prompt) shows at which point NaN begins")
+            f"request {sequence.number} cannot go on: the logits for its token {sequence.num_tokens + 1} "
+            f"({sequence.num_prompt_tokens} of the prompt and {new} new ones stand before it) are NaN, and temperature "
+            f"{sequence.params.temperature} has nothing to draw from; align(model, prompt) shows at which point NaN begins")
         self.finish(sequence, "error")
 
     def finish(self, sequence: Sequence, reason: str) -> None:

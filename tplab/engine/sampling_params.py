@@ -23,7 +23,10 @@ class SamplingParams:
         stop: a text or texts that end the output; they are not part of it.
         stop_token_ids: token ids that end the output, beside the model's own end of text.
         ignore_eos: go on behind the end of text.
-        seed: with a seed, the text depends on prompt and parameters alone, not on the batch nor on the ranks.
+        seed: the noise that is drawn with depends on it alone, not on the batch nor on the ranks. So in float64 the text
+            does too, and in float32, unless two tokens come within rounding of each other (1e-5). In bfloat16 partial
+            sums are rounded to 8 bits, so another number of ranks or another batch may lead to another text; the same
+            prompts on as many ranks give the same text in every dtype.
         logprobs: return the log probability of each token and of this many most probable ones.
 
     Raises:
