@@ -163,6 +163,20 @@ def test_where_the_cache_is(monkeypatch):
     assert cache_dir() == Path.home() / ".cache" / "tplab"
 
 
+def test_a_home_folder_that_nobody_has(monkeypatch):
+    with pytest.raises(CheckpointError, match="'~nosuchuser/m', but nobody here has the home folder '~nosuchuser'"):
+        open_checkpoint("~nosuchuser/m")
+    monkeypatch.setenv("TPLAB_CACHE", "~nosuchuser/cache")
+    with pytest.raises(CheckpointError, match="TPLAB_CACHE is '~nosuchuser/cache', but nobody here has"):
+        open_checkpoint("smollm2")
+
+
+@pytest.mark.parametrize("model", [None, 5, [], True], ids=str)
+def test_what_is_no_name_of_a_model(model):
+    with pytest.raises(CheckpointError, match="a model is 'fable', .*, not"):
+        open_checkpoint(model)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

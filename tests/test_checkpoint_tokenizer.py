@@ -1,6 +1,7 @@
 """The ids are those of the folder's own tokenizer.json, whatever transformers thinks of the model type."""
 
 import json
+import os
 
 import pytest
 from helpers_checkpoints import make_checkpoint
@@ -149,3 +150,33 @@ def test_the_probes_cut_where_tokenizers_differ():
         else:
             other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), base.pre_tokenizer])
         assert [other.encode(text).ids for text in tokenizer_module._PROBES] != ids, change
+
+
+@pytest.mark.parametrize("longest", ["512", [512], True, 0, -1])
+def test_a_length_that_is_no_number(tmp_path, longest):
+    folder = with_tokenizer(tmp_path / "m", byte_tokenizer())
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": longest}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: model_max_length is .*, not a number of tokens"):
+        open_checkpoint(folder).tokenizer()
+
+
+@pytest.mark.parametrize("longest", [512, 1e30, 1000000000000000019884624838656, None])
+def test_a_length_as_hugging_face_writes_it(tmp_path, longest):
+    folder = with_tokenizer(tmp_path / "m", byte_tokenizer())
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": longest}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert open_checkpoint(folder).tokenizer()("hello").input_ids
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                  "model.safetensors.index.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+                                  "additional_chat_templates/tool.jinja"])
+def test_a_named_pipe_in_the_place_of_a_file(tmp_path, file):
+    """Whoever opens one to read waits for ever for a writer."""
+    folder = with_tokenizer(tmp_path / "m", byte_tokenizer())
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    with pytest.raises(CheckpointError, match=f"{os.path.basename(file)} is not an ordinary file"):
+        open_checkpoint(folder).tokenizer()

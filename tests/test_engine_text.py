@@ -149,3 +149,32 @@ def test_fable_decodes_as_its_tokenizer_does():
     tokenizer = open_checkpoint("fable").tokenizer()
     ids = tokenizer("Once there was a girl.\nShe said: “naïve café” 😀!").input_ids
     assert fed(tokenizer, ids)[0] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("bad", ["caf\udce9", "\ud800", "Once\udfff"])
+def test_a_text_that_is_no_unicode_is_named_and_its_neighbours_run(llm, bad):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with pytest.raises(RequestError, match="the text cannot be read: character"):
+        llm.generate(bad, params)
+    with pytest.warns(UserWarning, match="prompt 1 cannot run"):
+        first, wrong, last = llm.generate(["Once", bad, "There"], params)
+    assert len(first.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 4 and isinstance(wrong.error, RequestError)
+    good = [{"role": "user", "content": "Tell me."}]
+    with pytest.warns(UserWarning, match="prompt 0 cannot run"):
+        wrong, right = llm.chat([[{"role": "user", "content": bad}], good], params)
+    assert wrong.error and right.outputs[0].token_ids == llm.chat(good, params)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("template, words", [
+    ("{% for m in messages %}", "Unexpected end of template"), ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages[5]['content'] }}", "has no element 5"), ("{{ 1 / 0 }}", "division by zero"),
+], ids=["syntax", "refusal", "missing", "error"])
+def test_a_broken_chat_template_is_named_with_its_own_words(llm, monkeypatch, template, words):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(RequestError, match=f"the chat template of .* cannot write this conversation: .*{words}"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_chat_prompt_takes_one_conversation(llm):
+    with pytest.raises(RequestError, match="chat_prompt takes one conversation, not 2; chat takes several"):
+        llm.chat_prompt([[{"role": "user", "content": "hi"}]] * 2)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers_checkpoints import make_checkpoint
 
 PROMPT, TOKENS = "Once there was", 12
 NAMES = ("tplab-a", "tplab-b")
@@ -42,6 +43,36 @@ def test_a_bad_request_under_torchrun_ends_all_ranks(tmp_path):
     done = subprocess.run(command("--standalone", "--nproc-per-node", "2", file=tmp_path / "out.json",
                                   extra=("--max-tokens", "0")), timeout=120, env=environment(), capture_output=True, text=True)
     assert done.returncode != 0 and "max_tokens must be" in done.stderr
+
+
+SCRIPT = """
+import json, sys
+from tplab.engine import SamplingParams, open_llm
+found = []
+for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
+    with open_llm(sys.argv[1], 2, patches=patches) as llm:
+        if llm:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            found.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
+if llm:
+    print(json.dumps(found))
+"""
+
+
+def test_patches_are_applied_on_every_rank_while_loading_and_in_steps(tmp_path):
+    """Rank 0 alone had them, and only in its steps: half of a fault is another fault."""
+    from tplab.engine import LLM, SamplingParams
+
+    folder = make_checkpoint(tmp_path / "m")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           str(tmp_path / "script.py"), str(folder)], timeout=120, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    params, expected = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
+    for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
+        with LLM(folder, 2, logical=True, patches=patches) as llm:
+            expected.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
+    assert json.loads(done.stdout) == expected and len(set(map(str, expected))) == 4
 
 
 @pytest.fixture

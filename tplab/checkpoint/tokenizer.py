@@ -67,7 +67,7 @@ def read_own_tokenizer(folder: Path) -> "Tokenizer":
     """``tokenizer.json`` as the ``tokenizers`` library reads it, nothing added."""
     from tokenizers import Tokenizer
 
-    if not (folder / FILE).is_file():
+    if not (folder / FILE).exists():
         raise CheckpointError(f"{folder}: there is no {FILE}, so text cannot be turned into token ids; give ids instead")
     read_json(folder / FILE)
     try:
