@@ -34,9 +34,11 @@ def alone(llm, prompt, params):
     return tokens(llm.generate(prompt, params)[0])
 
 
-def test_two_streams_read_in_turn(llm):
-    expected = alone(llm, A, LONG), alone(llm, B, SHORT)
-    streams, last = [llm.stream(A, LONG), llm.stream(B, SHORT)], [None, None]
+@pytest.mark.parametrize("count", [3, 4])  # the shorter one ends in a step of its own, or in one of the other's
+def test_two_streams_read_in_turn(llm, count):
+    short = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    expected = alone(llm, A, LONG), alone(llm, B, short)
+    streams, last = [llm.stream(A, LONG), llm.stream(B, short)], [None, None]
     reading = [0, 1]
     while reading:
         for i in list(reading):
@@ -197,7 +199,8 @@ def test_a_second_thread_is_served_while_the_first_one_steps(llm, monkeypatch):
         llm.generate(prompt, params)
         order.append(name)
 
-    long = threading.Thread(target=work, args=("long", A, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)))
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    long = threading.Thread(target=work, args=("long", A, params))
     long.start()
     assert begun.wait(30)
     work("short", B, SHORT)

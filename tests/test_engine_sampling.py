@@ -207,12 +207,12 @@ def test_nothing_is_drawn_from_nan(draw, where):
             assert tokens[1] == int(logits[1].argmax()) and len(logprobs[1]) == 3
 
 
-def nan_for_prompts_of(length):
-    """A fault in the parent's rows: the logits of prompts of this length are NaN from their third new token on."""
+def nan_for_top_k(top_k):
+    """A fault on the ranks: the logits of requests with this top_k are NaN from their third new token on."""
     from tplab.engine.sampler import sample as right
 
     def broken(model, logits_here, draws):
-        rows = [row for row, draw in enumerate(draws) if draw.top_k == length and draw.position >= 2]
+        rows = [row for row, draw in enumerate(draws) if draw.top_k == top_k and draw.position >= 2]
         logits_here[rows] = float("nan")
         return right(model, logits_here, draws)
 
@@ -221,11 +221,11 @@ def nan_for_prompts_of(length):
 
 def test_nan_ends_the_request_and_says_so(folder):
     params = [SamplingParams(seed=1, top_k=k, max_tokens=5, ignore_eos=True, logprobs=1) for k in (60, 7)]
-    message = (r"request \d+ cannot go on: the logits for its token 6 \(3 of the prompt and 2 new ones stand before it\) are "
-               r"NaN, and temperature 1.0 has nothing to draw from; align\(model, prompt\) shows at which point NaN begins")
+    message = (r"request \d+ cannot go on: the logits for its token 6 \(3 of the prompt and 2 new ones stand before it\) "
+               r"are NaN, and temperature 1.0 has nothing to draw from; align\(model, prompt\) shows at which point NaN begins")
     with LLM(folder, 2, logical=True, strict=True) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5, 6]], params)]
-    with LLM(folder, 2, logical=True, strict=True, patches=[nan_for_prompts_of(7)]) as llm:
+    with LLM(folder, 2, logical=True, strict=True, patches=[nan_for_top_k(7)]) as llm:
         with pytest.warns(UserWarning, match="prompt 1 ended early, the others did not: " + message):
             good, bad = llm.generate([[1, 2, 3], [4, 5, 6]], params)
         assert good.outputs[0].token_ids == expected[0] and good.error is None

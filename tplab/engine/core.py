@@ -136,7 +136,8 @@ class Engine:
         sequence.error = RequestError(
             f"request {sequence.number} cannot go on: the logits for its token {sequence.num_tokens + 1} "
             f"({sequence.num_prompt_tokens} of the prompt and {new} new ones stand before it) are NaN, and temperature "
-            f"{sequence.params.temperature} has nothing to draw from; align(model, prompt) shows at which point NaN begins")
+            f"{sequence.params.temperature} has nothing to draw from; align(model, prompt) shows at which point NaN "
+            "begins")
         self.finish(sequence, "error")
 
     def finish(self, sequence: Sequence, reason: str) -> None:

@@ -169,7 +169,8 @@ class LLM:
         except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
             raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
                                f"{' '.join(str(error).split()) or type(error).__name__}") from error
-        return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
+        with self.requests.turn():  # a tokenizer serves one thread at a time
+            return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
 
     def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
                ) -> Iterator[StreamChunk]:
@@ -189,7 +190,7 @@ class LLM:
             self.requests.unsure = True
 
     def _drive(self, requests: list[Request], inbox: Inbox, use_tqdm: bool | None, look) -> Iterator[list]:
-        """Until ``requests`` are done: what ``look`` sees of those that changed. Steps only if none has changed already."""
+        """Until ``requests`` are done: what ``look`` sees of those that changed. Steps only if none has yet."""
         unfinished = {request for request in requests if not request.error}
         with Progress(len(unfinished), use_tqdm) as progress:
             try:

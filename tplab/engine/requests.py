@@ -101,7 +101,7 @@ class Request:
         return self.sequence and self.sequence.error
 
     def advance(self, engine) -> int:
-        """Take in the tokens that the sequence got since the last time, and say how many: text, stop texts, log probabilities."""
+        """Take in the tokens that the sequence got since the last time; returns how many."""
         sequence, stop = self.sequence, None
         new = sequence.num_tokens - sequence.num_prompt_tokens - self._taken
         for token in sequence.token_ids[sequence.num_tokens - new:]:

@@ -67,7 +67,7 @@ def lowest_allowed(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[int, float, int]]:
     """``(token, log probability, rank)`` of the drawn token, then of the ``count`` most probable ones.
 
-    A rank is 1 and how many tokens are *more* probable, so equal ones share it; of equal ones, the lowest ids are named.
+    A rank is 1 and how many tokens are *more* probable, so equal ones share it; of these, the lowest ids are named.
     """
     logprobs = logits.log_softmax(-1)
     tokens = [token]
