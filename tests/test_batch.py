@@ -163,16 +163,17 @@ def test_results_with_one_name_have_files_of_their_own(tmp_path, capsys):
 
 
 def test_names_are_distinct_whatever_they_are():
-    names = ["x", "X", "x-2", "x", "index", "Index"]
-    assert batch.result_names([Path(f"{name}.ipynb") for name in names]) == ["x", "X-2", "x-2-2", "x-3", "index-2", "Index-3"]
+    notebooks = [Path(f"{name}.ipynb") for name in ("x", "X", "x-2", "x", "index", "Index")]
+    assert batch.result_names(notebooks) == ["x", "X-2", "x-2-2", "x-3", "index-2", "Index-3"]
 
 
 def test_links_between_notebooks_lead_to_the_page_of_the_one_beside_them(tmp_path):
-    for folder in "ab":
-        write_notebook(tmp_path / folder / "next #2.ipynb")
-        nbformat.write(new_notebook(cells=[new_markdown_cell("[on](next%20%232.ipynb)")], metadata={"kernelspec": KERNEL}),
-                       tmp_path / folder / "first.ipynb")  # fmt: skip
-    assert run([tmp_path / folder / f"{name}.ipynb" for folder in "ab" for name in ("first", "next #2")], tmp_path / "out") == 0
+    first = new_notebook(cells=[new_markdown_cell("[on](next%20%232.ipynb)")], metadata={"kernelspec": KERNEL})
+    notebooks = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        notebooks += [folder / "first.ipynb", write_notebook(folder / "next #2.ipynb")]
+        nbformat.write(first, folder / "first.ipynb")
+    assert run(notebooks, tmp_path / "out") == 0
     assert 'href="next%20%232.html"' in (tmp_path / "out/first.html").read_text()
     assert 'href="next%20%232-2.html"' in (tmp_path / "out/first-2.html").read_text()
 

@@ -5,6 +5,7 @@ Every finding that is not good carries the exact remedy. Exit code 1 if somethin
 
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -13,9 +14,11 @@ from importlib import metadata
 from pathlib import Path
 
 from tplab.errors import TplabError
+from tplab.files import replace_unprintable
 
 ROOT = Path(__file__).resolve().parents[2]
-REINSTALL = f"{sys.executable} -m pip install --editable {ROOT}"
+PYTHON = shlex.quote(sys.executable)
+REINSTALL = f"{PYTHON} -m pip install --editable {shlex.quote(str(ROOT))}"
 FREE_MEMORY, FREE_DISK = 2e9, 2e9  # bytes: two ranks and Hugging Face's copy of smollm2 in fp32; its files and a run
 
 
@@ -65,7 +68,7 @@ def kernel():
     """Whether the notebooks' kernel ``python3`` is this environment's Python."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
-    mend = f"{sys.executable} -m ipykernel install --sys-prefix"
+    mend = f"{PYTHON} -m ipykernel install --sys-prefix"
     try:
         spec = KernelSpecManager().get_kernel_spec("python3")
     except NoSuchKernel:
@@ -81,7 +84,7 @@ def models():
     """The models that can be opened by name."""
     from tplab.checkpoint import open_checkpoint
 
-    remedies = {"fable": "git checkout -- tplab/fable/checkpoint", "smollm2": f"{sys.executable} -m tplab fetch smollm2"}
+    remedies = {"fable": "git checkout -- tplab/fable/checkpoint", "smollm2": f"{PYTHON} -m tplab fetch smollm2"}
     for name, remedy in remedies.items():
         try:
             config = open_checkpoint(name).config
@@ -101,7 +104,7 @@ def ranks():
         with RankPool(2) as pool:
             sums = pool.run(_sum_of_ranks)
     except TplabError as error:
-        yield Finding(f"two ranks cannot work together: {error}", f"{sys.executable} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True; a firewall must let this machine talk to itself")
+        yield Finding(f"two ranks cannot work together: {error}", f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True; a firewall must let this machine talk to itself")
         return
     seconds = time.perf_counter() - started
     right = sums == [3.0, 3.0]
@@ -117,6 +120,7 @@ def _sum_of_ranks():
 
 
 def main():
+    replace_unprintable()
     failed = False
     for examine in (machine, packages, kernel, models, ranks):
         for finding in examine():
