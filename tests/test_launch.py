@@ -11,7 +11,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -130,6 +132,34 @@ def test_second_start_installs_nothing_and_a_changed_project_installs_again(fres
         project.write("# one more dependency\n")
     fresh.ready_environment()
     assert len(installs) == 2
+
+
+def test_of_two_that_install_at_once_the_second_waits_and_installs_nothing(fresh, monkeypatch, capsys):
+    installs, first_is_at_it, go_on = [], Event(), Event()
+
+    def install(python):
+        installs.append(python)
+        first_is_at_it.set()
+        assert go_on.wait(60)
+
+    say = fresh.say
+    monkeypatch.setattr(fresh, "install", install)
+    with ThreadPoolExecutor(2) as two:
+        first = two.submit(fresh.ready_environment)
+        assert first_is_at_it.wait(60)
+        monkeypatch.setattr(fresh, "say", lambda text: (say(text), text.startswith("Waiting") and go_on.set()))
+        second = two.submit(fresh.ready_environment)
+        assert first.result(60) == second.result(60)
+    assert len(installs) == 1 and "Waiting for any other launch" in capsys.readouterr().out
+
+
+def test_a_checkout_that_cannot_be_written_is_told_in_one_line(fresh, monkeypatch, tmp_path):
+    def refused(self, *arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(fresh.LaunchError, match=r"not installed yet, and .*\.venv cannot be written: Permission denied"):
+        fresh.ready_environment()
 
 
 def test_failed_install_is_tried_again(fresh, monkeypatch):
