@@ -3,6 +3,7 @@
 import hashlib
 
 from tplab.cache import slot_mapping
+from tplab.engine.core import Engine
 from tplab.engine.runner import token_positions
 from tplab.engine.step import StepInput, StepOutput
 
@@ -37,16 +38,25 @@ class RanksFailed(Exception):
     """What the pretended ranks raise."""
 
 
+def make_engine(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, ranks=1, max_model_len=60,
+                **options) -> Engine:
+    """An engine on :class:`TokenRanks`, which are its ``executor``."""
+    return Engine(TokenRanks(ranks, num_blocks, block_size), vocab_size=VOCAB, eos_token_ids=(EOS,),
+                  max_model_len=max_model_len, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
+                  max_num_batched_tokens=max_num_batched_tokens, **options)
+
+
 class TokenRanks:
     """Executes steps on pretended ranks. A wrong slot, table, position or order changes the tokens that come out.
 
-    ``fail_after``: that many ranks carry out the next step before it fails.
+    ``carry_out``: if not None, only these ranks carry out the next step, which then fails.
+    ``told``: every step that was asked for, as the ranks saw it.
     """
 
     def __init__(self, size: int, num_blocks: int, block_size: int):
         self.size, self.num_slots, self.block_size = size, num_blocks * block_size, block_size
-        self.fail_after = None
-        self.steps = 0
+        self.carry_out = None
+        self.told: list[StepInput] = []
         self.lose_everything()
 
     def lose_everything(self) -> None:
@@ -57,13 +67,12 @@ class TokenRanks:
     def execute(self, step: StepInput) -> list[StepOutput]:
         # Over JSON, so that what is sent to other machines is tested on the way.
         step = StepInput.from_json(step.to_json())
-        fail_after, self.fail_after = self.fail_after, None
-        outputs = []
-        for rank in range(self.size):
-            if rank == fail_after:
-                raise RanksFailed
-            outputs.append(self._rank(step, self.memory[rank], rank))
-        self.steps += 1
+        self.told.append(step)
+        carry_out, self.carry_out = self.carry_out, None
+        ranks = range(self.size) if carry_out is None else sorted(carry_out)
+        outputs = [self._rank(step, self.memory[rank], rank) for rank in ranks]
+        if carry_out is not None:
+            raise RanksFailed
         return outputs
 
     def _rank(self, step, memory, rank):
