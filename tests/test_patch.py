@@ -107,7 +107,8 @@ def interrupted_at(number, patches):
     return left <= 0
 
 
-@pytest.mark.parametrize("under", [(), (Patch(TARGET, lambda scores, mask: scores * 0), INHERITED)], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    "under", [(), (Patch(TARGET, lambda scores, mask: scores * 0), INHERITED)], ids=["alone", "inside"])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(under):
     right, number = attention.mask_scores, 1
     with applied(*under):

@@ -255,7 +255,8 @@ def test_a_fork_of_a_rank_is_said_to_be_none(capfd):
 
     with RankPool(1) as pool:
         pool.run(fork)
-    assert "a fork of this rank: RankError: barrier was called in a fork of rank 0, which is no rank" in capfd.readouterr().out
+    said = "a fork of this rank: RankError: barrier was called in a fork of rank 0, which is no rank"
+    assert said in capfd.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
