@@ -203,7 +203,7 @@ def folder(tmp_path_factory):
 ], ids=str)
 def test_sizes_follow_from_each_other(folder, options, size):
     config = open_checkpoint(folder).config
-    assert cache_size(config, ShardPlan.from_config(config, 2), torch.float32, *options) == size
+    assert cache_size(config, ShardPlan.from_config(config, 2), torch.float32, *options) == (*size, options[0])
 
 
 def test_a_small_budget_of_bytes(folder, monkeypatch):
@@ -213,8 +213,8 @@ def test_a_small_budget_of_bytes(folder, monkeypatch):
     per_token = bytes_per_token(config, plan, torch.bfloat16)
     assert per_token == 2 * 1 * 4 * 8 * 2
     monkeypatch.setattr("tplab.engine.sizes.CACHE_BYTES", per_token * 16 * 2 + 1)
-    assert cache_size(config, plan, torch.bfloat16, 16, None, None, 9) == (32, 2)
-    assert cache_size(config, plan, torch.bfloat16, 16, None, 33, 9) == (33, 3)
+    assert cache_size(config, plan, torch.bfloat16, 16, None, None, 9) == (32, 2, 16)
+    assert cache_size(config, plan, torch.bfloat16, 16, None, 33, 9) == (33, 3, 16)
     for wrong in (1, 65, 8.0):
         with pytest.raises(EngineError, match="max_model_len must be a whole number from 2 to 64"):
             cache_size(config, plan, torch.bfloat16, 16, None, wrong, 9)
