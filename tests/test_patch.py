@@ -1,5 +1,6 @@
 """Patches: found by dotted name, checked, undone; safe when several logical ranks apply the same one."""
 
+import linecache
 import sys
 import threading
 
@@ -80,7 +81,8 @@ INHERITED = Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, para
 def interrupted_at(number, patches):
     """Apply and undo, with an interrupt before line `number` of patch.py that this runs; False: it runs no such line.
 
-    Before the first line of `__exit__` Python lets nobody do anything.
+    Before the first line of `__exit__`, and on the way out of a `with _lock`, Python lets no signal handler run; only
+    a trace function is called there.
     """
     left = number
 
@@ -89,7 +91,9 @@ def interrupted_at(number, patches):
         code = frame.f_code
         if code.co_filename != patch.__file__:
             return None
-        if event == "line" and not (code.co_name == "__exit__" and frame.f_lineno == code.co_firstlineno + 1):
+        line = linecache.getline(code.co_filename, frame.f_lineno)
+        leaving = "with _lock" in line and patch._lock._is_owned()
+        if event == "line" and not leaving and not (code.co_name == "__exit__" and frame.f_lineno == code.co_firstlineno + 1):
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -114,6 +118,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(under):
     with applied(*under):
         before, inherited = attention.mask_scores, vars(linear.QKVParallelLinear).get("load")
         while interrupted_at(number, [Patch(TARGET, no_mask), INHERITED]):
+            assert not patch._lock._is_owned(), f"{number}: whoever applies next would wait for ever"
             assert attention.mask_scores is before, number
             assert vars(linear.QKVParallelLinear).get("load") is inherited, number
             number += 1
