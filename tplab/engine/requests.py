@@ -1,5 +1,6 @@
 """Requests as the user states them: prompts and parameters sorted out, text kept beside the token ids."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -151,3 +152,21 @@ class rejected:
         text = self.prompt if isinstance(self.prompt, str) else None
         ids = list(self.prompt) if isinstance(self.prompt, list | tuple) else []
         return RequestOutput(-1, text, ids, [CompletionOutput(finish_reason="error")], True, RequestMetrics(), self.error)
+
+
+def raise_or_warn(requests: list, new: list, what: str) -> None:
+    """The errors of requests, one of which does not take its neighbours down: raised only if all of them failed.
+
+    Args:
+        requests: all of a call.
+        new: those among them of whose errors nobody has heard yet.
+        what: became of them.
+    """
+    failed = [request.error for request in requests if request.error]
+    if len(failed) == len(requests):
+        for error in failed[1:]:
+            failed[0].add_note(f"also: {error}")
+        raise failed[0]
+    for i, request in enumerate(requests):
+        if request in new and request.error:
+            warnings.warn(f"prompt {i} {what}: {request.error}", stacklevel=4)
