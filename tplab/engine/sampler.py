@@ -54,7 +54,7 @@ def lowest_allowed(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     if ordered[0].isnan():
         return ordered[0]  # NaN stands first, and nothing can be compared with it
     if 0 < draw.top_k < len(ordered):
-        ordered = ordered[:draw.top_k]
+        ordered = ordered[ordered >= ordered[draw.top_k - 1]]  # equals stay together, and count in top-p
     if draw.top_p < 1:
         before = ordered.softmax(-1).cumsum(-1).roll(1)
         before[0] = 0  # what the tokens before a token add up to; the first always stays
@@ -73,7 +73,7 @@ def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[i
     tokens = [token]
     if count:
         # Not topk, which takes any of equals; and not a sort of the whole vocabulary. NaN is below nothing.
-        candidates = (~(logprobs < logprobs.topk(count).values[-1])).nonzero()[:, 0]
+        candidates = (~(logprobs < logprobs.topk(min(count, len(logprobs))).values[-1])).nonzero()[:, 0]
         tokens += candidates[logprobs[candidates].sort(descending=True, stable=True).indices[:count]].tolist()
     return [(t, logprobs[t].item(), int((logprobs > logprobs[t]).sum()) + 1) for t in tokens]
 
