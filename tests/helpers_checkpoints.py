@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
-from tplab.checkpoint.expected import EMBEDDING, HEAD, expected_shapes
+from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
 from tplab.checkpoint.headers import INDEX, SINGLE
 
 ROPES = {

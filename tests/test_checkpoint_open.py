@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tplab.checkpoint import CheckpointError, ModelConfig, cache_dir, open_checkpoint
 from tplab.checkpoint.config import ARCHITECTURES
-from tplab.checkpoint.expected import HEAD, expected_shapes
+from tplab.checkpoint.layout import HEAD, expected_shapes
 
 
 @pytest.fixture(autouse=True)

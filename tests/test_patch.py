@@ -35,7 +35,7 @@ def test_undone_when_the_block_raises():
 
 def test_an_inherited_method_leaves_nothing_behind():
     """Undoing by setattr would leave a copy on the subclass, and hide a later patch of the base class."""
-    with applied(Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, sources: None)):
+    with applied(Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, *sources: None)):
         assert "load" in vars(linear.QKVParallelLinear)
     assert "load" not in vars(linear.QKVParallelLinear)
 
@@ -75,7 +75,7 @@ def test_the_first_thread_to_leave_does_not_unpatch_the_others():
     assert attention.mask_scores is right
 
 
-INHERITED = Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, sources: None)
+INHERITED = Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, *sources: None)
 
 
 def interrupted_at(number, patches):

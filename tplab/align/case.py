@@ -7,7 +7,7 @@ import torch
 
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport
-from tplab.model import separate_tensor
+from tplab.checkpoint.layout import read_part, tensor_parts
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Case:
         """A tensor of the checkpoint in the run's dtype; names inside the layer may be given without its prefix."""
         full = f"model.{self.layer}.{name}" if self.layer and not name.startswith(("model.", "lm_head.")) else name
         with self.checkpoint.reader() as reader:
-            return separate_tensor(self.checkpoint, reader, full).to(self.report.dtype)
+            part = tensor_parts(self.config, self.checkpoint.tensors)[full]
+            return read_part(part, reader).to(self.report.dtype)
 
     @cached_property
     def positions(self) -> torch.Tensor:

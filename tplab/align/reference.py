@@ -9,9 +9,8 @@ from unittest import mock
 import torch
 
 from tplab.checkpoint import Checkpoint
-from tplab.model import separate_tensor
+from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.model.dtypes import parse_dtype
-from tplab.model.loader import PACKED_MODULES
 
 
 _loaded: OrderedDict = OrderedDict()
@@ -42,14 +41,14 @@ def _load(ckpt: Checkpoint, dtype: torch.dtype):
 
     logging.disable_progress_bar()  # its bar goes to stderr with timings, which a stored notebook would then hold
     options = {"dtype": dtype, "attn_implementation": "eager"}
-    if not any(f".{fused}." in name for name in ckpt.tensors for fused in PACKED_MODULES):
+    parts = tensor_parts(ckpt.config, ckpt.tensors)
+    if parts.keys() == ckpt.tensors.keys():
         return AutoModelForCausalLM.from_pretrained(ckpt.folder, local_files_only=True, **options)
     # transformers knows no fused q|k|v for these architectures: hand it the parts under its own names.
     model = AutoModelForCausalLM.from_config(ckpt.config.hf, **options)
     with ckpt.reader() as reader:
-        tied = {"lm_head.weight"} if ckpt.config.tie_word_embeddings else set()
-        model.load_state_dict({name: separate_tensor(ckpt, reader, name) for name in model.state_dict().keys() - tied},
-                              strict=not tied)
+        model.load_state_dict({name: read_part(part, reader) for name, part in parts.items()},
+                              strict=not ckpt.config.tie_word_embeddings)
     return model
 
 

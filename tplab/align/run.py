@@ -9,8 +9,8 @@ from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, compare
 from tplab.checks import readable, shown, whole_number
 from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.errors import TplabError
-from tplab.model import separate_tensor
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import point_names
 from tplab.patch import Patch, as_patches
@@ -143,10 +143,10 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
     for pieces in ranks:
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
-    wrong = {}
+    parts, wrong = tensor_parts(ckpt.config, ckpt.tensors), {}
     with ckpt.reader() as reader:
-        for name, pieces in by_name.items():
-            true = separate_tensor(ckpt, reader, name).float()
+        for name, part in parts.items():
+            pieces, true = by_name[name], read_part(part, reader).float()
             covered = torch.zeros(true.shape[pieces[0].dim], dtype=torch.bool)
             for piece in pieces:
                 covered[piece.rows.start:piece.rows.stop] = True

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from .config import CONFIGS, ModelConfig, read_config
 from .errors import CheckpointError
-from .expected import HEAD, check_tensors
 from .headers import TensorInfo, read_headers
+from .layout import HEAD, check_tensors
 from .names import resolve
 from .reader import CheckpointReader, Stat, check_unchanged, file_stat
 from .tokenizer import load_tokenizer

@@ -13,8 +13,8 @@ import torch
 
 from .config import ModelConfig
 from .errors import CheckpointError
-from .expected import EMBEDDING, HEAD
 from .headers import INDEX, TensorInfo
+from .layout import EMBEDDING, HEAD
 from .names import cache_dir
 from .reader import CheckpointReader, Stat, TensorSlice, file_stat
 from .tokenizer import FILE as TOKENIZER

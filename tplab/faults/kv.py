@@ -20,21 +20,21 @@ def first_copies_fit(cache, slots, new) -> None:
     cache[slots] = new[:, :cache.shape[1]]               # a paged cache has room for the KV heads and not for copies
 
 
-def kv_first_rows(self, parameter, sources) -> None:
+def kv_first_rows(self, parameter, *sources) -> None:
     q, k, v = self.ranges
     self.ranges = q, range(len(k)), range(len(v))        # the right number of rows, and always the first ones
-    MergedColumnParallelLinear.load(self, parameter, sources)
+    MergedColumnParallelLinear.load(self, parameter, *sources)
     self.ranges = q, k, v
 
 
-def kv_replica_modulo(self, parameter, sources) -> None:
+def kv_replica_modulo(self, parameter, *sources) -> None:
     q, k, v = self.ranges
     kv_heads = self.output_sizes[1] // self.head_size
     if world_size() > kv_heads and len(k) == self.head_size:
         head = rank() % kv_heads                         # but neighbours share a head: rank // replicas
         mine = range(head * self.head_size, (head + 1) * self.head_size)
         self.ranges = q, mine, mine
-    MergedColumnParallelLinear.load(self, parameter, sources)
+    MergedColumnParallelLinear.load(self, parameter, *sources)
     self.ranges = q, k, v
 
 

@@ -2,7 +2,7 @@
 
 from tplab.model.attention import AttentionBatch, AttentionContext, NoCache, causal_mask
 from tplab.model.decoder import TensorParallelCausalLM
-from tplab.model.loader import LoadStats, load_model, model_pieces, separate_tensor
+from tplab.model.loader import LoadStats, load_model, model_pieces
 
 __all__ = ["AttentionBatch", "AttentionContext", "LoadStats", "NoCache", "TensorParallelCausalLM", "causal_mask",
-           "load_model", "model_pieces", "separate_tensor"]
+           "load_model", "model_pieces"]

@@ -1,12 +1,10 @@
 """RMSNorm, with Hugging Face's float32 cast (arXiv:1910.07467)."""
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tplab.shard import Piece
+from tplab.shard.parameter import sharded_parameter
 
 
 class RMSNorm(nn.Module):
@@ -21,15 +19,11 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.weight = sharded_parameter(self, "weight", torch.empty(size, dtype=dtype), [range(size)])
 
     def load(self, parameter: str, source) -> None:
         """Fill ``"weight"``: replicated, so whole."""
         getattr(self, parameter).data.copy_(source[:])
-
-    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """The whole weight: every rank holds it."""
-        yield Piece(f"{names[0]}.weight", 0, range(len(self.weight)), self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float32:  # nothing to cast: the fused function gives the same bits in half the time

@@ -1,13 +1,14 @@
 """The two ends of the model, sharded over the vocabulary: input embedding and LM head."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tplab.ranks import all_gather, all_reduce, rank, world_size
-from tplab.shard.linear import Piece, column_shard
+from tplab.shard.linear import column_shard
+from tplab.shard.parameter import sharded_parameter
 from tplab.shard.plan import split_evenly
 from tplab.shard.product import empty_weight, linear
 
@@ -34,15 +35,11 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         parts = parts or split_evenly(num_embeddings, world_size())
         self.num_embeddings, self.sizes, self.rows = num_embeddings, [len(part) for part in parts], parts[rank()]
-        self.weight = nn.Parameter(empty_weight(len(self.rows), embedding_dim, dtype), requires_grad=False)
+        self.weight = sharded_parameter(self, "weight", empty_weight(len(self.rows), embedding_dim, dtype), [self.rows])
 
     def load(self, parameter: str, source) -> None:
         """Fill ``"weight"`` with this rank's rows."""
         getattr(self, parameter).data.copy_(column_shard(source, self.rows))
-
-    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """This rank's piece under its checkpoint name."""
-        yield Piece(f"{names[0]}.weight", 0, self.rows, self.weight)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         ids, elsewhere = local_ids(input_ids, self.rows)

@@ -8,35 +8,15 @@ A *source* is anything with ``.shape`` whose slices are tensors: a tensor, or a 
 only what is asked for.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from tplab.ranks import all_reduce, rank, world_size
+from tplab.shard.parameter import sharded_parameter
 from tplab.shard.plan import RankShard, split_evenly
 from tplab.shard.product import empty_weight, linear
-
-
-class Piece(NamedTuple):
-    """One rank's part of one checkpoint tensor: ``tensor`` is ``[..., start:stop, ...]`` of it along ``dim``."""
-
-    name: str
-    dim: int
-    rows: range
-    tensor: torch.Tensor
-
-
-class _Rows:
-    """Rows ``start:start + size`` of a fused source, seen as a source of its own; nothing is read until sliced."""
-
-    def __init__(self, source, start: int, size: int):
-        self.source, self.start, self.shape = source, start, (size, *source.shape[1:])
-
-    def __getitem__(self, rows: slice):
-        first, last, _ = rows.indices(self.shape[0])
-        return self.source[self.start + first:self.start + last]
 
 
 def column_shard(source, rows: range) -> torch.Tensor:
@@ -77,22 +57,12 @@ class MergedColumnParallelLinear(nn.Module):
         for size, part, rows in zip(self.output_sizes, parts, self.ranges, strict=True):
             assert part[-1].stop <= size and rows.stop <= size, f"rows {rows} stand outside of {size} outputs"
         rows = sum(self.split_sizes)
-        self.weight = nn.Parameter(empty_weight(rows, input_size, dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
+        self.weight = sharded_parameter(self, "weight", empty_weight(rows, input_size, dtype), self.ranges)
+        self.bias = sharded_parameter(self, "bias", torch.empty(rows, dtype=dtype), self.ranges) if bias else None
 
-    def load(self, parameter: str, sources) -> None:
-        """Fill ``"weight"`` or ``"bias"`` from one fused source or from one source per merged layer."""
-        if not isinstance(sources, (list, tuple)):
-            starts = [sum(self.output_sizes[:i]) for i in range(len(self.output_sizes))]
-            assert sources.shape[0] == sum(self.output_sizes), f"{sources.shape} is not {self.output_sizes} stacked"
-            sources = [_Rows(sources, start, size) for start, size in zip(starts, self.output_sizes)]
+    def load(self, parameter: str, *sources) -> None:
+        """Fill ``"weight"`` or ``"bias"`` from one source per merged layer."""
         getattr(self, parameter).data.copy_(merged_shard(sources, self.ranges))
-
-    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """This rank's pieces under their checkpoint names (one per merged layer, without ``.weight``)."""
-        for kind, parameter in self.named_parameters():
-            for name, rows, tensor in zip(names, self.ranges, parameter.split(self.split_sizes), strict=True):
-                yield Piece(f"{name}.{kind}", 0, rows, tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -117,9 +87,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The query, key and value projections as one column-parallel layer, cut at head boundaries.
 
-    Takes **global** head counts; the local ones come from the plan's shards. Checkpoints with separate ``q_proj``,
-    ``k_proj``, ``v_proj`` and with one fused ``[q|k|v]`` both load: a fused matrix is cut into its three parts first,
-    and each part is then cut by itself.
+    Takes **global** head counts; the local ones come from the plan's shards.
 
     Args:
         hidden_size: ``in_features``.
@@ -168,19 +136,14 @@ class RowParallelLinear(nn.Module):
         parts = parts or split_evenly(input_size, world_size())
         assert parts[-1].stop == input_size, f"the parts end at {parts[-1].stop}, the input at {input_size}"
         self.input_size, self.output_size, self.columns = input_size, output_size, parts[rank()]
-        self.weight = nn.Parameter(empty_weight(output_size, len(self.columns), dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), requires_grad=False) if bias else None
+        weight, whole = empty_weight(output_size, len(self.columns), dtype), [range(output_size)]
+        self.weight = sharded_parameter(self, "weight", weight, [self.columns], dim=1)
+        self.bias = sharded_parameter(self, "bias", torch.empty(output_size, dtype=dtype), whole) if bias else None
 
     def load(self, parameter: str, source) -> None:
         """Fill ``"weight"`` (this rank's columns) or ``"bias"`` (whole: it is not sharded)."""
         data = row_shard(source, self.columns) if parameter == "weight" else source[:]
         getattr(self, parameter).data.copy_(data)
-
-    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """This rank's pieces under their checkpoint name."""
-        yield Piece(f"{names[0]}.weight", 1, self.columns, self.weight)
-        if self.bias is not None:
-            yield Piece(f"{names[0]}.bias", 0, range(self.output_size), self.bias)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, ``[tokens, output_size]``; the summands of all ranks add up to the layer's output."""

@@ -23,7 +23,7 @@ def random_checkpoint(name: str) -> Iterator[Path]:
     from transformers import AutoConfig
 
     from tplab.checkpoint import ModelConfig
-    from tplab.checkpoint.expected import expected_shapes
+    from tplab.checkpoint.layout import expected_shapes
 
     hf = AutoConfig.for_model(**RANDOM_MODELS[name], architectures=["Qwen2ForCausalLM"], dtype="bfloat16")
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,29 @@
+"""Parameters that know which slices of a checkpoint they are, and who fills them with those."""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Piece(NamedTuple):
+    """One rank's part of one checkpoint tensor: ``tensor`` is ``[..., start:stop, ...]`` of it along ``dim``."""
+
+    name: str
+    dim: int
+    rows: range
+    tensor: torch.Tensor
+
+
+def sharded_parameter(layer: nn.Module, kind: str, data: torch.Tensor, ranges: Sequence[range], dim: int = 0
+                      ) -> nn.Parameter:
+    """A parameter for ``layer``, as yet unfilled, that stacks ``ranges`` of as many checkpoint tensors along ``dim``.
+
+    ``parameter.weight_loader(*sources)`` fills it, as in vLLM: it is ``layer.load(kind, *sources)``.
+    """
+    made = nn.Parameter(data, requires_grad=False)
+    owner = weakref.proxy(layer)  # the layer itself would be a circle: weights that only the garbage collector frees
+    made.ranges, made.dim, made.weight_loader = tuple(ranges), dim, lambda *sources: owner.load(kind, *sources)
+    return made
