@@ -12,7 +12,6 @@ from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.model.dtypes import parse_dtype
 
-
 _loaded: OrderedDict = OrderedDict()
 
 

@@ -18,18 +18,11 @@ HEAD = "lm_head.weight"
 
 
 class Part(NamedTuple):
-    """One of the tensors stacked in a parameter of the model, most often the only one.
+    """One of the tensors stacked in a parameter of the model, most often the only one."""
 
-    Attributes:
-        parameter: the parameter's path in the model, ``layers.0.self_attn.qkv_proj.weight``.
-        tensor: the checkpoint's tensor that holds it: its own, or the fused one.
-        start: its first row in that tensor.
-        shape: its own shape.
-    """
-
-    parameter: str
-    tensor: str
-    start: int
+    parameter: str  # its path in the model: layers.0.self_attn.qkv_proj.weight
+    tensor: str  # the checkpoint's tensor that holds it: one of its own name, or the fused one
+    start: int  # its first row in that tensor
     shape: tuple[int, ...]
 
 

@@ -1,8 +1,7 @@
 """The sharding rule and the parallel layers that follow it."""
 
 from tplab.shard.embedding import ParallelLMHead, VocabParallelEmbedding
-from tplab.shard.linear import (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear,
-                                RowParallelLinear)
+from tplab.shard.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from tplab.shard.parameter import Piece
 from tplab.shard.plan import RankShard, ShardPlan, ShardPlanError, split_evenly
 
