@@ -159,3 +159,85 @@ def test_accounts_hold_whatever_happens(actions, size, prefix):
                 table.register(tokens, len(tokens))
         pool.check([table.blocks for table, _ in tables])
         assert pool.num_free + pool.num_used == 7
+
+
+def test_empty_blocks_are_handed_out_before_cached_ones():
+    """Whatever the order in which they were given back."""
+    pool = BlockPool(5, 1)
+    cached, empty = table_of(pool, [1, 2]), table_of(pool, [3, 4], computed=0)
+    empty_blocks, cached_blocks = list(empty.blocks), list(cached.blocks)
+    empty.release()
+    cached.release()
+    assert {pool.allocate() for _ in range(3)} == {4, *empty_blocks} and pool.num_cached == 2
+    pool = BlockPool(5, 1)
+    cached, empty = table_of(pool, [1, 2]), table_of(pool, [3, 4], computed=0)
+    cached.release()
+    empty.release()
+    assert not {pool.allocate() for _ in range(3)} & set(cached_blocks) and pool.num_cached == 2
+
+
+def test_the_longest_unused_is_evicted_first():
+    """Being found and taken is a use."""
+    pool = BlockPool(3, 1)
+    tables = [table_of(pool, [token], computed=1) for token in (1, 2)]
+    first, second = (table.blocks[0] for table in tables)
+    for table in tables:
+        table.release()
+    again = BlockTable(pool)
+    again.take_prefix(again.find_prefix([1, 9]))
+    assert again.blocks == [first]
+    again.release()
+    assert [pool.allocate() for _ in range(3)][1:] == [second, first]
+
+
+def test_a_neighbour_is_taken_only_where_it_is_free_and_empty():
+    pool = BlockPool(4, 1)
+    assert pool.allocate(after=1) == 2 and pool.allocate(after=1) == 0, "2 is in use, so the first free one"
+    assert pool.allocate(after=3) == 1, "there is none behind the last"
+    pool.register(1, b"key")
+    pool.release([1])
+    assert pool.num_cached == 1 and pool.allocate(after=0) == 3, "1 is kept for who may look for it"
+    assert pool.allocate(after=0) == 1 and pool.num_cached == 0, "until nothing else is left"
+
+
+def test_counts_of_a_pool():
+    pool = BlockPool(4, 2)
+    block = pool.allocate()
+    pool.share(block)
+    assert (pool.num_free, pool.num_used, pool.ref_counts[block], pool.times_allocated[block]) == (3, 1, 2, 1)
+    pool.release([block])
+    assert not pool.is_free(block) and pool.num_used == 1
+    pool.release([block])
+    assert pool.is_free(block) and pool.num_used == 0
+    while pool.allocate() != block:
+        pass
+    assert pool.times_allocated[block] == 2 and pool.ref_counts[block] == 1
+
+
+def test_missing_is_what_grow_allocates():
+    pool = BlockPool(9, 4)
+    table = BlockTable(pool)
+    for tokens, missing, blocks in ((0, 0, 0), (1, 1, 1), (4, 0, 1), (5, 1, 2), (17, 3, 5), (3, 0, 5)):
+        assert table.missing(tokens) == missing
+        table.grow(tokens)
+        assert len(table) == blocks and table.missing(tokens) == 0 and pool.num_used == blocks
+    table.release()
+    assert table.blocks == [] and pool.num_free == 9
+
+
+def damaged(damage):
+    pool = BlockPool(4, 1)
+    table = table_of(pool, [1, 2])
+    damage(pool, table)
+    with pytest.raises(CacheError) as caught:
+        pool.check([table.blocks])
+    return str(caught.value)
+
+
+def test_check_sees_every_kind_of_damage():
+    """A block that nobody uses and that is not free either is lost for ever: no table names it."""
+    assert damaged(lambda pool, table: pool._free.popitem()) == "block 3 has 0 users and is not free"
+    assert damaged(lambda pool, table: pool._free.update({table.blocks[0]: None})) == "block 0 has 1 users and is free"
+    assert damaged(lambda pool, table: table.blocks.pop()).startswith("block 1 is leaked: counted 1 times, but stands in 0")
+    assert damaged(lambda pool, table: table.blocks.append(3)) == "block 3 is counted 0 times, but stands in 1 tables"
+    assert damaged(lambda pool, table: pool.keys.reverse()) == "block 0 is found under a key that is not its own"

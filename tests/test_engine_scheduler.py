@@ -85,9 +85,10 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
 
 
 def test_a_preempting_step_leaves_the_queue_alone_even_where_there_is_room():
-    """Three run, the last loses its place for the first; a small one waits, for which there would be room."""
+    """Three run, the last loses its place for the first; a piece of it, and the small one behind it, would fit."""
     run = Steps(4, 4, 8, 1, num_blocks=8, block_size=2, max_num_seqs=3, enable_prefix_caching=False)
     assert run.step().admitted == (0, 1, 2) and run.waiting() == [3]
+    run.scheduler.max_num_batched_tokens = 5
     record = run.step()
     assert record.preempted == (2,) and record.tokens == {0: 1, 1: 1} and record.admitted == ()
     assert run.waiting() == [2, 3] and run.pool.num_free == 2
