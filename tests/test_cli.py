@@ -11,11 +11,11 @@ from functools import partial
 
 import psutil
 import pytest
-from helpers_checkpoints import make_checkpoint
+from helpers.checkpoints import make_checkpoint
 from safetensors import safe_open
 
 import tplab.align
-import tplab.engine
+import tplab.llm
 from tplab import cli
 
 BAD = [
@@ -103,7 +103,7 @@ def test_one_file_for_the_report_and_the_logits_is_refused(model, tmp_path, caps
 
 
 def test_a_prompt_from_standard_input(capsys, monkeypatch):
-    monkeypatch.setattr("tplab.engine.torchrun.LLM", partial(tplab.engine.LLM, logical=True))
+    monkeypatch.setattr("tplab.llm.torchrun.LLM", partial(tplab.llm.LLM, logical=True))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Mira had\n"), "latin-1"))
     _, from_stdin, _ = run("generate fable --prompt - --max-tokens 5", capsys)
     assert cli.main(["generate", "fable", "--prompt", "Mira had", "--max-tokens", "5"]) == 0
@@ -206,7 +206,7 @@ def test_the_museum_is_listed_and_shown(capsys):
 
 
 def test_generate_streams_the_text_and_keeps_the_numbers_apart(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tplab.engine.torchrun.LLM", partial(tplab.engine.LLM, logical=True))
+    monkeypatch.setattr("tplab.llm.torchrun.LLM", partial(tplab.llm.LLM, logical=True))
     written = tmp_path / "out.json"
     code, out, err = run(f"generate fable --tp 3 --prompt Mira --max-tokens 5 --json {written}", capsys)
     result = json.loads(written.read_text())

@@ -169,7 +169,8 @@ def stands_there():
 
 
 def test_what_is_in_force_here_is_in_force_on_the_ranks_of_a_run_and_no_longer():
-    from tplab.ranks import RankError, RankPool
+    from tplab.ranks import RankError
+    from tplab.pool import RankPool
 
     with RankPool(2) as pool:
         with applied(Patch(TARGET, lambda scores, mask: "another")), applied(Patch(TARGET, no_mask)):

@@ -1,7 +1,8 @@
 """tplab: a Jupyter-first teaching lab on tensor-parallel LLM inference.
 
-The rooms, from the ground up: ``ranks`` (processes and collectives), ``checkpoint``, ``shard``, ``model``,
-``cache``, ``engine``, ``align``, ``faults``, ``show``. A room imports only from rooms below it.
+The rooms, from the ground up: ``ranks`` (collectives), ``pool`` (processes), ``checkpoint``, ``shard``, ``model``,
+``cache``, ``engine`` (the core loop), ``llm`` (the front door), ``align``, ``faults``, ``fable``, ``bench``, ``show``,
+``lesson``, ``lab``. A room imports only from rooms below it.
 """
 
 from importlib import import_module
@@ -10,14 +11,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "TplabError": "tplab.errors",
-    "RankPool": "tplab.ranks",
-    "shared_pool": "tplab.ranks",
+    "RankPool": "tplab.pool",
+    "shared_pool": "tplab.pool",
     "open_checkpoint": "tplab.checkpoint",
     "ShardPlan": "tplab.shard",
-    "LLM": "tplab.engine",
-    "SamplingParams": "tplab.engine",
+    "LLM": "tplab.llm",
+    "SamplingParams": "tplab.llm",
+    "load_ipython_extension": "tplab.pool.magic",
 }
-__all__ = list(_HOMES)
+__all__ = [name for name in _HOMES if name != "load_ipython_extension"]
 
 
 def __getattr__(name):

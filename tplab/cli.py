@@ -123,7 +123,7 @@ def align(chosen) -> int:
     from tplab.align import align, align_decode, diagnose
     from tplab.checkpoint import open_checkpoint
     from tplab.faults import fault
-    from tplab.show import default_prompt
+    from tplab.lesson import default_prompt
 
     broken = [fault(name) for name in chosen.fault]
     ckpt = open_checkpoint(chosen.model)
@@ -181,7 +181,7 @@ def generate(chosen) -> int:
         raise CommandError("the prompt is empty; say something")
     import json
 
-    from tplab.engine import SamplingParams, open_llm
+    from tplab.llm import SamplingParams, open_llm
 
     params = SamplingParams(max_tokens=chosen.max_tokens, temperature=chosen.temperature, seed=chosen.seed)
     with open_llm(chosen.model, chosen.tp, chosen.dtype) as llm:
@@ -204,7 +204,7 @@ def bench(chosen) -> int:
     _check_writable(chosen.json)
     import json
 
-    from tplab.engine.bench import bench
+    from tplab.bench import bench
 
     table = bench(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype)
     if chosen.json is not None:

@@ -1,6 +1,6 @@
 """The diff against Hugging Face: trace points, floors, reports, the diagnosis, and the reassembly check."""
 
-from tplab.align.case import Diagnosis
+from tplab.align.diagnose.case import Diagnosis
 from tplab.align.decode import align_decode
 from tplab.align.diagnose import diagnose
 from tplab.align.reference import hf_greedy

@@ -17,12 +17,13 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.core import Engine
 from tplab.engine.executor import LogicalExecutor
 from tplab.engine.runner import drop_runners, load_runner, run_step
-from tplab.engine.sampling_params import SamplingParams
+from tplab.llm.sampling_params import SamplingParams
 from tplab.engine.step import StepInput, StepOutput
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import recording
 from tplab.patch import as_patches
-from tplab.ranks import RankPool, state
+from tplab.pool import RankPool
+from tplab.ranks import state
 from tplab.shard import ShardPlan
 
 _KEY = "align decode"

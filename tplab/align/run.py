@@ -14,7 +14,8 @@ from tplab.errors import TplabError
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import point_names
 from tplab.patch import Patch, as_patches
-from tplab.ranks import RankPool, logical_ranks, shared_pool
+from tplab.pool import RankPool, shared_pool
+from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
 

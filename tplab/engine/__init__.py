@@ -1,12 +1,10 @@
-"""From prompts to text: sequences, scheduler, sampler, ``LLM``."""
+"""The core loop, in token ids: sequences, scheduler, step, runner, sampler."""
 
 from importlib import import_module
 
 _HOMES = {
-    "LLM": "llm", "SamplingParams": "sampling_params", "Engine": "core", "Scheduler": "scheduler",
-    "Sequence": "sequence", "RequestOutput": "outputs", "CompletionOutput": "outputs", "RequestMetrics": "outputs",
-    "Logprob": "outputs", "StreamChunk": "outputs", "EngineError": "errors", "RequestError": "errors",
-    "GenerationError": "errors", "StrictError": "errors", "open_llm": "torchrun",
+    "Engine": "core", "Scheduler": "scheduler", "Sequence": "sequence", "RequestMetrics": "metrics",
+    "EngineError": "errors", "RequestError": "errors", "GenerationError": "errors", "StrictError": "errors",
 }
 __all__ = list(_HOMES)
 

@@ -6,7 +6,6 @@ import time
 from tplab.cache import BlockPool, blocks_needed
 from tplab.checks import shown, whole_number
 from tplab.engine.errors import RequestError, StandstillError
-from tplab.engine.sampling_params import SamplingParams
 from tplab.engine.scheduler import Scheduler
 from tplab.engine.sequence import Sequence, Status
 from tplab.engine.step import StepOutput, describe
@@ -37,7 +36,7 @@ class Engine:
         self.checks = StrictChecks(self.scheduler) if strict else None
         self._count = 0
 
-    def check_prompt(self, token_ids, params: SamplingParams) -> int:
+    def check_prompt(self, token_ids, params) -> int:
         """Whether a request can run here; the most tokens it can generate.
 
         Raises:
@@ -66,7 +65,7 @@ class Engine:
                                f"with num_blocks={needed}")
         return most
 
-    def add(self, token_ids: list[int], params: SamplingParams) -> Sequence:
+    def add(self, token_ids: list[int], params) -> Sequence:
         """Queue a request. Errors as in :meth:`check_prompt`."""
         most = self.check_prompt(token_ids, params)
         seed = secrets.randbits(62) if params.seed is None else params.seed

@@ -11,14 +11,15 @@ from contextlib import suppress
 
 from tplab.engine.runner import drop_runners, has_runner, load_runner, run_described_step, run_step
 from tplab.engine.step import StepInput, StepOutput
-from tplab.ranks import RankPool, logical_ranks, rank, shared_pool, state
+from tplab.pool import RankPool, shared_pool
+from tplab.ranks import logical_ranks, rank, state
 
 _numbers = itertools.count()
 _garbage = weakref.WeakKeyDictionary()  # pool -> keys of engines that were thrown away and that its ranks still hold
 
 
 class PoolExecutor:
-    """An engine on the processes of a :class:`tplab.ranks.RankPool`.
+    """An engine on the processes of a :class:`tplab.pool.RankPool`.
 
     Args:
         size: number of ranks.

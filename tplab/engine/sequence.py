@@ -3,8 +3,7 @@
 from enum import Enum
 
 from tplab.cache import BlockPool, BlockTable
-from tplab.engine.outputs import RequestMetrics
-from tplab.engine.sampling_params import SamplingParams
+from tplab.engine.metrics import RequestMetrics
 
 
 class Status(Enum):
@@ -31,7 +30,7 @@ class Sequence:
     but the last one.
     """
 
-    def __init__(self, number: int, prompt_token_ids: list[int], params: SamplingParams, pool: BlockPool,
+    def __init__(self, number: int, prompt_token_ids: list[int], params, pool: BlockPool,
                  max_tokens: int, seed: int = 0):
         self.number, self.prompt_token_ids, self.params = number, prompt_token_ids, params
         self.max_tokens, self.seed = max_tokens, seed

@@ -1,23 +1,21 @@
-"""The processes: `RankPool`, the collectives between its ranks, and their op log.
+"""What code on a rank sees: which rank it is, the collectives, and their op log.
 
-    pool = RankPool(2)
-    pool.run(lambda: all_reduce(torch.ones(4)))     # [tensor of 2., tensor of 2.]
+    all_reduce(torch.ones(4))      # on each of two ranks: a tensor of 2.
 
-The same functions work on the ranks of a pool, on `logical_ranks` (threads of one process, for wide sweeps), under
+The same functions work on the ranks of a pool (`tplab.pool`), on `logical_ranks` (threads of one process, for wide sweeps), under
 torchrun (`join_torchrun`), and alone, where they do nothing but note the call.
 """
 
 from importlib import import_module
 
 _HOMES = {
-    "RankPool": "pool", "shared_pool": "pool", "RankError": "errors", "CollectiveMismatch": "errors",
+    "RankError": "errors", "CollectiveMismatch": "errors",
     "rank": "context", "world_size": "context", "state": "context",
     "all_reduce": "comm", "all_gather": "comm", "broadcast": "comm", "barrier": "comm", "op_log": "comm",
     "OpRecord": "oplog", "logical_ranks": "logical", "join_torchrun": "torchrun",
     "under_torchrun": "torchrun",
-    "load_ipython_extension": "magic",
 }  # fmt: skip
-__all__ = [name for name in _HOMES if name != "load_ipython_extension"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name):

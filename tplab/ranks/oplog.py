@@ -140,6 +140,7 @@ _MACHINERY = tuple(
     folder + os.sep
     for folder in (
         os.path.join(_PACKAGE, "ranks"),
+        os.path.join(_PACKAGE, "pool"),
         os.path.join(_PACKAGE, "shard"),
         os.path.dirname(torch.__file__),
         os.path.dirname(os.__file__) + os.sep + "multiprocessing",

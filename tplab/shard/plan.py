@@ -5,6 +5,7 @@ is read from it; no global size is ever derived as ``local * tensor_parallel_siz
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 
 from tplab.checks import shown, whole_number
 from tplab.errors import TplabError
@@ -146,8 +147,8 @@ class ShardPlan:
         return "\n".join(lines)
 
     def _repr_svg_(self) -> str:
-        from tplab.shard.draw import plan_svg
-        return plan_svg(self)
+        # Looked up late: the drawing stands in a room above this one.
+        return import_module("tplab.show.drawings.shards").plan_svg(self)
 
 
 def _count(heads: range, what: str) -> str:

@@ -1,4 +1,4 @@
-"""What a notebook shows: figures with their words, tables, the panel, and the small helpers around an exercise.
+"""What a notebook shows: figures with their words, drawings, tables. Pure functions from data to a picture.
 
 Everything here is loaded on first use, so ``from tplab import show`` costs nothing. Stored text is deterministic:
 differences are given as orders of magnitude, and whatever rounding explains is called "inside the floor".
@@ -7,19 +7,16 @@ differences are given as orders of magnitude, and whatever rounding explains is 
 from importlib import import_module
 
 _HOMES = {
-    "ask": "talk", "default_question": "talk", "judge": "judging", "check_mask": "mask_exercise", "nan_map": "spread",
-    "check": "lesson", "shown_error": "lesson", "side_by_side": "lesson", "default_prompt": "lesson",
-    "environment": "series", "map_of_series": "series",
-    "diff_figure": "diffs", "staircase": "diffs", "points_figure": "points", "position_figure": "positions", "work_figure": "work", "bars_figure": "bars",
-    "mask_figure": "masks", "plan_figure": "drawings", "weight_figure": "drawings",
-    "layer_table": "tables", "rank_shapes": "tables", "table": "tables", "top_tokens": "tables",
-    "panel": "panel",
-    "op_logs": "oplogs", "Incidents": "incidents", "caught": "incidents", "told": "incidents", "price_figure": "price", "threads_figure": "price",
-    "bytes_words": "price", "cores": "price",
-    "record": "recording", "slots_figure": "blocks", "blocks_figure": "blocks", "block_stepper": "blocks",
-    "timeline_figure": "timeline", "where_figure": "where", "check_slots": "slots_exercise",
-    "describe": "words", "magnitude": "words", "ShowError": "words",
-    "STAGES": "style",
+    "STAGES": "figures.style", "nan_map": "figures.spread", "diff_figure": "figures.diffs",
+    "staircase": "figures.diffs", "points_figure": "figures.points", "position_figure": "figures.positions",
+    "work_figure": "figures.tokens_per_step", "bars_figure": "figures.bars", "mask_figure": "figures.masks",
+    "op_logs": "figures.oplogs", "price_figure": "figures.collective_cost",
+    "threads_figure": "figures.collective_cost", "bytes_words": "figures.collective_cost",
+    "cores": "figures.collective_cost", "plan_figure": "drawings.plans", "weight_figure": "drawings.plans",
+    "slots_figure": "drawings.blocks", "blocks_figure": "drawings.blocks", "block_stepper": "drawings.blocks",
+    "timeline_figure": "drawings.timeline", "where_figure": "drawings.token_grid", "layer_table": "tables",
+    "rank_shapes": "tables", "table": "tables", "top_tokens": "tables", "record": "recording", "describe": "phrases",
+    "magnitude": "phrases", "ShowError": "phrases",
 }
 __all__ = list(_HOMES)
 
@@ -27,7 +24,7 @@ __all__ = list(_HOMES)
 def __getattr__(name):
     if name in _HOMES:
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value  # `show.panel` must stay the function once the module of that name is loaded
+        globals()[name] = value
         return value
     raise AttributeError(f"module 'tplab.show' has no attribute {name!r}; there are {', '.join(__all__)}")
 

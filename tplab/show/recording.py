@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tplab.show.words import ShowError
+from tplab.show.phrases import ShowError
 
 
 class Moment(NamedTuple):

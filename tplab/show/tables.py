@@ -1,6 +1,6 @@
 """Tables for notebooks whose stored text is the same on every machine."""
 
-from tplab.show.words import ShowError, point_words
+from tplab.show.phrases import ShowError, point_words
 
 
 class Table:

@@ -1,0 +1,258 @@
+"""The judges judged: near misses, lost numbers, shards that are nearly right. A wrong verdict here would hide a bug."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.faults import case_checkpoint, prompts
+
+from tplab.align import AlignError, align, align_decode, diagnose, reassemble
+from tplab.align.floors import inside
+from tplab.align.report import Evidence, compare
+from tplab.checkpoint import open_checkpoint
+from tplab.faults import fault, scenario
+from tplab.model.loader import load_model as right_load_model
+from tplab.patch import Patch, original
+from tplab.pool import RankPool
+from tplab.ranks import rank, state
+
+QKV = "tplab.shard.linear.QKVParallelLinear.split_heads"
+HEAD = "tplab.shard.embedding.ParallelLMHead.forward"
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("judges") / "m", "qwen3", heads=6, kv_heads=3, hidden=48)
+
+
+@pytest.fixture(scope="module")
+def clean(folder):
+    return align(folder, [IDS, IDS[:3]], logical=True)
+
+
+def scaled(report, floors):
+    """The report with its first divergent tensor off by so many floors more."""
+    name, factor = report.first_divergence.name, 1 + floors * report.floor
+    found = report.evidence[name]
+    moved = Evidence(found.ours * factor, found.reference, [shard * factor for shard in found.shards])
+    return dataclasses.replace(report, evidence=report.evidence | {name: moved})
+
+
+NAMED_BY_FIT = ["no_mask", "shard_dim1", "fused_one_block", "qkv_order", "divided_twice", "kv_first_rows", "rope_missing",
+                "rope_over_heads", "rope_pairs", "rope_default_theta", "vocab_offset", "decode_position_off_by_one",
+                "decode_position_restarted", "slot_off_by_one", "prefix_hash_without_parent", "row_order"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", NAMED_BY_FIT)
+def test_a_near_miss_is_not_given_a_name(name, dtype):
+    one, options = fault(name), {"dtype": dtype, "patches": [fault(name)], "logical": True}
+    report = (align("fable", prompts(768), **options) if one.shows_in == "forward" else
+              align_decode("fable", **scenario(name, 768), **options))
+    assert name in diagnose(scaled(report, 1)).names, "rounding must not hide it"
+    for floors in (4, 10, 25):
+        diagnosis = diagnose(scaled(report, floors))
+        assert diagnosis.fault is None and diagnosis.sentence.startswith("Unknown cause"), (floors, diagnosis)
+
+
+@pytest.mark.parametrize("name", ["row_bias_everywhere", "rope_scaling_ignored", "repeated_kv_stored"])
+def test_a_near_miss_where_fable_shows_nothing(name, tmp_path):
+    ckpt = case_checkpoint("llama with biases and yarn", tmp_path)
+    report = align(ckpt, prompts(67), patches=[fault(name)], logical=True)
+    assert name in diagnose(scaled(report, 1)).names
+    assert all(diagnose(scaled(report, floors)).fault is None for floors in (4, 10, 25))
+
+
+@pytest.mark.parametrize("name", ["shard_dim1", "divided_twice", "stale_block_table"])
+def test_in_bfloat16_a_guess_does_not_fit_everything(name):
+    one, options = fault(name), {"dtype": "bfloat16", "patches": [fault(name)], "logical": True}
+    report = (align("fable", prompts(768), **options) if one.shows_in == "forward" else
+              align_decode("fable", **scenario(name, 768), **options))
+    assert diagnose(report).fault == name
+
+
+def off(part, factor):
+    def split_heads(self, qkv):
+        parts = list(original(QKV)(self, qkv))
+        parts[part] = parts[part] * factor
+        return tuple(parts)
+
+    return Patch(QKV, split_heads)
+
+
+def times_on_rank_1(target, factor):
+    def forward(self, *args):
+        return original(target)(self, *args) * (factor if rank() else 1)
+
+    return Patch(target, forward)
+
+
+@pytest.mark.parametrize("patch, point, dtype", [
+    (off(0, 1.05), "layers.0.q", "float32"), (off(2, 1.05), "layers.0.v", "float32"),
+    (off(1, 1 + 1e-5), "layers.0.k", "float64"), (off(2, 1 + 1e-5), "layers.0.v", "float64"),
+    (times_on_rank_1(HEAD, 1.01), "logits", "float32"), (times_on_rank_1(HEAD, 1 + 1e-5), "logits", "float64"),
+], ids=["q × 1.05", "v × 1.05", "k + 1e-5", "v + 1e-5", "logits × 1.01", "logits + 1e-5"])
+def test_what_no_fault_does_is_unknown(folder, patch, point, dtype):
+    report = align(folder, IDS, dtype=dtype, patches=[patch], logical=True)
+    diagnosis = diagnose(report)
+    assert report.first_divergence.name == diagnosis.point == point
+    assert diagnosis.fault is None and diagnosis.sentence.startswith("Unknown cause"), diagnosis
+
+
+def test_logits_half_alike_are_not_called_random(clean):
+    generator = torch.Generator().manual_seed(2)
+    right = clean.evidence["logits"].reference
+    for share, fault_name in ((0.5, None), (0.0, "head_random")):
+        noise = torch.randn(right.shape, generator=generator) * right.std()
+        ours = share * right + (1 - share ** 2) ** 0.5 * noise
+        points = [*clean.points[:-1], compare("logits", ours, right, 0.0, clean.dtype)]
+        broken = dataclasses.replace(clean, points=points, evidence=clean.evidence | {
+            "logits": Evidence(ours, right, list(ours.split(clean.plan.sizes("vocab"), -1)))})
+        assert diagnose(broken).fault == fault_name
+
+
+# Numbers that are lost.
+
+@pytest.mark.parametrize("lost, counts", [(float("nan"), (1, 0)), (float("inf"), (0, 1)), (float("-inf"), (0, 1))])
+def test_one_lost_number_is_never_inside_the_floor(lost, counts):
+    right = torch.arange(12.0).reshape(3, 4)
+    ours = right.clone()
+    ours[1, 2] = lost
+    point = compare("layers.0.v", ours, right, 0.0, torch.float32)
+    assert not point.inside and (point.nan, point.inf) == counts and point.max_abs == 0
+
+
+def test_a_spread_of_nan_and_a_difference_of_nothing_finite_are_outside():
+    right = torch.ones(2, 2)
+    assert not compare("layers.0.v", right, right, float("nan"), torch.float32).inside
+    assert not compare("layers.0.v", right * float("nan"), right, 0.0, torch.float32).inside
+
+
+def with_logits(report, ours):
+    found = report.evidence["logits"]
+    return dataclasses.replace(report, evidence=report.evidence | {"logits": found._replace(ours=ours)})
+
+
+def test_a_row_with_nan_agrees_with_nothing(clean):
+    ours = clean.hf_logits.clone()
+    assert with_logits(clean, ours).top1_agreement == 1
+    rows, best = len(ours), ours.argmax(-1)
+    ours[0, (best[0] + 1) % 67] = float("nan")  # the best token is still the best of the others
+    assert with_logits(clean, ours).top1_agreement == pytest.approx((rows - 1) / rows)
+    ours[:] = float("nan")
+    assert with_logits(clean, ours).top1_agreement == 0
+
+
+def test_the_top_tokens_are_those_behind_the_last_prompt(clean):
+    class Numbers:
+        def decode(self, ids):
+            return str(int(ids[0]))
+
+    ours, right = clean.tp_logits[-1].topk(4), clean.hf_logits[-1].topk(4)
+    table = clean.top_tokens(Numbers(), 4)
+    for column, found in (("tplab", ours), ("Hugging Face", right)):
+        assert list(table[column]) == [f"'{i}' {v:.3f}" for v, i in zip(found.values, found.indices.tolist())]
+    assert list(table.index) == [1, 2, 3, 4]
+    changed = clean.hf_logits.clone()
+    changed[-1, 5] = 1000.0
+    assert with_logits(clean, changed).top_tokens(Numbers(), 1).loc[1, "tplab"] == "'5' 1000.000"
+
+
+def test_a_report_with_nan_is_valid_json(tmp_path):
+    report = align("fable", prompts(768), patches=[fault("nan_mask")], logical=True)
+    report.to_json(tmp_path / "r.json")
+
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    data = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)
+    assert not data["ok"] and data["max_abs_diff"] is None and data["nan_count"] > 0
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.float64, 1e-7)])
+def test_logits_are_bounded_absolutely_too(dtype, bound):
+    scale = 15.0  # of the logits; their relative floor alone would let three and thirty times the bound pass
+    assert inside("logits", 0.99 * bound, scale, dtype) and not inside("logits", 1.01 * bound, scale, dtype)
+    assert inside("norm", 1.01 * bound, scale, dtype)
+    assert inside("logits", 1.01 * bound, scale, dtype, decode=True), "the decode path has a floor of its own"
+    assert not inside("logits", 3e-5 * 1.5, 1.5, dtype), "small logits: the relative floor is the narrower one"
+    if dtype is torch.float32:
+        assert inside("logits", 4.9e-6 * 100, 100.0, dtype) and not inside("logits", 5.1e-6 * 100, 100.0, dtype)
+
+
+# Prompts, shards, what is left behind.
+
+def test_a_prompt_of_exactly_the_longest_length(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", max_positions=12)
+    assert align(folder, [5] * 12, logical=True).ok
+    with pytest.raises(AlignError, match="the prompt has 13 tokens; .* takes up to 12"):
+        align(folder, [5] * 13, logical=True)
+    assert align_decode(folder, [[5] * 12], new_tokens=11, logical=True).ok
+
+
+def loading_with(change):
+    """A loader that changes what the last rank holds."""
+    def load_model(ckpt, plan, *args):
+        model = right_load_model(ckpt, plan, *args)
+        if rank() == plan.tensor_parallel_size - 1:
+            with torch.no_grad():
+                change(model)
+        return model
+
+    return Patch("tplab.align.gather.load_model", load_model)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-5, 2e-7])
+def test_reassembly_is_bit_for_bit(folder, size):
+    def one_number(model):
+        model.layers[1].mlp.down_proj.weight[3, 2] += size * model.layers[1].mlp.down_proj.weight[3, 2].sign()
+
+    wrong = reassemble(folder, patches=[loading_with(one_number)], logical=True)
+    assert list(wrong) == ["model.layers.1.mlp.down_proj.weight"] and wrong[next(iter(wrong))].startswith("columns ")
+    assert wrong[next(iter(wrong))].endswith("differ")
+
+
+@pytest.mark.parametrize("keep, missing", [(slice(0, 0), 21), (slice(1, None), 1)])
+def test_reassembly_misses_rows_that_no_rank_holds(folder, keep, missing):
+    right = original("tplab.align.gather.model_pieces")
+    target = "model.layers.0.mlp.gate_proj.weight"
+
+    def model_pieces(model):
+        for piece in right(model):
+            if piece.name != target or rank() == 0:
+                yield piece
+            elif len(rows := piece.rows[keep]):
+                yield piece._replace(rows=rows, tensor=piece.tensor.narrow(piece.dim, keep.start, len(rows)))
+
+    wrong = reassemble(folder, patches=[Patch("tplab.align.gather.model_pieces", model_pieces)], logical=True)
+    assert wrong == {target: f"{missing} of 43 rows are on no rank"}
+
+
+def test_nothing_of_a_decode_alignment_stays_on_the_ranks(folder):
+    def kept():
+        return list(state)
+
+    with RankPool(2) as pool:
+        before = pool.run(kept)
+        assert align_decode(folder, [IDS], new_tokens=3, pool=pool).ok
+        assert pool.run(kept) == before
+        with pytest.raises(Exception, match="no sequence can go on"):
+            options = scenario("full_length_after_prefix_hit", 67)
+            align_decode(folder, **options, patches=[fault("full_length_after_prefix_hit")], pool=pool)
+        assert pool.run(kept) == before
+
+
+def test_a_rank_that_reads_a_little_more_is_not_said_to_read_everything():
+    report = align("fable", IDS, logical=True)
+    stats = report.load_stats[0]
+    for share, name in ((1.1, None), (1.3, "full_copy_on_every_rank")):
+        more = dataclasses.replace(stats, bytes_read=int(stats.bytes_read * share))
+        assert diagnose(dataclasses.replace(report, load_stats=[more, *report.load_stats[1:]])).fault == name
+
+
+def test_the_checkpoint_of_a_report_is_the_one_that_ran(folder):
+    ckpt = open_checkpoint(folder)
+    assert align(ckpt, IDS, logical=True).checkpoint is ckpt

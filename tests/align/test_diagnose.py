@@ -1,0 +1,183 @@
+"""The diagnosis beyond the museum: healthy runs, unknown causes, several faults, mistakes of learners, no peeking."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.faults import prompts
+
+from tplab.align import Diagnosis, align, diagnose
+from tplab.checkpoint import open_checkpoint
+from tplab.faults import fault
+from tplab.model import attention
+from tplab.patch import Patch, original
+from tplab.ranks import all_reduce, rank, world_size
+
+ATTENTION = "tplab.model.attention.TensorParallelAttention"
+ROW = "tplab.shard.linear.RowParallelLinear"
+
+
+def broken(target, replacement, tp=2, model="fable"):
+    return diagnose(align(model, prompts(67), tensor_parallel_size=tp, patches=[Patch(target, replacement)], logical=True))
+
+
+def test_a_healthy_run():
+    diagnosis = diagnose(align("fable", "Once upon a time", tensor_parallel_size=2, logical=True))
+    assert diagnosis.ok and diagnosis.fault is None and diagnosis.names == () and "Nothing is wrong" in str(diagnosis)
+
+
+def test_an_unknown_cause_is_admitted_with_its_place():
+    def split_heads(self, qkv):
+        q, k, v = original("tplab.shard.linear.QKVParallelLinear.split_heads")(self, qkv)
+        return q, k, v * 1.01
+
+    diagnosis = broken("tplab.shard.linear.QKVParallelLinear.split_heads", split_heads)
+    assert diagnosis.fault is None and not diagnosis.ok and diagnosis.point == "layers.0.v"
+    assert diagnosis.sentence.startswith("Unknown cause, first seen at layers.0.v: off by")
+
+
+def test_a_disagreement_between_ranks_alone_is_seen():
+    def reduce(self, partial):
+        return all_reduce(partial) * (1 + rank())
+
+    diagnosis = broken(f"{ROW}.reduce", reduce)
+    assert diagnosis.point == "layers.0.o_proj" and "the ranks differ by up to" in diagnosis.sentence
+
+
+def test_of_several_faults_the_first_to_show_is_named():
+    names = ["all_reduce_missing", "rope_pairs", "nan_mask", "qkv_order"]
+    found = []
+    while names:
+        report = align("fable", prompts(768), patches=[fault(name) for name in names], logical=True)
+        found.append(diagnose(report).fault)
+        names.remove(found[-1])
+    assert found == ["qkv_order", "rope_pairs", "nan_mask", "all_reduce_missing"]
+
+
+def test_a_fault_in_a_later_layer_is_named_too():
+    def apply_rope(self, q, k, cos, sin):
+        return (q, k) if self.layer == 3 else original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)
+
+    diagnosis = broken(f"{ATTENTION}.apply_rope", apply_rope)
+    assert diagnosis.fault == "rope_missing" and diagnosis.point == "layers.3.q_rope"
+
+
+@pytest.mark.parametrize("name", ["shard_dim1", "no_mask", "rope_missing", "all_reduce_dropped"])
+def test_it_does_not_look_at_the_patches(name):
+    report = align("fable", prompts(768), patches=[fault(name)], logical=True)
+    assert name in diagnose(dataclasses.replace(report, patches=())).names
+
+
+def test_without_op_logs_a_missing_and_a_dropped_all_reduce_look_alike():
+    report = align("fable", prompts(768), patches=[fault("all_reduce_dropped")], logical=True)
+    assert diagnose(report).names == ("all_reduce_dropped",)
+    assert diagnose(dataclasses.replace(report, op_logs=[])).names == ("all_reduce_missing", "all_reduce_dropped")
+
+
+@pytest.mark.parametrize("shift, says", [(1, "each token also sees the next one"), (-1, "no token sees itself")])
+def test_a_mask_that_is_one_off(shift, says):
+    def causal_mask(positions, keys):
+        hidden = torch.arange(keys) > positions[..., None] + shift
+        return (hidden & (torch.arange(keys) > 0))[:, None]
+
+    diagnosis = broken("tplab.model.attention.causal_mask", causal_mask)
+    assert diagnosis.point == "layers.0.attn" and says in diagnosis.sentence
+
+
+def test_rows_in_which_everything_is_hidden():
+    def causal_mask(positions, keys):
+        return (torch.arange(keys) >= positions[..., None])[:, None]
+
+    diagnosis = broken("tplab.model.attention.causal_mask", causal_mask)
+    assert diagnosis.fault is None and "every key is hidden" in diagnosis.sentence and "NaN" in diagnosis.sentence
+
+
+def test_an_average_instead_of_a_sum():
+    def reduce(self, partial):
+        return all_reduce(partial).div_(world_size())
+
+    assert "averaged" in broken(f"{ROW}.reduce", reduce).sentence
+
+
+def test_rows_in_the_wrong_order_are_described():
+    def merged_shard(sources, ranges):
+        q, *rest = ranges
+        rows = [sources[0][row:row + 1] for row in reversed(q)]
+        return torch.cat([*rows, *(source[r.start:r.stop] for source, r in zip(sources[1:], rest))])
+
+    diagnosis = broken("tplab.shard.linear.merged_shard", merged_shard)
+    assert diagnosis.point == "layers.0.q" and diagnosis.numbers["wanted"] == 0 and "another place" in diagnosis.sentence
+
+
+def test_positions_from_one_instead_of_zero(tmp_path):
+    def call(self, x, positions, lengths):
+        return original("tplab.model.rope.Rotary.__call__")(self, x, positions + 1, lengths)
+
+    diagnosis = broken("tplab.model.rope.Rotary.__call__", call, model=make_checkpoint(tmp_path / "m", "qwen3"))
+    assert diagnosis.numbers["used"] == 1 and "position" in diagnosis.sentence
+
+
+def test_positions_that_run_on_from_one_prompt_into_the_next():
+    def call(self, x, positions, lengths):
+        return original("tplab.model.rope.Rotary.__call__")(self, x, torch.arange(len(positions)), lengths)
+
+    diagnosis = broken("tplab.model.rope.Rotary.__call__", call)
+    assert diagnosis.fault is None and diagnosis.numbers == {"first_token": 26, "position": 0, "used": 26}
+
+
+def test_a_diagnosis_prints_as_its_sentence():
+    assert str(Diagnosis("nan_mask", "Because.", "layers.0.attn")) == "Because."
+
+
+def test_one_crossed_rounding_boundary_in_float64_is_not_taken_for_a_bug():
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        if len(y) > 1:
+            y[1, 3] = torch.nextafter(y[1, 3], torch.tensor(9.0))
+        return self.weight * y.to(x.dtype)
+
+    report = align("fable", prompts(768), dtype="float64", patches=[Patch("tplab.model.norm.RMSNorm.forward", forward)],
+                   logical=True)
+    assert not report.ok
+    assert diagnose(report).fault is None and "rounding boundary" in diagnose(report).sentence
+
+
+def test_nan_in_float64_is_no_rounding():
+    report = align("fable", prompts(768), dtype="float64", patches=[fault("nan_mask")], logical=True)
+    assert diagnose(report).fault == "nan_mask"
+
+
+def test_a_small_error_of_the_angles_is_not_taken_for_other_positions():
+    def apply_rope(self, q, k, cos, sin):
+        q, k = original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)
+        return q * 1.00005, k
+
+    diagnosis = broken(f"{ATTENTION}.apply_rope", apply_rope)
+    assert diagnosis.point == "layers.0.q_rope" and diagnosis.sentence.startswith("Unknown cause")
+
+
+def test_query_heads_that_read_other_kv_heads(tmp_path):
+    def attend_all(self, q, k, v, context):
+        heads = torch.arange(q.shape[1]) % k.shape[1]
+        out = torch.empty_like(q)
+        for rows, keys, values, mask in context.batches(self.layer, k, v):
+            queries = q[rows].transpose(0, 1)[None]
+            out[rows] = attention.attend(queries, keys[:, heads], values[:, heads], mask, self.scaling)[0].transpose(0, 1)
+        return out
+
+    folder = make_checkpoint(tmp_path / "m", "llama", heads=6, kv_heads=2, hidden=36)
+    diagnosis = broken(f"{ATTENTION}.attend_all", attend_all, tp=1, model=folder)
+    assert diagnosis.point == "layers.0.attn" and "h reads KV head h % kv_heads" in diagnosis.sentence
+
+
+def test_logits_that_stand_in_another_ranks_place():
+    def tie_weights(self, embedding):
+        other = range(384, 768) if rank() == 0 else range(384)
+        with open_checkpoint("fable").reader() as reader:
+            self.weight.data.copy_(reader["model.embed_tokens.weight"][other.start:other.stop])
+        return self
+
+    diagnosis = broken("tplab.shard.embedding.ParallelLMHead.tie_weights", tie_weights)
+    assert diagnosis.point == "logits" and "another rank's place" in diagnosis.sentence

@@ -1,0 +1,182 @@
+"""The diagnosis of runs that end in an error: slow is not skipped, a cause behind an LLM's error is found."""
+
+import pickle
+import threading
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.faults import prompts
+
+from tplab.align import align, diagnose
+from tplab.checkpoint import CheckpointError, open_checkpoint
+from tplab.llm import LLM, SamplingParams
+from tplab.engine import GenerationError, RequestError, StrictError
+from tplab.errors import TplabError
+from tplab.faults import fault
+from tplab.patch import Patch
+from tplab.ranks import OpRecord, RankError, all_gather, all_reduce, logical_ranks, rank
+from tplab.pool import RankPool
+from tplab.ranks.errors import Cause
+from tplab.shard import ShardPlan, ShardPlanError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("errors") / "m", heads=6, kv_heads=3, hidden=48)
+
+
+def record(seq, op="all_reduce", shape=(2, 8), line=7, left=True):
+    return OpRecord(seq, op, shape, "float32", 0, "mine.py", line, left)
+
+
+def hung(kinds, logs):
+    """An error in which no rank failed by itself, with these kinds of causes and these op logs."""
+    return RankError("not finished after 1 s", [Cause(r, kind, {"running": "is still running at mine.py, line 3",
+                                                                "waiting": "waits in all_reduce at mine.py, line 7",
+                                                                "returned": "returned"}[kind])
+                                                for r, kind in enumerate(kinds)], logs)
+
+
+@pytest.mark.parametrize("kinds, logs", [
+    (["waiting", "running"], [[record(1, left=False)], []]),
+    (["running", "waiting"], [[record(1)], [record(1), record(2, left=False)]]),
+    (["waiting", "waiting", "running"], [[record(4, left=False)], [record(4, left=False)], []]),
+    (["running", "running"], [[record(1)], [record(1)]]),
+    (["running", "running"], [[], []]),
+])
+def test_a_rank_at_work_has_left_nothing_out(kinds, logs):
+    diagnosis = diagnose(hung(kinds, logs))
+    assert diagnosis.fault is None and diagnosis.point == "error"
+    slow = kinds.index("running")
+    assert diagnosis.sentence.startswith(f"Rank {slow} is still running at mine.py, line 3")
+    assert "left out so far" in diagnosis.sentence and diagnosis.numbers == {"rank": slow}
+    assert ("waits in all_reduce" in diagnosis.sentence) == ("waiting" in kinds)
+
+
+@pytest.mark.parametrize("kinds, gone", [(["waiting", "returned"], 1), (["returned", "waiting"], 0)])
+def test_a_rank_that_returned_without_it_has(kinds, gone):
+    logs = [[record(1), record(2, left=False)], [record(1)]]
+    diagnosis = diagnose(hung(kinds, logs if gone else logs[::-1]))
+    assert diagnosis.fault == "collective_skipped" and diagnosis.numbers == {"collective": 2}
+    assert f"It was left out on rank {gone}" in diagnosis.sentence
+
+
+def test_of_a_rank_that_returned_and_one_at_work_the_one_that_returned_left_it_out():
+    logs = [[record(1), record(2, left=False)], [], [record(1)]]
+    diagnosis = diagnose(hung(["waiting", "running", "returned"], logs))
+    assert diagnosis.fault == "collective_skipped" and "left out on rank 2" in diagnosis.sentence
+
+
+def test_collectives_are_compared_by_their_number_not_by_their_place_in_the_ring():
+    """A log keeps the newest only: that of the rank that is one ahead begins one later."""
+    def log(begin, end):
+        return [record(seq, ("all_reduce", "barrier")[seq % 2]) for seq in range(begin, end)]
+
+    diagnosis = diagnose(hung(["waiting", "returned"], [log(101, 201), log(100, 200)]))
+    assert diagnosis.fault == "collective_skipped" and diagnosis.numbers == {"collective": 200}
+
+
+def test_another_operation_or_another_line_is_another_way():
+    for other in (record(2, "all_gather"), record(2, line=9, shape=(1, 8))):
+        diagnosis = diagnose(hung(["waiting", "waiting"], [[record(1), record(2)], [record(1), other]]))
+        assert diagnosis.fault == "collective_skipped" and diagnosis.numbers == {"collective": 2}
+
+
+def test_one_line_with_tensors_of_unlike_shapes_is_no_skipped_collective():
+    def unlike():
+        all_reduce(torch.ones(3))
+        all_gather(torch.ones(2 + rank(), 4), dim=1)
+
+    with pytest.raises(RankError) as caught:
+        logical_ranks(2, unlike)
+    diagnosis = diagnose(caught.value)
+    assert diagnosis.fault is None and diagnosis.numbers == {"collective": 2}
+    assert "[2, 4]" in diagnosis.sentence and "[3, 4]" in diagnosis.sentence and "do not fit" in diagnosis.sentence
+
+
+def test_a_slow_rank_of_a_real_pool():
+    def slow():
+        if rank() == 1:
+            threading.Event().wait()
+        all_reduce(torch.ones(1))
+
+    with RankPool(2) as pool:
+        pool.run(rank)
+        with pytest.raises(RankError) as caught:
+            pool.run(slow, timeout=1)
+    diagnosis = diagnose(caught.value)
+    assert diagnosis.fault is None and "is still running at" in diagnosis.sentence, diagnosis
+
+
+@pytest.mark.parametrize("name, options", [
+    ("collective_skipped", {}),
+    ("rank_local_sampling", {"strict": True}),
+    ("full_length_after_prefix_hit", {"block_size": 4}),
+    ("block_leaked", {"block_size": 4, "num_blocks": 8}),
+])
+def test_the_error_of_a_step_names_the_fault_behind_it(folder, name, options):
+    with LLM(folder, 2, logical=True, patches=[fault(name)], **options) as llm, pytest.raises(TplabError) as caught:
+        for _ in range(9):
+            for prompt in ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3]):
+                llm.add_request(prompt, GREEDY)
+            while llm.has_unfinished_requests:
+                llm.step()
+    assert diagnose(caught.value).fault == name, diagnose(caught.value)
+
+
+def test_the_cause_behind_a_generation_error_is_its_diagnosis(folder):
+    with LLM(folder, 2, logical=True, patches=[fault("collective_skipped")]) as llm:
+        with pytest.raises(GenerationError) as caught:
+            llm.generate([1, 2, 3], GREEDY)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert diagnose(caught.value) == diagnose(caught.value.__cause__)
+
+
+def test_a_rank_that_raised_in_an_llm(folder):
+    def token_positions(segment):
+        raise ValueError("no positions today")
+
+    with LLM(folder, 2, logical=True, patches=[Patch("tplab.engine.runner.token_positions", token_positions)]) as llm:
+        with pytest.raises(GenerationError) as caught:
+            llm.generate([1, 2, 3], GREEDY)
+    diagnosis = diagnose(caught.value)
+    assert diagnosis.fault is None
+    assert "raised ValueError: no positions today. The trouble is in this rank alone" in diagnosis.sentence
+
+
+def test_strict_checks_are_quoted(folder):
+    later = Patch("tplab.cache.paged.slot_mapping", lambda block_ids, positions, block_size: [
+        block_ids[p // block_size] * block_size + p % block_size + 1 for p in positions])
+    with LLM(folder, 2, logical=True, strict=True, patches=[later], block_size=4) as llm:
+        with pytest.raises(StrictError) as caught:
+            llm.generate([1, 2, 3, 4, 5], GREEDY)
+    says = f"The strict checks stopped the engine before the damage spread: {caught.value}"
+    assert diagnose(caught.value).sentence == says
+
+
+def test_a_refusal_is_called_one(folder, tmp_path):
+    with LLM(folder, 1, logical=True) as llm, pytest.raises(RequestError) as request:
+        llm.generate([[]], GREEDY)
+    with pytest.raises(CheckpointError) as checkpoint:
+        open_checkpoint(tmp_path)
+    with pytest.raises(ShardPlanError) as plan:
+        ShardPlan.from_config(open_checkpoint(folder).config, 7)
+    for caught in (request, checkpoint, plan):
+        diagnosis = diagnose(caught.value)
+        assert not diagnosis.ok and diagnosis.fault is None
+        assert diagnosis.sentence == f"Nothing was computed wrongly; it was refused: {caught.value}"
+
+
+def test_the_error_of_a_checkpoint_on_a_rank_is_a_refusal_too(folder):
+    def load_model(*_):
+        raise CheckpointError("the file went away")
+
+    with pytest.raises(RankError) as caught:
+        align("fable", prompts(768), patches=[Patch("tplab.align.gather.load_model", load_model)], logical=True)
+    assert [type(error) for error in (caught.value, caught.value.first.exception)] == [RankError, CheckpointError]
+    assert "the file went away" in diagnose(caught.value).sentence
+    sent = pickle.loads(pickle.dumps(caught.value))  # without the exception object
+    assert "the file went away" in diagnose(sent).sentence

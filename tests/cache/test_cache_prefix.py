@@ -1,0 +1,168 @@
+"""What may be found again: whole computed blocks, from the beginning on, while their contents stand."""
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.engine import make_engine, one_at_a_time
+
+from tplab.cache import BlockPool, BlockTable, block_key
+from tplab.llm import LLM, SamplingParams
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32, "factor": 4.0}
+
+
+def computed(pool, tokens, count=None):
+    """A table with ``tokens``, the first ``count`` of them computed."""
+    table = BlockTable(pool)
+    table.grow(len(tokens))
+    table.register(tokens, len(tokens) if count is None else count)
+    return table
+
+
+def found(pool, tokens):
+    return BlockTable(pool).find_prefix(tokens)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_prefix_ends_at_the_first_hole(lost):
+    """Blocks behind one that was handed out again are of no use, though they are still there."""
+    pool = BlockPool(8, 2)
+    table = computed(pool, [1, 2, 3, 4, 5, 6, 7])
+    blocks = list(table.blocks)
+    pool.release([blocks[lost]])
+    taken = [pool.allocate() for _ in range(pool.num_free)]  # all that are free, the one given back among them
+    assert blocks[lost] in taken and pool.num_cached == 2
+    assert found(pool, [1, 2, 3, 4, 5, 6, 7]) == blocks[:lost]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", range(10))
+def test_only_whole_computed_blocks_are_found(size, count):
+    pool, tokens = BlockPool(16, size), [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    table = computed(pool, tokens, count)
+    assert pool.num_cached == count // size == len(table.keys)
+    assert found(pool, [*tokens, 7, 7, 7, 7]) == table.blocks[:count // size]
+    # Token by token it is the same as at once.
+    one_by_one = BlockTable(other := BlockPool(16, size))
+    for n in range(1, count + 1):
+        one_by_one.grow(n)
+        one_by_one.register(tokens[:n], n)
+    assert one_by_one.keys == table.keys and other.num_cached == pool.num_cached
+
+
+def test_a_key_is_the_chain_over_all_tokens_before():
+    table = computed(BlockPool(8, 2), [1, 2, 3, 4, 5])
+    assert table.keys == [first := block_key(b"", [1, 2]), block_key(first, [3, 4])]
+    assert len(set(map(len, table.keys))) == 1 and block_key(b"", [1]) != block_key(b"", [1, 0])
+
+
+def test_keys_follow_what_the_tokens_have_become():
+    """A prompt's keys are made when it is admitted, those of the output as blocks fill; both are one chain."""
+    pool = BlockPool(8, 2)
+    table = BlockTable(pool)
+    assert table.find_prefix([1, 2, 3]) == []
+    table.grow(4)
+    table.register([1, 2, 3, 4], 4)
+    assert found(pool, [1, 2, 3, 4, 5]) == table.blocks
+    assert found(pool, [1, 2, 3, 5, 5]) == table.blocks[:1] and found(pool, [2, 1, 3, 4, 5]) == []
+
+
+def test_the_first_block_with_a_key_keeps_it():
+    pool = BlockPool(8, 2)
+    first, second = computed(pool, [1, 2]), computed(pool, [1, 2])
+    assert found(pool, [1, 2, 3]) == first.blocks and pool.num_cached == 1
+    second.release()
+    assert found(pool, [1, 2, 3]) == first.blocks
+    pool.check([first.blocks])
+
+
+def test_what_was_handed_out_again_is_not_found_under_its_old_name():
+    pool = BlockPool(1, 2)
+    computed(pool, [1, 2]).release()
+    assert found(pool, [1, 2, 3]) == [0]
+    block = pool.allocate()
+    assert found(pool, [1, 2, 3]) == [] and pool.num_cached == 0 and pool.keys == [None]
+    pool.register(block, block_key(b"", [5, 6]))
+    assert found(pool, [5, 6, 7]) == [0]
+
+
+def test_nothing_is_found_after_the_contents_were_lost():
+    pool = BlockPool(4, 2)
+    table = computed(pool, [1, 2, 3, 4])
+    pool.forget_all()
+    assert pool.num_cached == 0 and pool.keys == [None] * 4 and found(pool, [1, 2, 3, 4, 5]) == []
+    table.release()
+    table.grow(4)
+    table.register([1, 2, 3, 4], 4)
+    assert found(pool, [1, 2, 3, 4, 5]) == table.blocks, "computed again, found again"
+
+
+def test_taking_a_prefix_makes_one_user_more_of_each():
+    pool = BlockPool(4, 1)
+    table = computed(pool, [1, 2, 3])
+    table.release()
+    free = pool.num_free
+    other = BlockTable(pool)
+    other.take_prefix(other.find_prefix([1, 2, 3]))
+    assert [pool.ref_counts[b] for b in other.blocks] == [1, 1] and pool.num_free == free - 2
+    third = BlockTable(pool)
+    third.take_prefix(third.find_prefix([1, 2, 3]))
+    assert [pool.ref_counts[b] for b in third.blocks] == [2, 2] and pool.num_free == free - 2
+    assert not pool.is_free(third.blocks[0])
+    with pytest.raises(AssertionError, match="only stand at the beginning"):
+        third.take_prefix(other.blocks)
+
+
+def test_a_table_finds_nothing_where_nothing_may_be_found():
+    pool = BlockPool(4, 1, enable_prefix_caching=False)
+    pool.register(pool.allocate(), block_key(b"", [1]))
+    assert found(pool, [1, 2]) == [] and pool.find(block_key(b"", [1])) is None and pool.num_cached == 0
+
+
+def test_an_output_is_found_by_a_prompt_that_repeats_it():
+    """A conversation goes on: what was prompt and output is the beginning of the next prompt."""
+    engine = make_engine(block_size=2)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    first = engine.add([1, 2, 3], params)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    second = engine.add([*first.token_ids, 5, 5], params)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert second.metrics.prefix_hit_tokens == 8, "nine tokens, of which the last one was never computed"
+    assert second.output_token_ids == one_at_a_time([*first.token_ids, 5, 5], 6, ignore_eos=True)
+
+
+# Where keys depend on more than the tokens before.
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_equal_beginnings_of_unequal_prompts_are_not_shared_where_keys_depend_on_the_length(tmp_path, rope):
+    """Short, then beyond the original length of 32: the long one's beginning is rotated in another way."""
+    parameters = LONGROPE if rope == "longrope" else rope
+    folder = make_checkpoint(tmp_path / "m", "llama", rope=parameters, max_positions=32 if rope == "dynamic" else 128)
+    beginning = torch.randint(67, (44,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [beginning[:20], beginning]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+
+    def logprobs(outputs):
+        return [[step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids)]
+                for o in outputs]
+
+    alone = []
+    for prompt in prompts:
+        with LLM(folder, 1, "float64", logical=True, block_size=4, max_model_len=64) as llm:
+            alone += logprobs(llm.generate([prompt], params))
+    with LLM(folder, 1, "float64", logical=True, block_size=4, max_model_len=64) as llm:
+        assert not llm.engine.pool.enable_prefix_caching
+        together = [logprobs(llm.generate([prompt], params))[0] for prompt in prompts]
+    assert together == [pytest.approx(expected, abs=1e-9) for expected in alone]
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
+def test_all_other_ropes_share(tmp_path, rope):
+    with LLM(make_checkpoint(tmp_path / "m", "llama", rope=rope, layers=1), 1, logical=True) as llm:
+        assert llm.engine.pool.enable_prefix_caching
+    with LLM(tmp_path / "m", 1, logical=True, enable_prefix_caching=False) as llm:
+        assert not llm.engine.pool.enable_prefix_caching

@@ -1,0 +1,134 @@
+"""Slices: the right numbers, only those numbers, and their count."""
+
+import os
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from safetensors.torch import load_file
+
+from tplab.checkpoint import CheckpointError, open_checkpoint
+from tplab.checkpoint import reader as reader_module
+
+UP = "model.layers.0.mlp.up_proj.weight"  # [43, 32]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_checkpoint(tmp_path / "m", "qwen2", shards=3)
+
+
+@pytest.fixture
+def truth(folder):
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_slices_are_the_tensors_numbers(folder, truth):
+    ckpt = open_checkpoint(folder)
+    assert ckpt.tensors.keys() == truth.keys()
+    with ckpt.reader() as r:
+        for name, tensor in truth.items():
+            assert r[name].shape == tuple(tensor.shape) and r[name].dtype == tensor.dtype
+            assert torch.equal(r[name][:], tensor)
+        assert torch.equal(r[UP][7:20], truth[UP][7:20])
+        assert torch.equal(r[UP][:, 5:6], truth[UP][:, 5:6])
+        assert torch.equal(r[UP][3:9, 30:], truth[UP][3:9, 30:])
+        assert r[UP][43:].shape == (0, 32) and r[UP][:, 4:4].shape == (43, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_come_as_they_are_stored(tmp_path, dtype):
+    folder = make_checkpoint(tmp_path / "d", dtype=dtype)
+    truth = load_file(folder / "model.safetensors")
+    with open_checkpoint(folder).reader() as r:
+        assert r[UP].dtype == dtype
+        assert torch.equal(r[UP][:, 3:20], truth[UP][:, 3:20])
+        assert r.bytes_read == 43 * 17 * dtype.itemsize
+
+
+def test_bytes_are_those_of_the_slices(folder):
+    """Red when a whole tensor is read to hand out a part of it and counted honestly, or a part is not counted."""
+    with open_checkpoint(folder).reader() as r:
+        r[UP]
+        assert r.bytes_read == 0
+        r[UP][10:12]
+        assert r.bytes_read == 2 * 32 * 4
+        r[UP][:, :3]
+        assert r.bytes_read == (2 * 32 + 43 * 3) * 4
+
+
+def test_whole_tensors_are_never_loaded_behind_a_slice(folder, monkeypatch):
+    class OnlySlices:
+        def __init__(self, *args, **kwargs):
+            self._inner = real(*args, **kwargs)
+
+        def __enter__(self):
+            self._inner.__enter__()
+            return self
+
+        def __exit__(self, *exc):
+            return self._inner.__exit__(*exc)
+
+        def get_slice(self, name):
+            return self._inner.get_slice(name)  # and no get_tensor at all
+
+    ckpt = open_checkpoint(folder)
+    real, opened = reader_module.safe_open, []
+    monkeypatch.setattr(reader_module, "safe_open", lambda path, **kw: opened.append(path.name) or OnlySlices(path, **kw))
+    with ckpt.reader() as r:
+        r[UP][:2]
+        r[UP][2:4]
+    assert opened == [ckpt.tensors[UP].file]  # the two other files stay closed
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(40, 44),  # Python and safetensors would both clamp this to three rows
+        slice(-3, None),
+        slice(9, 4),
+        slice(0, 8, 2),
+        5,
+        [0, 1],
+        ...,
+        (slice(None), slice(0, 33)),
+        (slice(None), slice(None), slice(None)),
+    ],
+)
+def test_bounds_are_exact(folder, index):
+    with open_checkpoint(folder).reader() as r, pytest.raises(IndexError, match="up_proj"):
+        r[UP][index]
+
+
+def test_unknown_names_and_closed_readers_are_refused(folder):
+    with open_checkpoint(folder).reader() as r:
+        with pytest.raises(CheckpointError, match="no tensor model.layers.9"):
+            r["model.layers.9.mlp.up_proj.weight"]
+        piece = r[UP]
+        kept = piece[:2]
+    with pytest.raises(CheckpointError, match="closed"):
+        piece[:2]
+    assert kept.isfinite().all()
+
+
+def test_a_file_replaced_after_opening_is_noticed(folder):
+    """Red when a rank reads other bytes than those that were verified."""
+    ckpt = open_checkpoint(folder)
+    path = folder / ckpt.tensors[UP].file
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    with ckpt.reader() as r, pytest.raises(CheckpointError, match="has changed since the checkpoint was opened"):
+        r[UP][:1]
+
+
+def test_a_file_that_went_away_is_named(folder):
+    ckpt = open_checkpoint(folder)
+    os.unlink(folder / ckpt.tensors[UP].file)
+    with ckpt.reader() as r, pytest.raises(CheckpointError, match=ckpt.tensors[UP].file):
+        r[UP][:1]

@@ -1,0 +1,177 @@
+"""What tplab cannot run, or will not, is refused by name when the checkpoint is opened."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import bounded_memory, make_checkpoint
+from transformers import AutoConfig
+
+from tplab.checkpoint import CheckpointError, ModelConfig, open_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path / "cache"))
+    with bounded_memory():
+        yield
+
+
+def edit(folder, file="config.json", **changes):
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | changes))
+    return folder
+
+
+def refusal(folder):
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder)
+    message = str(caught.value)
+    assert str(folder) in message and "\n" not in message
+    return message
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "qwen3_moe"}, "mixture of experts"),
+        ({"model_type": "mixtral"}, "mixture of experts"),
+        ({"num_experts": 8}, "mixture of experts"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; tplab runs Qwen2/2.5, Qwen3, Llama and Mistral"),
+        ({"model_type": None}, "None is not supported"),
+        ({"model_type": ["qwen2"]}, "is not supported"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}}, "remote code"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"compression_config": {}}, "quantised"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope type 'mrope' is unknown"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su' is unknown"),
+        ({"rope_parameters": "yarn"}, "'yarn', not an object"),
+        ({"rope_parameters": YARN}, "'factor'"),
+        ({"rope_parameters": YARN | {"factor": float("nan")}}, "finite frequency"),
+        ({"rope_parameters": YARN | {"factor": 4.0, "attention_factor": "x"}}, "cannot be set up"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "each pair"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta"),
+        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1, "layer_types": None}, "window of 128"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": 5}, "layer_types 5"),
+        ({"num_hidden_layers": 10**12, "layer_types": None}, "num_hidden_layers is 1000000000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"head_dim": 10**11}, "head_dim is 100000000000"),
+        ({"head_dim": 7}, "even"),
+        ({"head_dim": 3}, "must be even"),
+        ({"hidden_size": -32}, "hidden_size is -32"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
+        ({"vocab_size": 67.5}, "vocab_size"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"hidden_act": "swiglu2"}, "'swiglu2' is unknown"),
+        ({"eos_token_id": 67}, "eos_token_id 67 is outside the vocabulary of 67"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_unsupported_configs(tmp_path, changes, words):
+    assert words in refusal(edit(make_checkpoint(tmp_path / "m"), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # sizes that are possible in themselves, but are not those of the weights
+        ({"vocab_size": 68}, "model.embed_tokens.weight in model.safetensors has shape [67, 32], but config.json asks for [68, 32]"),
+        ({"hidden_size": 36}, "asks for [67, 36]"),
+        ({"num_attention_heads": 2}, "q_proj.weight"),
+        ({"num_key_value_heads": 4}, "k_proj.weight"),
+        ({"head_dim": 16}, "asks for [64, 32]"),
+        ({"intermediate_size": 44}, "mlp.gate_proj.weight"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight and 11 more missing"),
+        ({"num_hidden_layers": 1, "layer_types": None}, "unexpected tensor model.layers.1."),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "unexpected tensor model.layers.0.self_attn.k_proj.bias"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "model.layers.0.self_attn.q_norm.weight and 3 more missing"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+    ],
+    ids=str,
+)
+def test_configs_that_contradict_the_weights(tmp_path, changes, words):
+    assert words in refusal(edit(make_checkpoint(tmp_path / "m"), **changes))
+
+
+def test_an_untied_checkpoint_without_a_head(tmp_path):
+    folder = edit(make_checkpoint(tmp_path / "m", tie=True), tie_word_embeddings=False)
+    assert "lm_head.weight missing (the config does not tie" in refusal(folder)
+
+
+@pytest.mark.parametrize(("window", "longest", "active"), [(4096, 32768, True), (None, 32768, False), (4096, 4096, False)])
+def test_mistral_windows_count_where_they_hide_something(tmp_path, window, longest, active):
+    folder = edit(make_checkpoint(tmp_path / "m", "mistral"), sliding_window=window, max_position_embeddings=longest)
+    if active:
+        assert "sliding window of 4096 tokens is active" in refusal(folder)
+    else:
+        assert open_checkpoint(folder).config.hf.sliding_window == window
+
+
+def test_qwen_windows_that_no_layer_uses_are_no_obstacle(tmp_path):
+    """Qwen2.5's published configs carry sliding_window=32768 with use_sliding_window=false."""
+    folder = edit(make_checkpoint(tmp_path / "m"), use_sliding_window=False, sliding_window=16, layer_types=None)
+    assert open_checkpoint(folder).config.hf.sliding_window is None
+
+
+def test_a_mistral_config_without_the_key_has_hugging_faces_default_window(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", "mistral", max_positions=8192)
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "sliding window of 4096" in refusal(folder)
+
+
+def test_remote_code_in_the_tokenizer_config(tmp_path):
+    folder = edit(make_checkpoint(tmp_path / "m"), "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.T", None]})
+    assert "remote code" in refusal(folder)
+
+
+def test_huge_classifier_fields_build_nothing(tmp_path):
+    """Hugging Face would build a label for each of them; a causal model has none."""
+    folder = edit(make_checkpoint(tmp_path / "m"), num_labels=10_000)
+    assert len(open_checkpoint(folder).config.hf.id2label) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '"config"', "\ufeff{}", "[" * 100_000, '{"a": ' + "9" * 9999 + "}"])
+def test_a_config_that_is_no_json_object(tmp_path, text):
+    folder = make_checkpoint(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    assert "config.json" in refusal(folder)
+
+
+def test_a_config_that_is_not_utf8_or_not_there(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    (folder / "config.json").write_bytes(b'{"model_type": "\xff\xfe"}')
+    assert "config.json cannot be read" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "config.json is missing" in refusal(folder)
+
+
+def test_a_config_object_of_another_family():
+    with pytest.raises(CheckpointError, match="'gpt2' is not supported"):
+        ModelConfig.from_hf(AutoConfig.for_model("gpt2"))
+
+
+def test_pickled_weights(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": torch.ones(2)}, folder / "pytorch_model.bin")
+    assert "pickled weights (pytorch_model.bin) are not read, because a pickle can run code" in refusal(folder)
+
+
+def test_no_weights_names_what_is_there_instead(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert "neither model.safetensors nor model.safetensors.index.json (found weights.safetensors)" in refusal(folder)

@@ -1,0 +1,185 @@
+"""What the ranks are told in a step, and what they remember of the last one."""
+
+import pytest
+from helpers.checkpoints import make_checkpoint
+from helpers.engine import RanksFailed, make_engine, one_at_a_time
+
+from tplab.cache import Segment
+from tplab.llm import LLM, SamplingParams
+from tplab.engine import sampler
+from tplab.engine.step import Draw, SequenceStep, StepInput
+from tplab.patch import Patch
+from tplab.ranks import RankError, rank
+
+
+def endless(**params):
+    return SamplingParams(**{"temperature": 0, "max_tokens": None, "ignore_eos": True} | params)
+
+
+def told(engine):
+    """What the ranks were told last, by sequence."""
+    return {part.number: part for part in engine.executor.told[-1].sequences}
+
+
+# What is said.
+
+
+def test_every_parameter_of_a_draw_arrives():
+    engine = make_engine()
+    params = [endless(temperature=0.7, top_k=5, top_p=0.9, min_p=0.2, seed=0, logprobs=2),
+              endless(temperature=1.3, top_k=-1, top_p=0.8, min_p=0.1, seed=2**62)]
+    for p in params:
+        engine.add([1, 2], p)
+    for position in range(3):
+        engine.step()
+        assert [part.draw for part in told(engine).values()] == [
+            Draw(0.7, 5, 0.9, 0.2, 0, position, 2), Draw(1.3, -1, 0.8, 0.1, 2**62, position, None)]
+
+
+def test_a_step_survives_the_wire():
+    draw = Draw(0.5, 3, 0.25, 0.125, 2**62 + 1, 7, 0)
+    step = StepInput(3, (SequenceStep(4, Segment(2, 1, [5, 1], 3), (), draw),
+                         SequenceStep(6, Segment(0, 2, [0], 9), (8, 1), None)))
+    back = StepInput.from_json(step.to_json())
+    assert back == step and isinstance(back.sequences[0].segment, Segment) and isinstance(back.sequences[0].draw, Draw)
+    assert isinstance(back.sequences[1].token_ids, tuple)
+
+
+def test_seed_0_is_a_seed_and_no_seed_is_another_one_every_time():
+    engine = make_engine()
+    seeds = [engine.add([1], SamplingParams(seed=seed)).seed for seed in (0, 0, 5, None, None)]
+    assert seeds[:3] == [0, 0, 5] and len({*seeds[3:], 0}) == 3
+
+
+def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
+    engine = make_engine(max_num_batched_tokens=4)
+    sequence = engine.add([5, 6, 7, 8, 9, 1], endless())
+    engine.step()
+    (part,) = told(engine).values()
+    assert part.token_ids == (5, 6, 7, 8) and part.draw is None and part.segment == Segment(0, 4, [0], 6)
+    engine.step()
+    (part,) = told(engine).values()
+    assert part.token_ids == (9, 1) and part.draw.position == 0 and part.segment == Segment(4, 2, [0, 1], 6)
+    for position in (1, 2):
+        engine.step()
+        (part,) = told(engine).values()
+        assert part.token_ids == () and part.draw.position == position
+        assert part.segment == Segment(5 + position, 1, sequence.table.blocks, 6)
+
+
+def test_one_token_that_nobody_drew_is_told():
+    """A prompt of one token, and the last one of a prompt in chunks, look like decoding and are not."""
+    engine = make_engine(max_num_batched_tokens=2)
+    engine.add([5, 6, 7], endless())
+    engine.add([8], endless())
+    seen = []
+    for _ in range(4):
+        engine.step()
+        seen.append({number: part.token_ids for number, part in told(engine).items()})
+    assert seen[:3] == [{0: (5, 6)}, {0: (7,), 1: (8,)}, {0: (), 1: ()}]
+
+
+@pytest.mark.parametrize("carry_out", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("failures", [1, 2])
+def test_after_a_step_that_failed_the_ranks_are_told_what_they_may_remember_differently(carry_out, failures):
+    engine = make_engine(ranks=2, strict=True)
+    expected = [one_at_a_time(prompt, 12, ignore_eos=True) for prompt in ([1, 2, 3], [4], [5, 6])]
+    sequences = [engine.add(prompt, endless(max_tokens=12)) for prompt in ([1, 2, 3], [4], [5, 6])]
+    for _ in range(4):
+        engine.step()
+    for _ in range(failures):
+        engine.executor.carry_out = carry_out
+        with pytest.raises(RanksFailed):
+            engine.step()
+    engine.step()
+    assert [part.token_ids for part in told(engine).values()] == [(tokens[3],) for tokens in expected]
+    engine.step()
+    assert [part.token_ids for part in told(engine).values()] == [()] * 3
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert [s.output_token_ids for s in sequences] == expected
+
+
+def test_who_missed_a_turn_is_told_its_token():
+    """The ranks remember the last step alone; a budget of one lets the second prompt wait for its turn."""
+    engine = make_engine(max_num_batched_tokens=2)
+    first, second = engine.add([1], endless(max_tokens=9)), engine.add([2], endless(max_tokens=9))
+    engine.step()
+    engine.scheduler.max_num_batched_tokens = 1
+    engine.step()
+    assert list(told(engine)) == [0]
+    engine.finish(first, "abort")
+    engine.step()
+    assert told(engine)[1].token_ids == (second.token_ids[1],)
+
+
+def test_after_losing_its_place_everything_is_told_again():
+    engine = make_engine()
+    sequence = engine.add([1, 2], endless())
+    for _ in range(2):
+        engine.step()
+    tokens = tuple(sequence.token_ids)
+    engine.executor.lose_everything()
+    engine.recompute()
+    engine.step()
+    (part,) = told(engine).values()
+    assert part.token_ids == tokens and part.segment == Segment(0, 4, sequence.table.blocks, 2)
+    assert part.draw.position == 2
+
+
+# What a rank remembers, with a model.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("step") / "m", layers=1, max_positions=64)
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+
+
+def tokens_of(llm):
+    """Step by step to the end; the number of failed steps."""
+    for prompt in PROMPTS:
+        llm.add_request(prompt, endless(max_tokens=8, temperature=1.0, seed=11))
+    done, failed = {}, 0
+    while llm.has_unfinished_requests:
+        try:
+            outputs = llm.step()
+        except RankError:
+            failed += 1
+        else:
+            done |= {output.request_id: output.outputs[0].token_ids for output in outputs}
+    return list(done.values()), failed
+
+
+@pytest.mark.parametrize("broken_rank", [0, 1])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_step_that_fails_on_one_rank_changes_no_token(folder, broken_rank, where):
+    """Before or after its draw: the other rank has drawn the next token by then, or nothing."""
+    with LLM(folder, 2, "float64", logical=True, block_size=4) as llm:
+        undisturbed, _ = tokens_of(llm)
+    calls = [0, 0]
+
+    def fails_in_the_fourth(model, logits_here, draws):
+        calls[rank()] += 1
+        fail = rank() == broken_rank and calls[rank()] in (4, 7)
+        if fail and where == "before":
+            raise ValueError("this rank alone")
+        found = sampler.sample(model, logits_here, draws)
+        if fail:
+            raise ValueError("this rank alone")
+        return found
+
+    patch = Patch("tplab.engine.runner.sample", fails_in_the_fourth)
+    with LLM(folder, 2, "float64", logical=True, block_size=4, patches=[patch]) as llm:
+        disturbed, failed = tokens_of(llm)
+    assert failed == 2 and disturbed == undisturbed
+
+
+def test_every_rank_computes_every_step_once(folder):
+    seen = []
+    patch = Patch("tplab.engine.runner.batch_order", lambda step: seen.append(step.number) or step.sequences)
+    with LLM(folder, 2, logical=True, patches=[patch]) as llm:
+        llm.generate(PROMPTS, endless(max_tokens=2))
+    assert seen == [1, 1, 2, 2]

@@ -1,0 +1,91 @@
+"""Every fault that shows in a forward pass: red, where it says, far above the floor, named by the diagnosis, gone after."""
+
+import pytest
+from helpers.faults import CASES, case_checkpoint, nothing_is_patched, over_floor, prompts
+
+from tplab.align import align, diagnose
+from tplab.align.floors import RELATIVE
+from tplab.faults import MUSEUM, SEED, fault
+from tplab.patch import Patch
+
+FORWARD = [name for name, one in MUSEUM.items() if one.shows_in == "forward" and one.first_point not in ("load", "error")]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    return case_checkpoint(request.param, tmp_path_factory.mktemp("faults")), CASES[request.param]
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_it_shows_where_it_says_and_is_named(name, case):
+    ckpt, tp = case
+    if why := fault(name).why_not(ckpt.config, tp):
+        pytest.skip(why)
+    report = align(ckpt, prompts(ckpt.config.vocab_size), tensor_parallel_size=tp, patches=[fault(name)], logical=True)
+    assert report.first_divergence is not None, "the engine does not notice"
+    assert report.first_divergence.name == fault(name).first_point
+    assert over_floor(report) >= 1000
+    diagnosis = diagnose(report)
+    assert name in diagnosis.names, diagnosis
+    assert nothing_is_patched()
+
+
+def test_the_engine_is_clean_and_found_healthy(case):
+    ckpt, tp = case
+    report = align(ckpt, prompts(ckpt.config.vocab_size), tensor_parallel_size=tp, logical=True)
+    assert report.ok and diagnose(report).ok
+
+
+def test_every_fault_shows_in_one_case_at_least(tmp_path):
+    checkpoints = {name: case_checkpoint(name, tmp_path / str(i)) for i, name in enumerate(CASES)}
+    idle = [name for name in FORWARD
+            if not any(fault(name).applies_to(ckpt.config, CASES[case]) for case, ckpt in checkpoints.items())]
+    assert not idle
+
+
+def test_where_a_fault_says_that_it_cannot_show_it_does_not(case):
+    ckpt, tp = case
+    for name, size in ((name, size) for name in FORWARD for size in {1, tp}):
+        if fault(name).why_not(ckpt.config, size):
+            assert align(ckpt, prompts(ckpt.config.vocab_size), tensor_parallel_size=size, patches=[fault(name)],
+                         logical=True).ok, (name, size)
+
+
+@pytest.mark.parametrize("name", ["nan_mask", "shard_dim1", "all_reduce_dropped", "rope_default_theta", "head_random"])
+def test_on_real_ranks_and_clean_afterwards(name):
+    ids = prompts(768)
+    report = align("fable", ids, patches=[fault(name)])
+    assert report.first_divergence.name == fault(name).first_point and name in diagnose(report).names
+    assert align("fable", ids).ok, "the fault stayed on the ranks"
+
+
+def test_in_float64_the_judge_sees_it_too():
+    report = align("fable", prompts(768), dtype="float64", patches=[fault("rope_default_theta")], logical=True)
+    assert report.first_divergence.relative >= 1e6 * RELATIVE[report.dtype]
+
+
+def test_the_seed_engine_names_its_faults_one_by_one():
+    """Taking the faults away in the order of the notebooks, each step leaves the next one to be found."""
+    forward = [name for name in SEED if name in FORWARD]
+    for removed in range(len(forward)):
+        report = align("fable", prompts(768), patches=[fault(name) for name in forward[removed:]], logical=True)
+        assert set(diagnose(report).names) & set(forward[removed:])
+    assert align("fable", prompts(768), logical=True).ok
+
+
+def test_a_function_from_a_cell_is_patched_like_a_fault():
+    def mask_scores(scores, mask):
+        return scores.masked_fill(mask, -1e4)       # hidden well enough: exp(-1e4) is 0
+
+    mine = Patch("tplab.model.attention.mask_scores", mask_scores)
+    assert align("fable", prompts(768), patches=[mine]).ok
+    assert diagnose(align("fable", prompts(768), patches=[fault("no_mask"), mine])).ok, "the last patch of a name wins"
+
+
+def test_reading_too_much_is_named_although_the_numbers_are_right():
+    for ckpt in ("fable",):
+        report = align(ckpt, prompts(768), patches=[fault("full_copy_on_every_rank")], logical=True)
+        assert report.ok
+        diagnosis = diagnose(report)
+        assert diagnosis.fault == "full_copy_on_every_rank" and diagnosis.point == "load"
+        assert 1.9 < diagnosis.numbers["times"] < 2.1

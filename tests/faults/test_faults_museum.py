@@ -1,0 +1,100 @@
+"""The museum itself: names, sources to be shown, sightings, refusals; and the sizing that held by luck."""
+
+import cloudpickle
+import pytest
+from helpers.faults import nothing_is_patched
+
+from tplab import faults
+from tplab.checkpoint import open_checkpoint
+from tplab.faults import MUSEUM, SEED, FaultError, fault, sizing, sizing_table
+from tplab.model import attention
+from tplab.patch import original
+from tplab.shard import ShardPlan
+from tplab.shard.linear import QKVParallelLinear
+
+
+@pytest.mark.parametrize("one", MUSEUM.values(), ids=str)
+def test_a_fault_can_be_read(one):
+    assert 2 <= len(one.broken.splitlines()) <= 20 and one.broken.startswith("def ")
+    assert one.right.splitlines()[0].lstrip("@").split()[0] in ("def", "torch.inference_mode()", "property")
+    assert one.title and one.symptom.endswith(".") and one.first_point and one.notebook[:2].isdigit()
+    for text, link in one.sightings:
+        assert text.endswith((".", "…\".")) and link.startswith("https://github.com/")
+
+
+@pytest.mark.parametrize("one", MUSEUM.values(), ids=str)
+def test_a_fault_travels_to_ranks_as_a_name(one):
+    assert len(cloudpickle.dumps(one.patches)) < 2000
+    for patch in one.patches:
+        assert original(patch.target) is not patch.replacement
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(FaultError, match="no fault 'nan'; the museum has nan_mask, no_mask, "):
+        fault("nan")
+
+
+def test_the_seed_is_in_the_museum_and_begins_as_the_notebooks_do():
+    assert set(SEED) <= set(MUSEUM) and SEED[:3] == ("nan_mask", "shard_dim1", "rope_missing")
+    assert [fault(name).notebook for name in SEED] == sorted(fault(name).notebook for name in SEED)
+
+
+def test_applied_in_this_process():
+    right = attention.mask_scores
+    with faults.applied("nan_mask", "shard_dim1"):
+        assert attention.mask_scores is MUSEUM["nan_mask"].patches[0].replacement
+        assert "masked_fill" in fault("nan_mask").right, "the right source is shown while the fault is on"
+    assert attention.mask_scores is right and nothing_is_patched()
+
+
+def test_a_fault_says_why_it_cannot_show():
+    config = open_checkpoint("fable").config
+    assert fault("rope_scaling_ignored").why_not(config) == "the model's RoPE is not scaled"
+    assert fault("row_bias_everywhere").why_not(config) == "o_proj has no bias in this model"
+    assert "one rank" in fault("fused_one_block").why_not(config, 1)
+    assert fault("fused_one_block").applies_to(config, 2) and not fault("fused_one_block").applies_to(config, 1)
+
+
+@pytest.mark.parametrize("heads, kv_heads, tp", [(14, 2, 1), (14, 2, 2), (8, 2, 2), (32, 8, 4), (9, 3, 3)])
+def test_the_old_sizing_held_where_everything_divides(heads, kv_heads, tp):
+    found = sizing(heads, kv_heads, tp)
+    assert found.verdict.startswith("right, because")
+    assert set(found.needed_rows) == {found.rows_per_rank} and found.claimed_rows == found.true_rows
+
+
+@pytest.mark.parametrize("heads, kv_heads, tp, says", [
+    (9, 3, 2, "wrong: 1 query head and 1 KV head on no rank"),
+    (14, 2, 3, "wrong: 2 query heads on no rank"),
+    (8, 2, 4, "right per rank, but a fused checkpoint has 768 rows, not 1024"),
+    (12, 2, 3, "wrong: rank 1 needs 512 rows, not 384: 2 KV heads are read there"),
+    (12, 3, 4, "wrong: ranks 1, 2 need 448 rows, not 320: 2 KV heads are read there"),
+])
+def test_the_old_sizing_is_wrong_where_it_does_not(heads, kv_heads, tp, says):
+    found = sizing(heads, kv_heads, tp)
+    assert found.verdict == says
+    table = sizing_table([(heads, kv_heads)], [tp])
+    assert table.loc[0, "verdict"] == says and table.loc[0, "rows claimed"] == found.claimed_rows
+
+
+def test_the_verdict_on_every_layout_is_the_plans():
+    """Right per rank only where every rank of the plan holds the heads that the old sizing has room for."""
+    wrong = []
+    for heads, kv_heads, tp in ((q, kv, tp) for q in range(1, 41) for kv in range(1, q + 1) if q % kv == 0
+                                for tp in range(1, min(q, 16) + 1)):
+        plan = ShardPlan.make(tensor_parallel_size=tp, num_heads=heads, num_kv_heads=kv_heads, head_dim=2, hidden_size=2,
+                              intermediate_size=tp, vocab_size=tp)
+        room = heads // tp, max(1, kv_heads // tp)
+        fits = all((len(shard.q_heads), len(shard.kv_heads)) == room for shard in plan.ranks)
+        whole = (heads, kv_heads) == (room[0] * tp, room[1] * tp)
+        begins = "wrong: " if not fits else "right, because" if whole else "right per rank, but"
+        found = sizing(heads, kv_heads, tp, head_dim=2)
+        if not found.verdict.startswith(begins):
+            wrong.append((heads, kv_heads, tp, found.verdict))
+    assert not wrong
+
+
+def test_the_rows_that_sizing_calls_needed_are_those_of_the_layer():
+    plan = ShardPlan.make(tensor_parallel_size=1, num_heads=9, num_kv_heads=3, head_dim=64, hidden_size=8,
+                          intermediate_size=8, vocab_size=8)
+    layer = QKVParallelLinear(8, 64, 9, 3, shards=plan.ranks)
+    assert layer.weight.shape[0] == sizing(9, 3, 1).needed_rows[0]

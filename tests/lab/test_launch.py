@@ -1,0 +1,318 @@
+"""The door: ``launch``, and the doctor."""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from tplab.lab import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_launch():
+    """``launch`` as a module of its own (it has no suffix, and must leave no compiled file beside it)."""
+    loader = importlib.machinery.SourceFileLoader("launch", str(ROOT / "launch"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("launch", loader))
+    exec(loader.source_to_code((ROOT / "launch").read_bytes(), "launch"), module.__dict__)
+    return module
+
+
+launch = pytest.fixture(load_launch, name="launch")
+
+
+@pytest.fixture
+def fresh(launch, tmp_path, monkeypatch):
+    """A launch whose repository is an empty folder, with a ready-made .venv that is this Python."""
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["torch==1.2.3", "other"]\n')
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    return launch
+
+
+def shell(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+# ---- the words on the command line -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["test", "--help"], ["doctor", "--help"]])
+def test_help_needs_nothing_but_the_standard_library(words, tmp_path):
+    # -S: no site-packages at all, so an import of anything installed would fail.
+    answer = shell("-I", "-S", str(ROOT / "launch"), *words, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert "usage: launch" in answer.stdout
+
+
+def test_it_is_executable_and_small():
+    assert os.access(ROOT / "launch", os.X_OK)
+    assert len((ROOT / "launch").read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["run", "--fast"], ["test", "extra"], ["run", "-p", "model"], ["--no-brow"]])
+def test_wrong_words_are_refused_before_anything_is_installed(words, tmp_path):
+    (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
+    answer = shell("launch", *words, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "usage" in answer.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_unknown_command_names_the_commands(tmp_path):
+    answer = shell(str(ROOT / "launch"), "frobnicate")
+    assert "'frobnicate'" in answer.stderr and "run, test, doctor" in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["01", "-p", "seed", "1", "02"], ["01", "02", "-p", "seed", "1"], ["-p", "seed", "1", "01", "02"]])
+def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, words):
+    handed = []
+    monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
+    monkeypatch.setattr(launch, "become", lambda python, *command: handed.append(command))
+    launch.run(words)
+    module, asked = handed[0][1], json.loads(handed[0][2])
+    assert module == "tplab.lab.batch"
+    assert asked == {"notebooks": ["01", "02"], "parameters": [["seed", "1"]], "out": None}
+
+
+@pytest.mark.parametrize("broken", ["neither", "units", "notebooks", "both"])
+def test_both_halves_of_the_tests_always_run_and_either_can_fail_them(launch, monkeypatch, capsys, broken):
+    ran = []
+
+    def pytest_run(command, cwd):
+        half = "notebooks" if "--nbval" in command else "units"
+        ran.append(half)
+        return int(broken in (half, "both"))
+
+    monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
+    monkeypatch.setattr(launch.subprocess, "call", pytest_run)
+    if broken == "neither":
+        launch.test([])
+    else:
+        with pytest.raises(SystemExit, match="failed: ") as stop:
+            launch.test([])
+        assert ("unit tests" in stop.value.code) == (broken != "notebooks")
+        assert ("stored text" in stop.value.code) == (broken != "units")
+    assert ran == ["units", "notebooks"]
+
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_conda_environment_is_taken_but_never_base(fresh, monkeypatch, tmp_path):
+    assert fresh.environment_folder() == tmp_path / ".venv"
+    monkeypatch.setenv("CONDA_PREFIX", "/somewhere/envs/tplab")
+    monkeypatch.setenv("CONDA_DEFAULT_ENV", "tplab")
+    assert fresh.environment_folder() == Path("/somewhere/envs/tplab")
+    monkeypatch.setenv("CONDA_DEFAULT_ENV", "base")
+    assert fresh.environment_folder() == tmp_path / ".venv"
+
+
+def test_second_start_installs_nothing_and_a_changed_project_installs_again(fresh, monkeypatch, tmp_path):
+    installs = []
+    monkeypatch.setattr(fresh, "install", installs.append)
+    for expected in (1, 1):
+        assert fresh.ready_environment() == tmp_path / ".venv/bin/python"
+        assert len(installs) == expected
+    with (tmp_path / "pyproject.toml").open("a") as project:
+        project.write("# one more dependency\n")
+    fresh.ready_environment()
+    assert len(installs) == 2
+
+
+def test_of_two_that_install_at_once_the_second_waits_and_installs_nothing(fresh, monkeypatch, capsys):
+    installs, first_is_at_it, go_on = [], Event(), Event()
+
+    def install(python):
+        installs.append(python)
+        first_is_at_it.set()
+        assert go_on.wait(60)
+
+    say = fresh.say
+    monkeypatch.setattr(fresh, "install", install)
+    with ThreadPoolExecutor(2) as two:
+        first = two.submit(fresh.ready_environment)
+        assert first_is_at_it.wait(60)
+        monkeypatch.setattr(fresh, "say", lambda text: (say(text), text.startswith("Waiting") and go_on.set()))
+        second = two.submit(fresh.ready_environment)
+        assert first.result(60) == second.result(60)
+    assert len(installs) == 1 and "Waiting for any other launch" in capsys.readouterr().out
+
+
+def test_a_checkout_that_cannot_be_written_is_told_in_one_line(fresh, monkeypatch, tmp_path):
+    def refused(self, *arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(fresh.LaunchError, match=r"not installed yet, and .*\.venv cannot be written: Permission denied"):
+        fresh.ready_environment()
+
+
+def test_failed_install_is_tried_again(fresh, monkeypatch):
+    def no_network(python):
+        raise fresh.LaunchError("pip failed")
+
+    monkeypatch.setattr(fresh, "install", no_network)
+    for _ in range(2):
+        with pytest.raises(fresh.LaunchError):
+            fresh.ready_environment()
+    assert not fresh.is_installed(fresh.environment_folder())
+
+
+def test_environment_whose_python_is_gone_is_named(fresh, tmp_path):
+    (tmp_path / ".venv/bin/python").unlink()
+    (tmp_path / ".venv/bin/python").symlink_to("/nowhere/python")
+    with pytest.raises(fresh.LaunchError, match=r"does not run.*Delete .*\.venv"):
+        fresh.ready_environment()
+
+
+def test_old_python_in_the_environment_is_named(fresh, tmp_path):
+    (tmp_path / ".venv/bin/python").unlink()
+    (tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho 3 9 18\n")
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    with pytest.raises(fresh.LaunchError, match="3.9.18.*3.11 or newer"):
+        fresh.ready_environment()
+
+
+@pytest.fixture
+def pip_would_take(fresh, tmp_path):
+    """Make the environment's pip answer a dry run with packages of these names."""
+
+    def answer(*names):
+        report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
+        fake = tmp_path / "pip-says"
+        fake.write_text(f"#!/bin/sh\ncase \"$*\" in *--dry-run*torch==1.2.3*) echo '{report}';; *) exit 9;; esac\n")
+        fake.chmod(0o755)
+        return fake
+
+    return answer
+
+
+def test_cuda_build_on_a_machine_without_a_gpu_is_asked_about(fresh, pip_would_take, monkeypatch, capsys):
+    python = pip_would_take("torch", "nvidia-cublas", "cuda-bindings", "sympy")
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    with pytest.raises(fresh.LaunchError, match="before the CUDA build"):
+        fresh.refuse_cuda_by_accident(python)
+    said = capsys.readouterr().out
+    assert "2 extra packages" in said and "PIP_EXTRA_INDEX_URL" in said and "--torch-backend=cpu torch==1.2.3" in said
+
+
+def test_cpu_build_passes_in_silence(fresh, pip_would_take, capsys):
+    fresh.refuse_cuda_by_accident(pip_would_take("torch", "sympy"))
+    assert capsys.readouterr().out == ""
+
+
+# ---- JupyterLab ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, display, opens", [([], ":0", True), ([], "", False), (["--no-browser"], ":0", False)])
+def test_lab_opens_a_browser_only_where_there_is_a_display(fresh, monkeypatch, words, display, opens):
+    commands = []
+    monkeypatch.setattr(fresh, "install", lambda python: None)
+    monkeypatch.setattr(fresh, "offer_smollm2", lambda python: None)
+    monkeypatch.setattr(fresh, "become", lambda python, *command: commands.append(command))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    fresh.lab(words)
+    assert ("--no-browser" not in commands[0]) == opens
+
+
+def test_real_model_is_offered_to_a_person_once(fresh, monkeypatch, tmp_path):
+    questions = []
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")  # looking for the model fails, and so does fetching it
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "y")
+    for _ in range(2):
+        fresh.offer_smollm2(tmp_path / "python")
+    assert len(questions) == 1
+
+
+def installed_here():
+    here = load_launch()
+    return here.is_installed(here.environment_folder())
+
+
+def wait_until_it_listens(port):
+    """The address is printed a few milliseconds before the server listens on it."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    pytest.fail(f"nothing listens on port {port}")
+
+
+@pytest.mark.skipif(not installed_here(), reason="./launch has not installed this checkout; it would do so now")
+def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
+    environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    started = time.monotonic()
+    lab = subprocess.Popen([sys.executable, str(ROOT / "launch")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True, env=environment, cwd="/")  # fmt: skip
+    try:
+        for line in lab.stdout:
+            if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/notebooks/00_start_here\.ipynb\?token=\w+", line):
+                break
+        assert address, "the address was never printed"
+        busy = max(1, os.getloadavg()[0] / os.cpu_count())  # ten seconds on a machine that has nothing else to do
+        assert time.monotonic() - started < 10 * busy
+        server, token = address.group().split("/lab")[0], address.group().split("token=")[1]
+        wait_until_it_listens(int(server.rsplit(":")[-1]))
+        listing = f"{server}/api/contents/notebooks?content=0"
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(listing, timeout=10)
+        with urllib.request.urlopen(f"{listing}&token={token}", timeout=10) as answer:
+            assert json.load(answer)["path"] == "notebooks", "the repository is not the root folder"
+    finally:
+        lab.terminate()
+        lab.communicate(timeout=20)
+
+
+# ---- the doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_the_lab_ready():
+    answer = shell("-m", "tplab.lab.doctor", cwd="/")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    for words in ("torch 2.13.0", "model fable", "model smollm2", "two ranks start", "The lab is ready."):
+        assert words in answer.stdout
+
+
+def test_doctor_names_what_is_missing_or_of_another_version_with_the_remedy():
+    wrong, absent, fine = doctor.packages(["pytest<1", "no-such-package>=3", "pytest>1"])
+    assert re.match(r"\[FAIL\] pytest \d.*required: <1\)\n +-> .*pip install", str(wrong))
+    assert re.match(r"\[FAIL\] no-such-package is not installed \(required: >=3\)\n +-> .*pip install", str(absent))
+    assert str(fine).startswith("[ok  ] pytest")
+
+
+def test_doctor_tells_a_missing_real_model_from_a_missing_lab(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
+    fable, smollm2 = doctor.models()
+    assert not fable.remedy
+    assert smollm2.remedy.endswith("-m tplab fetch smollm2") and not smollm2.essential
+
+
+def test_doctor_before_the_install_says_how_to_install(tmp_path):
+    (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    environment = {name: value for name, value in os.environ.items() if name != "CONDA_PREFIX"}
+    answer = shell("launch", "doctor", cwd=tmp_path, env=environment)
+    assert answer.returncode == 1
+    assert "./launch installs it" in answer.stderr
+    assert not (tmp_path / ".venv").exists()

@@ -1,0 +1,84 @@
+"""What an exercise needs: checks, caught errors, code side by side, the map, the environment."""
+
+import nbformat
+import pytest
+
+from tplab import fable, lab, lesson, show
+from tplab.lab import batch, doctor
+
+
+def test_a_check_says_pass_or_not_yet_and_asks_for_the_hint_only_then(capsys):
+    lesson.check("no NaN", True, hint=lambda: pytest.fail("the hint was asked for"))
+    lesson.check("no NaN", False, hint=lambda: "23 % NaN")
+    lesson.check("no NaN", 0)
+    assert capsys.readouterr().out == "PASS  no NaN\nNOT YET  no NaN: 23 % NaN\nNOT YET  no NaN\n"
+
+
+def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
+    with lesson.shown_error():
+        raise ValueError("split_sizes sum to 96")
+    assert capsys.readouterr().out == "ValueError: split_sizes sum to 96\n"
+
+
+def test_a_block_that_was_expected_to_fail_and_did_not_says_so(capsys):
+    with lesson.shown_error():
+        pass
+    assert capsys.readouterr().out == "No error was raised.\n"
+
+
+def test_an_interrupt_is_not_shown_but_passed_on():
+    with pytest.raises(KeyboardInterrupt), lesson.shown_error():
+        raise KeyboardInterrupt
+
+
+def test_side_by_side_marks_the_lines_that_differ():
+    shown = lesson.side_by_side("def f(x):\n    return x * 0\n", "def f(x):\n    y = 1 < x\n    return y\n")
+    html = shown._repr_mimebundle_()["text/html"]
+    assert html.count("✗ ") == 1 + 1 and html.count("✓ ") == 1 + 2  # a heading each, one line and two lines
+    assert "1 &lt; x" in html
+    assert str(shown) == "broken:\n    def f(x):\n        return x * 0\n\nright:\n    def f(x):\n        y = 1 < x\n        return y"
+
+
+def test_side_by_side_reads_functions():
+    def inner(x):
+        return x
+
+    assert "    def inner(x):\n        return x" in str(lesson.side_by_side(inner, "pass"))
+
+
+def test_default_prompts():
+    assert lesson.default_prompt("fable") == fable.default_prompt()
+    assert lesson.default_prompt("smollm2") == lesson.default_prompt("some/folder") != fable.default_prompt()
+
+
+def test_the_environment_is_ok_or_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(doctor, "models", lambda: [doctor.Finding("model fable: gone", "git checkout"),
+                                                   doctor.Finding("model smollm2: not here", "fetch", essential=False)])
+    table = lab.environment()
+    assert table.frame.loc["packages", "state"] == "ok"
+    assert table.frame.loc["the model fable", "state"] == "model fable: gone → git checkout"
+    assert "✗ model fable" in str(table) and "smollm2" not in str(table)
+
+
+def test_the_map_is_read_from_the_notebooks(monkeypatch, tmp_path):
+    for name, head in (("01_mask.ipynb", "# Zero times <inf>\n\nWhere *NaN* comes from.\n\nmore"), ("00_start.ipynb", "# Start\nHello.")):
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(head)])
+        nbformat.write(book, tmp_path / name)
+    monkeypatch.setattr(batch, "FOLDER", tmp_path)
+    shown = lab.map_of_series()
+    assert str(shown) == "00  Start\n    Hello.\n01  Zero times <inf>\n    Where NaN comes from."
+    assert '<a href="01_mask.ipynb">Zero times &lt;inf&gt;</a>' in shown._repr_mimebundle_()["text/html"]
+
+
+def test_no_map_without_notebooks(monkeypatch, tmp_path):
+    monkeypatch.setattr(batch, "FOLDER", tmp_path)
+    with pytest.raises(show.ShowError, match="not beside this copy"):
+        lab.map_of_series()
+
+
+def test_a_misspelt_helper_lists_the_right_ones():
+    with pytest.raises(AttributeError, match="no attribute 'diffs_figure'; there are .*diff_figure"):
+        show.diffs_figure
+    assert set(show.__all__) <= set(dir(show))
+    for name in show.__all__:
+        getattr(show, name)

@@ -1,0 +1,84 @@
+"""Failures on purpose: real ranks, the time each report took, and what is left behind."""
+
+import pytest
+
+from tplab import lesson, show
+from tplab.ranks import OpRecord, RankError, errors, rank
+from tplab.pool import RankPool
+from tplab.ranks.errors import Cause, Frame
+from tplab.lesson.incidents import Incident
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def raises():
+    return 1 / (1 - rank())
+
+
+def test_an_incident_is_told_and_timed(pool, capsys):
+    incidents = lesson.Incidents(pool)
+    incidents.provoke("a rank raises", raises, within=60)  # on a busy machine too; how fast it is, the ranks' tests say
+    assert capsys.readouterr().out.startswith("RankError: rank 1 raised ZeroDivisionError: division by zero\n")
+    assert 0 < incidents.happened["a rank raises"].seconds < 60
+    assert incidents.errors["a rank raises"].first.rank == 1
+    assert incidents.figure(1800).words == (
+        "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within its bound.")
+
+
+def test_what_does_not_fail_is_no_incident(pool):
+    incidents = lesson.Incidents(pool)
+    with pytest.raises(show.ShowError, match="nothing: this was to fail on the ranks, and what came was None"):
+        incidents.provoke("nothing", rank, within=1)
+    assert not incidents.happened
+
+
+def test_a_report_that_comes_too_late_is_named(pool):
+    incidents = lesson.Incidents(pool)
+    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.0), "quick": Incident(RankError("x"), 0.5, 1.0)}
+    assert incidents.figure().words.endswith("too late: slow.")
+
+
+def test_nothing_to_draw_yet(pool):
+    with pytest.raises(show.ShowError, match="nothing has happened yet"):
+        lesson.Incidents(pool).figure()
+
+
+def test_what_is_left_behind_is_counted_and_marked(pool):
+    incidents = lesson.Incidents(pool)
+    assert "✗" not in str(incidents.left_behind())
+    with RankPool(1):
+        more = str(incidents.left_behind())
+    assert more.count("✗") == 3, more  # a process, a folder, a file
+    assert "✗" not in str(incidents.left_behind())
+
+
+def test_an_exception_is_caught_and_none_is_none():
+    assert isinstance(lesson.caught(int, "x"), ValueError)
+    assert lesson.caught(int, "1") is None
+
+
+def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch):
+    """nbval runs every cell as In[1]; columns must not be wider for In[17]."""
+    def text(number):
+        monkeypatch.setattr(errors, "file_label", lambda file: f"cell In[{number}]" if file == "a cell" else file)
+        log = [OpRecord(1, "barrier", (), "None", 0, "a cell", 5, False)], [OpRecord(1, "barrier", (), "None", 0, "b.py", 6, True)]
+        cause = Cause(0, "waiting", f"waits in barrier at cell In[{number}], line 5", [Frame("a cell", 5, "f")])
+        return lesson.told(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log, ["A note."]))
+
+    assert text(1) == text(17)
+    assert text(3).splitlines() == [
+        "RankError: rank 0 waits in barrier at line 5", "  line 5, in f", "rank 1 returned", "",
+        "collectives of this run, the same operations on all ranks:",
+        "      rank 0                    rank 1", "  #1  barrier @ line 5 (waits)  barrier @ b.py, line 6", "A note."]
+    assert lesson.told(ValueError("x")) == "ValueError: x"
+
+
+def test_the_line_shown_is_the_one_that_the_file_has_now(tmp_path):
+    file = tmp_path / "mine.py"
+    for line in ("before = 1", "afterwards = 22"):
+        file.write_text(line + "\n")
+        assert errors.source_lines([Frame(str(file), 1, "f")])[-1] == f"    {line}"

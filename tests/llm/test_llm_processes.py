@@ -1,0 +1,173 @@
+"""The engine on real rank processes, and what happens when one of them goes."""
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from helpers.checkpoints import make_checkpoint
+
+from tplab.llm import LLM, SamplingParams
+from tplab.engine import EngineError, GenerationError
+from tplab.patch import Patch
+from tplab.ranks import RankError, rank, state
+from tplab.pool import RankPool, shared_pool
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("processes") / "m", heads=6, kv_heads=3, hidden=48, max_positions=4096)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with LLM(folder, 1, logical=True) as llm:
+        return tokens(llm.generate(PROMPTS, PARAMS))
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def engines_on_ranks():
+    return [key for key in state if str(key).startswith("engine ")]
+
+
+def test_processes_give_the_same_tokens(folder, pool, expected):
+    with LLM(folder, 2, pool=pool, strict=True) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+        sampled = SamplingParams(temperature=1.0, seed=4, max_tokens=8, top_p=0.9, logprobs=1)
+        assert len(llm.generate(PROMPTS, sampled)[0].outputs[0].logprobs) == 8
+        assert pool.run(engines_on_ranks) == [[llm.engine.executor.key]] * 2
+    assert pool.run(engines_on_ranks) == [[], []]
+
+
+def test_a_thrown_away_engine_is_forgotten_by_its_own_pool(folder, pool):
+    """Whichever pool loads next, and also where the load itself had failed on one rank."""
+    def fails_on_rank_1(self, *arguments):
+        if rank() == 1:
+            raise MemoryError
+    with pytest.raises(RankError, match="rank 1 raised MemoryError"):
+        LLM(folder, 2, pool=pool, patches=[Patch("tplab.cache.paged.PagedKVCache.__init__", fails_on_rank_1)])
+    first = LLM(folder, 2, pool=pool)
+    del first
+    gc.collect()
+    with RankPool(1) as other:
+        LLM(folder, 1, pool=other).close()
+    with LLM(folder, 2, pool=pool) as last:
+        assert pool.run(engines_on_ranks) == [[last.engine.executor.key]] * 2
+
+
+def test_closing_after_the_pool_was_closed_makes_no_processes(folder):
+    llm, pool = LLM(folder, 2), shared_pool(2)
+    pool.close()
+    children = psutil.Process().children(recursive=True)
+    llm.close()
+    assert psutil.Process().children(recursive=True) == children
+    assert shared_pool(2) is not pool
+    shared_pool(2).close()
+
+
+def test_two_engines_on_one_pool_and_one_that_was_thrown_away(folder, pool, expected):
+    first = LLM(folder, 2, pool=pool)
+    second = LLM(folder, 2, pool=pool, block_size=4)
+    assert tokens(first.generate(PROMPTS, PARAMS)) == tokens(second.generate(PROMPTS, PARAMS)) == expected
+    del first
+    gc.collect()
+    with LLM(folder, 2, pool=pool) as third:
+        assert pool.run(engines_on_ranks) == [[second.engine.executor.key, third.engine.executor.key]] * 2
+    second.close()
+
+
+def test_patches_hold_for_one_engine_only(folder, pool, expected):
+    shifted = Patch("tplab.engine.runner.token_positions", lambda segment: range(segment.start + 1, segment.start + 1 + segment.count))
+    with LLM(folder, 2, pool=pool, patches=[shifted]) as broken, LLM(folder, 2, pool=pool) as clean:
+        assert tokens(clean.generate(PROMPTS, PARAMS)) == expected
+        broken.generate(PROMPTS, PARAMS)
+        assert tokens(clean.generate(PROMPTS, PARAMS)) == expected
+
+
+def kill_rank_1_at(step):
+    """A step that ends rank 1 in its fifth forward pass, once: the flag is a file, since the process is gone."""
+    def visible_length(start, count):
+        if start > 6 and rank() == 1 and not os.path.exists(step):
+            open(step, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start + count
+
+    return Patch("tplab.cache.paged.visible_length", visible_length)
+
+
+def test_a_killed_rank_costs_nothing_that_was_generated(folder, pool, expected, tmp_path):
+    with LLM(folder, 2, pool=pool, patches=[kill_rank_1_at(str(tmp_path / "killed"))]) as llm:
+        with pytest.raises(GenerationError, match=r"rank 1 died \(SIGKILL\)") as caught:
+            llm.generate(PROMPTS, PARAMS)
+        partial = tokens(caught.value.outputs)
+        assert [len(part) for part in partial] == [3, 3] and all(full[:3] == part for full, part in zip(expected, partial))
+        assert isinstance(caught.value.__cause__, RankError)
+        assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
+        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_stepping_goes_on_where_the_ranks_died(folder, pool, expected, tmp_path):
+    """Nobody gave up these requests, so they are computed again and end as if nothing had happened."""
+    with LLM(folder, 2, pool=pool, patches=[kill_rank_1_at(str(tmp_path / "killed"))], strict=True) as llm:
+        numbers = [llm.add_request(prompt, PARAMS) for prompt in PROMPTS]
+        finished, failures = {}, 0
+        while llm.has_unfinished_requests:
+            try:
+                for output in llm.step():
+                    finished[output.request_id] = output
+            except RankError:
+                failures += 1
+        assert failures == 1 and tokens(finished[n] for n in numbers) == expected
+
+
+def test_ranks_that_were_restarted_between_calls(folder, pool, expected):
+    with LLM(folder, 2, pool=pool) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        time.sleep(0.1)
+        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_an_interrupt_leaves_a_working_engine(folder, pool, expected):
+    with LLM(folder, 2, pool=pool) as llm:
+        endless = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+        timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, endless)
+        assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
+        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_a_pool_of_another_size(folder, pool):
+    with pytest.raises(EngineError, match="the pool has 2 ranks, tensor_parallel_size is 3"):
+        LLM(folder, 3, pool=pool)
+
+
+def test_first_token_of_fable_comes_within_a_second(pool):
+    """From a warm pool: open, shard, load, read the prompt. On a quiet machine about 0.1 s; the bound is the issue's."""
+    from tplab.checkpoint import open_checkpoint
+
+    ckpt = open_checkpoint("fable")
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        with LLM(ckpt, 2, pool=pool) as llm:
+            llm.generate("Once there was", SamplingParams(temperature=0, max_tokens=1))
+            times.append(time.perf_counter() - begin)
+    assert min(times) < 1.0

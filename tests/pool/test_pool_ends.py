@@ -1,0 +1,340 @@
+"""Nothing outlives the notebook: close, exit, SIGKILL of the parent or of its group, forks, kernels."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tplab.ranks import RankError, all_reduce, barrier, rank
+from tplab.pool import RankPool, shared_pool
+
+
+def script(tmp_path, source, *before, **options):
+    """Start `source` as a learner's script, its temporary files in `tmp_path`; the command line begins with `before`."""
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(source))
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*before, sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )  # fmt: skip
+
+
+def family(pid):
+    """The processes below `pid`: fork server, its ranks, Python's resource tracker."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def left_of(processes, seconds=3.0):
+    """Those that still run after so many seconds."""
+    gone, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def remains(tmp_path):
+    return [path.name for path in tmp_path.iterdir() if path.name.startswith(("tplab-", "pymp-"))]
+
+
+# A pool in each state a rank can be in when the parent's end comes: each on its own thread of one process.
+BUSY = """
+    import itertools, threading, time, torch
+    import torch.distributed as dist
+    from tplab.pool import RankPool
+    from tplab.ranks import all_reduce, rank
+
+    def idle(): return None
+    def loop():
+        while True: pass
+    def collective():
+        if rank() == 0: time.sleep(100)
+        all_reduce(torch.ones(1))
+    def gloo():
+        dist.barrier() if rank() else dist.all_reduce(torch.ones(1))
+    def holds_the_interpreter():
+        sum(itertools.repeat(1))
+    def stubborn():
+        while True:
+            try: time.sleep(100)
+            except BaseException: pass
+
+    pools = [(RankPool(2), fn) for fn in (idle, loop, collective, gloo, holds_the_interpreter, stubborn)]
+    threads = [threading.Thread(target=pool.run, args=(fn,), daemon=True) for pool, fn in pools]
+    for thread in threads: thread.start()
+    time.sleep(0.5)
+    print("ready")
+"""
+
+
+def test_sigkill_of_the_parent(tmp_path):
+    process = script(tmp_path, BUSY + "    time.sleep(100)\n", start_new_session=True)
+    assert process.stdout.readline() == "ready\n"
+    processes = family(process.pid)
+    assert len(processes) == 14  # 12 ranks, the fork server, the resource tracker
+    begin = time.monotonic()
+    process.kill()
+    process.wait()
+    assert not left_of(processes) and time.monotonic() - begin < 3
+    assert remains(tmp_path) == []
+
+
+def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
+    process = script(tmp_path, BUSY)
+    assert process.stdout.readline() == "ready\n"
+    processes = family(process.pid)
+    begin = time.monotonic()
+    rest = process.communicate(timeout=20)[0]
+    assert not left_of(processes) and time.monotonic() - begin < 6
+    assert process.returncode == 0 and "Fatal" not in rest and remains(tmp_path) == [], rest
+
+
+def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
+    """A bare script works, beside this process and its ranks; its fork can neither use nor end its ranks, and can have
+    ranks of its own."""
+    process = script(
+        tmp_path,
+        """
+        import os, sys, time, torch
+        from tplab.pool import RankPool
+        from tplab.ranks import RankError, all_reduce, rank
+
+        print("begin")   # would show three times if the ranks ran this script again
+        pool = RankPool(2)
+        def fn():
+            return all_reduce(torch.ones(1)).item() + rank()
+        print(pool.run(fn))
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.run(fn)
+            except RankError as error:
+                print("a fork of" if "is a fork; make a RankPool here" in str(error) else error)
+            pool.close()
+            with RankPool(2) as own:
+                print(own.run(fn))
+            sys.exit(0)
+        print(os.waitpid(child, 0)[1], pool.run(fn))
+        if os.fork() == 0:        # a fork that outlives its parent keeps no rank alive
+            time.sleep(4)
+            os._exit(0)
+        print("pids", *pool.pids)
+        os.kill(os.getpid(), 9)
+        """,
+        start_new_session=True,
+    )
+    lines = []
+    with RankPool(2) as beside:
+        while len(lines) < 6:
+            lines.append(process.stdout.readline().strip())
+            assert beside.run(rank) == [0, 1]
+    assert lines[:5] == ["begin", "[2.0, 3.0]", "a fork of", "[2.0, 3.0]", "0 [2.0, 3.0]"], lines
+    process.wait()
+    ranks = [psutil.Process(int(pid)) for pid in lines[5].split()[1:] if psutil.pid_exists(int(pid))]
+    assert not left_of(ranks, 2.0)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_jupyter_kernel(tmp_path, monkeypatch):
+    """A real kernel: cells, an error, an interrupt, and the hard stop."""
+    from jupyter_client.manager import KernelManager
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(Path(__file__).resolve().parents[2]))
+    try:
+        client = manager.client()
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+
+        def cell(code, interrupt_after=None):
+            said = []
+
+            def hear(message):
+                kind, content = message["header"]["msg_type"], message["content"]
+                said.append(content.get("text") or "\n".join(content.get("traceback", [])) or "")
+                if kind == "stream" and "running" in said[-1] and interrupt_after is not None:
+                    time.sleep(interrupt_after)
+                    manager.interrupt_kernel()
+
+            reply = client.execute_interactive(code, output_hook=hear, timeout=90)["content"]
+            return reply, "".join(said)
+
+        start = (
+            "import os, time, torch, psutil\nfrom tplab.pool import shared_pool; from tplab.ranks import all_reduce, rank\n"
+            "pool = shared_pool(2)\ndef fn():\n    print('hello')\n    return all_reduce(torch.ones(1)).item()\n"
+        )
+        _, said = cell(start + "print(pool.run(fn))")
+        assert said == "[rank 0] hello\n[rank 1] hello\n[2.0, 2.0]\n"
+        reply, said = cell("def bad():\n    return 1 // rank()\npool.run(bad)")
+        assert reply["ename"] == "RankError" and "cell In[2], line 2, in bad\n    return 1 // rank()" in said
+        assert "watch.py" not in said and "pool.py" not in said
+        wait = "def stuck():\n    if rank() == 0: time.sleep(100)\n    all_reduce(torch.ones(1))\nprint('running', flush=True)\n"
+        begin = time.monotonic()
+        reply, _ = cell(wait + "pool.run(stuck)", interrupt_after=0.3)
+        assert reply["ename"] == "KeyboardInterrupt" and time.monotonic() - begin < 3
+        assert cell("print(pool.run(fn)[0])")[1].endswith("2.0\n")
+
+        processes = family(manager.provisioner.process.pid)
+        assert len(processes) == 4  # two ranks, the fork server, the resource tracker
+        client.execute(wait + "pool.run(stuck)")
+        time.sleep(0.3)
+        begin = time.monotonic()
+        manager.shutdown_kernel(now=True)  # which is also how nbval stops, and how a restart begins
+        assert not left_of(processes) and time.monotonic() - begin < 6
+        assert remains(tmp_path) == []
+    finally:
+        client.stop_channels()
+        if manager.has_kernel:
+            manager.shutdown_kernel(now=True)
+
+
+def test_a_cleaner_of_temporary_folders(tmp_path):
+    """It takes the pool's folder and the fork server's address, and at last the whole temporary folder."""
+    process = script(
+        tmp_path,
+        """
+        import os, shutil, tempfile
+        from tplab.ranks import RankError, rank, state
+        from tplab.pool import RankPool
+        def clean():
+            for name in os.listdir(tempfile.gettempdir()):
+                if name.startswith(("tplab-", "pymp-")): shutil.rmtree(os.path.join(tempfile.gettempdir(), name))
+        def fail(): 1 / 0
+        def attempt(fn):
+            try: return pool.run(fn)
+            except RankError as error: return str(error).partition(":")[0].partition(" raised ")[-1] or str(error)[:80]
+        tempfile.tempdir = os.path.join(os.environ["TMPDIR"], "t")
+        os.environ["TMPDIR"] = tempfile.tempdir
+        os.mkdir(tempfile.tempdir)
+        pool = RankPool(2)
+        pool.run(lambda: state.update(kept=True))
+        clean()
+        print(attempt(fail), attempt(lambda: "kept" in state), oct(os.stat(pool._folder).st_mode & 0o777))
+        clean()
+        os.kill(pool.pids[0], 9)
+        while pool.pids[0]: pass
+        print(attempt(lambda: "kept" in state), RankPool(1).run(rank))
+        shutil.rmtree(tempfile.tempdir)
+        print(attempt(fail), attempt(rank), sep="; ")
+        os.mkdir(tempfile.tempdir)
+        print(attempt(rank))
+        os._exit(0)  # not by multiprocessing's own tidying, which would miss what we have taken
+        """,
+    )
+    assert process.communicate(timeout=60)[0].splitlines() == [
+        "ZeroDivisionError [True, True] 0o700", "[False, True] [0]",
+        "ZeroDivisionError; the ranks need a little room in a temporary folder and cannot have it: [Errno 2]",
+        "[0, 1]",
+    ]  # fmt: skip
+
+
+# Within this process.
+
+
+def test_a_fork_of_a_rank_is_no_rank():
+    def fork():
+        pid = os.fork()
+        if not pid:
+            all_reduce(torch.ones(1))
+        return pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), all_reduce(torch.ones(1)).item()
+
+    with RankPool(2) as pool:
+        assert [type(pid) for pid in pool.run(os.fork)] == [int, int]
+        before = [log.last_seq() for log in pool._board.logs]
+        assert [result[1:] for result in pool.run(fork)] == [(1, 2.0)] * 2
+        assert [log.last_seq() for log in pool._board.logs] == [seq + 1 for seq in before]
+
+
+def test_a_fork_of_a_rank_is_said_to_be_none(capfd):
+    def fork():
+        if (pid := os.fork()) == 0:
+            barrier()
+        os.waitpid(pid, 0)
+
+    with RankPool(1) as pool:
+        pool.run(fork)
+    said = "a fork of this rank: RankError: barrier was called in a fork of rank 0, which is no rank"
+    assert said in capfd.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+def test_forks_end_with_their_rank():
+    def fork():
+        pid = os.fork()
+        if not pid:
+            if os.fork():
+                time.sleep(100)
+            while True:
+                pass
+        return pid
+
+    def subprocesses():
+        return [subprocess.run(["echo", "x"], stdout=-1, preexec_fn=f).stdout for f in (None, os.getpid)]
+
+    with RankPool(2) as pool:
+        assert pool.run(subprocesses) == [[b"x\n"] * 2] * 2
+        pool.run(fork)
+        forks = [child for pid in pool.pids for child in psutil.Process(pid).children(recursive=True)]
+        assert len(forks) >= 2
+    assert not left_of(forks)
+
+
+
+def test_close_ends_the_ranks_and_frees_everything():
+    shared_pool(2)  # so that the fork server is there already
+    before = psutil.Process().num_fds()
+    pool = RankPool(3)
+    processes = [psutil.Process(pid) for pid in pool.pids]
+    folder = Path(pool._folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    begin = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - begin < 1
+    assert not left_of(processes, 0.5) and not folder.exists()
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_pool_that_is_let_go_ends_too():
+    pool = RankPool(1)
+    processes = [psutil.Process(pid) for pid in pool.pids]
+    del pool
+    assert not left_of(processes, 1.0)
+
+
+def test_use_after_close_is_refused():
+    pool = RankPool(1)
+    pool.close()
+    with pytest.raises(RankError, match=r"this pool of 1 ranks is closed; make a new one: RankPool\(1\)"):
+        pool.run(rank)
+
+
+def test_shared_pool_is_one_and_is_made_again():
+    pool = shared_pool(2)
+    assert shared_pool(2) is pool
+    pool.close()
+    again = shared_pool(2)
+    assert again is not pool and again.run(rank) == [0, 1]
+
+
+def test_no_fork_server_is_no_end():
+    """Someone ends the fork server, and with it all ranks: the next run starts both again."""
+    with RankPool(2) as pool:
+        psutil.Process(pool.pids[0]).parent().kill()
+        while any(pool.pids):
+            time.sleep(0.01)
+        assert pool.run(rank) == [0, 1]
+
+
+def test_nothing_listens_beyond_loopback():
+    with RankPool(2) as pool:
+        pool.run(rank)
+        for pid in [*pool.pids, os.getpid()]:
+            for connection in psutil.Process(pid).net_connections("inet"):
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), connection

@@ -1,0 +1,142 @@
+"""The learner interrupts: one clean KeyboardInterrupt within a second, and a pool that works within another."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tplab.pool import RankPool
+from tplab.ranks import all_reduce, rank, state
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def interrupted(pool, fn, *args, after=0.3):
+    pool.run(lambda: state.update(kept=rank()))
+    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(fn, *args)
+        time.sleep(10)  # the run was over before the interrupt came
+    assert time.monotonic() - begin < after + 1
+    timer.join()
+    begin = time.monotonic()
+    assert pool.run(lambda: float(all_reduce(torch.ones(())))) == [2.0, 2.0]
+    assert time.monotonic() - begin < 1
+    return pool.run(lambda: "kept" in state)
+
+
+def test_while_python_computes(pool):
+    def fn():
+        while True:
+            pass
+
+    assert interrupted(pool, fn) == [True, True]
+
+
+def test_while_one_rank_waits_in_a_collective(pool):
+    def fn():
+        if rank() == 0:
+            time.sleep(30)
+        all_reduce(torch.ones(2))
+
+    assert interrupted(pool, fn) == [True, True]
+
+
+def test_while_one_rank_waits_in_gloo(pool):
+    def fn():
+        if rank() == 0:
+            time.sleep(30)
+        dist.all_reduce(torch.ones(2))
+
+    assert interrupted(pool, fn) == [True, True]
+
+
+def test_while_all_are_stuck_in_gloo(pool):
+    def fn():
+        dist.barrier() if rank() else dist.all_reduce(torch.ones(4))
+
+    assert interrupted(pool, fn) == [False, False]
+
+
+def test_while_a_call_in_c_holds_the_interpreter(pool):
+    def fn():
+        if rank() == 1:
+            sum(itertools.repeat(1))
+
+    assert interrupted(pool, fn) == [True, False]
+
+
+def test_while_dispatching(pool):
+    big = torch.zeros(20_000_000)  # packing and copying 80 MB takes longer than any of these delays
+    for after in (0.001, 0.01, 0.03, 0.06):
+        assert interrupted(pool, lambda t: t.sum().item(), big, after=after) == [True, True]
+
+
+def test_at_any_moment_of_short_runs(pool):
+    """Interrupts at random moments of a stream of runs: dispatching, waiting, reading, printing, starting again."""
+    random.seed(5)
+
+    def fn(i):
+        all_reduce(torch.ones(8))
+        return i
+
+    for _ in range(25):
+        timer = threading.Timer(random.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            for i in range(10_000):
+                assert pool.run(fn, i) == [i, i]
+        except KeyboardInterrupt:
+            pass
+        finally:
+            timer.cancel()
+    assert pool.run(fn, 1) == [1, 1]
+
+
+def test_a_second_interrupt_while_the_first_is_handled(pool):
+    def fn():
+        while True:
+            try:
+                time.sleep(10)
+            except BaseException:
+                pass
+
+    for after in (0.3, 0.35, 0.5):
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    for _ in range(3):
+        try:
+            pool.run(fn)
+        except KeyboardInterrupt:
+            pass
+        if time.monotonic() - begin > 0.5:
+            break
+    try:
+        time.sleep(max(0.0, begin + 0.7 - time.monotonic()))
+    except KeyboardInterrupt:
+        pass
+    begin = time.monotonic()
+    assert pool.run(rank) == [0, 1]
+    assert time.monotonic() - begin < 2
+
+
+def test_what_was_printed_is_shown(pool, capsys):
+    def fn():
+        print("so far")
+        while True:
+            pass
+
+    interrupted(pool, fn)
+    assert capsys.readouterr().out.splitlines() == ["[rank 0] so far", "[rank 1] so far"]

@@ -1,0 +1,127 @@
+"""The same functions under torchrun: one command, real processes, gloo."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tplab.ranks import RankError, join_torchrun
+
+
+def torchrun(tmp_path, source, size=2):
+    file = tmp_path / "spmd.py"
+    file.write_text("import torch\nfrom tplab.pool import RankPool\nfrom tplab.ranks import *\n" + source)
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-addr", "127.0.0.1",
+         "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(file)],
+        env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+
+
+def test_collectives_give_what_a_pool_gives(tmp_path):
+    done = torchrun(
+        tmp_path,
+        """
+assert under_torchrun()
+me, size = join_torchrun(strict=True)
+assert (me, size) == (rank(), world_size())
+total = all_reduce(torch.tensor([1.0, me]))
+joined = all_gather(torch.full((2, me + 1), float(me)), sizes=[1, 2])
+word = broadcast(torch.tensor([me + 5.0]), 1)
+barrier()
+if me == 1:
+    print(total.tolist(), joined.tolist(), word.tolist(), len(op_log()), flush=True)
+try:
+    RankPool(2)
+except RankError as error:
+    if me == 1: print(error, flush=True)
+barrier()
+try:
+    all_reduce(torch.ones(3 + me))
+except CollectiveMismatch as error:
+    if me == 1: print(error.summary, flush=True)
+""",
+    )
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert done.returncode == 0, done.stderr
+    assert lines[0] == "[2.0, 1.0] [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]] [6.0] 4"
+    assert "RankPool was called inside rank 1" in lines[1]
+    assert "rank 0 calls all_reduce [3] float32 at spmd.py, line" in lines[2]
+
+
+def test_a_collective_without_elements_waits_too(tmp_path):
+    done = torchrun(
+        tmp_path,
+        """
+import pathlib, time
+join_torchrun()
+for i, meet in enumerate([barrier, lambda: all_reduce(torch.ones(0)), lambda: all_gather(torch.ones(2, 0))]):
+    late = pathlib.Path(__file__).with_name(f"late {i}")
+    if rank() == 1:
+        time.sleep(0.3)
+        late.touch()
+    meet()
+    assert late.exists(), i
+""",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_dtype_crosses(tmp_path):
+    """gloo itself knows no int16, and called that a lost rank."""
+    done = torchrun(
+        tmp_path,
+        """
+from tplab.ranks.oplog import DTYPES
+join_torchrun()
+for dtype in DTYPES[1:]:
+    mine = torch.tensor([rank(), 1, 0]).to(dtype)
+    joined = all_gather(mine)
+    total = all_reduce(mine.clone())
+    assert joined.dtype == total.dtype == dtype
+    assert joined.tolist() == torch.tensor([0, 1, 0, 1, 1, 0]).to(dtype).tolist(), dtype
+    assert total.tolist() == torch.tensor([1, 2, 0]).to(dtype).tolist(), dtype
+    assert torch.equal(broadcast(mine, 1), torch.tensor([1, 1, 0]).to(dtype)), dtype
+""",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_lost_rank_is_named_with_the_line(tmp_path):
+    done = torchrun(tmp_path, "import os\njoin_torchrun(timeout=5)\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n")
+    assert done.returncode != 0
+    assert "rank 0 waited in all_reduce [2] float32 at line 6 of spmd.py" in done.stderr
+
+
+def test_without_torchrun_it_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RankError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start this with torchrun"):
+        join_torchrun()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_gloo_outlives_the_group(tmp_path):
+    """One that does aborts the process in about one exit of ten: it drops a tensor when Python is ending."""
+    done = torchrun(
+        tmp_path,
+        """
+import atexit, pathlib
+def threads():
+    print(sorted(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")), flush=True)
+atexit.register(threads)  # runs after what is registered later
+me, _ = join_torchrun()
+from transformers.models.qwen2 import modeling_qwen2
+all_reduce(torch.ones(2))
+if me == 1:
+    atexit.unregister(threads)
+else:
+    threads()
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    during, after = done.stdout.splitlines()
+    assert "gloo" in during and "gloo" not in after

@@ -1,0 +1,119 @@
+"""Recordings of an engine and their drawings: what is drawn is what the pool and the tables held."""
+
+import xml.etree.ElementTree as ET
+from collections import Counter
+
+import pytest
+from helpers.checkpoints import make_checkpoint
+
+from tplab import LLM, SamplingParams, show
+from tplab.cache import slot_mapping
+from tplab.faults import fault
+
+SVG = "{http://www.w3.org/2000/svg}"
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+ALIKE = list(range(1, 9))
+PROMPTS = [ALIKE + [20, 21, 22], ALIKE + [30], [40, 41, 42, 43, 44]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("blocks") / "m", "qwen2", seed=3)
+
+
+def recorded(folder, prompts=PROMPTS, arrivals=None, **options):
+    options = {"block_size": 4, "num_blocks": 12, "strict": True, **options}
+    with LLM(folder, 1, logical=True, **options) as llm:
+        return show.record(llm, prompts, PARAMS, arrivals)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return recorded(folder, arrivals=[0, 1, 2])
+
+
+def texts(svg):
+    return [node.text for node in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_a_recording_ends_with_the_outputs_of_an_undisturbed_run(folder, run):
+    with LLM(folder, 1, logical=True) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert [o.outputs[0].token_ids for o in run.outputs] == [o.outputs[0].token_ids for o in outputs]
+    assert len(run.moments) == len(run.history) and run.arrivals == {0: 0, 1: 1, 2: 2}
+
+
+def test_every_moment_has_the_users_and_the_contents_of_its_blocks(run):
+    for moment in run.moments:
+        users = Counter(block for table in moment.tables.values() for block in table)
+        assert list(moment.ref_counts) == [users[block] for block in range(run.num_blocks)]
+        for number, table in moment.tables.items():
+            tokens = [*PROMPTS[number], *run.outputs[number].outputs[0].token_ids][:moment.computed[number]]
+            stored = [moment.contents[block][place] for block in table for place in range(4)]
+            assert stored[:len(tokens)] == [str(token) for token in tokens]
+            assert not any(stored[len(tokens):]), "a place that was not written is empty, whoever had the block before"
+
+
+def test_the_first_moment_of_a_shared_prefix_writes_only_what_is_its_own(run):
+    moment = run.moment(2)
+    assert moment.tables[1][:2] == moment.tables[0][:2]
+    assert sum(block in moment.tables[1] for block, _ in moment.fresh) == 1
+    assert "shared blocks [0, 1]" in show.describe(show.blocks_figure(run, [2]))
+
+
+def test_the_drawing_names_every_block_with_its_users(run):
+    drawn = texts(show.blocks_figure(run, [2]).svg)
+    assert "after step 2" in drawn and "0: seq 0" in drawn and drawn.count("seq 1") >= 3
+    assert sum(text is not None and text.split(":")[0].isdigit() and ":" in text for text in drawn) == run.num_blocks
+
+
+def test_a_free_block_is_drawn_as_kept_where_it_can_be_found(run):
+    moment, drawn = run.moments[-1], texts(show.blocks_figure(run).svg)
+    assert not moment.tables
+    assert [f"{b}: free, kept" in drawn for b in range(run.num_blocks)] == list(moment.findable)
+
+
+def test_a_leaked_block_stands_out(folder):
+    run = recorded(folder, strict=False, patches=[fault("block_leaked")])
+    figure = show.blocks_figure(run)
+    leaked = [block for block, count in enumerate(run.moments[-1].ref_counts) if count]
+    assert len(leaked) == 3 and f"leaked blocks {leaked}" in figure.words
+    assert [f"{block}: leaked" in texts(figure.svg) for block in leaked] == [True] * 3
+
+
+def test_slots_are_drawn_where_the_mapping_puts_them():
+    table, tokens = [4, 1, 3], list("abcdefghij")
+    figure = show.slots_figure(table, tokens, block_size=4, num_blocks=6)
+    root = ET.fromstring(figure.svg)
+    at = {}
+    for node in root.iter(f"{SVG}text"):
+        at.setdefault(node.text, []).append(float(node.get("x")))
+    for token, slot in zip(tokens, slot_mapping(table, range(10), 4)):
+        assert at[token][-1] == at[str(slot)][-1], f"{token!r} stands above its slot {slot}"
+    assert "positions 8–9 in block 3, slots from 12" in figure.words
+
+
+def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
+    assert show.blocks_figure(recorded(folder), [1, 2]).svg == show.blocks_figure(recorded(folder), [1, 2]).svg
+    assert "<b>&" in texts(show.slots_figure([0], ["<b>&"]).svg)
+
+
+def test_the_slider_redraws(run):
+    stepper = show.block_stepper(run, 2)
+    assert "after step 2" in stepper.picture.value and "step 2" in stepper.words
+    stepper.slider.value = 4
+    assert "after step 4" in stepper.picture.value
+    assert str(stepper) == f"Slider over steps 1 to {len(run.moments)}; shown: step 4."
+
+
+def test_mistakes_are_told(folder, run):
+    with pytest.raises(show.ShowError, match="step 99"):
+        show.blocks_figure(run, [99])
+    with pytest.raises(show.ShowError, match="5 tokens do not fit into 1 blocks of 4"):
+        show.slots_figure([0], "abcde")
+    with LLM(folder, 1, logical=True) as llm:
+        with pytest.raises(show.ShowError, match="rising"):
+            show.record(llm, PROMPTS, PARAMS, arrivals=[2, 1, 0])
+        llm.add_request(PROMPTS[0], PARAMS)
+        with pytest.raises(show.ShowError, match="unfinished"):
+            show.record(llm, PROMPTS, PARAMS)

@@ -1,0 +1,101 @@
+"""Plans and weights that draw themselves: what is drawn is what the plan and the layers hold."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from helpers.reports import plan
+
+from tplab import show
+from tplab.ranks import logical_ranks, rank
+from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
+from tplab.show.drawings.shards import ShardedWeight
+
+SVG = "{http://www.w3.org/2000/svg}"
+LAYOUTS = [(2, 14, 2), (2, 9, 3), (2, 8, 2), (4, 8, 2), (3, 14, 2), (1, 9, 3), (8, 64, 8)]
+
+
+def texts(svg):
+    return [node.text for node in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("tp, heads, kv_heads", LAYOUTS)
+def test_a_plan_draws_every_head_where_it_is_held(tp, heads, kv_heads):
+    made = plan(tp, heads, kv_heads)
+    drawn = texts(made._repr_svg_())
+    assert [text for text in drawn if text.startswith("rank ")] == [f"rank {r}" for r in range(tp)]
+    assert any(text.startswith(made.kind) for text in drawn)
+    if heads < 38:  # below that the squares hold numbers
+        numbers = sorted(int(text) for text in drawn if text.isdigit())
+        held = [head for shard in made.ranks for head in shard.q_heads]
+        assert set(held) <= set(numbers)
+    kv = sum(text.startswith("KV ") or text.isdigit() for text in drawn) - heads * (heads < 38)
+    assert kv == sum(len(shard.kv_heads) for shard in made.ranks), "a replicated KV head is drawn on every rank"
+
+
+def test_an_svg_is_the_same_every_time_and_has_no_markup_from_titles():
+    first, again = (show.plan_figure({"<b>&": plan(2, 9, 3)}).svg for _ in range(2))
+    assert first == again
+    assert "<b>&" in texts(first)
+
+
+def test_the_words_of_plans_say_who_holds_what():
+    words = show.describe(show.plan_figure({"SmolLM2": plan(2, 9, 3), "fable": plan(4, 8, 2)}))
+    assert words.startswith("Figure: ")
+    assert "SmolLM2: 9 query and 3 KV heads, uneven: rank 0 query heads 0–5, KV heads 0–1; rank 1 query heads 6–8, KV heads 2" in words
+    assert "replication: rank 0 query heads 0–1, KV heads 0; rank 1 query heads 2–3, KV heads 0" in words
+
+
+@pytest.mark.parametrize("tp, heads, kv_heads", [layout for layout in LAYOUTS if layout[0] < 8])
+def test_a_drawn_weight_has_the_shapes_of_the_layers(tp, heads, kv_heads):
+    made = plan(tp, heads, kv_heads)
+
+    def shapes():
+        qkv = QKVParallelLinear(made.hidden_size, made.head_dim, heads, kv_heads, shards=made.ranks)
+        columns = [range(s.q_heads.start * made.head_dim, s.q_heads.stop * made.head_dim) for s in made.ranks]
+        o_proj = RowParallelLinear(heads * made.head_dim, made.hidden_size, parts=columns)
+        return rank(), tuple(qkv.weight.shape), tuple(o_proj.weight.shape)
+
+    qkv, o_proj = ShardedWeight.of(made, "qkv_proj"), ShardedWeight.of(made, "o_proj")
+    for number, qkv_shape, o_shape in logical_ranks(tp, shapes):
+        assert qkv.shape_on(number) == qkv_shape and o_proj.shape_on(number) == o_shape
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj",
+                                  "down_proj", "embed_tokens", "lm_head"])
+def test_the_strips_cover_the_weight_and_name_all_holders(name):
+    made = plan(4, 8, 2)
+    weight = ShardedWeight.of(made, name)
+    strips = weight.strips()
+    assert [strip.start for strip, _ in strips[1:]] == [strip.stop for strip, _ in strips[:-1]]
+    assert strips[0][0].start == 0 and strips[-1][0].stop == weight.shape[weight.dim]
+    shared = name in ("k_proj", "v_proj")
+    assert {len(ranks) for _, ranks in strips} == ({1, 2} if name == "qkv_proj" else {2} if shared else {1})
+    ET.fromstring(weight._repr_svg_())
+
+
+def test_rows_that_no_rank_holds_are_empty_and_shared_ones_say_so():
+    weight = ShardedWeight("w", (8, 4), 0, [[range(0, 3)], [range(2, 6)]])
+    assert weight.strips() == [(range(0, 2), (0,)), (range(2, 3), (0, 1)), (range(3, 6), (1,)), (range(6, 8), ())]
+    drawn = weight._repr_svg_()
+    assert "ranks 0 and 1" in texts(drawn) and "on no rank" in drawn
+
+
+def test_two_ways_to_cut_a_weight_side_by_side():
+    right = ShardedWeight.of(plan(2), "q_proj")
+    wrong = ShardedWeight("q_proj", right.shape, 1, [[part] for part in split_evenly(right.shape[1], 2)])
+    figure = show.weight_figure({"dim 0": right, "dim 1": wrong})
+    assert texts(figure.svg).count("rank 0 holds [64, 128]") == texts(figure.svg).count("rank 0 holds [128, 64]") == 1
+    assert "dim 0: q_proj [128, 128], rows (dim 0) dealt out: rank 0 holds rows 0–63" in figure.words
+    assert "dim 1: q_proj [128, 128], columns (dim 1) dealt out: rank 0 holds columns 0–63" in figure.words
+
+
+@pytest.mark.parametrize("draw", [show.plan_figure, show.weight_figure])
+def test_nothing_to_draw(draw):
+    with pytest.raises(show.ShowError):
+        draw({})
+
+
+def test_a_plan_is_drawn_whatever_its_size():
+    many = ShardPlan.make(tensor_parallel_size=32, num_heads=128, num_kv_heads=8, head_dim=8, hidden_size=64,
+                          intermediate_size=127, vocab_size=32003)
+    assert "rank 31" in texts(many._repr_svg_())

@@ -1,0 +1,48 @@
+"""The timeline of continuous batching: every token that was computed stands in it, and what happened to whom."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from helpers.checkpoints import make_checkpoint
+
+from tplab import LLM, SamplingParams, show
+from tplab.show.drawings.timeline import slices
+
+SVG = "{http://www.w3.org/2000/svg}"
+PROMPTS = [list(range(1, 12)), list(range(12, 21)), list(range(21, 30)), list(range(30, 41))]
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp("timeline") / "m", "qwen2", seed=3)
+    with LLM(folder, 1, logical=True, block_size=4, num_blocks=10, max_num_batched_tokens=12,
+             enable_prefix_caching=False, strict=True) as llm:
+        return show.record(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), arrivals=[0, 0, 2, 5])
+
+
+def test_every_computed_token_stands_in_its_step(busy):
+    rows = slices(busy)
+    for at, record in enumerate(busy.history, 1):
+        assert {n: row[at].tokens for n, row in rows.items() if at in row and row[at].tokens} == record.tokens
+
+
+def test_kinds_tell_reading_writing_and_losing_ones_place(busy):
+    rows = slices(busy)
+    assert [rows[1][step].kind for step in (1, 2, 3)] == ["prefill", "prefill", "decode"], "a prompt in two pieces"
+    lost = [number for number, output in enumerate(busy.outputs) if output.metrics.preemptions]
+    assert lost == [number for number, row in rows.items() if any(part.kind == "preempted" for part in row.values())] != []
+    for number, row in rows.items():
+        kinds = [part.kind for part in row.values()]
+        again = kinds.index("again") if "again" in kinds else 0
+        assert (number in lost) == bool(again) and "preempted" not in kinds[again:]
+        assert [part.last for part in row.values()] == [False] * (len(row) - 1) + [True]
+        assert sum(kind == "prefill" for kind in kinds) >= 1 and min(row) == busy.arrivals[number] + 1
+
+
+def test_the_drawing_has_a_cell_per_slice_and_words_for_each_sequence(busy):
+    figure = show.timeline_figure(busy)
+    drawn = [node.text for node in ET.fromstring(figure.svg).iter(f"{SVG}text")]
+    assert drawn.count("✗") == 1 + sum(len(record.preempted) for record in busy.history), "one stands in the legend"
+    assert all(f"seq {number}" in drawn for number in range(4)) and "the pool has 10 blocks" in drawn
+    assert "sequence 1: reads 1 in step 1, reads 8 in step 2, one token in steps 3–9, finished" in figure.words
+    assert "At most 10 of 10 blocks in use." in figure.words

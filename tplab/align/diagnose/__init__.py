@@ -1,0 +1,6 @@
+"""Which bug explains the first divergence? One file of hypotheses for each theme."""
+
+from tplab.align.diagnose.case import Diagnosis
+from tplab.align.diagnose.diagnose import diagnose
+
+__all__ = ["Diagnosis", "diagnose"]

@@ -1,0 +1,106 @@
+"""Hypotheses about attention itself: q, k and v are right, what was made of them is not."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tplab.align.diagnose.case import Case, Diagnosis
+
+# A rule says which keys a query may see, from the positions of queries [n, 1] and keys [1, m] and from how many keys
+# there were when the query was computed [n, 1].
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The right rule."""
+    return key <= query
+
+
+def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Attention as Hugging Face computes it: q ``[n, heads, dim]``, k and v ``[m, heads, dim]``, visible ``[n, m]``."""
+    scores = q.transpose(0, 1) @ k.permute(1, 2, 0) * case.plan.head_dim ** -0.5
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v.transpose(0, 1)).transpose(0, 1)
+
+
+def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Prompt by prompt: its number, tplab's attention output, the rows' positions, their queries."""
+    parts = (tensor.split(case.lengths) for tensor in (case.ours("attn"), case.positions, case.right("q_rope")))
+    for prompt, (ours, positions, q) in enumerate(zip(*parts)):
+        if len(ours):
+            yield prompt, ours, positions, q
+
+
+def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v of all tokens of a prompt, one head per query head; ``heads[q]`` is the KV head that query head q reads."""
+    if heads is None:
+        heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
+    return case.whole(prompt, "k_rope")[:, heads], case.whole(prompt, "v")[:, heads]
+
+
+def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None, with_future: bool = False) -> bool:
+    """Whether another rule, or other KV heads, give what tplab computed; ``with_future``: look only at rows that had
+    later keys beside them. (A decoding row has none, but its batch may have padding, which no rule knows.)"""
+    checked = False
+    for prompt, ours, positions, q in prompts(case):
+        k, v = keys_and_values(case, prompt, heads)
+        keys = case.keys_there(prompt)
+        rows = keys > positions + 1 if with_future else torch.ones_like(keys, dtype=torch.bool)
+        visible = rule(positions[rows][:, None], torch.arange(len(k))[None], keys[rows][:, None])
+        if rows.any() and not case.fits(ours[rows], attend(case, q[rows], k, v, visible)):
+            return False
+        checked = checked or bool(rows.any())
+    return checked
+
+
+def zero_times_infinity(case: Case) -> Diagnosis | None:
+    """NaN out of finite q, k and v: in which rows?"""
+    nan = torch.isnan(case.ours("attn")).flatten(1).any(1)
+    if not nan.any():
+        return None
+    share = case.first.nan / case.first.size
+    last = torch.tensor(case.lengths).cumsum(0)[torch.tensor(case.lengths) > 0] - 1
+    if nan[last].all():
+        return case.found("nan_mask", f"{share:.0%} NaN although q, k and v are finite, also for the last token, from "
+                          "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and masked_fill.",
+                          nan_share=share, nan=case.first.nan)
+    return case.found(None, f"{share:.0%} NaN, but not for the last token: in {int(nan.sum())} rows every key is hidden, "
+                      "and a softmax over nothing but -inf is 0 / 0.", nan_share=share, nan=case.first.nan)
+
+
+def sees_the_future(case: Case) -> Diagnosis | None:
+    """Does attention without a mask, or with one that is a step off, give these numbers?"""
+    if explained(case, lambda query, key, keys: key < keys, with_future=True):
+        return case.found("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
+                          "applied.", relative=case.first.relative)
+    for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
+        if explained(case, lambda query, key, keys: (key < keys) & (key <= query + shift) | (query + key == 0)):
+            return case.found(None, f"The mask's diagonal is one off: {says}.", shift=shift)
+    return None
+
+
+def copies_taken_for_heads(case: Case) -> Diagnosis | None:
+    """Does a rank's KV head j turn out to be copy j of repeated heads?"""
+    heads = []
+    for shard in case.plan.ranks:
+        group = len(shard.q_heads) // len(shard.kv_heads)
+        heads.extend(shard.kv_heads[reads // group] for reads in shard.kv_for_q)
+    if explained(case, heads=torch.tensor(heads)):
+        return case.found("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its other ones "
+                          "should stand: keys and values were repeated for the query heads before they were stored.",
+                          relative=case.first.relative)
+    return None
+
+
+def other_kv_heads(case: Case) -> Diagnosis | None:
+    """Do the query heads read other KV heads than their group's?"""
+    plan = case.plan
+    for says, heads in (("query head h reads KV head h % kv_heads", torch.arange(plan.num_heads) % plan.num_kv_heads),
+                        ("all query heads read KV head 0", torch.zeros(plan.num_heads, dtype=torch.long))):
+        if plan.num_kv_heads > 1 and explained(case, heads=heads):
+            return case.found(None, f"K and V are right, but {says}; in grouped attention, head h reads h // group.",
+                              group=plan.num_heads // plan.num_kv_heads)
+    return None
+
+
+HYPOTHESES = {"attn": (zero_times_infinity, sees_the_future, copies_taken_for_heads, other_kv_heads)}

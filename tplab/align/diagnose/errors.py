@@ -1,0 +1,106 @@
+"""Hypotheses about runs that ended in an error instead of numbers."""
+
+from tplab.align.diagnose.case import Diagnosis
+from tplab.checkpoint import CheckpointError
+from tplab.engine.errors import RequestError, StandstillError, StrictError
+from tplab.errors import TplabError
+from tplab.ranks import RankError
+from tplab.shard import ShardPlanError
+
+
+def chain(error: TplabError) -> list[TplabError]:
+    """The error and those of the lab that led to it: its cause, or what the first rank raised."""
+    found = []
+    while isinstance(error, TplabError) and error not in found:
+        found.append(error)
+        first = getattr(error, "first", None)
+        error = first.exception if first is not None and first.exception is not None else error.__cause__
+    return found
+
+
+def _hung(error: TplabError) -> bool:
+    """Whether no rank failed by itself: they wait for each other, or do not come to an end."""
+    return isinstance(error, RankError) and not any(cause.kind in ("raised", "died") for cause in error.causes.values())
+
+
+def different_collectives(error: TplabError) -> Diagnosis | None:
+    """Did the ranks go through the same collectives?"""
+    if not _hung(error) or not any(error.logs):
+        return None
+    by_number = [{record.seq: record for record in log} for log in error.logs]
+    for number in sorted(set.intersection(*map(set, by_number))):
+        records = [known[number] for known in by_number]
+        if len(set(map(str, records))) == 1:
+            continue
+        calls = "; ".join(f"rank {rank}: {record}" for rank, record in enumerate(records))
+        if len({(record.op, record.file, record.line) for record in records}) == 1:
+            return Diagnosis(None, f"The ranks meet in one line, in collective #{number}, with tensors that do not fit "
+                             f"together ({calls}). None was left out; what they bring is wrong.", "error",
+                             {"collective": number})
+        return Diagnosis("collective_skipped", f"The ranks go different ways at collective #{number} ({calls}). One of "
+                         "them left out a collective that the others are in.", "error", {"collective": number})
+    # A rank that is still at work may yet come; one that has returned, or waits elsewhere, will not.
+    ends = {rank: max(known, default=0) for rank, known in enumerate(by_number)}
+    waiting = max(ends, key=ends.get)
+    gone = [rank for rank, cause in error.causes.items() if cause.kind != "running" and ends[rank] < ends[waiting]]
+    if not gone:
+        return None
+    record = by_number[waiting][ends[waiting]]
+    return Diagnosis("collective_skipped", f"Rank {waiting} waits in collective #{record.seq}, {record}, and rank "
+                     f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", "error", {"collective": record.seq})
+
+
+def still_at_work(error: TplabError) -> Diagnosis | None:
+    """Does a rank merely take long?"""
+    busy = [cause for cause in error.causes.values() if cause.kind == "running"] if _hung(error) else []
+    if not busy:
+        return None
+    waits = [f"rank {cause.rank} {cause.text}" for cause in error.causes.values() if cause.kind == "waiting"]
+    others = f", while {' and '.join(waits)}" if waits else ""
+    return Diagnosis(None, f"Rank {busy[0].rank} {busy[0].text}{others}. It takes longer than the call was given, or "
+                     "it never ends; no collective was left out so far.", "error", {"rank": busy[0].rank})
+
+
+def nothing_goes_on(error: TplabError) -> Diagnosis | None:
+    """An engine that stands still: who waits, and who holds the blocks?"""
+    if not isinstance(error, StandstillError):
+        return None
+    for number, tokens, computed in error.waiting:
+        if computed >= tokens:
+            return Diagnosis("full_length_after_prefix_hit", f"Sequence {number} waits with all {tokens} of its tokens "
+                             "found in the cache: nothing is left to compute, so no logits for its next token. The last "
+                             "token of a prompt must always be computed.", "error", {"tokens": tokens})
+    leaked = error.used - error.held
+    if leaked > 0:
+        return Diagnosis("block_leaked", f"{error.used} blocks count as used, but the sequences that are there hold "
+                         f"{error.held}: {leaked} never came back from sequences that have ended.", "error",
+                         {"leaked": leaked})
+    return None
+
+
+def strict_checks(error: TplabError) -> Diagnosis | None:
+    """Did the strict checks see it, and is it that ranks drew different tokens?"""
+    if not isinstance(error, StrictError):
+        return None
+    if not error.drawn:
+        return Diagnosis(None, f"The strict checks stopped the engine before the damage spread: {error}", "error")
+    return Diagnosis("rank_local_sampling", f"The ranks drew different tokens ({error}): each decides by itself what "
+                     "only all of them together can know.", "error")
+
+
+def a_rank_failed(error: TplabError) -> Diagnosis | None:
+    """Did one rank raise or die, and the others only lose it?"""
+    if not isinstance(error, RankError) or error.first is None or error.first.kind not in ("raised", "died"):
+        return None
+    return Diagnosis(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The trouble is in this rank "
+                     "alone; the others only lost it.", "error", {"rank": error.first.rank})
+
+
+def refused(error: TplabError) -> Diagnosis | None:
+    """Was it refused for what it is, before anything was computed?"""
+    if not isinstance(error, RequestError | CheckpointError | ShardPlanError):
+        return None
+    return Diagnosis(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}", "error")
+
+
+HYPOTHESES = (different_collectives, still_at_work, nothing_goes_on, strict_checks, a_rank_failed, refused)

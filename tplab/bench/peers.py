@@ -1,0 +1,149 @@
+"""The contestants. Each keeps its processes through all rounds: ``time(work)`` carries a piece of work out once."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tplab.checkpoint import Checkpoint
+from tplab.llm.llm import LLM
+from tplab.llm.sampling_params import SamplingParams
+from tplab.model.dtypes import parse_dtype
+from tplab.pool import RankPool
+from tplab.ranks import rank, state, world_size
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts in token ids, and how many tokens each is to get."""
+
+    prompts: list[list[int]]
+    new_tokens: list[int]
+
+    @property
+    def useful_tokens(self) -> int:
+        """What was asked for, padding and overshoot apart."""
+        return sum(self.new_tokens)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds until the first step was done (all prompts read, one token each), and until everything was."""
+
+    first: float
+    total: float
+
+
+class Tplab:
+    """This engine on ``tp`` ranks of one thread."""
+
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
+        self.name = f"tplab, {tp} rank{'s' * (tp > 1)}"
+        self.pool = RankPool(tp, timeout=600)
+        self.llm = LLM(ckpt, tp, dtype, pool=self.pool, enable_prefix_caching=False)
+
+    def time(self, work: Work) -> Timing:
+        """Carry ``work`` out once."""
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.new_tokens]
+        begin = time.perf_counter()
+        outputs = self.llm.generate(work.prompts, params, use_tqdm=False)
+        total = time.perf_counter() - begin
+        return Timing(max(output.metrics.time_to_first_token for output in outputs), total)
+
+    def close(self) -> None:
+        """End its processes."""
+        self.llm.close()
+        self.pool.close()
+
+
+class HuggingFace:
+    """Hugging Face's ``generate`` in one process with ``threads`` threads; several prompts as one padded batch."""
+
+    def __init__(self, ckpt: Checkpoint, threads: int, dtype: str):
+        self.name = f"HF generate, {threads} thread{'s' * (threads > 1)}"
+        self.pool = RankPool(1, timeout=600)
+        self.pool.run(_load_hf, str(ckpt.folder), dtype, threads)
+
+    def time(self, work: Work) -> Timing:
+        """Carry ``work`` out once."""
+        return self.pool.run(_time_hf, work)[0]
+
+    def close(self) -> None:
+        """End its process."""
+        self.pool.close()
+
+
+class HuggingFaceTP:
+    """Hugging Face's own tensor parallelism on ``tp`` processes of one thread, over gloo."""
+
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
+        self.name = f"HF tensor parallel, {tp} ranks"
+        self.pool = RankPool(tp, timeout=600)
+        self.pool.run(_load_hf_tp, str(ckpt.folder), dtype)
+
+    def time(self, work: Work) -> Timing:
+        """Carry ``work`` out once."""
+        return self.pool.run(_time_hf, work)[0]
+
+    def close(self) -> None:
+        """End its processes."""
+        self.pool.close()
+
+
+def _load_hf(folder: str, dtype: str, threads: int) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    state["hf"] = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_dtype(dtype)).eval()
+
+
+def _load_hf_tp(folder: str, dtype: str) -> None:
+    """The ranks of a pool are in a gloo group already; Hugging Face asks the environment which of them this is."""
+    from unittest import mock
+
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+
+    prepare = PreTrainedModel.prepare_distribute_model
+
+    def stay(config, device_map=None):
+        # Told "cpu", Hugging Face demands accelerate, which moves models between devices. Told nothing, it stays here.
+        config, _, mesh = prepare(config, device_map=device_map)
+        return config, None, mesh
+
+    logging.disable_progress_bar()
+    os.environ |= {"RANK": str(rank()), "WORLD_SIZE": str(world_size()), "LOCAL_RANK": str(rank())}
+    with mock.patch.object(PreTrainedModel, "prepare_distribute_model", stay):
+        state["hf"] = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=parse_dtype(dtype), distributed_config=DistributedConfig(tp_plan="auto")).eval()
+
+
+def _time_hf(work: Work) -> Timing:
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        """Hugging Face gives it the prompt first, then each token."""
+
+        def __init__(self):
+            self.times = []
+
+        def put(self, value):
+            self.times.append(time.perf_counter())
+
+        def end(self):
+            pass
+
+    longest = max(map(len, work.prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in work.prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in work.prompts])
+    streamer = Clock() if len(work.prompts) == 1 else None  # it takes no batches
+    with torch.inference_mode():
+        begin = time.perf_counter()
+        state["hf"].generate(ids, attention_mask=mask, max_new_tokens=max(work.new_tokens), do_sample=False,
+                             eos_token_id=None, pad_token_id=0, streamer=streamer)
+        total = time.perf_counter() - begin
+    return Timing(streamer.times[1] - begin if streamer else total, total)

@@ -1,0 +1,140 @@
+"""The report of a batch: one HTML page per executed notebook, and an index with the results and all the figures."""
+
+import os
+from base64 import b64encode
+from dataclasses import dataclass
+from html import escape
+from itertools import zip_longest
+from urllib.parse import quote
+
+from tplab.files import write_file
+
+MARK = '<meta name="generator" content="tplab run">'  # in every page: a later run may overwrite it
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px; margin: 2.5rem auto; padding: 0 1rem }
+h1 { margin-bottom: .2rem }  h2 { margin-top: 2.5rem }
+.sub { color: #555; margin-top: 0 }
+table { border-collapse: collapse }
+th, td { text-align: left; padding: .35rem 1.4rem .35rem 0; border-bottom: 1px solid #ddd; vertical-align: top }
+td.seconds { text-align: right; font-variant-numeric: tabular-nums }
+.passed { color: #00603a }  .failed { color: #a4001d; font-weight: 600 }
+figure { margin: 1.5rem 0 }  figure img { max-width: 100% }
+figcaption { color: #444 }
+"""
+
+
+PICTURES = ("image/png", "image/svg+xml")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture of a notebook as a data URI, and the words that say what it shows ('' if the notebook has none)."""
+
+    source: str
+    words: str
+
+
+def figures(notebook):
+    """All figures of a notebook (an nbformat node), in order, each with its words.
+
+    The words of a cell's first picture are the first line ``Figure: …`` that the cell prints, and so on.
+    """
+    found = []
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        printed = [line for output in outputs if output.output_type == "stream" for line in output.text.splitlines()]
+        words = [line for line in printed if line.startswith("Figure:")]
+        sources = [_data_uri(mime, output.data[mime]) for output in outputs for mime in PICTURES if mime in output.get("data", {})]
+        found += [Figure(source, text) for source, text in zip_longest(sources, words[: len(sources)], fillvalue="")]
+    return found
+
+
+def _data_uri(mime, content):
+    # A notebook holds a PNG as base64 already, and an SVG as text.
+    base64 = content.replace("\n", "") if mime == "image/png" else b64encode(content.encode()).decode()
+    return f"data:{mime};base64,{base64}"
+
+
+def write_report(outcomes, parameters, out):
+    """Write ``<name>.html`` for every executed notebook and ``index.html`` over them; returns the index's path.
+
+    ``outcomes``: `tplab.lab.batch.Outcome`s, in order. ``parameters``: {name: text} as the user gave them. ``out``: the
+    folder that holds the executed notebooks.
+    """
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter()
+    rows, galleries = [], []
+    for outcome in outcomes:
+        shown = escape(outcome.name)
+        if notebook := _read(outcome.executed):
+            page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
+            for other in outcomes:  # links between notebooks of this run lead to their pages
+                if other.notebook.parent == outcome.notebook.parent:
+                    page = page.replace(f'href="{quote(os.fsencode(other.notebook.name))}"', f'href="{_address(other)}"')
+            _write_page(outcome.page, page.replace("<head>", f"<head>{MARK}", 1))
+            shown = f'<a href="{_address(outcome)}">{shown}</a>'
+            galleries.append(_gallery(shown, figures(notebook)))
+        if outcome.name != outcome.notebook.stem:
+            shown += f"<br>from {escape(str(outcome.notebook))}"
+        result = f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure else '<td class="passed">passed</td>'
+        rows.append(f'<tr><td>{shown}</td>{result}<td class="seconds">{outcome.seconds:.1f}</td></tr>')
+
+    index = out / "index.html"
+    _write_page(index, _index(rows, galleries, parameters, outcomes))
+    return index
+
+
+def _address(outcome):
+    return quote(os.fsencode(outcome.page.name))  # a # or a % in a name would lead elsewhere
+
+
+def _write_page(path, page):
+    # What a notebook prints may hold half of a surrogate pair, which UTF-8 does not have.
+    write_file(path, lambda new: new.write_text(page, encoding="utf-8", errors="replace"))
+
+
+def _read(executed):
+    """An executed notebook; None if there is none, or a part only since the disk was full.
+
+    Its panels are pictures instead of live views, which need a kernel and a script from afar.
+    """
+    import nbformat
+
+    try:
+        notebook = nbformat.read(executed, as_version=4)
+    except (FileNotFoundError, nbformat.reader.NotJSONError):
+        return None
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "data" in output:
+                output.data.pop("application/vnd.jupyter.widget-view+json", None)
+    notebook.metadata.pop("widgets", None)
+    return notebook
+
+
+def _gallery(title, pictures):
+    if not pictures:
+        return ""
+    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
+             for one in pictures]
+    return f"<h2>{title}</h2>\n" + "\n".join(shown)
+
+
+def _index(rows, galleries, parameters, outcomes):
+    given = ", ".join(f"{name} = {text}" for name, text in parameters.items()) or "the notebooks' own parameters"
+    failed = sum(outcome.failure is not None for outcome in outcomes)
+    verdict = f"{failed} of {len(outcomes)} failed" if failed else f"all {len(outcomes)} passed"
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">{MARK}<meta name="viewport" content="width=device-width">
+<title>tplab run: {verdict}</title><style>{STYLE}</style></head><body>
+<h1>tplab run: {verdict}</h1>
+<p class="sub">{escape(given)} · {seconds:.1f} s</p>
+<table><tr><th>notebook</th><th>result</th><th>seconds</th></tr>
+{chr(10).join(rows)}
+</table>
+{chr(10).join(galleries)}
+</body></html>
+"""

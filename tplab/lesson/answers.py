@@ -1,0 +1,38 @@
+"""What a reader of the text sees: a model's answer with nothing hidden."""
+
+from tplab.lesson.exercise import default_prompt
+
+QUESTION = "What is the capital of France?"
+
+
+def default_question(model) -> str:
+    """What a notebook asks a model when its reader asks nothing: chat models a question, others a text to go on with.
+
+    Args:
+        model: an opened checkpoint. fable has a chat template too, but knows stories only: it gets its opening.
+
+        >>> question = prompt or lesson.default_question(ckpt)
+    """
+    asked = model.tokenizer().chat_template and model.name != "fable"
+    return QUESTION if asked else default_prompt(model)
+
+
+def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
+    """What the model says to ``text``, greedily: a chat turn if it has a chat template, else the text's continuation.
+
+    Special tokens are written out, so that an answer that consists of them can be seen.
+
+    Args:
+        llm: a :class:`tplab.LLM`.
+        text: the question, or the beginning of a text.
+        max_tokens: at most so many tokens.
+        sampling: more of :class:`tplab.llm.SamplingParams`; ``ignore_eos=True`` goes on behind the end of text.
+
+        >>> print(lesson.ask(LLM("smollm2"), "What is the capital of France?"))
+    """
+    from tplab.llm import SamplingParams
+
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **sampling})
+    prompt = llm.chat_prompt([{"role": "user", "content": text}]) if llm.tokenizer.chat_template else text
+    (output,) = llm.generate(prompt, params, use_tqdm=False)  # a bar that shows on slow machines only cannot be stored
+    return llm.tokenizer.decode(output.outputs[0].token_ids)

@@ -1,0 +1,109 @@
+"""What an exercise needs: a check that says PASS or NOT YET, a caught error, two pieces of code side by side."""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import SequenceMatcher
+from html import escape
+from textwrap import dedent, indent
+
+SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
+
+
+def default_prompt(model) -> str:
+    """The prompt a notebook uses when its reader gives none: a held-out story's opening for fable, else a sentence.
+
+    Args:
+        model: a model's name or an opened checkpoint.
+
+        >>> prompt = prompt or lesson.default_prompt(model)
+    """
+    from tplab import fable
+
+    name = os.fspath(getattr(model, "name", model))
+    return fable.default_prompt() if name == "fable" else SENTENCE
+
+
+def check(name: str, condition, hint: str | Callable[[], str] = "") -> None:
+    """Print ``PASS name``, or ``NOT YET name`` and a hint in the learner's terms.
+
+    Args:
+        name: what is being checked.
+        condition: true when the work is right.
+        hint: what to look at; a function is called only when it is needed.
+
+        >>> lesson.check("no NaN", not out.isnan().any(), "is something multiplying 0 by -inf?")
+        NOT YET  no NaN: is something multiplying 0 by -inf?
+    """
+    if condition:
+        print(f"PASS  {name}")
+    else:
+        told = hint() if callable(hint) else hint
+        print(f"NOT YET  {name}" + (f": {told}" if told else ""))
+
+
+@contextmanager
+def shown_error() -> Iterator[None]:
+    """Run a block that is expected to fail and print its error, so that *Run All* and papermill go on.
+
+        >>> with lesson.shown_error():
+        ...     pool.run(broken)
+    """
+    try:
+        yield
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        print("No error was raised.")
+
+
+class SideBySide:
+    """Two pieces of code next to each other, the lines that differ marked. ``str()`` gives them one below the other."""
+
+    def __init__(self, titles: tuple[str, str], sources: tuple[str, str]):
+        self.titles, self.sources = titles, sources
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return {"text/plain": str(self), "text/html": self._html()}
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{title}:\n{indent(source, '    ')}" for title, source in zip(self.titles, self.sources))
+
+    def _html(self) -> str:
+        columns = zip(self.titles, self._marked(), ("#fbe3d6", "#d9f0e8"), ("✗", "✓"))
+        longest = max(len(line) for source in self.sources for line in source.splitlines())
+        # As wide as the longest line, so that long code stands one below the other instead of being cut off.
+        cells = "".join(
+            f'<div style="flex: 1 1 {8 * longest + 40}px; min-width: 0"><div style="font-weight: bold; margin-bottom: .3em">{mark} '
+            f'{escape(title)}</div><pre style="margin: 0; padding: .6em; overflow-x: auto; color: #222; '
+            f'background: #f7f7f7; white-space: pre; font: 13px/1.5 monospace">{self._lines(lines, tint, mark)}</pre></div>'
+            for title, lines, tint, mark in columns)
+        return f'<div style="display: flex; flex-wrap: wrap; gap: 1em">{cells}</div>'
+
+    @staticmethod
+    def _lines(lines, tint, mark) -> str:
+        return "\n".join(f'<span style="background: {tint}">{mark} {escape(line)}</span>' if differs
+                         else f"  {escape(line)}" for line, differs in lines)
+
+    def _marked(self):
+        """For both sources: their lines, and whether the other one lacks them."""
+        left, right = (source.splitlines() for source in self.sources)
+        same = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
+        in_left = {block.a + i for block in same for i in range(block.size)}
+        in_right = {block.b + i for block in same for i in range(block.size)}
+        return ([(line, i not in in_left) for i, line in enumerate(left)],
+                [(line, i not in in_right) for i, line in enumerate(right)])
+
+
+def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right")) -> SideBySide:
+    """Broken code beside right code, with the lines that differ marked by ✗ and ✓ as well as by colour.
+
+    Args:
+        broken, right: source text, or functions and classes whose source can be read.
+        titles: what stands above them.
+
+        >>> lesson.side_by_side(fault("nan_mask").broken, fault("nan_mask").right)
+    """
+    sources = [dedent(code if isinstance(code, str) else inspect.getsource(code)).strip("\n") for code in (broken, right)]
+    return SideBySide(titles, tuple(sources))

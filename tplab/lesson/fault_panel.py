@@ -1,0 +1,128 @@
+"""The panel of a notebook: tick faults, choose the number of ranks, edit the prompt, run the diff again."""
+
+from collections.abc import Sequence
+from html import escape
+
+from tplab.errors import TplabError
+from tplab.show.figures.diffs import diff_figure, finding
+from tplab.lesson.exercise import default_prompt
+from tplab.show.figures.style import show_with_words
+from tplab.show.phrases import ShowError, report_words
+
+HEALTHY = "nothing ticked"
+
+
+class Panel:
+    """What :func:`panel` returns. In a notebook it shows the widgets; where no kernel runs, its last figure.
+
+    One output holds both, so a stored notebook has a picture for its readers and nothing random in its text.
+
+    Attributes:
+        report: the ``AlignReport`` of the last run.
+        figure: the last figure.
+        words: the figure's text alternative.
+    """
+
+    def __init__(self, model, faults: Sequence, ticked: Sequence[str], tensor_parallel_sizes: Sequence[int],
+                 tensor_parallel_size: int, prompt: str, dtype: str):
+        import ipywidgets as widgets
+
+        self._model, self._dtype, self._faults, self._previous = model, dtype, list(faults), {}
+        self._boxes = [widgets.Checkbox(value=fault.name in ticked, description=fault.title, indent=False,
+                                        layout=widgets.Layout(width="auto")) for fault in self._faults]
+        self._tp = widgets.ToggleButtons(options=list(tensor_parallel_sizes), value=tensor_parallel_size,
+                                         style={"button_width": "3em"})
+        self._prompt = widgets.Textarea(value=prompt, layout=widgets.Layout(width="auto", height="7em"))
+        self._button = widgets.Button(description="Run", button_style="primary", icon="play")
+        self._button.on_click(lambda _: self.run())
+        self._verdict, self._image = widgets.HTML(), widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        titles = [widgets.HTML(f"<b>{text}</b>") for text in ("Faults", "Ranks", "Prompt")]
+        left = widgets.VBox([titles[0], *self._boxes, titles[1], self._tp, titles[2], self._prompt, self._button],
+                            layout=widgets.Layout(width="300px", flex="0 0 auto", padding="0 12px 0 0"))
+        right = widgets.VBox([self._image, self._verdict], layout=widgets.Layout(flex="1 1 420px", min_width="0"))
+        self.widget = widgets.Box([left, right], layout=widgets.Layout(display="flex", flex_flow="row wrap"))
+        self._redraw()
+
+    @property
+    def ticked(self) -> list:
+        """The faults that are ticked."""
+        return [fault for fault, box in zip(self._faults, self._boxes) if box.value]
+
+    def run(self) -> None:
+        """What the button does: align again with what is ticked, and redraw. A user's mistake is told in the panel."""
+        self._button.disabled, self._button.description = True, "Running …"
+        try:
+            self._redraw()
+        except Exception as error:
+            # A front end shows no traceback of a button, so every error is told where the verdict would stand.
+            self._verdict.value = f'<pre style="white-space: pre-wrap">{escape(f"{type(error).__name__}: {error}")}</pre>'
+            if not isinstance(error, TplabError):
+                raise
+        finally:
+            self._button.disabled, self._button.description = False, "Run"
+
+    def _redraw(self) -> None:
+        from tplab.align import align, align_decode, diagnose
+
+        decodes = any(fault.shows_in == "decode" for fault in self._faults)
+        self.report = (align_decode if decodes else align)(
+            self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype, patches=self.ticked)
+        label = self._label()
+        self.figure = diff_figure({**{old: report for old, report in self._previous.items() if old != label},
+                                   label: self.report}, title=finding({label: self.report}))
+        self._previous = {label: self.report}
+        self.words = self.figure.words.replace("Figure:", "Figure: the panel when this cell ran.", 1)
+        self._image.value = self.figure.png()
+        idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
+        lines = [f"<b>{escape(report_words(self.report))}</b>", escape(diagnose(self.report).sentence), *map(escape, idle)]
+        self._verdict.value = "<br>".join(lines)
+
+    def _label(self) -> str:
+        what = " + ".join(fault.name for fault in self.ticked) or HEALTHY
+        return f"{what}, {self._tp.value} rank{'s' * (self._tp.value > 1)}"
+
+    def _why_not(self, fault) -> str:
+        """Why a ticked fault changes nothing with this model and this many ranks."""
+        from tplab.checkpoint import open_checkpoint
+
+        ckpt = open_checkpoint(self._model) if isinstance(self._model, str) else self._model
+        return fault.why_not(ckpt.config, self._tp.value)
+
+    def __str__(self) -> str:
+        choices = ", ".join(fault.title for fault in self._faults)
+        return f"Panel: {choices}; ranks {', '.join(map(str, self._tp.options))}. Shown: {self._label()}."
+
+    def _ipython_display_(self):
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
+        show_with_words(self, {"text/plain": str(self), "image/png": self.figure.png(),
+                               "application/vnd.jupyter.widget-view+json": view})
+
+
+def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor_parallel_size: int = 2,
+          tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32") -> Panel:
+    """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside them.
+
+    The figure of the first run stands in the stored notebook for readers without a kernel. After a run the panel
+    draws the run before it too. If one of the faults shows only while decoding, the whole panel compares the decode
+    path (:func:`tplab.align.align_decode`), else a forward pass over the prompt.
+
+    Args:
+        faults: names of the museum, or ``Fault`` objects.
+        model: a model's name or an opened checkpoint.
+        ticked: names of the faults that are on at the start.
+        tensor_parallel_size: the choice at the start.
+        tensor_parallel_sizes: the choices; ``tensor_parallel_size`` is added if it is not among them.
+        prompt: the text at the start; :func:`default_prompt` if empty.
+        dtype: float32, float64 or bfloat16.
+
+        >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"], tensor_parallel_size=tensor_parallel_size)
+    """
+    from tplab.faults import fault
+
+    chosen = [fault(one) if isinstance(one, str) else one for one in faults]
+    names = [one.name for one in chosen]
+    for name in ticked:
+        if name not in names:
+            raise ShowError(f"{name!r} cannot be ticked: the panel has {', '.join(names)}")
+    sizes = sorted({*tensor_parallel_sizes, tensor_parallel_size})
+    return Panel(model, chosen, ticked, sizes, tensor_parallel_size, prompt or default_prompt(model), dtype)

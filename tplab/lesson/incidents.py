@@ -1,0 +1,164 @@
+"""Failures on purpose: made to happen on real ranks, told as they are, and timed against the bound that was promised."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import matplotlib
+
+from tplab.ranks import RankError, rank
+from tplab.pool import RankPool
+from tplab.ranks.errors import place, side_by_side
+from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, entitle, picture
+from tplab.show.tables import Table
+from tplab.show.phrases import ShowError
+
+_CELL = re.compile(r"cell In\[\d+\], ")
+_LEFT = 1e-3  # where the axis of seconds begins
+
+
+def caught(function: Callable, *args, **kwargs) -> Exception | None:
+    """Call a function that is expected to fail, and return its exception; None if it did not fail.
+
+        >>> error = lesson.caught(llm.generate, prompt)
+    """
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def told(error: Exception) -> str:
+    """An error's class and text, with lines of cells but without the numbers of the cells.
+
+    Those are counted by JupyterLab and papermill and not by nbval, so stored text cannot have them.
+
+        >>> print(lesson.told(lesson.caught(pool.run, broken)))
+        RankError: rank 1 raised ZeroDivisionError: division by zero …
+    """
+    text = str(error)
+    if getattr(error, "logs", None):
+        # Laid out anew: the columns are as wide as what stands in them.
+        logs = [[replace(record, file="") if _CELL.match(place(record.file, 1)) else record for record in log] for log in error.logs]
+        head = str(RankError(error.summary, error.causes.values()))
+        text = "\n".join([head, "", *side_by_side(logs, error.causes), *error.notes])
+    return f"{type(error).__name__}: {_CELL.sub('', text)}"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One failure: the error, after how many seconds it was there, and how many it may have taken."""
+
+    error: RankError
+    seconds: float
+    within: float
+
+    @property
+    def in_time(self) -> bool:
+        return self.seconds <= self.within
+
+
+class Incidents:
+    """A list of failures that happened on one pool.
+
+        >>> incidents = lesson.Incidents(pool)
+        >>> incidents.provoke("a rank raises", broken, within=1)
+        RankError: rank 1 raised ZeroDivisionError: division by zero …
+    """
+
+    def __init__(self, pool: RankPool):
+        self.pool = pool
+        self.happened: dict[str, Incident] = {}
+        self._before = _belongings(pool)
+
+    @property
+    def errors(self) -> dict[str, RankError]:
+        return {name: incident.error for name, incident in self.happened.items()}
+
+    def provoke(self, name: str, fn: Callable, within: float, timeout: float | None = None) -> None:
+        """Run ``fn`` on the ranks, print the error, and note under ``name`` how long it took to come.
+
+        Args:
+            name: what happens, in a few words.
+            fn: as for ``pool.run``.
+            within: seconds in which it has to be reported.
+            timeout: as for ``pool.run``.
+
+        Raises `ShowError` if nothing fails: then the lesson would teach nothing.
+        """
+        self.pool.run(rank)  # ranks that the last incident has ended are started now, not on this one's time
+        begin = time.perf_counter()
+        error = caught(self.pool.run, fn, timeout=timeout)
+        seconds = time.perf_counter() - begin
+        if not isinstance(error, RankError):
+            raise ShowError(f"{name}: this was to fail on the ranks, and what came was {error!r}")
+        self.happened[name] = Incident(error, seconds, within)
+        print(told(error))
+
+    def left_behind(self) -> Table:
+        """What these ranks have on the machine, before the first incident and now; a line that grew is marked."""
+        import pandas as pd
+
+        now = _belongings(self.pool)
+        frame = pd.DataFrame({"before": self._before, "now": now})
+        return Table(frame, pd.DataFrame({"before": False, "now": frame["now"] > frame["before"]}))
+
+    def figure(self, patience: float | None = None, title: str | None = None) -> Picture:
+        """Seconds until each failure was reported, beside its bound.
+
+        Args:
+            patience: seconds after which ``torch.distributed`` alone gives up, drawn as a line.
+            title: the finding.
+        """
+        if not self.happened:
+            raise ShowError("nothing has happened yet; provoke something first")
+        figure, ax = picture(9.0, 1.5 + 0.36 * len(self.happened))
+        with matplotlib.rc_context(RC):
+            for y, (name, incident) in enumerate(self.happened.items()):
+                color = GREEN if incident.in_time else RED
+                ax.plot([_LEFT, incident.seconds], [y, y], color=color, lw=2, zorder=1)
+                ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)
+                ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
+                ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6), textcoords="offset points", fontsize=9,
+                            ha="center", va="bottom")
+            ax.annotate("bound", (self._first.within, -0.36), (0, 2), textcoords="offset points", ha="center", va="bottom",
+                        fontsize=9.5)
+            ax.set_xscale("log")
+            ax.set_xlim(_LEFT, 4 * max(patience or 1.0, *(incident.within for incident in self.happened.values())))
+            ax.set_ylim(len(self.happened) - 0.4, -0.95)
+            if patience:
+                ax.axvline(patience, color=FAINT, lw=1.5, ls="--")
+                ax.annotate(f"torch.distributed\ngives up after\n{patience / 60:g} minutes", (patience, (len(self.happened) - 1) / 2), (-6, 0),
+                            textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
+            ax.set_yticks(range(len(self.happened)), list(self.happened))
+            ax.tick_params(axis="y", length=0)
+            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            ax.set_xlabel("seconds from the call until the error")
+            entitle(figure, title or "How long it took to be told")
+        late = [name for name, incident in self.happened.items() if not incident.in_time]
+        verdict = "each one came within its bound" if not late else f"too late: {', '.join(late)}"
+        bounds = ", ".join(f"{name} ({incident.within:g} s)" for name, incident in self.happened.items())
+        figure.words = f"Figure: seconds until each failure was reported, and its bound: {bounds}; {verdict}."
+        return figure
+
+    @property
+    def _first(self) -> Incident:
+        return next(iter(self.happened.values()))
+
+
+def _seconds(value: float) -> str:
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _belongings(pool: RankPool) -> dict[str, int]:
+    """What stands on this machine because of this process and its pools, counted."""
+    import psutil
+
+    processes = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    folders = list(Path(pool._folder).parent.glob(f"tplab-{os.getpid()}-*"))
+    return {"processes (ranks, and what starts them)": len(processes), "private folders of pools": len(folders),
+            "files in them": sum(len(list(folder.iterdir())) for folder in folders)}

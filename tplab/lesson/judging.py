@@ -1,0 +1,61 @@
+"""Judging a learner's function: it takes the place of the engine's on every rank, and Hugging Face decides."""
+
+from collections.abc import Callable
+
+from tplab.lesson.exercise import check
+
+
+def verdict(function: Callable, target: str, examine: Callable, agreed: str):
+    """Print ``PASS``, or ``NOT YET`` and the cause; whatever goes wrong in the learner's code ends in such a line.
+
+    Args:
+        function: the learner's, from a notebook cell.
+        target: the dotted name that it replaces, as for :class:`tplab.patch.Patch`.
+        examine: takes the :class:`tplab.patch.Patch`; returns an ``AlignReport`` with the function in the engine, and
+            what is wrong with it in the learner's terms (the empty string if nothing is; only else may there be no report).
+        agreed: what ``PASS`` says.
+
+    Returns:
+        The report; None if there is none.
+    """
+    from tplab.align import diagnose
+    from tplab.patch import Patch
+
+    name = getattr(function, "__name__", repr(function))
+    report = None
+    try:
+        report, told = examine(Patch(target, function))
+        told = told or ("" if report.ok else diagnose(report).sentence)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    check(name if told else f"{name}: {agreed}", not told, told)
+    return report
+
+
+def judge(function: Callable, target: str, model, prompt, *, problem: Callable[[Callable], str] = lambda function: "",
+          tensor_parallel_size: int = 2, dtype: str = "float32"):
+    """Put ``function`` at ``target`` in the engine, align the model, and print ``PASS``, or ``NOT YET`` and the cause.
+
+    Whatever goes wrong in the learner's code ends in such a line, so that *Run All* goes on.
+
+    Args:
+        function: the learner's, from a notebook cell.
+        target: the dotted name that it replaces, as for :class:`tplab.patch.Patch`.
+        model, prompt, tensor_parallel_size, dtype: as for :func:`tplab.align.align`.
+        problem: looks at the function before the ranks do, on an example small enough to talk about; says what is
+            wrong with it in the learner's terms, or the empty string.
+
+    Returns:
+        The ``AlignReport`` of the model with the learner's function; None if it did not run.
+
+        >>> mine = lesson.judge(mask_scores, "tplab.model.attention.mask_scores", model, prompt)
+        NOT YET  mask_scores: 100% NaN although q, k and v are finite …
+    """
+    from tplab.align import align
+
+    def examine(patch):
+        told = problem(function)
+        return align(model, prompt, tensor_parallel_size=tensor_parallel_size, dtype=dtype, patches=[patch]), told
+
+    ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
+    return verdict(function, target, examine, f"on {ranks}, every trace point agrees with Hugging Face")

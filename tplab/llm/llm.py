@@ -1,0 +1,297 @@
+"""``LLM``: text in, text out, over tensor-parallel ranks."""
+
+import time
+from collections.abc import Iterator, Sequence as Many
+from functools import partial
+
+import torch
+
+from tplab.checks import readable, shown
+from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from tplab.engine.core import Engine
+from tplab.engine.errors import EngineError, GenerationError, RequestError
+from tplab.engine.executor import LogicalExecutor, PoolExecutor
+from tplab.llm.outputs import RequestOutput, StreamChunk
+from tplab.llm.progress import Progress
+from tplab.llm.queue import Inbox, RequestQueue
+from tplab.llm.requests import Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn, rejected
+from tplab.llm.sampling_params import SamplingParams
+from tplab.engine.sizes import cache_size
+from tplab.model.dtypes import parse_dtype
+from tplab.patch import applied, as_patches
+from tplab.ranks import RankError
+from tplab.pool import RankPool
+from tplab.shard import ShardPlan
+
+
+class LLM:
+    """A model on tensor-parallel ranks, with vLLM's names.
+
+    Args:
+        model: ``"fable"``, ``"smollm2"``, a folder, a hub id, or an opened checkpoint.
+        tensor_parallel_size: number of ranks.
+        dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; of weights, activations and cache.
+        block_size: tokens per cache block.
+        num_blocks: blocks in the cache; None: room for ``max_num_seqs`` sequences of full length within 1 GiB over
+            all ranks. Memory is committed as it is used.
+        max_model_len: longest prompt and output together; None: the model's own limit.
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens computed in one step; longer prompts are read in chunks.
+        enable_prefix_caching: share the blocks of equal beginnings.
+        strict: check caches, tables and ranks after every step.
+        patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
+            on the ranks and in the scheduler.
+        pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
+        logical: run the ranks as threads of this process instead (for wide sweeps in tests).
+        executor: ``(tensor_parallel_size, patches)`` → another way to reach the ranks (see ``executor.py``).
+
+    Use as a context manager, or call :meth:`close`: the ranks forget the model; the pool stays open.
+
+    Raises:
+        CheckpointError, ShardPlanError, CacheError, EngineError: the engine cannot be made like that.
+    """
+
+    def __init__(self, model: str | Checkpoint, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32", *,
+                 block_size: int = 16, num_blocks: int | None = None, max_model_len: int | None = None,
+                 max_num_seqs: int = 16, max_num_batched_tokens: int = 512, enable_prefix_caching: bool = True,
+                 strict: bool = False, patches: Many = (), pool: RankPool | None = None, logical: bool = False,
+                 executor=None):
+        self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        config, self.dtype = self.checkpoint.config, parse_dtype(dtype)
+        self.plan = ShardPlan.from_config(config, tensor_parallel_size)
+        ranks = self.plan.tensor_parallel_size
+        if not isinstance(pool, RankPool | None):
+            raise EngineError(f"pool must be a RankPool, such as RankPool({ranks}), or None, not {shown(pool)}")
+        if pool is not None and pool.size != ranks:
+            raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
+        self.patches = as_patches(patches)
+        with applied(*self.patches):
+            pass  # a patch that does not fit is refused before any rank is touched
+        max_model_len, num_blocks, block_size = cache_size(config, self.plan, self.dtype, block_size, num_blocks,
+                                                           max_model_len, max_num_seqs)
+        executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
+        self.engine = Engine(
+            executor(ranks, self.patches), vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, strict=strict, patches=self.patches,
+            enable_prefix_caching=enable_prefix_caching and not depends_on_length(config))
+        self._load_arguments = (self.checkpoint, self.plan, self.dtype, num_blocks, block_size, strict)
+        self.requests = RequestQueue(self.engine)
+        self._tokenizer = None
+        self.closed = False
+        self._load()
+
+    def _load(self) -> None:
+        begin = time.perf_counter()
+        self.load_stats = self.engine.executor.load(*self._load_arguments)
+        self.load_seconds = time.perf_counter() - begin
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests and forget the model on every rank. Can be called twice."""
+        with self.requests.turn():
+            if not self.closed:
+                self.closed = True
+                self.requests.clear()
+                self.engine.executor.close()
+
+    def __repr__(self) -> str:
+        pool = self.engine.pool
+        return (f"<LLM {self.checkpoint.name}: {self.plan.tensor_parallel_size} ranks, {str(self.dtype)[6:]}, "
+                f"{pool.num_blocks} blocks of {pool.block_size}{', closed' if self.closed else ''}>")
+
+    @property
+    def scheduler(self):
+        """The scheduler, to be looked at and printed between steps."""
+        return self.engine.scheduler
+
+    @property
+    def tokenizer(self):
+        """The checkpoint's tokenizer; None for a checkpoint that has none."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self.checkpoint.tokenizer()
+            except CheckpointError:
+                if (self.checkpoint.folder / "tokenizer.json").exists():
+                    raise
+        return self._tokenizer
+
+    # Whole generations.
+
+    def generate(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
+                 use_tqdm: bool | None = None) -> list[RequestOutput]:
+        """Continue every prompt.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of texts and lists of token ids.
+            sampling_params: for all prompts, or one per prompt; :class:`SamplingParams` of defaults if None.
+            use_tqdm: show a progress bar; None: when it takes longer than two seconds.
+
+        Returns:
+            One :class:`RequestOutput` per prompt, in their order. Among several prompts, one that cannot run does not
+            keep the others from running: it comes back with ``finish_reason="error"`` and its ``error``, and a
+            warning says so.
+
+        Raises:
+            RequestError: the only prompt, or every one, cannot run.
+            GenerationError: the ranks failed; carries what had been generated.
+        """
+        requests, inbox = self._add_all(prompts, sampling_params)
+        for _ in self._drive(requests, inbox, use_tqdm, lambda request: None):
+            pass
+        return [request.output() for request in requests]
+
+    def chat(self, messages, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
+             use_tqdm: bool | None = None) -> list[RequestOutput]:
+        """Answer a conversation, or several: ``[{"role": "user", "content": "…"}, …]``; otherwise like :meth:`generate`."""
+        def prompt(conversation):
+            try:
+                return self.chat_prompt(conversation)
+            except RequestError as error:
+                return error  # raised where prompts are looked at one by one: the other conversations go on
+        return self.generate([prompt(c) for c in parse_messages(messages)], sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages) -> list[int]:
+        """A conversation as token ids, by the checkpoint's chat template, up to where the answer begins."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise RequestError(f"{self.checkpoint.name} has no chat template; use generate with a prompt of its own form")
+        conversations = parse_messages(messages)
+        if len(conversations) > 1:
+            raise RequestError(f"chat_prompt takes one conversation, not {len(conversations)}; chat takes several")
+        try:
+            text = self.tokenizer.apply_chat_template(conversations[0], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
+            raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
+                               f"{' '.join(str(error).split()) or type(error).__name__}") from error
+        with self.requests.turn():  # a tokenizer serves one thread at a time
+            return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
+
+    def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
+               ) -> Iterator[StreamChunk]:
+        """Like :meth:`generate`, giving out every piece of text as soon as it is certain.
+
+        ``for chunk in llm.stream(prompt): print(chunk, end="")``. Leaving the loop early aborts what is unfinished.
+        """
+        requests, inbox = self._add_all(prompts, sampling_params)
+        index = {request: i for i, request in enumerate(requests)}
+        inbox.update((request, 0) for request in requests if request.error)
+
+        def chunk(request: Request) -> StreamChunk:
+            return StreamChunk(index[request], request.take_certain(), request.output())
+
+        for chunks in self._drive(requests, inbox, False, chunk):
+            yield from (chunk for chunk in chunks if chunk.text or chunk.output.finished)
+            self.requests.unsure = True
+
+    def _drive(self, requests: list[Request], inbox: Inbox, use_tqdm: bool | None, look) -> Iterator[list]:
+        """Until ``requests`` are done: what ``look`` sees of those that changed. Steps only if none has yet."""
+        unfinished = {request for request in requests if not request.error}
+        with Progress(len(unfinished), use_tqdm) as progress:
+            try:
+                while unfinished or inbox:
+                    with self.requests.turn():
+                        self._refuse_closed()
+                        if not inbox:
+                            self._step(requests)
+                        ended = {request for request in inbox if request.finished}
+                        progress.show(sum(inbox.values()), len(ended & unfinished))
+                        unfinished -= ended
+                        seen = [look(request) for request in inbox]
+                        inbox.clear()
+                    yield seen
+            finally:
+                self.requests.abandon(unfinished)
+        raise_or_warn(requests, [request for request in requests if request.number is not None],
+                       "ended early, the others did not")
+
+    # Step by step.
+
+    def add_request(self, prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt for :meth:`step`; returns its number. Errors as in :meth:`generate`."""
+        (request,), _ = self._add_all([parse_prompt(prompt)], sampling_params, self.requests.for_step)
+        return request.number
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do or to hand out."""
+        with self.requests.turn():
+            return bool(self.requests.unfinished or self.requests.for_step)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step, for everybody's requests.
+
+        Returns:
+            Outputs of those requests of :meth:`add_request` that got a token or ended since the last call, in this step
+            or in steps of a :meth:`generate` or :meth:`stream` in between; each once, as it is now.
+        """
+        with self.requests.turn():
+            self._refuse_closed()
+            if self.requests.unfinished:
+                self.requests.unsure = True
+                self._step()
+            changed = list(self.requests.for_step)
+            self.requests.for_step.clear()
+            return [request.output() for request in changed]
+
+    def abort(self, request_id: int) -> RequestOutput:
+        """End a request now; what it has so far. Its blocks are free at once.
+
+        Raises:
+            RequestError: there is no unfinished request with this number.
+        """
+        with self.requests.turn():
+            request = self.requests.abort(request_id)
+            self.requests.for_step.pop(request, None)  # handed out here
+            return request.output()
+
+    # Parts.
+
+    def _add_all(self, prompts, sampling_params, inbox: Inbox | None = None) -> tuple[list[Request], Inbox]:
+        inbox = {} if inbox is None else inbox
+        with self.requests.turn():
+            self._refuse_closed()
+            requests = []
+            for prompt, params in parse_prompts(prompts, sampling_params):
+                try:
+                    request = Request(self, prompt, params)
+                except RequestError as error:
+                    request = rejected(prompt, error)
+                requests.append(request)
+            raise_or_warn(requests, requests, "cannot run, the others do")
+            for request in requests:
+                if not request.error:
+                    self.requests.add(request, inbox)
+        return requests, inbox
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise EngineError("this LLM is closed; make a new one")
+
+    def _step(self, requests: list[Request] = ()) -> None:
+        """One step for everybody, on behalf of the caller of ``requests``."""
+        try:
+            if self.requests.unsure and not self.engine.executor.loaded():
+                self._load()
+                self.engine.recompute()
+            self.requests.step()
+        except RankError as error:
+            if not requests:
+                raise
+            outputs = [request.output() for request in requests]
+            generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+            raise GenerationError(f"{error}\n{generated} tokens had been generated by then; they are in this error's "
+                                  f".outputs", outputs) from error
+
+
+def depends_on_length(config) -> bool:
+    """Whether a token's key depends on how long its prompt is (rope types dynamic and longrope).
+
+    Then equal beginnings of unequal prompts have unequal keys, and prefixes cannot be shared.
+    """
+    return config.hf.rope_parameters["rope_type"] in ("dynamic", "longrope")

@@ -1,0 +1,120 @@
+"""``RequestQueue``: the one place that owns an LLM's requests, whoever added them and whoever steps."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from tplab.checks import shown, whole_number
+from tplab.engine.core import Engine
+from tplab.engine.errors import EngineError, RequestError
+from tplab.llm.requests import Request
+
+Inbox = dict[Request, int]  # requests that changed since their caller looked last → how many tokens they got
+
+
+class RequestQueue:
+    """All requests of an engine, and an inbox for each of their callers.
+
+    A call of ``generate``, a stream, and ``LLM.step`` are callers. A step that any of them makes advances everybody's
+    requests, and puts each one that changed into the inbox of the caller that added it. So nobody misses a token, or
+    the end, that came in somebody else's step.
+
+    Everything but :meth:`abandon` happens within a :meth:`turn`.
+
+    Args:
+        engine: steps the sequences.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.unfinished: dict[int, Request] = {}
+        self.for_step: Inbox = {}  # of those who call LLM.add_request and LLM.step
+        self.unsure = True  # since the last step, ranks may have been restarted, and have lost the model
+        self._inboxes: dict[int, Inbox] = {}
+        self._abandoned: deque[Request] = deque()
+        self._gate, self._lock, self._owner = threading.Lock(), threading.RLock(), None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The right to touch requests and engine. Threads get it in the order in which they ask for it.
+
+        Raises:
+            EngineError: this thread has it already (a signal handler or a patch calls the LLM in the middle of a step).
+        """
+        if self._owner == threading.get_ident():
+            raise EngineError("this LLM is in the middle of a call of the same thread; call it again when that is over")
+        with self._gate:  # without it, a thread that steps in a loop would never let another one in
+            self._lock.acquire()
+        try:
+            self._owner = threading.get_ident()
+            self._end_abandoned()
+            yield
+        finally:
+            self._owner = None
+            self._lock.release()
+
+    def add(self, request: Request, inbox: Inbox) -> None:
+        """Queue a request; what becomes of it is reported to ``inbox``."""
+        request.sequence = self.engine.add(request.prompt_token_ids, request.params)
+        self.unfinished[request.number], self._inboxes[request.number] = request, inbox
+        self.unsure = True
+
+    def step(self) -> None:
+        """One step for everybody's requests. Errors as in :meth:`Engine.step`; no token is lost by them."""
+        self.unsure = True
+        try:
+            self.engine.step()
+            self.unsure = False
+        finally:
+            # Also when it failed: in its last check, say, after the tokens had been taken in.
+            for request in list(self.unfinished.values()):
+                tokens = request.advance(self.engine)
+                if tokens or request.finished:
+                    self._report(request, tokens)
+
+    def abort(self, number: int) -> Request:
+        """End a request now, whoever added it.
+
+        Raises:
+            RequestError: there is no unfinished request with this number.
+        """
+        request = self.unfinished.get(whole_number(number))
+        if request is None:
+            raise RequestError(f"there is no unfinished request {shown(number)}; there are: "
+                               f"{', '.join(map(str, self.unfinished)) or 'none'}")
+        self.engine.finish(request.sequence, "abort")
+        self._report(request, 0)
+        return request
+
+    def abandon(self, requests: Iterable[Request]) -> None:
+        """Nobody wants these any more: end those that are unfinished.
+
+        It never raises and never waits, since a stream can be thrown away at any moment, by the garbage collector in
+        the middle of another caller's step too: then they end when the next turn begins.
+        """
+        self._abandoned.extend(requests)
+        if self._owner != threading.get_ident() and self._lock.acquire(blocking=False):
+            try:
+                self._end_abandoned()
+            finally:
+                self._lock.release()
+
+    def clear(self) -> None:
+        """End all requests and forget what was not fetched."""
+        for request in self.unfinished.values():
+            self.engine.finish(request.sequence, "abort")
+        for requests in (self.unfinished, self._inboxes, self.for_step):
+            requests.clear()
+
+    def _report(self, request: Request, tokens: int) -> None:
+        inbox = self._inboxes[request.number]
+        inbox[request] = inbox.get(request, 0) + tokens
+        if request.finished:
+            del self.unfinished[request.number], self._inboxes[request.number]
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            request = self._abandoned.popleft()
+            if request.number in self.unfinished:
+                self.abort(request.number)

@@ -1,0 +1,86 @@
+"""The engine on ranks that torchrun has made, also across machines.
+
+Every process runs the same command and loads its own part. Rank 0 has the scheduler; before each step it sends the
+step's description to the others, as JSON in a tensor, and all of them carry it out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tplab.llm.llm import LLM
+from tplab.engine.runner import load_runner, run_described_step, run_step
+from tplab.engine.step import StepInput, StepOutput
+from tplab.ranks import broadcast, join_torchrun, rank, world_size
+from tplab.ranks.torchrun import under_torchrun
+
+
+class TorchrunExecutor:
+    """One process's side of an engine under torchrun: rank 0 leads with :meth:`execute`, the others :meth:`follow`.
+
+    Args:
+        size: number of ranks, torchrun's own.
+        patches: applied on this rank, for loading and, where it follows, for every step; on rank 0 the engine applies
+            them around its steps itself.
+    """
+
+    key = "engine"
+
+    def __init__(self, size: int, patches: tuple):
+        self.size, self.patches = size, patches
+
+    def load(self, *arguments) -> list[dict]:
+        """Make this rank's :class:`ModelRunner`; what it costs."""
+        return [load_runner(self.key, [], self.patches, *arguments)]
+
+    def loaded(self) -> bool:
+        """A process of torchrun's that was lost takes all others with it."""
+        return True
+
+    def execute(self, step: StepInput) -> list[StepOutput]:
+        """On rank 0: one step on every rank; this rank's answer."""
+        _send(step.to_json())
+        return [run_step(self.key, (), step)]
+
+    def follow(self) -> None:
+        """On the other ranks: carry out what rank 0 sends, until it sends nothing."""
+        while description := _receive():
+            run_described_step(self.key, self.patches, description)
+
+    def close(self) -> None:
+        """On rank 0: let the others go."""
+        if rank() == 0:
+            _send(b"")
+
+
+def _send(data: bytes) -> None:
+    broadcast(torch.tensor([len(data)]))
+    if data:
+        broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _receive() -> bytes:
+    length = int(broadcast(torch.zeros(1, dtype=torch.int64)))
+    return broadcast(torch.zeros(length, dtype=torch.uint8)).numpy().tobytes() if length else b""
+
+
+@contextmanager
+def open_llm(model: str, tensor_parallel_size: int, dtype: str = "float32", **options) -> Iterator[LLM | None]:
+    """An :class:`LLM` on a pool of its own; under torchrun, on torchrun's ranks, however many these are.
+
+    Yields:
+        The LLM; None on a rank of torchrun's that only follows, whose work is done by then.
+    """
+    if not under_torchrun():
+        with LLM(model, tensor_parallel_size, dtype, **options) as llm:
+            yield llm
+        return
+    join_torchrun()
+    llm = LLM(model, world_size(), dtype, executor=TorchrunExecutor, **options)
+    if rank() == 0:
+        with llm:
+            yield llm
+    else:
+        llm.engine.executor.follow()
+        yield None

@@ -1,0 +1,119 @@
+"""The notice board of a pool: one shared mapping that the parent and every rank read and write.
+
+Commands, answers, progress and the op logs are plain numbers at fixed places, so they can be read at any moment,
+also when a rank is stuck in C++ or dead, and an interrupted reader loses nothing: pipes carry only wake-up bytes.
+"""
+
+import threading
+from typing import NamedTuple
+
+from tplab.pool.shared_file import SharedFile
+from tplab.ranks.oplog import LOG_BYTES, OpLog
+
+# Commands of the parent.
+JOIN, SETUP, RUN, DROP = 1, 2, 3, 4  # DROP: close gloo's connections; it has no answer
+# Outcomes of a command.
+OK, FAILED = 1, 2
+
+# Words of the pool's block.
+ABANDONED = 0  # ranks of this epoch, or an earlier one, leave every collective
+NUMBER, KIND, EPOCH, LENGTH = 1, 2, 3, 4  # the current command; NUMBER is written last
+
+# Words of a rank's block.
+ANSWERED = 0  # number of the last command this rank has finished
+OUTCOME = 1
+ANSWER_LENGTH = 2
+ANSWERED_AT = 3  # time.monotonic_ns
+PRINTED = 4  # bytes that Python code has printed during the command
+STARTED = 5  # number of the last command this rank has begun
+STEP = 6  # data steps this rank has published in this epoch
+BIRTH = 7  # the epoch in which the process was started that may speak for this rank
+BLOCK_WORDS = 64
+SLOT_BYTES = 256 * 1024  # one chunk of a tensor; two slots per rank, used in turn
+
+
+class Command(NamedTuple):
+    number: int
+    kind: int
+    epoch: int
+    length: int
+
+
+class Board:
+    """Fixed layout: pool block, a block per rank, a log per rank, two data slots per rank."""
+
+    def __init__(self, memory: SharedFile, size: int):
+        self.size = size
+        self.map = memory.map()
+        self.bytes = memoryview(self.map)
+        self.words = self.bytes[: _logs_at(size)].cast("q")
+        self.logs = [
+            OpLog(self.bytes[_logs_at(size) + r * LOG_BYTES : _logs_at(size) + (r + 1) * LOG_BYTES])
+            for r in range(size)
+        ]
+
+    @staticmethod
+    def bytes_needed(size: int) -> int:
+        return _slots_at(size) + 2 * size * SLOT_BYTES
+
+    def slot_offset(self, rank: int, parity: int) -> int:
+        return _slots_at(self.size) + (2 * rank + parity) * SLOT_BYTES
+
+    def word(self, rank: int, name: int) -> int:
+        return self.words[BLOCK_WORDS * (rank + 1) + name]
+
+    def set_word(self, rank: int, name: int, value: int) -> None:
+        self.words[BLOCK_WORDS * (rank + 1) + name] = value
+
+    def post(self, command: Command) -> None:
+        self.words[KIND], self.words[EPOCH], self.words[LENGTH] = command[1:]
+        fence()
+        self.words[NUMBER] = command.number
+
+    def command(self) -> Command:
+        while True:
+            number = self.words[NUMBER]
+            fence()
+            command = Command(number, self.words[KIND], self.words[EPOCH], self.words[LENGTH])
+            fence()
+            if self.words[NUMBER] == number:
+                return command
+
+    def clear_rank(self, rank: int, birth: int) -> None:
+        """Make room for a process that takes the place of another."""
+        for name in range(BLOCK_WORDS):
+            self.set_word(rank, name, 0)
+        self.set_word(rank, BIRTH, birth)
+        self.logs[rank].clear()
+
+    def close(self) -> None:
+        for log in self.logs:
+            log.close()
+        self.words.release()
+        self.bytes.release()
+        self.map.close()
+
+
+def _logs_at(size: int) -> int:
+    return 8 * BLOCK_WORDS * (size + 1)
+
+
+def _slots_at(size: int) -> int:
+    return -(-(_logs_at(size) + size * LOG_BYTES) // 4096) * 4096
+
+
+_gate = threading.Lock()
+_gate.acquire()
+
+
+def fence() -> None:
+    """Order memory accesses before this call against those after it.
+
+    Python has no fence. A release followed by an acquire of a lock is one, on processors (ARM) that reorder writes.
+    """
+    with _fence_guard:
+        _gate.release()
+        _gate.acquire()
+
+
+_fence_guard = threading.Lock()

@@ -1,0 +1,129 @@
+"""Telling what went wrong in a command: from what a `Watch` knows to one `RankError`."""
+
+from tplab.pool import control_block as words
+from tplab.pool import transfer
+from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place
+from tplab.pool.rank_process import gloo_call, in_gloo, snapshot
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+def failure(watch) -> RankError:
+    """Some rank raised or died: the first of them on top, ranks that only lost it marked as a consequence."""
+    if watch.pool.closed:
+        watch.stop()
+        return RankError("the pool was closed while it was running this")
+    causes = _unfinished(watch)
+    for cause in causes:
+        cause.consequence = True
+    causes += [_finished(watch, r) for r, status in enumerate(watch.status) if status != "running"]
+    first = min(causes, key=lambda cause: (cause.consequence or cause.kind == "returned", cause.at))
+    if isinstance(first.exception, CollectiveMismatch):
+        return _error(watch, first.exception.summary, first.exception.causes.values(), CollectiveMismatch)
+    causes.sort(key=lambda cause: (cause is not first, cause.rank))
+    return _error(watch, f"rank {first.rank} {first.text}", causes)
+
+
+def skipped(watch) -> RankError:
+    """Some ranks have returned, and others wait in a collective for them."""
+    causes = _unfinished(watch) + _returned(watch)
+    gone = [f"rank {cause.rank} returned" for cause in causes if cause.kind == "returned"]
+    held = [f"rank {cause.rank} {cause.text}" for cause in causes if cause.kind != "returned"]
+    return _error(watch, "; ".join(gone + held), causes)
+
+
+def too_late(watch) -> RankError:
+    """The time is up: every rank's place, those that do not just wait for another one first."""
+    causes = sorted(_unfinished(watch) + _returned(watch), key=lambda cause: cause.rank)
+    summary = f"not finished after {watch.timeout:g} s: " + "; ".join(f"rank {c.rank} {c.text}" for c in causes)
+    return _error(watch, summary, sorted(causes, key=lambda cause: cause.kind != "running"))
+
+
+def _unfinished(watch) -> list[Cause]:
+    """Where the ranks are that have not finished."""
+    ops = {r: watch.waits_in(r) for r in watch.running()}
+    causes = [_in_collective(r, record) for r, record in ops.items() if record is not None]
+    stacks = snapshot([watch.members[r] for r, record in ops.items() if record is None])
+    return causes + [_in_code(r, frames) for r, frames in stacks.items()]
+
+
+def _in_collective(r, record):
+    text = f"waits in {record.op} at {place(record.file, record.line)}"
+    return Cause(r, "waiting", text, [Frame(record.file, record.line, "")])
+
+
+def _in_code(r, frames):
+    lines = learner_frames(frames)
+    if not lines:
+        return Cause(r, "running", "is still running, in code that does not say where")
+    at = place(lines[-1].file, lines[-1].line)
+    if in_gloo(frames):
+        return Cause(r, "waiting", f"waits in torch.distributed.{gloo_call(frames)} at {at}", lines)
+    return Cause(r, "running", f"is still running at {at}", lines)
+
+
+def _returned(watch):
+    return [Cause(r, "returned", "returned") for r, status in enumerate(watch.status) if status == "returned"]
+
+
+def _finished(watch, r):
+    status, report = watch.status[r], watch.reports[r]
+    if status == "returned":
+        return Cause(r, "returned", "returned")
+    if status == "dead":
+        return _death(watch, r)
+    at = watch.board.word(r, words.ANSWERED_AT)
+    if report.kind == "stopped":
+        record = watch.waits_in(r)
+        line = report.frames[-1] if report.frames else None
+        text = f"stopped in {record.op}" if record else "stopped"
+        text += f" at {place(line.file, line.line)}" if line else ""
+        return Cause(r, "stopped", text, report.frames, at=at, consequence=True)
+    exception = _exception(report.exception)
+    lost = any(sign in report.text for sign in _LOST)
+    return Cause(r, "raised", f"raised {report.text}", report.frames, exception, at, lost)
+
+
+def _death(watch, r):
+    """How and where a rank died; a rank killed from outside can tell its last collective only."""
+    member, record = watch.members[r], watch.last_op(r)
+    frames = learner_frames(member.stack(crash=True))
+    text = f"died ({member.death()})"
+    if frames:
+        text += f" at {place(frames[-1].file, frames[-1].line)}"
+    elif record is not None:
+        text += f" {'after' if record.left else 'in'} {record.op} at {place(record.file, record.line)}"
+        frames = [Frame(record.file, record.line, "")]
+    elif hasattr(watch.fn, "__code__"):
+        code = watch.fn.__code__
+        text += f" in {code.co_name}, before any collective"
+        frames = [Frame(code.co_filename, code.co_firstlineno, code.co_name)]
+    return Cause(r, "died", text, frames, at=watch.died_at[r])
+
+
+def _error(watch, summary, causes, kind=RankError):
+    dead = [r for r, status in enumerate(watch.status) if status == "dead"]
+    watch.stop()
+    # Read when all ranks are at rest: logs that still grow would seem to differ.
+    logs = [log.records(before) for log, before in zip(watch.board.logs, watch.before)]
+    notes = []
+    if watch.ended:
+        notes.append(f"{_ranks(watch.ended)} did not stop and had to be ended.")
+    if afresh := {*dead, *watch.ended}:
+        kept = "; the others keep theirs" if len(afresh) < watch.pool.size else ""
+        notes.append(f"The next run starts {_ranks(afresh)} afresh, with an empty state{kept}.")
+    return kind(summary, causes, logs, notes)
+
+
+def _ranks(numbers) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, sorted(numbers)))
+
+
+def _exception(pickled):
+    """The exception object, where its class is known here too; its text has been told in any case."""
+    if pickled is None:
+        return None
+    try:
+        return transfer.loads(pickled)
+    except Exception:
+        return None

@@ -1,0 +1,127 @@
+"""Starting rank processes with torch.multiprocessing: fork server with torch loaded on Linux, spawn elsewhere.
+
+The fork server is Python's own. It belongs to the process that made the first pool, is kept for the next pool or the
+next rank (so that these start in milliseconds), and ends with that process.
+"""
+
+import os
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from multiprocessing import current_process, forkserver, spawn
+
+import torch.multiprocessing as mp
+
+from tplab.pool import worker
+from tplab.ranks.errors import RankError
+
+_PRELOAD = ["tplab.pool.one_thread", "torch", "cloudpickle", "tplab.pool.preload"]
+_NAME = "tplab-rank-"
+_lock = threading.Lock()
+
+
+def start(spec: worker.Spec):
+    """Start one rank; returns its process object. The files of `spec` are closed here when they have been sent.
+
+    The work is done on a thread of its own, where no interrupt can cut it short: half a request would bring down the
+    fork server, and all ranks with it.
+    """
+    task = _Start(spec)
+    try:
+        task.start()
+        task.done.wait()  # join would take an interrupted thread for an ended one
+    except BaseException:
+        task.unwanted = True
+        raise
+    if task.error is not None:
+        raise RankError(
+            f"rank {spec.rank} could not be started: {task.error} (temporary folder: {spec.folder})"
+        ) from task.error
+    return task.process
+
+
+class _Start(threading.Thread):
+    """One start; if it is not wanted any more when it is done, the process goes again."""
+
+    def __init__(self, spec):
+        super().__init__(name=f"start of rank {spec.rank}", daemon=True)
+        self.spec, self.process, self.error, self.unwanted = spec, None, None, False
+        self.done = threading.Event()
+
+    def run(self):
+        try:
+            self.process = self._process()
+        except Exception as error:  # told by `start`, in the thread that asked for this
+            self.error = error
+        finally:
+            self.spec.close()
+            self.done.set()
+        if self.unwanted and self.process is not None:
+            self.process.kill()
+            self.process.join()
+
+    def _process(self):
+        if sys.platform.startswith("linux"):
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOAD)
+        else:
+            context = mp.get_context("spawn")
+        name = f"{_NAME}{self.spec.rank}"
+        process = context.Process(target=worker.main, args=(self.spec,), name=name, daemon=True)
+        with _lock, _without_main():
+            _find_server()
+            process.start()
+        return process
+
+
+def forget() -> None:
+    """In a fork of this process: leave the fork server to the parent, and start an own one when one is needed."""
+    global _lock
+    if (alive := forkserver._forkserver._forkserver_alive_fd) is not None:
+        os.close(alive)
+    _another_server()
+    current_process()._config.pop("tempdir", None)  # where the parent's server listens
+    _lock = threading.Lock()
+
+
+def _find_server() -> None:
+    """If a cleaner of temporary folders has taken the fork server's address, have the next start make another one.
+
+    The old one stays to the end, for the ranks that it has started would end with it.
+    """
+    address = forkserver._forkserver._forkserver_address
+    if address is not None and not os.path.exists(address):
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(address), 0o700)  # multiprocessing listens there again, and removes it at exit
+        _another_server()
+
+
+def _another_server() -> None:
+    server = forkserver._forkserver
+    preload = server._preload_modules
+    server.__init__()
+    server.set_forkserver_preload(preload)
+
+
+@contextmanager
+def _without_main():
+    """Keep a rank from importing the learner's script.
+
+    multiprocessing runs the parent's main module again in every child, so a script without an
+    ``if __name__ == "__main__"`` guard would start pools from inside pools. Functions of ``__main__`` travel by value,
+    so a rank has no use for it.
+    """
+    prepare = spawn.get_preparation_data
+
+    def prepare_rank(name):
+        data = prepare(name)
+        if name.startswith(_NAME):
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    spawn.get_preparation_data = prepare_rank
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare

@@ -1,0 +1,297 @@
+"""`RankPool`: the ranks of a notebook, started once and used by every cell."""
+
+import atexit
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from contextlib import suppress
+
+from tplab.checks import shown, whole_number
+from tplab.patch import in_force
+from tplab.pool import control_block as words
+from tplab.pool import capture, launcher, transfer
+from tplab.ranks import context
+from tplab.pool.control_block import JOIN, RUN, SETUP, Board, Command
+from tplab.ranks.errors import RankError, seconds
+from tplab.pool.rank_process import Member, end_all
+from tplab.pool.shared_file import SharedFile, no_room
+from tplab.pool.watch import Watch
+
+_JOIN_TIMEOUT = 60.0  # starting processes on a busy machine
+
+_births = itertools.count()
+_open_pools = weakref.WeakSet()
+_shared = {}
+
+
+class RankPool:
+    """`size` rank processes on this machine, with collectives between them.
+
+    ``pool.run(fn, *args)`` calls ``fn`` on every rank at once and returns their results in rank order. ``timeout`` is
+    the default bound of a run in seconds. ``strict=True`` also demands that ranks meet from the same source line.
+    A failed run raises `RankError` and leaves the pool usable; a rank that had to be ended starts afresh with an empty
+    `state`. Use as a context manager, or call `close`; ranks never outlive the process that made them.
+    """
+
+    def __init__(self, size: int = 2, timeout: float = 60.0, strict: bool = False):
+        _refuse_inside_rank("RankPool")
+        self.size = size = _pool_size(size)
+        self.timeout = seconds(timeout)
+        self.strict = strict
+        self.closed = False
+        self._lock = threading.Lock()
+        self._owner = None  # the thread that runs at the moment
+        self._pid = os.getpid()
+        self._made = next(_births)
+        self._number = self._epoch = 0
+        self._fresh = True  # the ranks must join before the next run
+        self._set_up = self._watch = None
+        self._folder = _private_folder()
+        try:
+            self._memory = SharedFile("board", self._folder, Board.bytes_needed(size))
+            self._inbox = SharedFile("inbox", self._folder)
+            self._board = Board(self._memory, size)
+            self._members = [Member(self, r) for r in range(size)]
+            _open_pools.add(self)
+            self._owner = threading.get_ident()
+            self._ready()
+            self._owner = None
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __repr__(self):
+        return f"<RankPool of {self.size} ranks, {'closed' if self.closed else 'open'}>"
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process numbers of the ranks, in rank order; None for one that the next run will start."""
+        return [None if member.dead() else member.process.pid for member in self._members]
+
+    def run(self, fn, *args, timeout: float | None = None, **kwargs) -> list:
+        """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
+
+        `fn` may be defined in a notebook cell. What the ranks print is printed here, in rank order. Patches that are in
+        force here (`tplab.patch.applied`) are in force on the ranks until `fn` has returned. Raises `RankError`
+        when any rank fails, when ranks disagree in a collective, or after `timeout` seconds (the pool's if None).
+        """
+        _refuse_inside_rank("RankPool.run")
+        self._refuse_unusable()
+        timeout = self.timeout if timeout is None else seconds(timeout)
+        payload = transfer.dumps_call(fn, args, kwargs, in_force())
+        with self._lock:
+            self._refuse_unusable()
+            self._owner = threading.get_ident()
+            try:
+                self._ready()
+                return self._run(RUN, payload, timeout, fn)
+            finally:
+                self._owner = None
+
+    def close(self) -> None:
+        """End the ranks and give everything back. Can be called twice."""
+        if self.closed or self._pid != os.getpid():
+            return
+        self.closed = True
+        end_all(getattr(self, "_members", []))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _open_pools.discard(self)
+        # A run in another thread sees its ranks die and leaves; only then may the memory go.
+        waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
+        try:
+            self._release()
+        finally:
+            if waited:
+                self._lock.release()
+
+    def __del__(self):
+        if hasattr(self, "_folder"):
+            self.close()
+
+    # Commands.
+
+    def _run(self, kind, payload, timeout, fn):
+        before = [log.last_seq() for log in self._board.logs]
+        self._fresh = True  # until all ranks have answered well
+        self._watch = Watch(self, before, timeout, fn, self._number + 1)
+        try:
+            self._inbox.put(payload)
+            self._post(kind, len(payload))
+            answers = self._watch.results()
+        except BaseException:
+            self._watch.stop()
+            self._print()
+            raise
+        self._watch = None
+        self._fresh = False
+        for memory in (self._inbox, *(member.outbox for member in self._members)):
+            memory.truncate()
+        self._print()
+        return [self._read(r, answer) for r, answer in enumerate(answers)]
+
+    def _post(self, kind, length=0):
+        self._number += 1
+        self._board.post(Command(self._number, kind, self._epoch, length))
+        for member in self._members:
+            if not member.dead():
+                member.wake()
+
+    def _ready(self):
+        """All ranks alive, in one epoch, looking for modules where this process does."""
+        if self._fresh or any(member.dead() for member in self._members):
+            self._join()
+        folder = _working_folder()
+        if self._set_up != (sys.path, folder):
+            self._run(SETUP, transfer.dumps((None, (list(sys.path), folder), {}, ())), _JOIN_TIMEOUT, None)
+            self._set_up = (list(sys.path), folder)
+
+    def _join(self):
+        """Bring all ranks into a new epoch, dead ones started afresh."""
+        if self._watch is not None:
+            self._watch.stop()  # an interrupt may have cut the last attempt short
+            self._watch = None
+        self._epoch += 1
+        self._fresh, self._set_up = True, None
+        _empty(self._folder)
+        dead = [member for member in self._members if member.dead()]
+        for member in dead:
+            self._board.clear_rank(member.rank, self._epoch)
+        # Posted first: a rank that starts must find this command and no older one.
+        self._post(JOIN)
+        try:
+            for member in dead:
+                member.start(self)
+            Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
+        except BaseException:
+            # Those that have not joined sit in gloo's rendezvous and wait for the missing ones.
+            end_all([m for m in self._members if self._board.word(m.rank, words.ANSWERED) != self._number])
+            raise
+        finally:
+            for member in self._members:
+                member.reader.take(0)  # what libraries say while they start is no learner's output
+        self._fresh = False
+
+    def _read(self, rank, answer):
+        try:
+            return transfer.loads(answer)
+        except Exception as error:
+            raise RankError(f"the result of rank {rank} cannot be read here: {error}") from error
+
+    def _print(self):
+        for member in self._members:
+            capture.show(member.rank, *member.reader.take(self._board.word(member.rank, words.PRINTED)))
+            self._board.set_word(member.rank, words.PRINTED, 0)
+
+    # Ends.
+
+    def _refuse_unusable(self):
+        if self._pid != os.getpid():
+            raise RankError(
+                f"this pool belongs to process {self._pid}, of which this process ({os.getpid()}) is a fork; "
+                "make a RankPool here"
+            )
+        if self.closed:
+            raise RankError(f"this pool of {self.size} ranks is closed; make a new one: RankPool({self.size})")
+        if self._owner == threading.get_ident():
+            raise RankError("RankPool.run was called while this thread is already in a run of the same pool")
+
+    def _release(self):
+        for member in getattr(self, "_members", []):
+            member.release()
+        for name in ("_board", "_memory", "_inbox"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+
+
+def shared_pool(size: int = 2) -> RankPool:
+    """The one open pool of `size` ranks of this process: made on first use, made again if it was closed."""
+    size = _pool_size(size)
+    pool = _shared.get(size)
+    if pool is None or pool.closed or pool._pid != os.getpid():
+        pool = _shared[size] = RankPool(size)
+    return pool
+
+
+def latest_pool() -> RankPool:
+    """The open pool made last, else a shared one of two ranks."""
+    pools = sorted((p for p in _open_pools if not p.closed), key=lambda p: p._made)
+    return pools[-1] if pools else shared_pool(2)
+
+
+def _close_all() -> None:
+    for pool in list(_open_pools):
+        pool.close()
+
+
+atexit.register(_close_all)
+
+
+def _disown() -> None:
+    """In a fork of this process: the ranks are the parent's, so let go of them without a word to them."""
+    for pool in list(_open_pools):
+        for member in pool._members:
+            member.disown()
+    if len(_open_pools):
+        launcher.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)
+
+
+def _pool_size(size) -> int:
+    found = whole_number(size, 1, 64)
+    if found is None:
+        raise RankError(f"a pool has 1 to 64 ranks, not {shown(size)}")
+    return found
+
+
+def _refuse_inside_rank(what: str) -> None:
+    if context.inside_rank():
+        raise RankError(
+            f"{what} was called inside rank {context.rank()}; a rank works with the other ranks by collectives and "
+            "starts no ranks of its own"
+        )
+
+
+def _working_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None  # somebody removed it; the ranks stay where they are
+
+
+def _private_folder() -> str:
+    """A folder of mode 0700 for gloo's rendezvous; its name tells whose it is (see `nursery`)."""
+    folder = None
+    try:
+        folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
+        with open(os.path.join(folder, "probe"), "wb") as probe:
+            probe.write(bytes(64 * 1024))
+        os.unlink(probe.name)
+        return folder
+    except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise no_room(error, folder) from None
+
+
+def _empty(folder: str) -> None:
+    """Nothing of an earlier epoch's meeting place in it; made again if a cleaner of temporary folders has taken it."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+    except OSError as error:
+        raise no_room(error, folder) from None

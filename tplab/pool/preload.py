@@ -1,0 +1,54 @@
+"""Loaded by the fork server before it forks ranks, and by nobody else.
+
+What every rank should already have: the modules below take seconds to import. Here that happens once, and each rank,
+also one that takes the place of a dead one, starts in some tens of milliseconds with all of them.
+
+And what is left to do after a sudden end of the notebook: this process notices it, whatever its ranks are doing.
+"""
+
+import atexit
+import glob
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+
+import cloudpickle
+import torch.distributed
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen2.modeling_qwen2
+
+import tplab.pool.worker
+
+
+def _settle(listener_fd: int) -> None:
+    """In the fork server only."""
+    # Out of the notebook's process group: a kernel that is stopped the hard way has its whole group killed, and
+    # nobody could then remove its folders.
+    os.setsid()
+    with socket.socket(fileno=os.dup(listener_fd)) as listener:
+        atexit.register(_sweep, os.getpid(), os.getppid(), listener.getsockname())
+
+
+def _sweep(mine: int, parent: int, address: str) -> None:
+    """The parent is gone: remove its folders, and end at once, upon which the kernel ends all ranks that are left.
+
+    (Taking down an interpreter with all of the above in it can take seconds on a busy machine.)
+    """
+    if os.getpid() != mine:
+        return  # a rank's end
+    with suppress(OSError):  # there may be no temporary folder any more
+        for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"tplab-{parent}-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        os.unlink(address)
+        os.rmdir(os.path.dirname(address))  # multiprocessing's own; stays if anything else is in it
+    os._exit(0)
+
+
+# Any other process that imports this module, by accident or to read its documentation, stays as it is.
+if _command := re.search(r"multiprocessing\.forkserver import main; main\((\d+),", " ".join(sys.orig_argv)):
+    _settle(int(_command[1]))

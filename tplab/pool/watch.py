@@ -1,0 +1,155 @@
+"""Watching one command: who has answered, who has died, who can never answer; and bringing all ranks to rest."""
+
+import select
+import signal
+import time
+
+from tplab.pool import control_block as words
+from tplab.pool import failures, transfer
+from tplab.pool.control_block import DROP
+from tplab.pool.rank_process import end_all, in_gloo, snapshot
+from tplab.ranks.oplog import OpRecord
+
+_TICK = 0.05
+_PATIENCE = 0.25  # after a first failure, for ranks that fail or finish by themselves
+_STOP = 0.4  # for a rank to leave what it is doing before it is ended
+_LOOSEN = 0.05  # after which ranks that hang in gloo are helped out
+_GLOO_SAMPLE, _GLOO_STUCK = 0.5, 2.5
+
+RUNNING, RETURNED, FAILED, DEAD = "running", "returned", "failed", "dead"
+IDLE = "idle"  # an interrupt came before the rank had begun
+
+
+class Watch:
+    """One command in progress on all ranks of a pool.
+
+    `before`: positions of the op logs at its start. `fn`: the learner's function, None for the pool's own commands.
+    `number`: the command's, which may still be about to be posted.
+    """
+
+    def __init__(self, pool, before, timeout: float, fn, number: int):
+        self.pool = pool
+        self.board = pool._board
+        self.members = pool._members
+        self.number = number
+        self.before = before
+        self.timeout = timeout
+        self.fn = fn
+        self.status = [RUNNING] * pool.size
+        self.reports = [None] * pool.size
+        self.died_at = [0] * pool.size  # time.monotonic_ns
+        self.ended = set()  # ranks that had to be killed
+        self._gone = set()  # ranks whose process has ended
+        self._gloo_since = {}
+        self._pipes = {member.pipe.fileno(): member for member in self.members}
+        self._sentinels = {member.process.sentinel: member for member in self.members}
+        self._poll = select.poll()
+        for fd in (*self._pipes, *self._sentinels):
+            self._poll.register(fd, select.POLLIN)
+
+    def results(self) -> list[bytearray]:
+        """The answers of all ranks, still pickled; raises `RankError` when that cannot be had."""
+        begin = time.monotonic()
+        deadline, patience, sample = begin + self.timeout, None, begin + _GLOO_SAMPLE
+        while True:
+            self._look()
+            if RUNNING not in self.status:
+                break
+            now = time.monotonic()
+            if FAILED in self.status or DEAD in self.status:
+                patience = patience or now + _PATIENCE
+                if now >= patience or all(self.waits_in(r) for r in self.running()):
+                    break
+            elif RETURNED in self.status:
+                stuck = self._never_met()
+                if stuck:  # certain; who has not begun yet is given the time to say where it will wait
+                    patience = patience or now + _PATIENCE
+                    stuck = now >= patience or all(self.waits_in(r) for r in self.running())
+                elif now >= sample:
+                    sample = now + _GLOO_SAMPLE
+                    stuck = self._stuck_in_gloo(now)
+                if stuck:
+                    raise failures.skipped(self)
+            if now >= deadline:
+                raise failures.too_late(self)
+            self._pause(min(_TICK, deadline - now))
+        if set(self.status) == {RETURNED}:
+            return [m.outbox.get(self.board.word(m.rank, words.ANSWER_LENGTH)) for m in self.members]
+        raise failures.failure(self)
+
+    def stop(self) -> None:
+        """Bring every rank to rest: by the board, by a signal, by closing gloo's connections, at last by SIGKILL."""
+        self.board.words[words.ABANDONED] = self.pool._epoch
+        self._look()
+        for r in self.running():
+            self.members[r].signal(signal.SIGUSR1)
+        begin = time.monotonic()
+        loosened = False
+        while RUNNING in self.status and (now := time.monotonic() - begin) < _STOP:
+            if now >= _LOOSEN and not loosened:
+                loosened = True
+                self.pool._post(DROP)
+            self._pause(0.01)
+            self._look()
+            for r in self.running():
+                if self.board.word(r, words.STARTED) > self.number:
+                    self.status[r] = IDLE
+        stubborn = self.running()
+        end_all([self.members[r] for r in stubborn])
+        for r in stubborn:
+            self.ended.add(r)
+            self.status[r] = DEAD
+
+    def running(self) -> list[int]:
+        return [r for r, status in enumerate(self.status) if status == RUNNING]
+
+    def waits_in(self, r: int) -> OpRecord | None:
+        """The collective that rank `r` is in at this moment."""
+        record = self.last_op(r)
+        return record if record is not None and not record.left else None
+
+    def last_op(self, r: int) -> OpRecord | None:
+        """The newest collective of rank `r` in this command."""
+        log = self.board.logs[r]
+        seq = log.last_seq()
+        return log.record(seq) if seq > self.before[r] else None
+
+    def _look(self):
+        for r in self.running():
+            # An answer counts even if the rank died right after giving it, so death is looked at second.
+            if self.board.word(r, words.ANSWERED) == self.number:
+                words.fence()
+                if self.board.word(r, words.OUTCOME) == words.OK:
+                    self.status[r] = RETURNED
+                else:
+                    self.status[r] = FAILED
+                    answer = self.members[r].outbox.get(self.board.word(r, words.ANSWER_LENGTH))
+                    self.reports[r] = transfer.loads(answer)
+            elif r in self._gone:
+                self.status[r] = DEAD
+                self.died_at[r] = time.monotonic_ns()
+
+    def _pause(self, seconds):
+        for fd, event in self._poll.poll(max(0.0, seconds) * 1000):
+            if fd in self._sentinels:
+                self._gone.add(self._sentinels[fd].rank)
+            elif self._pipes[fd].calm():
+                continue
+            self._poll.unregister(fd)  # what has ended stays readable for ever
+        for member in self.members:
+            member.reader.relieve()
+
+    def _never_met(self):
+        """Whether a rank waits in a collective that another one has returned without: nothing can end that."""
+        returned = [self.board.logs[r].last_seq() for r, s in enumerate(self.status) if s == RETURNED]
+        return any((record := self.waits_in(r)) and record.seq > min(returned) for r in self.running())
+
+    def _stuck_in_gloo(self, now):
+        """The same for code that calls `torch.distributed` itself, where only the stack can tell."""
+        stacks = snapshot([self.members[r] for r in self.running()])
+        for r, frames in stacks.items():
+            if not in_gloo(frames):
+                self._gloo_since.pop(r, None)
+            elif now - self._gloo_since.setdefault(r, now) >= _GLOO_STUCK:
+                return True
+        return False

@@ -1,0 +1,246 @@
+"""The process of one rank: obeys the board, runs functions, answers, and goes when its parent is gone."""
+
+import ctypes
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver, parent_process
+
+import torch
+import torch.distributed as dist
+
+from tplab.patch import applied
+from tplab.pool import control_block as words
+from tplab.pool import capture, transfer
+from tplab.ranks import context
+from tplab.pool.control_block import DROP, JOIN, SETUP, Board, fence
+from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_frames
+from tplab.pool.shared_file import SharedFile
+from tplab.pool.shared_memory import SharedMemoryGroup
+
+
+@dataclass
+class Spec:
+    """What a rank is born with. Every field travels by `multiprocessing` while the process is started."""
+
+    rank: int
+    size: int
+    strict: bool
+    folder: str  # the pool's private one
+    parent_pid: int
+    birth: int  # see `board.BIRTH`
+    memory: SharedFile  # the board
+    inbox: SharedFile  # the parent's payload, the same for all ranks
+    outbox: SharedFile  # this rank's answer
+    output: SharedFile  # what this rank prints
+    stacks: SharedFile  # where faulthandler writes
+    wake: connection.Connection
+
+    def close(self) -> None:
+        for file in (self.memory, self.inbox, self.outbox, self.output, self.stacks, self.wake):
+            file.close()
+
+
+def main(spec: Spec) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    _die_with_parent(spec)
+    board = Board(spec.memory, spec.size)
+    output = capture.redirect(spec.output, lambda count: board.set_word(spec.rank, words.PRINTED, count))
+    fcntl.fcntl(spec.stacks.fd, fcntl.F_SETFL, fcntl.fcntl(spec.stacks.fd, fcntl.F_GETFL) | os.O_APPEND)
+    faulthandler.enable(spec.stacks.fd, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
+    torch.set_num_threads(1)
+    # A rank starts no processes. What this changes is that the semaphores of its libraries (tqdm has one) have no name
+    # that Python would miss, and warn about, after a rank was killed.
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    _Rank(spec, board, output).serve()
+
+
+def _die_with_parent(spec: Spec) -> None:
+    """No rank outlives the notebook, however it ended and whatever the rank is doing.
+
+    A thread waits for the parent's end, which works while the rank sits in gloo or in Python. For C++ code that never
+    lets go of the interpreter there is a second string on Linux: the parent's death ends the fork server, and the
+    kernel then kills its children.
+    """
+    _end_with_starter()
+    if sys.platform.startswith("linux"):
+        # The fork server lives as long as anyone holds this end of its pipe, and a rank never uses it.
+        server = forkserver._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
+    threading.Thread(target=_watch_parent, args=(spec,), name="tplab-parent-watch", daemon=True).start()
+
+
+def _end_with_starter() -> None:
+    if sys.platform.startswith("linux"):
+        _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _watch_parent(spec: Spec) -> None:
+    watched = [parent_process().sentinel]
+    if hasattr(os, "pidfd_open"):
+        try:
+            # A fork of the parent keeps the pipe behind the sentinel open; the process itself cannot be inherited.
+            watched.append(os.pidfd_open(spec.parent_pid))
+        except ProcessLookupError:
+            os._exit(1)
+    connection.wait(watched)
+    # Without its pipe but with a living parent, this rank was lost in an interrupted start: nothing else is to go.
+    if len(watched) == 1 or connection.wait(watched[1:], 1.0):
+        shutil.rmtree(spec.folder, ignore_errors=True)
+    os._exit(1)
+
+
+class _Rank:
+    def __init__(self, spec: Spec, board: Board, output: capture.Output):
+        self.spec = spec
+        self.board = board
+        self.output = output
+        self.group = SharedMemoryGroup(spec.rank, board, spec.strict)
+        self.group.thread = threading.get_ident()
+        context.set_process_group(self.group)
+        self.interruptible = False
+        self.pid = self.forks = os.getpid()
+        os.register_at_fork(after_in_child=self._disown)
+        signal.signal(signal.SIGUSR1, self._interrupt)
+
+    def _interrupt(self, signum, frame):
+        if self.interruptible:
+            self.interruptible = False
+            raise Abandoned
+
+    def _disown(self):
+        """In a fork of the rank: it ends with the rank, and takes no part as one."""
+        starter, self.forks = self.forks, os.getpid()
+        _end_with_starter()
+        if os.getppid() != starter:  # gone before we could ask to go with it
+            os._exit(1)
+        self.group.disowned = True
+
+    def serve(self) -> None:
+        done = 0
+        while True:
+            command = self.board.command()
+            if self.board.word(self.spec.rank, words.BIRTH) != self.spec.birth:
+                return  # an interrupt cut this rank's start short, and another process has its place
+            if command.number == done:
+                if not os.read(self.spec.wake.fileno(), 4096):
+                    return
+                continue
+            done = command.number
+            if command.kind == DROP:
+                _leave_gloo()
+            self.board.set_word(self.spec.rank, words.STARTED, done)
+            if command.kind == DROP:
+                continue
+            try:
+                outcome, answer = self._obey(command)
+            except Abandoned:  # it arrived just as the function ended
+                outcome, answer = words.FAILED, transfer.dumps(Report.of(Abandoned()))
+            if os.getpid() != self.pid:  # a fork has come to the function's end; the rank answers for itself
+                if outcome == words.FAILED:
+                    print(f"a fork of this rank: {transfer.loads(answer).text}", file=sys.stderr)
+                os._exit(outcome != words.OK)
+            self._answer(done, outcome, answer)
+
+    def _obey(self, command):
+        try:
+            if command.kind == JOIN:
+                return self._run(command.epoch, self._join, (command.epoch,))
+            payload = self.spec.inbox.get(command.length)
+            fn, args, kwargs, patches = transfer.loads(payload)
+            del payload
+        except Exception as error:
+            error.add_note("The call could not be read on the rank.")
+            return words.FAILED, transfer.dumps(Report.of(error))
+        if command.kind == SETUP:
+            return self._run(command.epoch, _set_up, args)
+        return self._run(command.epoch, fn, args, kwargs, patches)
+
+    def _run(self, epoch, fn, args, kwargs=None, patches=()):
+        self.output.restart()
+        try:
+            self.interruptible = True
+            if self.board.words[words.ABANDONED] >= epoch:
+                raise Abandoned
+            with applied(*patches):
+                result = fn(*args, **(kwargs or {}))
+            self.interruptible = False
+        except BaseException as error:
+            self.interruptible = False
+            return words.FAILED, transfer.dumps(Report.of(error))
+        try:
+            return words.OK, transfer.dumps(result)
+        except Exception as error:
+            path, value, why = transfer.find_unsendable(result, "result") or ("result", result, error)
+            text = f"{path} ({type(value).__name__}) of rank {self.spec.rank} cannot be sent back: {why}"
+            return words.FAILED, transfer.dumps(Report.of(RankError(text)))
+
+    def _join(self, epoch: int) -> None:
+        """Become part of a new epoch: counters at zero, and a fresh gloo group for code that uses `torch.distributed`."""
+        _leave_gloo()
+        self.group.begin_epoch(epoch)
+        store = dist.FileStore(os.path.join(self.spec.folder, f"gloo-{epoch}"), self.spec.size)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.spec.rank, world_size=self.spec.size, timeout=timedelta(minutes=30)
+        )
+
+    def _answer(self, number: int, outcome: int, answer: bytes) -> None:
+        capture.flush()
+        board, rank = self.board, self.spec.rank
+        self.spec.outbox.put(answer)
+        board.set_word(rank, words.OUTCOME, outcome)
+        board.set_word(rank, words.ANSWER_LENGTH, len(answer))
+        board.set_word(rank, words.ANSWERED_AT, time.monotonic_ns())
+        fence()
+        board.set_word(rank, words.ANSWERED, number)
+        os.write(self.spec.wake.fileno(), b"a")
+
+
+def _leave_gloo() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _set_up(path, folder):
+    """Look for modules and files where the notebook looks for them."""
+    sys.path[:] = path
+    if folder:
+        os.chdir(folder)
+
+
+@dataclass
+class Report:
+    """An exception of a rank, in a form that always travels."""
+
+    kind: str  # raised or stopped
+    text: str
+    frames: list[Frame]
+    exception: bytes | None  # pickled apart, for it may not load in the parent
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Report":
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
+        if isinstance(error, Abandoned):
+            return cls("stopped", "stopped", frames, None)
+        try:
+            pickled = transfer.dumps(error)
+        except Exception:
+            pickled = None  # the text says it all; the object is an extra
+        return cls("raised", describe(error), frames, pickled)

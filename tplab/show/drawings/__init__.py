@@ -1,0 +1,1 @@
+"""Drawings in SVG: who holds what, and where it stands."""

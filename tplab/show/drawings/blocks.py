@@ -1,0 +1,207 @@
+"""The paged cache drawn: where a sequence's tokens stand, and all blocks of an engine step by step."""
+
+from collections.abc import Sequence
+
+from tplab.cache import BlockPool, slot_mapping
+from tplab.show.drawings.shards import Svg, box, colour, write
+from tplab.show.drawings.plans import Drawing
+from tplab.show.recording import Moment, Recording
+from tplab.show.figures.style import show_with_words
+from tplab.show.phrases import ShowError
+
+CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
+EMPTY, SHARED, LINE, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8a8a8a", "#D55E00"
+
+
+def tint(number: int, white: float = 0.72) -> str:
+    """A sequence's colour, light enough for dark letters."""
+    fill = colour(number)[0]
+    parts = (int(fill[i:i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def short(text: str, most: int = 6) -> str:
+    """A token's text that fits into a cell; spaces at its edge are drawn as ``·``."""
+    text = "".join("⏎" if c == "\n" else c if c.isprintable() else "□" for c in text)
+    body = text.strip(" ")
+    text = "·" * (len(text) - len(text.lstrip(" "))) + body + "·" * bool(body and text.endswith(" "))
+    return text if len(text) <= most else text[:most - 1] + "…"
+
+
+def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: int = 4, num_blocks: int = 6) -> Drawing:
+    """One sequence: its tokens by position above, the slots in which they stand below.
+
+    Args:
+        block_ids: its block table.
+        tokens: their texts, in order.
+        block_size, num_blocks: of the cache.
+
+        >>> show.slots_figure([4, 1, 3], ["Once", " upon", " a", " time", ",", " a", " fox"])
+    """
+    if len(tokens) > len(block_ids) * block_size:
+        raise ShowError(f"{len(tokens)} tokens do not fit into {len(block_ids)} blocks of {block_size}")
+    BlockPool(num_blocks, block_size)
+    slots = slot_mapping(block_ids, range(len(tokens)), block_size)
+    wide, top, table, below = block_size * CELL + GAP, 40.0, 76.0, 176.0
+    body = write(LEFT, 12, "the sequence: tokens by position", bold=True)
+    body += write(LEFT, below - 30, "the cache: slots in blocks", bold=True)
+    standing, middle = dict(zip(slots, range(len(tokens)))), block_size * CELL / 2
+    for index, block in enumerate(block_ids):
+        x, to = LEFT + index * wide, LEFT + block * wide
+        fill, ink = colour(index)
+        body += (f'<path d="M{x + middle:g} {top + HIGH} V{table + 18} C{x + middle:g} {table + 56} {to + middle:g} '
+                 f'{below - 60} {to + middle:g} {below - 16}" fill="none" stroke="{fill}" stroke-width="2.5"/>')
+        body += box(x + middle - 62, table, 124, 18, fill)
+        body += write(x + middle, table + 9, f"block_ids[{index}] = {block}", size=11, anchor="middle", ink=ink)
+        for place in range(block_size):
+            position = index * block_size + place
+            if position < len(tokens):
+                body += write(x + (place + 0.5) * CELL, top - 9, str(position), size=10, anchor="middle")
+                body += _place(x + place * CELL, top, tokens[position], tint(index))
+    for block in range(num_blocks):
+        x = LEFT + block * wide
+        owner = list(block_ids).index(block) if block in block_ids else None
+        fill, ink = ("#f2f2f2", FREE_INK) if owner is None else colour(owner)
+        body += box(x, below - 16, block_size * CELL, 16, fill)
+        body += write(x + middle, below - 8, f"block {block}", size=10.5, anchor="middle", ink=ink)
+        for place in range(block_size):
+            slot = block * block_size + place
+            text = tokens[standing[slot]] if slot in standing else ""
+            body += _place(x + place * CELL, below, text, tint(owner) if text else EMPTY)
+            body += write(x + (place + 0.5) * CELL, below + HIGH + 9, str(slot), size=10, anchor="middle",
+                          ink="#222" if text else FREE_INK)
+    body += write(LEFT, below + HIGH + 32, "slot = block_ids[position // block_size] * block_size + position % block_size",
+                  size=12)
+    told = "; ".join(f"positions {i * block_size}–{min((i + 1) * block_size, len(tokens)) - 1} in block {b}, slots from "
+                     f"{b * block_size}" for i, b in enumerate(block_ids))
+    return Drawing(Svg(max(num_blocks * wide + LEFT, 560), below + 64, body).text(),
+                   f"Figure: a sequence of {len(tokens)} tokens in blocks of {block_size}. {told}.")
+
+
+def _place(x: float, y: float, text: str, fill: str, ink: str = "#222", fresh: bool = False) -> str:
+    body = box(x, y, CELL, HIGH, fill, LINE)
+    text = short(text)
+    body += write(x + CELL / 2, y + HIGH / 2, text, size=9.5 if len(text) < 6 else 8.5, anchor="middle", ink=ink)
+    if fresh:
+        body += box(x + 1, y + 1, CELL - 2, HIGH - 2, "none", "#222")
+    return body
+
+
+def moment_drawing(recording: Recording, moment: Moment, across: int = 0) -> Svg:
+    """Block tables above, all blocks of the pool below, after one step. ``across``: blocks in a line (0: what fits)."""
+    size, wide = recording.block_size, recording.block_size * CELL + GAP
+    across = across or max(1, int(944 // wide))
+    used = sum(count > 0 for count in moment.ref_counts)
+    body = write(LEFT, 12, f"after step {moment.step}", bold=True, size=13)
+    body += write(LEFT + 110, 12, f"{used} of {recording.num_blocks} blocks used", size=11.5)
+    y = 38.0
+    for number, table in moment.tables.items():
+        fill, ink = colour(number)
+        body += box(LEFT, y - 9, 46, 18, fill) + write(LEFT + 23, y, f"seq {number}", size=11, anchor="middle", ink=ink)
+        body += write(LEFT + 54, y, f"{moment.status[number]}, {moment.computed[number]} tokens", size=11)
+        for i, block in enumerate(table):
+            body += box(196 + 27 * i, y - 9, 27, 18, tint(number), "#fff")
+            body += write(196 + 27 * i + 13.5, y, str(block), size=10.5, anchor="middle")
+        y += 23
+    for block in range(recording.num_blocks):
+        x, at = LEFT + block % across * wide, y + block // across * (HIGH + 26)
+        body += _block(x, at, block, moment, size)
+    rows = -(-recording.num_blocks // across)
+    return Svg(max(min(across, recording.num_blocks) * wide + LEFT, 640), y + rows * (HIGH + 26) + 4, body)
+
+
+def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
+    users = moment.users(block)
+    body, long = "", size * CELL
+    for i, number in enumerate(users):
+        body += box(x + i * long / len(users), y, long / len(users), 16, colour(number)[0])
+        name = f"{block}: seq {number}" if not i else f"seq {number}"
+        body += write(x + (i + 0.5) * long / len(users), y + 8, name if size > 1 else str(block), size=10.5,
+                      anchor="middle", ink=colour(number)[1])
+    if not users:
+        what = "" if size == 1 else ": free, kept" if moment.findable[block] else ": free"
+        leaked = moment.leaked(block)
+        body += box(x, y, long, 16, MARK if leaked else "#f2f2f2")
+        body += write(x + long / 2, y + 8, f"{block}: leaked" if leaked else f"{block}{what}", size=10.5, anchor="middle",
+                      ink="#000" if leaked else FREE_INK)
+    for place in range(size):
+        text = moment.contents[block][place]
+        known = text and (users or moment.ref_counts[block] or moment.findable[block])
+        fill = EMPTY if not users or not text else tint(users[0]) if len(users) == 1 else SHARED
+        body += _place(x + place * CELL, y + 16, text if known else "", fill, "#222" if users else FREE_INK,
+                       (block, place) in moment.fresh)
+        if users and not text:
+            body += (f'<path d="M{x + place * CELL:g} {y + 16 + HIGH:g} l{CELL:g} {-HIGH:g}" stroke="{LINE}" '
+                     'stroke-width="1"/>')
+    return body
+
+
+def moment_words(recording: Recording, moment: Moment) -> str:
+    """One step of a recording in words."""
+    shared = [block for block, count in enumerate(moment.ref_counts) if count > 1]
+    tables = "; ".join(f"sequence {n} ({moment.status[n]}, {moment.computed[n]} tokens): blocks {list(table)}"
+                       for n, table in moment.tables.items()) or "no sequence is left"
+    leaked = [block for block in range(recording.num_blocks) if moment.leaked(block)]
+    return (f"After step {moment.step}: {tables}" + (f"; shared blocks {shared}" if shared else "")
+            + (f"; leaked blocks {leaked}" if leaked else ""))
+
+
+def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> Drawing:
+    """Block tables and pool after some steps, below each other.
+
+    A thick frame marks what the step wrote; a stroke through an empty place, what is reserved but not used; grey, a
+    block with several users; *kept*, a free block that can still be found by its contents; *leaked*, one that counts as
+    used but stands in no table.
+
+    Args:
+        recording: what :func:`tplab.show.record` returned.
+        steps: their numbers within the recording, from 1; the last one if not given.
+
+        >>> show.blocks_figure(run, steps=[1, 6])
+    """
+    moments = [recording.moment(step) for step in steps or [len(recording.moments)]]
+    body, y, width = "", 0.0, 0.0
+    for moment in moments:
+        drawing = moment_drawing(recording, moment)
+        body, y, width = body + drawing.at(0, y), y + drawing.height + 14, max(width, drawing.width)
+    told = ". ".join(moment_words(recording, moment) for moment in moments)
+    return Drawing(Svg(width, y - 10, body).text(), f"Figure: block tables and pool. {told}.")
+
+
+class Stepper:
+    """What :func:`block_stepper` returns: a slider over the steps of a recording. Without a kernel: its first picture."""
+
+    def __init__(self, recording: Recording, step: int):
+        import ipywidgets as widgets
+
+        self._recording, self._first = recording, blocks_figure(recording, [step])
+        self.slider = widgets.IntSlider(value=step, min=1, max=len(recording.moments), description="step",
+                                        layout=widgets.Layout(width="min(640px, 95%)"))
+        self.picture = widgets.HTML(self._first.svg)
+        self.slider.observe(self._redraw, "value")
+        self.widget = widgets.VBox([self.slider, self.picture])
+        self.words = self._first.words
+
+    def _redraw(self, change) -> None:
+        self.picture.value = blocks_figure(self._recording, [change["new"]]).svg
+
+    def __str__(self) -> str:
+        return f"Slider over steps 1 to {len(self._recording.moments)}; shown: step {self.slider.value}."
+
+    def _ipython_display_(self):
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
+        show_with_words(self, {"text/plain": str(self), "image/svg+xml": self._first.svg,
+                               "application/vnd.jupyter.widget-view+json": view})
+
+
+def block_stepper(recording: Recording, step: int = 1) -> Stepper:
+    """A slider over all steps, block tables and pool below it.
+
+    Args:
+        recording: what :func:`tplab.show.record` returned.
+        step: where it stands first.
+
+        >>> show.block_stepper(show.record(llm, prompts))
+    """
+    recording.moment(step)
+    return Stepper(recording, step)

@@ -1,0 +1,1 @@
+"""Figures on axes, drawn with matplotlib: what was measured, against what."""

@@ -1,0 +1,47 @@
+"""Bars for what is measured on this machine: seconds, bytes, tokens per second. Their lengths are never stored as text."""
+
+from collections.abc import Mapping
+
+import matplotlib
+
+from tplab.show.figures.style import RC, Picture, looks, picture
+from tplab.show.phrases import ShowError
+
+
+def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, words: str) -> Picture:
+    """Horizontal bars: one group per row of the figure, one bar per label within it, each with its number.
+
+    Args:
+        groups: ``{group: {label: value}}``; the labels may differ from group to group.
+        unit: of the values, behind every number and at the axis.
+        title: the finding, in words that hold on any machine.
+        words: what is drawn, for the text alternative; no measured number in it, since those change from run to run.
+
+        >>> show.bars_figure({"rank 0": {"full copy": 12.1, "slices": 6.2}}, "MB", "Slices hold half", "private memory")
+    """
+    if not groups or not all(groups.values()):
+        raise ShowError("there is nothing to draw: give {group: {label: value}}")
+    labels = dict.fromkeys(label for group in groups.values() for label in group)
+    colours = looks(labels)
+    count = sum(map(len, groups.values()))
+    figure, ax = picture(9.0, 1.5 + 0.36 * count + 0.2 * len(groups))
+    with matplotlib.rc_context(RC):
+        y, ticks, longest = 0.0, {}, max(value for group in groups.values() for value in group.values())
+        for name, group in groups.items():
+            first = y
+            for label, value in group.items():
+                ax.barh(y, value, height=0.8, color=colours[label].color)
+                ax.annotate(f"{value:.3g} {unit}", (value, y), xytext=(5, 0), textcoords="offset points", va="center")
+                y += 1
+            ticks[(first + y - 1) / 2] = name
+            y += 0.7
+        for label in labels:
+            ax.barh(0, 0, color=colours[label].color, label=label)
+        ax.set_yticks(list(ticks), list(ticks.values()))
+        ax.set_xlim(0, longest * 1.18)
+        ax.set_xlabel(unit)
+        ax.invert_yaxis()
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        figure.legend(loc="outside lower left", ncols=3)
+    figure.words = f"Figure: {words}: {', '.join(groups)}; bars for {', '.join(labels)}."
+    return figure

@@ -1,0 +1,117 @@
+"""The figure of the lab: the difference from Hugging Face along the forward pass, one line per model."""
+
+from collections.abc import Mapping
+
+import matplotlib
+
+from tplab.show.figures.scale import DifferenceAxis
+from tplab.show.figures.style import RC, STAGES, Picture, entitle, looks, picture
+from tplab.show.phrases import ShowError, describe, distance, dtype_name
+
+Y_LABEL = "largest |tplab − HF|,\nrelative to HF's largest value"
+ENDS = ("embed", "output", "norm", "logits")
+
+
+def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
+    """The difference from Hugging Face after every layer, one line per report, with the rounding floor as a band.
+
+    NaN stands in a lane of its own at the top, exact agreement in one at the bottom.
+
+    Args:
+        reports: ``{label: AlignReport}``, all of one model. Stages of the series and ``"broken"``/``"fixed"`` have
+            fixed colours and markers.
+        title: the finding; written from the reports if not given.
+
+    Returns:
+        A figure. As the last line of a cell it shows itself and prints its words.
+
+        >>> show.diff_figure({"broken": align(model, prompt, patches=[fault("nan_mask")]), "fixed": align(model, prompt)})
+    """
+    names = _shared_points(reports)
+    values = {label: [distance(report[name]) for name in names] for label, report in reports.items()}
+    figure, ax = picture(9.0, 4.3 + 0.18 * len(reports))
+    with matplotlib.rc_context(RC):
+        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()}, _lost(reports, names))
+        axis.draw(looks(reports, [r.ok for r in reports.values()]),
+                  {label: f"{label}: {_first(report)}" for label, report in reports.items()})
+        _layer_ticks(ax, names)
+        _finish(figure, ax, title or finding(reports), rows=len(reports))
+    figure.words = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
+    return figure
+
+
+def staircase(reports: Mapping, title: str | None = None) -> Picture:
+    """The whole series in one figure: one line per stage, each repair a step down to the rounding floor.
+
+    Args:
+        reports: ``{stage: AlignReport}`` with stages of :data:`tplab.show.STAGES`, oldest first.
+        title: the finding; written from the reports if not given.
+
+        >>> show.staircase({"seed engine": seed, "after 01": no_nan, "after 02": dim0})
+    """
+    unknown = [label for label in reports if label not in STAGES]
+    if unknown:
+        raise ShowError(f"{unknown[0]!r} is no stage of the series; the stages are {', '.join(map(repr, STAGES))}")
+    return diff_figure(reports, title or _stairs_finding(reports))
+
+
+def _shared_points(reports) -> list[str]:
+    if not reports:
+        raise ShowError("there is no report to draw; give {label: report}")
+    names = [[p.name for p in report.points if p.name.rpartition(".")[2] in ENDS] for report in reports.values()]
+    if any(other != names[0] for other in names):
+        raise ShowError("the reports are of models with different numbers of layers; draw them in figures of their own")
+    return names[0]
+
+
+def _layer_ticks(ax, names) -> None:
+    layers = sum(name.startswith("layers.") for name in names)
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, layers) if layers / s <= 12)
+    at = [0, *range(1, layers + 1, step), layers + 1, layers + 2]
+    ax.set_xticks(at, [names[i].split(".")[1] if 1 <= i <= layers else names[i] for i in at])
+    ax.set_xlim(-0.5, len(names) - 0.5)
+    for label in (ax.get_xticklabels()[i] for i in (0, -2, -1)):
+        label.set(rotation=55 if layers > 16 else 30, ha="right", rotation_mode="anchor")
+    ax.set_xlabel("where it is measured: embedding, each layer's output, final norm, logits")
+
+
+def _finish(figure, ax, title, rows) -> None:
+    ax.set_ylabel(Y_LABEL)
+    ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
+    entitle(figure, title)
+    figure.legend(loc="outside lower left", ncols=1 if rows < 3 else 2)
+
+
+def _lost(reports, names) -> str:
+    points = [report[name] for report in reports.values() for name in names]
+    kinds = [what for what, there in (("NaN", any(p.nan for p in points)), ("inf", any(p.inf for p in points))) if there]
+    return " or ".join(kinds) or "NaN"
+
+
+def _first(report) -> str:
+    return "inside the floor" if report.ok else f"first outside at {report.first_divergence.name}"
+
+
+def _what(reports) -> str:
+    floors = {dtype_name(r): r.floor for r in reports.values()}
+    words = " and ".join(f"{name}: floor {floor:.0e}".replace("e-0", "e-") for name, floor in floors.items())
+    return f"largest difference from Hugging Face, relative to its largest value ({words}),"
+
+
+def finding(reports: Mapping) -> str:
+    """The title of a figure of these reports: which leaves the floor where."""
+    bad = {label: report for label, report in reports.items() if not report.ok}
+    good = [label for label in reports if label not in bad]
+    if not bad:
+        return "Only rounding is left: every point is inside the floor"
+    label, report = next(iter(bad.items()))
+    subject = f"“{label}”" if len(reports) > 1 else "The model"
+    finding = f"{subject} leaves the floor at {report.first_divergence.name}"
+    return finding + (f"; “{good[-1]}” never does" if good else "")
+
+
+def _stairs_finding(reports) -> str:
+    label, report = list(reports.items())[-1]
+    if report.ok:
+        return f"Down the stairs: “{label}” is inside the rounding floor at every point"
+    return f"“{label}” still leaves the floor, at {report.first_divergence.name}: there are bugs left"

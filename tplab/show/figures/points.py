@@ -1,0 +1,96 @@
+"""Inside one layer: every trace point's difference, in the order of the computation."""
+
+from collections.abc import Mapping
+
+import matplotlib
+
+from tplab.show.figures.diffs import Y_LABEL
+from tplab.show.figures.scale import DifferenceAxis
+from tplab.show.figures.style import RC, STAGES, Picture, entitle, looks, picture
+from tplab.show.phrases import ShowError, distance, dtype_name, point_words
+
+
+def points_figure(reports, layer: int | None = None, title: str | None = None) -> Picture:
+    """All trace points of one layer, so that "K differs while V matches" can be seen.
+
+    Args:
+        reports: an ``AlignReport``, or ``{label: AlignReport}`` to lay several faults side by side.
+        layer: its number; the layer in which the first report leaves the floor, if not given.
+        title: the finding; written from the reports if not given.
+
+        >>> show.points_figure(report)
+        >>> show.points_figure({"no rotation": a, "wrong theta": b}, layer=0)
+    """
+    reports = reports if isinstance(reports, Mapping) else {"tplab": reports}
+    if not reports:
+        raise ShowError("there is no report to draw; give a report or {label: report}")
+    first = next(iter(reports.values()))
+    layer = _first_layer(first) if layer is None else layer
+    points = {label: [p for p in r.points if p.name.startswith(f"layers.{layer}.")] for label, r in reports.items()}
+    if not all(points.values()):
+        layers = sum(p.name.endswith(".output") for p in first.points)
+        raise ShowError(f"there is no layer {layer!r}; {first.model} has 0 to {layers - 1}")
+    names = [p.name.rpartition(".")[2] for p in next(iter(points.values()))]
+    figure, ax = picture(9.0, 4.3)
+    with matplotlib.rc_context(RC):
+        _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})
+        ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+        ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
+        ax.set_ylabel(Y_LABEL)
+        entitle(figure, title or _finding(points, layer))
+        figure.legend(loc="outside lower left", ncols=3)
+    told = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
+    figure.words = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {told}."
+    return figure
+
+
+def _first_layer(report) -> int:
+    name = "" if report.ok else report.first_divergence.name
+    return int(name.split(".")[1]) if name.startswith("layers.") else 0
+
+
+def _draw(ax, points, floors) -> None:
+    values = {label: [distance(p) for p in of_label] for label, of_label in points.items()}
+    if len(points) == 1:  # the colours are free to say which points are inside the floor
+        (of_label,), (numbers,) = points.values(), values.values()
+        values = {"outside the floor": [None if p.inside else v for p, v in zip(of_label, numbers)],
+                  "inside": [v if p.inside else None for p, v in zip(of_label, numbers)]}
+        colours = {"outside the floor": STAGES["seed engine"], "inside": STAGES["finished"]}
+    else:
+        colours = looks(values)
+    axis = DifferenceAxis(ax, values, floors)
+    low, apart = ax.get_ylim()[0], 0.22 * (len(points) > 1)
+    for depth, (label, numbers) in enumerate(values.items()):
+        for x, value in enumerate(numbers):
+            if value is not None:
+                x += apart * (depth - (len(values) - 1) / 2)
+                ax.vlines(x, low, axis.height(label, value), color="#c4c4c4", lw=1, zorder=2)
+    axis.draw(colours, {label: label for label in values}, joined=False, apart=apart)
+    ax.set_xlim(-0.6, len(numbers) - 0.4)
+    ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
+
+
+def _finding(points, layer) -> str:
+    if len(points) > 1:
+        return f"Layer {layer}: where each one leaves Hugging Face"
+    by_name = {p.name.rpartition(".")[2]: p.inside for p in next(iter(points.values()))}
+    outside = [name for name, inside in by_name.items() if not inside]
+    if not outside:
+        return f"Layer {layer}: every point is inside the floor"
+    if outside[0] in ("q_rope", "k_rope") and by_name["v"]:
+        which = "Q and K differ" if {"q_rope", "k_rope"} <= set(outside) else f"{outside[0][0].upper()} differs"
+        return f"Layer {layer}: after RoPE {which}, while V matches: an error of position"
+    before = list(by_name)[:list(by_name).index(outside[0])]
+    return f"Layer {layer}: {outside[0]} is the first point off the floor" + ("; all before it match" if before else "")
+
+
+def _groups(points) -> list[str]:
+    """Neighbouring points with the same words, told together: ``"input_norm to v inside the floor"``."""
+    groups: list[list] = []
+    for point in points:
+        name, words = point.name.rpartition(".")[2], point_words(point)
+        if groups and groups[-1][2] == words:
+            groups[-1][1] = name
+        else:
+            groups.append([name, name, words])
+    return [f"{first if first == last else f'{first} to {last}'} {words}" for first, last, words in groups]

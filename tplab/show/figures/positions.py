@@ -1,0 +1,47 @@
+"""One trace point along the prompt: at which token does the difference begin, and does it grow with the distance?"""
+
+from collections.abc import Mapping
+
+import matplotlib
+
+from tplab.show.figures.diffs import Y_LABEL
+from tplab.show.figures.scale import DifferenceAxis
+from tplab.show.figures.style import RC, Picture, entitle, looks, picture
+from tplab.show.phrases import ShowError, dtype_name, magnitude
+
+
+def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int | None = 16,
+                    title: str | None = None) -> Picture:
+    """The difference from Hugging Face at one point, token by token along the beginning of the prompt.
+
+    Args:
+        reports: ``{label: AlignReport}`` over the same prompt.
+        point: a trace point among each report's evidence: of its first divergent layer, or an end of the model.
+        first: how many tokens are drawn; all if None.
+        title: the finding.
+
+        >>> show.position_figure({"no rotation": a, "wrong theta": b}, "layers.0.q_rope")
+    """
+    values = {}
+    for label, report in reports.items():
+        if point not in report.evidence:
+            raise ShowError(f"{label}: {point!r} is not in its evidence, which has {', '.join(report.evidence)}")
+        ours, reference, _ = report.evidence[point]
+        apart = (ours.double() - reference.double()).flatten(1).abs().amax(1) / reference.double().abs().max()
+        values[label] = apart[:first].tolist()
+    if len({len(line) for line in values.values()}) != 1:
+        raise ShowError("the reports are not about the same prompt" if values else "there is no report to draw")
+    figure, ax = picture(9.0, 4.4)
+    with matplotlib.rc_context(RC):
+        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
+        axis.draw(looks(values), {label: label for label in values})
+        ax.set_xlabel("position of the token in the prompt")
+        ax.set_ylabel(Y_LABEL)
+        ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
+        entitle(figure, title or f"{point}, token by token")
+        figure.legend(loc="outside lower left", ncols=4)
+    told = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
+                     f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1 else f"{label}: {magnitude(line[0])}"
+                     for label, line in values.items())
+    figure.words = f"Figure: {point}, difference from Hugging Face token by token. {told}."
+    return figure

@@ -1,0 +1,98 @@
+"""The vertical axis all difference figures share: powers of ten, with a lane for NaN above and one for exact zero below."""
+
+import math
+from collections.abc import Sequence
+
+from tplab.show.figures.style import FAINT, FLOOR, INK, NOTHING, Look
+
+LANE = 0.55  # distance between two lines' lanes, in decades
+
+
+class DifferenceAxis:
+    """Draws lines of relative differences on one matplotlib axes.
+
+    Args:
+        ax: the axes.
+        lines: ``{label: values}``; NaN goes to the upper lane, 0 to the lower one, each line at a height of its own;
+            None is not drawn.
+        floors: ``{dtype name: relative floor}``, drawn as bands.
+        lost: what the upper lane is called.
+
+    Everything is drawn at ``log10`` of its value, on a linear axis whose ticks are written as powers of ten.
+    """
+
+    def __init__(self, ax, lines: dict[str, Sequence[float]], floors: dict[str, float], lost: str = "NaN"):
+        self.ax, self.lines = ax, lines
+        there = {label: [v for v in values if v is not None] for label, values in lines.items()}
+        finite = [v for values in there.values() for v in values if v > 0]
+        self.bottom = math.floor(math.log10(min([*finite, *(floor / 10 for floor in floors.values())])) - 0.3)
+        self.top = max(1, math.ceil(math.log10(max([*finite, 1.0])) + 0.2))
+        self.with_nan = [label for label, values in there.items() if any(map(math.isnan, values))]
+        self.with_zero = [label for label, values in there.items() if 0 in values]
+        self._bands(floors)
+        self._ticks(lost)
+
+    def _bands(self, floors):
+        for name, floor in sorted(floors.items(), key=lambda item: -item[1]):
+            self.ax.axhspan(self.bottom, math.log10(floor), color=FLOOR, zorder=0)
+            self.ax.axhline(math.log10(floor), color=FAINT, lw=0.8, zorder=1)
+            self.ax.annotate(f"{name}: rounding floor {floor:.0e}".replace("e-0", "e-"), (1, math.log10(floor)),
+                             xycoords=("axes fraction", "data"), xytext=(-4, -4), textcoords="offset points",
+                             ha="right", va="top", fontsize=9.5, color=INK, zorder=2.5,
+                             bbox={"facecolor": FLOOR, "edgecolor": "none", "pad": 1})
+
+    def _ticks(self, lost):
+        step = max(1, math.ceil((self.top - self.bottom) / 9))
+        ticks = {float(y): "1" if y == 0 else f"$10^{{{y}}}$" for y in range(self.bottom, self.top + 1)
+                 if y % step == 0 and not (y == self.bottom and self.with_zero) and not (y == self.top and self.with_nan)}
+        low, high = self.bottom - 0.1, self.top + 0.1
+        if self.with_nan:
+            start, high = self.top, self.top + LANE * (len(self.with_nan) + 0.8)
+            self.ax.axhspan(start, high, facecolor=NOTHING, edgecolor=FAINT, hatch="////", lw=0, alpha=0.5, zorder=0)
+            ticks[(start + high) / 2] = lost
+        if self.with_zero:
+            start, low = self.bottom, self.bottom - LANE * (len(self.with_zero) + 0.8)
+            self.ax.axhspan(low, start, facecolor="white", lw=0, zorder=0)
+            self.ax.axhline(start, color=FAINT, lw=0.8, ls=":", zorder=1)
+            ticks[(start + low) / 2] = "exactly 0"
+        self.ax.set_ylim(low, high)
+        self.ax.set_yticks(sorted(ticks), [ticks[y] for y in sorted(ticks)])
+
+    def height(self, label: str, value: float) -> float:
+        """Where a value of this line is drawn."""
+        if math.isnan(value):
+            return self.top + LANE * (0.9 + self.with_nan.index(label))
+        if value == 0:
+            return self.bottom - LANE * (0.9 + self.with_zero.index(label))
+        return math.log10(value)
+
+    def draw(self, looks: dict[str, Look], legend: dict[str, str], joined: bool = True, apart: float = 0.0) -> None:
+        """Draw all lines, the first at the bottom and with the largest marks, so that it shows below the others.
+
+        A line is broken where it changes lanes. ``legend``: the text for each label. ``joined``: whether neighbouring
+        points are connected. ``apart``: sideways distance between the lines' marks.
+        """
+        last = len(self.lines) - 1
+        wider = min(1.5, 4.5 / max(last, 1)) * joined
+        for depth, (label, values) in enumerate(self.lines.items()):
+            look = looks[label]
+            style = dict(color=look.color, lw=1.7 * joined + wider * (last - depth), marker=look.marker,
+                         ms=8 + wider * (last - depth), zorder=3 + depth / 10, mec="white", mew=0.8)
+            for start, stop in _runs([_lane(v) for v in values]):
+                if values[start] is not None:
+                    at = [x + apart * (depth - last / 2) for x in range(start, stop)]
+                    self.ax.plot(at, [self.height(label, v) for v in values[start:stop]], **style)
+            self.ax.plot([], [], label=legend[label], **{**style, "ms": 8, "lw": 1.7 * joined})
+
+
+def _lane(value: float | None) -> str:
+    return "absent" if value is None else "nan" if math.isnan(value) else "zero" if value == 0 else "number"
+
+
+def _runs(kinds):
+    """Stretches of equal neighbours, as ``(start, stop)``."""
+    start = 0
+    for at in range(1, len(kinds) + 1):
+        if at == len(kinds) or kinds[at] != kinds[start]:
+            yield start, at
+            start = at

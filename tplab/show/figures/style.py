@@ -1,0 +1,109 @@
+"""How the lab's figures look: one colour and one marker for each stage of the series, and a figure that brings its words.
+
+The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell apart.
+"""
+
+from collections.abc import Iterable
+from io import BytesIO
+from textwrap import fill
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tplab.show.phrases import ShowError
+
+INK, FAINT, FLOOR, NOTHING = "#222222", "#8a8a8a", "#e4e4e4", "#f6f6f6"
+BLUE, SKY, GREEN, ORANGE, RED, PINK, BLACK = (
+    "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#000000")
+
+RC = {
+    "font.family": "DejaVu Sans", "font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK, "legend.frameon": False,
+    "legend.fontsize": 10.5, "figure.facecolor": "white", "savefig.facecolor": "white", "hatch.linewidth": 0.6,
+}
+
+
+class Look(NamedTuple):
+    """The colour and the marker of one line."""
+
+    color: str
+    marker: str
+
+
+# The stages of the series: what a line means by its colour and marker in one notebook, it means in all of them.
+STAGES = {
+    "seed engine": Look(RED, "X"), "after 01": Look(ORANGE, "v"), "after 02": Look(PINK, "s"),
+    "after 03": Look(SKY, "D"), "after 04": Look(BLUE, "^"), "after 05": Look(BLACK, "P"), "finished": Look(GREEN, "o"),
+}
+_ROLES = {"broken": STAGES["seed engine"], "fixed": STAGES["finished"], "right": STAGES["finished"]}
+
+
+def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
+    """A look for every label: stages and ``"broken"``/``"fixed"`` keep theirs, other labels take what is left.
+
+    ``good``, per label: whether it is inside the floor; where that is known, another label looks broken or fixed too,
+    as long as nothing else does.
+    """
+    labels = list(labels)
+    known = {label: STAGES.get(label) or _ROLES[label] for label in labels if label in STAGES or label in _ROLES}
+    for label, inside in zip(labels, good):
+        role = _ROLES["fixed" if inside else "broken"]
+        if label not in known and role not in known.values():
+            known[label] = role
+    spare = iter([look for look in (STAGES["after 04"], STAGES["after 01"], STAGES["after 02"], STAGES["after 05"],
+                                    STAGES["after 03"], STAGES["seed engine"], STAGES["finished"])
+                  if look not in known.values()])
+    chosen = {label: known.get(label) or next(spare, None) for label in labels}
+    if None in chosen.values():
+        raise ShowError(f"a figure can tell {len(STAGES)} lines apart, not {len(labels)}")
+    return chosen
+
+
+class Picture(Figure):
+    """A matplotlib figure that shows itself in a notebook together with its words (the line ``Figure: …``).
+
+    Attributes:
+        words: the text alternative, one line.
+    """
+
+    def __init__(self, width: float, height: float):
+        super().__init__(figsize=(width, height), dpi=110, layout="constrained")
+        FigureCanvasAgg(self)
+        self.words = ""
+
+    def png(self) -> bytes:
+        """The picture as a PNG file's bytes."""
+        buffer = BytesIO()
+        with matplotlib.rc_context(RC):
+            self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+    def _ipython_display_(self):
+        show_with_words(self, {"image/png": self.png()})
+
+
+def show_with_words(shown, data: dict) -> None:
+    """Put ``data`` ({mime type: content}) into the cell's output and print the words below it."""
+    from base64 import b64encode
+
+    from IPython.display import display
+
+    data = {mime: b64encode(content).decode() if isinstance(content, bytes) else content for mime, content in data.items()}
+    display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True)
+    print(shown.words)
+
+
+def entitle(figure: Picture, title: str) -> None:
+    """Write the finding above a figure, in as many lines as it takes."""
+    wide = round(9 * figure.get_figwidth())
+    figure.suptitle(fill(title, wide), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+
+
+def picture(width: float = 9.0, height: float = 4.3, **grid):
+    """A :class:`Picture` and its axes, in the lab's style. ``grid``: as ``Figure.subplots`` takes it."""
+    with matplotlib.rc_context(RC):
+        figure = Picture(width, height)
+        return figure, figure.subplots(**grid)
