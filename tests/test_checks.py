@@ -18,7 +18,8 @@ def test_whole_numbers(value):
     assert whole_number(value, 4) is None and whole_number(value, 0, 2) is None
 
 
-@pytest.mark.parametrize("value", [True, np.bool_(True), 3.0, Fraction(3), "3", None, [], math.nan, 10**400, torch.tensor(3)],
+@pytest.mark.parametrize("value",
+                         [True, np.bool_(True), 3.0, Fraction(3), "3", None, [], math.nan, 10**400, torch.tensor(3)],
                          ids=lambda value: type(value).__name__)
 def test_what_is_no_whole_number(value):
     assert whole_number(value) is None

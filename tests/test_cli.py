@@ -157,13 +157,15 @@ def test_a_command_that_is_ended_leaves_no_process_and_no_folder(sent, tmp_path)
 
 def test_align_inside_the_floor_is_exit_0_and_writes_what_it_promises(model, tmp_path, capsys, logical):
     report, logits = tmp_path / "r.json", tmp_path / "l.safetensors"
-    code, out, err = run(f"align {model} --tp 3 --dtype float64 --ids 1,2,3,4,5 --json {report} --save {logits}", capsys)
+    code, out, err = run(f"align {model} --tp 3 --dtype float64 --ids 1,2,3,4,5 --json {report} --save {logits}",
+                         capsys)
     assert (code, err) == (0, "")
     assert "logits" in out and " MB by rank 2\n" in out and "outside" not in out
     written = json.loads(report.read_text())
     assert {"model", "tp", "dtype", "plan", "max_abs_diff", "top1_agreement", "rank_spread", "nan_count",
             "first_divergence", "points"} <= set(written)
-    assert (written["tp"], written["dtype"], written["first_divergence"], written["ids"]) == (3, "float64", None, [[1, 2, 3, 4, 5]])
+    assert (written["tp"], written["dtype"], written["first_divergence"],
+            written["ids"]) == (3, "float64", None, [[1, 2, 3, 4, 5]])
     with safe_open(logits, "pt") as saved:
         assert set(saved.keys()) == {"tp_logits", "hf_logits"}
         assert list(saved.get_tensor("tp_logits").shape) == [5, 67]

@@ -21,7 +21,7 @@ ROOMS = ["errors", "checks", "files", "patch", "ranks", "pool", "checkpoint", "s
          "llm", "align", "faults", "fable", "bench", "show", "lesson", "lab", "cli"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "launch", "pyproject.toml", "LICENSE"}
 # Needed to run the lab, though no file imports them.
-RUN_ONLY = {"ipykernel", "jupyterlab", "nbval"}
+RUN_ONLY = {"ipykernel", "jupyterlab", "nbval", "ruff"}
 
 
 def files_under_git():
@@ -55,7 +55,8 @@ def room(module):
 
 
 def test_every_room_has_its_place_in_the_order():
-    found = {path.stem for path in (ROOT / "tplab").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    found = {path.stem
+             for path in (ROOT / "tplab").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert found - {"__init__", "__main__"} <= set(ROOMS)
 
 
@@ -113,7 +114,8 @@ def test_no_file_holds_a_path_of_somebodys_machine():
     found = {}
     for path in files_under_git():
         if path not in own and path.suffix not in {".safetensors", ".png"} and path.name != "tokenizer.json":
-            found.update({str(path.relative_to(ROOT)): hit.group() for hit in pattern.finditer(path.read_text(encoding="utf-8"))})
+            found.update({str(path.relative_to(ROOT)): hit.group()
+                          for hit in pattern.finditer(path.read_text(encoding="utf-8"))})
     assert not found
 
 
@@ -125,8 +127,10 @@ def test_readme_links_lead_somewhere():
 
 def test_readme_lists_every_notebook_with_the_run_time_its_header_gives():
     listed = re.findall(r"\]\(notebooks/(\w+)\.ipynb\).*\| (\d+) s \|", (ROOT / "README.md").read_text())
-    headers = {path.stem: json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"] for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-    assert listed == [(name, re.search(r"Run time\D*(\d+)", "".join(lines)).group(1)) for name, lines in headers.items()]
+    headers = {path.stem: json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]
+               for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+    assert listed == [(name, re.search(r"Run time\D*(\d+)", "".join(lines)).group(1))
+                      for name, lines in headers.items()]
 
 
 def stored_staircase():

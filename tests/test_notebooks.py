@@ -22,8 +22,8 @@ Tags of cells (``metadata.tags``):
 
 ``stub``, ``solution`` and ``check`` come in threes, in this order of stubs; every notebook but ``00`` has at least one.
 
-Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:``, printed by the same cell, one
-line for each figure. The figures of ``tplab.show`` print theirs.
+Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:``, printed by the same cell,
+one line for each figure. The figures of ``tplab.show`` print theirs.
 
 A heading says *In the wild*, another says *Takeaway*; at least one answer is folded in ``<details>`` besides the
 solutions (the *Predict* question). Median length of code cells: under 10 lines.
@@ -110,7 +110,8 @@ def test_header_says_what_for_whom_how_long_and_where_next(path):
     assert lines[1][0].isalnum() and lines[1].endswith("."), f"no sentence of promise under the title: {lines[1]!r}"
     for words in ("you will be able to", "prerequisites", "run time"):
         assert words in first.source.lower(), f"the header lacks {words!r}"
-    assert re.search(r"run time\W[^\n]*\d+\s*(s\b|seconds|min)", first.source, re.IGNORECASE), "the run time has no number"
+    assert re.search(r"run time\W[^\n]*\d+\s*(s\b|seconds|min)", first.source,
+                     re.IGNORECASE), "the run time has no number"
 
     here = SERIES.index(path)
     for neighbour in SERIES[max(here - 1, 0) : here] + SERIES[here + 1 : here + 2]:
@@ -186,7 +187,8 @@ def test_every_figure_has_a_text_alternative(path):
 @each_notebook
 def test_stubs_solutions_and_checks_come_in_threes(path):
     notebook = load(path)
-    order = [tag for cell in notebook.cells for tag in ("stub", "solution", "check") if tag in cell.metadata.get("tags", [])]
+    order = [tag for cell in notebook.cells for tag in ("stub", "solution", "check") if tag in cell.metadata.get("tags",
+                                                                                                                 [])]
     threes = [order[at : at + 3] for at in range(0, len(order), 3)]
     assert all(three[0] == "stub" and sorted(three) == ["check", "solution", "stub"] for three in threes), order
     assert threes or path.stem.startswith("00"), "no work for the learner"

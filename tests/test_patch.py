@@ -93,7 +93,8 @@ def interrupted_at(number, patches):
             return None
         line = linecache.getline(code.co_filename, frame.f_lineno)
         leaving = "with _lock" in line and patch._lock._is_owned()
-        if event == "line" and not leaving and not (code.co_name == "__exit__" and frame.f_lineno == code.co_firstlineno + 1):
+        if event == "line" and not leaving and not (code.co_name == "__exit__"
+                                                    and frame.f_lineno == code.co_firstlineno + 1):
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -169,8 +170,8 @@ def stands_there():
 
 
 def test_what_is_in_force_here_is_in_force_on_the_ranks_of_a_run_and_no_longer():
-    from tplab.ranks import RankError
     from tplab.pool import RankPool
+    from tplab.ranks import RankError
 
     with RankPool(2) as pool:
         with applied(Patch(TARGET, lambda scores, mask: "another")), applied(Patch(TARGET, no_mask)):

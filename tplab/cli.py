@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    parser = _Parser(prog="python -m tplab", description="Tensor-parallel LLM inference, measured against Hugging Face.",
+    parser = _Parser(prog="python -m tplab",
+                     description="Tensor-parallel LLM inference, measured against Hugging Face.",
                      allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -98,7 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
 
     one = command("bench", bench, "Measure against Hugging Face, alternately, in one run.", model=False)
-    one.add_argument("kind", nargs="?", default="decode", metavar="KIND", help="decode, prefill, batch or load (decode)")
+    one.add_argument("kind", nargs="?", default="decode", metavar="KIND",
+                     help="decode, prefill, batch or load (decode)")
     one.add_argument("--model", default="smollm2", metavar="MODEL",
                      help=f"{MODEL}; or random-qwen2.5-0.5b, that shape with random weights (smollm2)")
     one.add_argument("--rounds", type=int, default=5, metavar="R", help="5 or more (5)")
@@ -232,7 +234,8 @@ def _point_lines(report) -> str:
         of_layer, _, last = point.name.rpartition(".")
         if last in ends or (layer and of_layer == layer):
             mark = "" if point.inside else "  outside" + (", first" if point is first else "")
-            lines.append(f"{point.name:24}{point.max_abs:10.1e}{point.relative:10.1e}{point.nan:9}{mark}".replace("nan", "NaN"))
+            lines.append(f"{point.name:24}{point.max_abs:10.1e}{point.relative:10.1e}{point.nan:9}{mark}".replace("nan",
+                                                                                                                  "NaN"))
     return "\n".join(lines)
 
 

@@ -136,7 +136,8 @@ def original(target: str) -> Callable:
 
 
 def in_force() -> tuple[Patch, ...]:
-    """The patches that stand in this process now, one for each replaced name. A pool sends them along with every run."""
+    """The patches that stand in this process now, one for each replaced name. A pool sends them along with every run.
+    """
     with _lock:
         return tuple(place.layers[-1].patch for place in _places.values() if place.layers)
 

@@ -35,7 +35,8 @@ def test_every_computed_position_is_hugging_faces(folder, tp, options):
 
 def test_a_prefix_hit_is_not_computed_again_and_what_follows_is_right(folder):
     (text,) = ids(25)
-    report = align_decode(folder, [text, text[:14] + ids(9)[0]], new_tokens=3, dtype="float64", one_by_one=True, logical=True)
+    report = align_decode(folder, [text, text[:14] + ids(9)[0]], new_tokens=3, dtype="float64", one_by_one=True,
+                          logical=True)
     assert report.ok and report.computed[0][0] == 0
     assert report.computed[1] == list(range(12, 22)), "three blocks of four tokens are shared"
 

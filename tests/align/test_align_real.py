@@ -49,7 +49,8 @@ def test_a_function_from_this_file_can_be_patched_in_on_the_ranks():
     def everyone_keeps_its_own(self, partial):
         return partial
 
-    report = align("fable", PROMPTS, patches=[Patch("tplab.shard.linear.RowParallelLinear.reduce", everyone_keeps_its_own)])
+    report = align("fable", PROMPTS,
+                   patches=[Patch("tplab.shard.linear.RowParallelLinear.reduce", everyone_keeps_its_own)])
     assert report.first_divergence.name == "layers.0.o_proj" and report["layers.0.o_partial"].inside
     assert report.rank_spread > 1e-3 and report.patches == ("tplab.shard.linear.RowParallelLinear.reduce",)
     assert align("fable", PROMPTS).ok, "the patch outlived its run"

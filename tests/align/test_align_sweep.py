@@ -48,7 +48,8 @@ def test_shards_are_the_checkpoint_bit_for_bit(real_layout, tp):
 @pytest.mark.parametrize("rope", sorted(set(ROPES) - {"default"}))
 def test_every_rope_also_beyond_the_original_length(tmp_path, rope, model_type):
     # 40 positions at most, so that the 30-token prompt is short and the 60-token one makes "dynamic" scale.
-    folder = make_checkpoint(tmp_path / "m", model_type, rope=rope, max_positions=40 if rope == "dynamic" else 256, seed=8)
+    folder = make_checkpoint(tmp_path / "m", model_type, rope=rope, max_positions=40 if rope == "dynamic" else 256,
+                             seed=8)
     ckpt = open_checkpoint(folder)
     if rope == "dynamic":
         object.__setattr__(ckpt.config, "max_position_embeddings", 80)
@@ -71,7 +72,8 @@ def test_fused_and_many_files(tmp_path, tie, fused_qkv, fused_gate_up, shards):
 
 @pytest.mark.parametrize("tp", [5, 6, 7, 8])
 def test_up_to_eight_ranks(tmp_path, tp):
-    assert_aligned(make_checkpoint(tmp_path / "m", "qwen3", heads=8, kv_heads=2, head_dim=10, attention_bias=True), tp, "float64")
+    assert_aligned(make_checkpoint(tmp_path / "m", "qwen3", heads=8, kv_heads=2, head_dim=10, attention_bias=True), tp,
+                   "float64")
 
 
 def test_a_float16_checkpoint_is_converted_not_rounded_again(tmp_path):

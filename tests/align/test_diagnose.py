@@ -19,7 +19,8 @@ ROW = "tplab.shard.linear.RowParallelLinear"
 
 
 def broken(target, replacement, tp=2, model="fable"):
-    return diagnose(align(model, prompts(67), tensor_parallel_size=tp, patches=[Patch(target, replacement)], logical=True))
+    return diagnose(align(model, prompts(67), tensor_parallel_size=tp, patches=[Patch(target, replacement)],
+                          logical=True))
 
 
 def test_a_healthy_run():
@@ -164,7 +165,8 @@ def test_query_heads_that_read_other_kv_heads(tmp_path):
         out = torch.empty_like(q)
         for rows, keys, values, mask in context.batches(self.layer, k, v):
             queries = q[rows].transpose(0, 1)[None]
-            out[rows] = attention.attend(queries, keys[:, heads], values[:, heads], mask, self.scaling)[0].transpose(0, 1)
+            out[rows] = attention.attend(queries, keys[:, heads], values[:, heads], mask,
+                                         self.scaling)[0].transpose(0, 1)
         return out
 
     folder = make_checkpoint(tmp_path / "m", "llama", heads=6, kv_heads=2, hidden=36)

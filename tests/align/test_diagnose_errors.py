@@ -10,13 +10,13 @@ from helpers.faults import prompts
 
 from tplab.align import align, diagnose
 from tplab.checkpoint import CheckpointError, open_checkpoint
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import GenerationError, RequestError, StrictError
 from tplab.errors import TplabError
 from tplab.faults import fault
+from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.ranks import OpRecord, RankError, all_gather, all_reduce, logical_ranks, rank
 from tplab.pool import RankPool
+from tplab.ranks import OpRecord, RankError, all_gather, all_reduce, logical_ranks, rank
 from tplab.ranks.errors import Cause
 from tplab.shard import ShardPlan, ShardPlanError
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from helpers.checkpoints import make_checkpoint
 
-from tplab.cli import main
 from tplab.bench import BenchError, bench, run
 from tplab.bench.peers import Work
+from tplab.cli import main
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,8 @@ def test_a_hash_without_parent_is_a_wrong_hit():
         assert BlockTable(pool).find_prefix([9, 9, 3, 4, 5])[1:] == [first.blocks[1]]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["new", "grow", "end"]), st.integers(0, 99), st.integers(1, 12)), max_size=60),
+@given(st.lists(st.tuples(st.sampled_from(["new", "grow", "end"]), st.integers(0, 99), st.integers(1, 12)),
+                max_size=60),
        st.integers(1, 4), st.booleans())
 def test_accounts_hold_whatever_happens(actions, size, prefix):
     pool, tables = BlockPool(7, size, prefix), []

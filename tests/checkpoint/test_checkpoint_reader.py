@@ -79,7 +79,8 @@ def test_whole_tensors_are_never_loaded_behind_a_slice(folder, monkeypatch):
 
     ckpt = open_checkpoint(folder)
     real, opened = reader_module.safe_open, []
-    monkeypatch.setattr(reader_module, "safe_open", lambda path, **kw: opened.append(path.name) or OnlySlices(path, **kw))
+    monkeypatch.setattr(reader_module, "safe_open",
+                        lambda path, **kw: opened.append(path.name) or OnlySlices(path, **kw))
     with ckpt.reader() as r:
         r[UP][:2]
         r[UP][2:4]

@@ -58,7 +58,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "each pair"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta is -1.0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta"),
-        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1, "layer_types": None}, "window of 128"),
+        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1, "layer_types": None},
+         "window of 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": 5}, "layer_types 5"),
@@ -87,7 +88,8 @@ def test_unsupported_configs(tmp_path, changes, words):
     ("changes", "words"),
     [
         # sizes that are possible in themselves, but are not those of the weights
-        ({"vocab_size": 68}, "model.embed_tokens.weight in model.safetensors has shape [67, 32], but config.json asks for [68, 32]"),
+        ({"vocab_size": 68},
+         "model.embed_tokens.weight in model.safetensors has shape [67, 32], but config.json asks for [68, 32]"),
         ({"hidden_size": 36}, "asks for [67, 36]"),
         ({"num_attention_heads": 2}, "q_proj.weight"),
         ({"num_key_value_heads": 4}, "k_proj.weight"),
@@ -95,8 +97,10 @@ def test_unsupported_configs(tmp_path, changes, words):
         ({"intermediate_size": 44}, "mlp.gate_proj.weight"),
         ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight and 11 more missing"),
         ({"num_hidden_layers": 1, "layer_types": None}, "unexpected tensor model.layers.1."),
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "unexpected tensor model.layers.0.self_attn.k_proj.bias"),
-        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "model.layers.0.self_attn.q_norm.weight and 3 more missing"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+         "unexpected tensor model.layers.0.self_attn.k_proj.bias"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+         "model.layers.0.self_attn.q_norm.weight and 3 more missing"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
     ],
     ids=str,
@@ -110,7 +114,8 @@ def test_an_untied_checkpoint_without_a_head(tmp_path):
     assert "lm_head.weight missing (the config does not tie" in refusal(folder)
 
 
-@pytest.mark.parametrize(("window", "longest", "active"), [(4096, 32768, True), (None, 32768, False), (4096, 4096, False)])
+@pytest.mark.parametrize(("window", "longest", "active"),
+                         [(4096, 32768, True), (None, 32768, False), (4096, 4096, False)])
 def test_mistral_windows_count_where_they_hide_something(tmp_path, window, longest, active):
     folder = edit(make_checkpoint(tmp_path / "m", "mistral"), sliding_window=window, max_position_embeddings=longest)
     if active:
@@ -144,7 +149,8 @@ def test_huge_classifier_fields_build_nothing(tmp_path):
     assert len(open_checkpoint(folder).config.hf.id2label) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '"config"', "\ufeff{}", "[" * 100_000, '{"a": ' + "9" * 9999 + "}"])
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '"config"', "\ufeff{}", "[" * 100_000,
+                                  '{"a": ' + "9" * 9999 + "}"])
 def test_a_config_that_is_no_json_object(tmp_path, text):
     folder = make_checkpoint(tmp_path / "m")
     (folder / "config.json").write_text(text)

@@ -70,7 +70,8 @@ def test_a_folder_without_a_tokenizer_opens_and_says_so_when_asked(tmp_path):
 
 def test_a_vocabulary_larger_than_the_embedding(tmp_path):
     folder = with_tokenizer(tmp_path / "m", byte_tokenizer(), vocab=259)
-    with pytest.raises(CheckpointError, match=r"of another model: it has id 259 \('<\|im_end\|>'\), but the embedding has 259 rows"):
+    with pytest.raises(CheckpointError,
+                       match=r"of another model: it has id 259 \('<\|im_end\|>'\), but the embedding has 259 rows"):
         open_checkpoint(folder)
 
 
@@ -148,7 +149,8 @@ def test_the_probes_cut_where_tokenizers_differ():
         elif change == "no prefix":
             other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         else:
-            other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), base.pre_tokenizer])
+            other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                           base.pre_tokenizer])
         assert [other.encode(text).ids for text in tokenizer_module._PROBES] != ids, change
 
 
@@ -170,7 +172,8 @@ def test_a_length_as_hugging_face_writes_it(tmp_path, longest):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                                  "model.safetensors.index.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+                                  "model.safetensors.index.json", "special_tokens_map.json", "added_tokens.json",
+                                  "chat_template.jinja",
                                   "additional_chat_templates/tool.jinja"])
 def test_a_named_pipe_in_the_place_of_a_file(tmp_path, file):
     """Whoever opens one to read waits for ever for a writer."""

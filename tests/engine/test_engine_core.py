@@ -8,10 +8,10 @@ from helpers.engine import EOS, VOCAB, make_engine, one_at_a_time
 from tplab.align import diagnose
 from tplab.checkpoint import open_checkpoint
 from tplab.engine import EngineError, RequestError
-from tplab.llm import SamplingParams
 from tplab.engine.errors import StandstillError, StrictError
 from tplab.engine.sizes import bytes_per_token, cache_size, longest_sequence
 from tplab.engine.step import StepOutput
+from tplab.llm import SamplingParams
 from tplab.shard import ShardPlan
 
 

@@ -6,12 +6,18 @@ import hypothesis.strategies as st
 import pytest
 from helpers.engine import VOCAB, RanksFailed, content, make_engine, one_at_a_time
 from hypothesis import Phase, settings
-from hypothesis.stateful import (RuleBasedStateMachine, initialize, invariant, precondition, rule,
-                                 run_state_machine_as_test)
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tplab.cache import block_key, blocks_needed
-from tplab.llm import SamplingParams
 from tplab.engine.errors import RequestError
+from tplab.llm import SamplingParams
 
 STEPS = {"engine steps": 0, "preemptions": 0, "prefix hits": 0, "aborted": 0, "failed steps": 0,
          "restarts": 0, "finished": 0}

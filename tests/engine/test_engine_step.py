@@ -5,9 +5,9 @@ from helpers.checkpoints import make_checkpoint
 from helpers.engine import RanksFailed, make_engine, one_at_a_time
 
 from tplab.cache import Segment
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import sampler
 from tplab.engine.step import Draw, SequenceStep, StepInput
+from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
 from tplab.ranks import RankError, rank
 

@@ -1,4 +1,5 @@
-"""Every fault of the decode path: it shows where it says, the diagnosis names it, and the engine is clean afterwards."""
+"""Every fault of the decode path: it shows where it says, the diagnosis names it, and the engine is clean afterwards.
+"""
 
 import time
 
@@ -20,7 +21,8 @@ def case(request, tmp_path_factory):
 
 
 def run(name, ckpt, tp, patches, **options):
-    return align_decode(ckpt, **scenario(name, ckpt.config.vocab_size), tensor_parallel_size=tp, patches=patches, **options)
+    return align_decode(ckpt, **scenario(name, ckpt.config.vocab_size), tensor_parallel_size=tp, patches=patches,
+                        **options)
 
 
 @pytest.mark.parametrize("name", DECODE)
@@ -49,7 +51,8 @@ def test_the_clean_engine_passes_its_scenario(name, case):
     assert report.ok and diagnose(report).ok, diagnose(report)
 
 
-@pytest.mark.parametrize("name", ["nan_mask", "no_mask", "rope_missing", "all_reduce_missing", "head_random", "vocab_offset",
+@pytest.mark.parametrize("name",
+                         ["nan_mask", "no_mask", "rope_missing", "all_reduce_missing", "head_random", "vocab_offset",
                                   "kv_first_rows", "repeated_kv_stored"])
 def test_faults_of_the_forward_pass_show_on_the_decode_path_too(name, case):
     ckpt, tp = case

@@ -1,4 +1,6 @@
-"""Every fault that shows in a forward pass: red, where it says, far above the floor, named by the diagnosis, gone after."""
+"""Every fault that shows in a forward pass: red, where it says, far above the floor, named by the diagnosis, gone
+after.
+"""
 
 import pytest
 from helpers.faults import CASES, case_checkpoint, nothing_is_patched, over_floor, prompts
@@ -8,7 +10,8 @@ from tplab.align.floors import RELATIVE
 from tplab.faults import MUSEUM, SEED, fault
 from tplab.patch import Patch
 
-FORWARD = [name for name, one in MUSEUM.items() if one.shows_in == "forward" and one.first_point not in ("load", "error")]
+FORWARD = [name
+           for name, one in MUSEUM.items() if one.shows_in == "forward" and one.first_point not in ("load", "error")]
 
 
 @pytest.fixture(scope="module", params=CASES)

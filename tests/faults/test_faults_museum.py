@@ -81,7 +81,8 @@ def test_the_verdict_on_every_layout_is_the_plans():
     wrong = []
     for heads, kv_heads, tp in ((q, kv, tp) for q in range(1, 41) for kv in range(1, q + 1) if q % kv == 0
                                 for tp in range(1, min(q, 16) + 1)):
-        plan = ShardPlan.make(tensor_parallel_size=tp, num_heads=heads, num_kv_heads=kv_heads, head_dim=2, hidden_size=2,
+        plan = ShardPlan.make(tensor_parallel_size=tp, num_heads=heads, num_kv_heads=kv_heads, head_dim=2,
+                              hidden_size=2,
                               intermediate_size=tp, vocab_size=tp)
         room = heads // tp, max(1, kv_heads // tp)
         fits = all((len(shard.q_heads), len(shard.kv_heads)) == room for shard in plan.ranks)

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
-from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
 from tplab.checkpoint.headers import INDEX, SINGLE
+from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -99,7 +99,8 @@ def make_checkpoint(
     ``mlp_bias`` Llama; Qwen2 has its QKV bias always. Fused tensors cannot be read by Hugging Face: write the
     same seed twice, fused and separate, to compare.
     """
-    biases = {"llama": {"attention_bias": attention_bias, "mlp_bias": mlp_bias}, "qwen3": {"attention_bias": attention_bias}}
+    biases = {"llama": {"attention_bias": attention_bias, "mlp_bias": mlp_bias},
+              "qwen3": {"attention_bias": attention_bias}}
     hf = AutoConfig.for_model(
         model_type,
         architectures=[ARCHITECTURES[model_type]],
@@ -167,7 +168,9 @@ def save_tensors(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 1
 
 @contextmanager
 def bounded_memory(extra: int = 4 << 30) -> Iterator[None]:
-    """``extra`` bytes of address space more than now (on Linux): a config that asks for the moon fails, not the machine."""
+    """``extra`` bytes of address space more than now (on Linux): a config that asks for the moon fails, not the
+    machine.
+    """
     if sys.platform != "linux":
         yield
         return

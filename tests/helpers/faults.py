@@ -27,7 +27,8 @@ def case_checkpoint(name, folder):
         "smollm2's heads": layouts["SmolLM2-135M-Instruct"],
         "qwen0.5b's heads": layouts["Qwen2.5-0.5B-Instruct"],
         "llama with biases and yarn": {"model_type": "llama", "heads": 6, "kv_heads": 3, "head_dim": 10, "hidden": 30,
-                                       "inter": 43, "vocab": 67, "rope": "yarn", "attention_bias": True, "mlp_bias": True},
+                                       "inter": 43, "vocab": 67, "rope": "yarn", "attention_bias": True,
+                                       "mlp_bias": True},
         "qwen3, replicated": {"model_type": "qwen3", "heads": 8, "kv_heads": 2, "head_dim": 12, "vocab": 71},
         "mistral, untied": {"model_type": "mistral", "heads": 6, "kv_heads": 2, "vocab": 81},
     }[name]

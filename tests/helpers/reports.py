@@ -27,7 +27,8 @@ def make_report(differences=None, layers=4, dtype=torch.float32, quiet=1e-7, ten
         relative, lost = (0.0 if name == "embed" and now == quiet else now), math.isnan(now)
         apart = (spread or {}).get(name, 0.0)
         inside = not lost and max(relative, apart / 4) <= RELATIVE[dtype]
-        points.append(PointDiff(name, layout(name), (6, 128), relative * 4, relative * 2, relative, 276 if lost else 0, 0,
+        points.append(PointDiff(name, layout(name), (6, 128), relative * 4, relative * 2, relative, 276 if lost else 0,
+                                0,
                                 768, apart, inside))
     logits = torch.arange(6 * 768, dtype=dtype).reshape(6, 768) % 17
     ours = logits * float("nan") if math.isnan(now) else logits + now

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import torch
 from helpers.checkpoints import make_checkpoint, save_tensors
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors

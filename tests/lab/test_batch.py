@@ -47,11 +47,13 @@ def links(page):
 
 def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, capsys):
     notebooks = [
-        write_notebook(tmp_path / "bad.ipynb", "def f():\n    raise ValueError('no <head>\\nmore')\nf()", parameters=None),
+        write_notebook(tmp_path / "bad.ipynb", "def f():\n    raise ValueError('no <head>\\nmore')\nf()",
+                       parameters=None),
         write_notebook(tmp_path / "good.ipynb", "print(tensor_parallel_size, prompt, scale, fast)", PLOT),
     ]
     asked = {"notebooks": list(map(str, notebooks)), "out": str(tmp_path / "out"),
-             "parameters": [["tensor_parallel_size", "3"], ["prompt", "7"], ["scale", "2"], ["fast", "False"]]}  # fmt: skip
+             "parameters": [["tensor_parallel_size", "3"], ["prompt", "7"], ["scale", "2"],
+                            ["fast", "False"]]}  # fmt: skip
     assert batch.main([json.dumps(asked)]) == 1
 
     said = capsys.readouterr().out
@@ -60,7 +62,8 @@ def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, caps
     assert "passed" in rows["good"]
 
     good = nbformat.read(tmp_path / "out/good.ipynb", as_version=4)
-    printed = [output.text for cell in good.cells for output in cell.get("outputs", []) if output.output_type == "stream"]
+    printed = [output.text
+               for cell in good.cells for output in cell.get("outputs", []) if output.output_type == "stream"]
     assert printed[0] == "3 7 2 False\n", "values are read by the type of the parameter they replace"
     assert "ValueError" in (tmp_path / "out/bad.ipynb").read_text()
 
@@ -78,8 +81,10 @@ def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, caps
     "change, words",
     [
         ({"notebooks": ["nowhere"]}, "no notebook 'nowhere'; there are: 00_one, 01_two"),
-        ({"parameters": [["tp", "3"]]}, "no notebook has a parameter 'tp'; there are: fast, model, prompt, scale, tensor_parallel_size"),
-        ({"parameters": [["tensor_parallel_size", "two"]]}, "parameter tensor_parallel_size is int (default 2), not 'two'"),
+        ({"parameters": [["tp", "3"]]},
+         "no notebook has a parameter 'tp'; there are: fast, model, prompt, scale, tensor_parallel_size"),
+        ({"parameters": [["tensor_parallel_size", "two"]]},
+         "parameter tensor_parallel_size is int (default 2), not 'two'"),
         ({"parameters": [["fast", "1"]]}, "parameter fast is bool"),
         ({"parameters": [["model", "no-such-model"]]}, "no-such-model"),
     ],

@@ -64,7 +64,8 @@ def test_it_is_executable_and_small():
     assert len((ROOT / "launch").read_text().splitlines()) <= 300
 
 
-@pytest.mark.parametrize("words", [["frobnicate"], ["run", "--fast"], ["test", "extra"], ["run", "-p", "model"], ["--no-brow"]])
+@pytest.mark.parametrize("words",
+                         [["frobnicate"], ["run", "--fast"], ["test", "extra"], ["run", "-p", "model"], ["--no-brow"]])
 def test_wrong_words_are_refused_before_anything_is_installed(words, tmp_path):
     (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
     answer = shell("launch", *words, cwd=tmp_path)
@@ -78,7 +79,8 @@ def test_unknown_command_names_the_commands(tmp_path):
     assert "'frobnicate'" in answer.stderr and "run, test, doctor" in answer.stderr
 
 
-@pytest.mark.parametrize("words", [["01", "-p", "seed", "1", "02"], ["01", "02", "-p", "seed", "1"], ["-p", "seed", "1", "01", "02"]])
+@pytest.mark.parametrize("words", [["01", "-p", "seed", "1", "02"], ["01", "02", "-p", "seed", "1"],
+                                   ["-p", "seed", "1", "01", "02"]])
 def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, words):
     handed = []
     monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
@@ -158,7 +160,8 @@ def test_a_checkout_that_cannot_be_written_is_told_in_one_line(fresh, monkeypatc
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refused)
-    with pytest.raises(fresh.LaunchError, match=r"not installed yet, and .*\.venv cannot be written: Permission denied"):
+    with pytest.raises(fresh.LaunchError,
+                       match=r"not installed yet, and .*\.venv cannot be written: Permission denied"):
         fresh.ready_environment()
 
 
@@ -267,7 +270,8 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
                            stderr=subprocess.STDOUT, text=True, env=environment, cwd="/")  # fmt: skip
     try:
         for line in lab.stdout:
-            if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/notebooks/00_start_here\.ipynb\?token=\w+", line):
+            if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/notebooks/00_start_here\.ipynb\?token=\w+",
+                                    line):
                 break
         assert address, "the address was never printed"
         busy = max(1, os.getloadavg()[0] / os.cpu_count())  # ten seconds on a machine that has nothing else to do

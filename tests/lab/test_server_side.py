@@ -49,16 +49,20 @@ def command_of_launch():
 def lab(tmp_path_factory):
     """A running JupyterLab with a kernel in which a pool of two ranks has just worked."""
     place = tmp_path_factory.mktemp("lab")
-    # A short name: multiprocessing puts a socket into the temp folder, and the path of a socket may have 100 characters.
+    # A short name: multiprocessing puts a socket into the temp folder, and the path of a socket may have 100
+    # characters.
     temp = place / "t"
     temp.mkdir()
-    environment = {**os.environ, "TMPDIR": str(temp), "JUPYTER_RUNTIME_DIR": str(place / "runtime"), "OMP_NUM_THREADS": "1",
+    environment = {**os.environ, "TMPDIR": str(temp), "JUPYTER_RUNTIME_DIR": str(place / "runtime"),
+                   "OMP_NUM_THREADS": "1",
                    "JUPYTER_CONFIG_DIR": str(place / "config"), "IPYTHONDIR": str(place / "ipython")}
     words = open(place / "words", "w+")  # a file: nobody empties a pipe while the tests run
-    server = subprocess.Popen([sys.executable, *command_of_launch()], stdin=subprocess.DEVNULL, stdout=words, stderr=words,
+    server = subprocess.Popen([sys.executable, *command_of_launch()], stdin=subprocess.DEVNULL, stdout=words,
+                              stderr=words,
                               env=environment, cwd=place)
     try:
-        address, token = wait_for(lambda: re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", told(words)), 60).groups()
+        address, token = wait_for(lambda: re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", told(words)),
+                                  60).groups()
         wait_for(lambda: ask(address, "/api/status", token), 30)
         kernel = json.loads(ask(address, "/api/kernels", token, b"{}"))["id"]
         file = wait_for(lambda: next((place / "runtime").glob(f"kernel-{kernel}.json"), None), 30)
@@ -67,10 +71,12 @@ def lab(tmp_path_factory):
         client.start_channels()
         client.wait_for_ready(timeout=60)
         printed = []
-        reply = client.execute_interactive(TWO_RANKS, timeout=60, output_hook=lambda said: printed.append(said["content"]))
+        reply = client.execute_interactive(TWO_RANKS, timeout=60,
+                                           output_hook=lambda said: printed.append(said["content"]))
         assert reply["content"]["status"] == "ok", printed
         pids = [int(word) for word in re.search(r"pids ([\d ]+)", json.dumps(printed)).group(1).split()]
-        yield SimpleNamespace(address=address, token=token, temp=temp, runtime=place / "runtime", pids=pids, pid=server.pid)
+        yield SimpleNamespace(address=address, token=token, temp=temp, runtime=place / "runtime", pids=pids,
+                              pid=server.pid)
         client.stop_channels()
     finally:
         family = psutil.Process(server.pid).children(recursive=True)
@@ -158,7 +164,8 @@ def test_temp_folders_are_private(lab):
     made = [path for path in lab.temp.iterdir() if path.is_dir()]
     assert any(path.name.startswith("tplab-") for path in made)
     for path in made:
-        if path.name.startswith("torchinductor_"):  # torch's own, made by its import: for compiled code, of which there is none
+        # torch's own, made by its import: for compiled code, of which there is none
+        if path.name.startswith("torchinductor_"):
             assert not list(path.iterdir())
             continue
         assert path.stat().st_mode & 0o777 == 0o700, path
@@ -209,7 +216,8 @@ def test_only_one_file_unpickles_and_what_it_reads_has_no_name():
     assert users == {"tplab/pool/transfer.py", "tplab/pool/preload.py"}, users
     (preload,) = [tree for where, tree in sources() if where == "tplab/pool/preload.py"]
     assert [name for name in names(preload) if PICKLES.search(name)] == ["cloudpickle"], "more than a preloading import"
-    readers = {where for where, tree in sources() if {"transfer.loads", "loads"} & set(names(tree)) and where.startswith("tplab/")}
+    readers = {where for where, tree in sources() if {"transfer.loads", "loads"} & set(names(tree))
+               and where.startswith("tplab/")}
     assert readers == {f"tplab/pool/{name}.py" for name in ("pool", "failures", "transfer", "watch", "worker")}, readers
 
 

@@ -61,7 +61,8 @@ def test_the_environment_is_ok_or_names_the_remedy(monkeypatch):
 
 
 def test_the_map_is_read_from_the_notebooks(monkeypatch, tmp_path):
-    for name, head in (("01_mask.ipynb", "# Zero times <inf>\n\nWhere *NaN* comes from.\n\nmore"), ("00_start.ipynb", "# Start\nHello.")):
+    for name, head in (("01_mask.ipynb", "# Zero times <inf>\n\nWhere *NaN* comes from.\n\nmore"),
+                       ("00_start.ipynb", "# Start\nHello.")):
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(head)])
         nbformat.write(book, tmp_path / name)
     monkeypatch.setattr(batch, "FOLDER", tmp_path)

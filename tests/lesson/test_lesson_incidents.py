@@ -3,10 +3,10 @@
 import pytest
 
 from tplab import lesson, show
-from tplab.ranks import OpRecord, RankError, errors, rank
-from tplab.pool import RankPool
-from tplab.ranks.errors import Cause, Frame
 from tplab.lesson.incidents import Incident
+from tplab.pool import RankPool
+from tplab.ranks import OpRecord, RankError, errors, rank
+from tplab.ranks.errors import Cause, Frame
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,8 @@ def test_an_incident_is_told_and_timed(pool, capsys):
     assert 0 < incidents.happened["a rank raises"].seconds < 60
     assert incidents.errors["a rank raises"].first.rank == 1
     assert incidents.figure(1800).words == (
-        "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within its bound.")
+        "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within "
+        "its bound.")
 
 
 def test_what_does_not_fail_is_no_incident(pool):
@@ -65,9 +66,11 @@ def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch)
     """nbval runs every cell as In[1]; columns must not be wider for In[17]."""
     def text(number):
         monkeypatch.setattr(errors, "file_label", lambda file: f"cell In[{number}]" if file == "a cell" else file)
-        log = [OpRecord(1, "barrier", (), "None", 0, "a cell", 5, False)], [OpRecord(1, "barrier", (), "None", 0, "b.py", 6, True)]
+        log = [OpRecord(1, "barrier", (), "None", 0, "a cell", 5, False)], [OpRecord(1, "barrier", (), "None", 0,
+                                                                                     "b.py", 6, True)]
         cause = Cause(0, "waiting", f"waits in barrier at cell In[{number}], line 5", [Frame("a cell", 5, "f")])
-        return lesson.told(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log, ["A note."]))
+        return lesson.told(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log,
+                                     ["A note."]))
 
     assert text(1) == text(17)
     assert text(3).splitlines() == [

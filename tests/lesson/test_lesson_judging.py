@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tplab import lesson, show
+from tplab import lesson
 from tplab.lesson.mask_exercise import problem
 
 IDS = [5, 6, 7, 8]

@@ -29,7 +29,8 @@ def asked(monkeypatch):
         return report
 
     monkeypatch.setattr(tplab.align, "align", align)
-    monkeypatch.setattr(tplab.align, "diagnose", lambda report: type("D", (), {"sentence": "0 × -inf" if not report.ok else "fine"}))
+    monkeypatch.setattr(tplab.align, "diagnose",
+                        lambda report: type("D", (), {"sentence": "0 × -inf" if not report.ok else "fine"}))
     return calls
 
 
@@ -44,7 +45,8 @@ def fable_stand_in(tmp_path):
 
 @pytest.fixture
 def made(asked, fable_stand_in):
-    return lesson.panel(["nan_mask", "no_mask", "row_bias_everywhere"], model=fable_stand_in, ticked=["nan_mask"], prompt="Hi")
+    return lesson.panel(["nan_mask", "no_mask", "row_bias_everywhere"], model=fable_stand_in, ticked=["nan_mask"],
+                        prompt="Hi")
 
 
 def test_it_runs_once_when_it_is_made(made, asked):
@@ -101,7 +103,8 @@ def test_a_crash_is_told_and_not_swallowed(made):
 
 def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stand_in):
     InteractiveShell.instance()
-    again = lesson.panel(["nan_mask", "no_mask", "row_bias_everywhere"], model=fable_stand_in, ticked=["nan_mask"], prompt="Hi")
+    again = lesson.panel(["nan_mask", "no_mask", "row_bias_everywhere"], model=fable_stand_in, ticked=["nan_mask"],
+                         prompt="Hi")
     stored = []
     for one in (made, again):
         with capture_output() as shown:
@@ -126,5 +129,6 @@ def test_a_misspelt_fault_lists_the_museum(asked):
 
 
 def test_the_number_of_ranks_at_the_start_is_among_the_choices(asked, fable_stand_in):
-    one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=8, tensor_parallel_sizes=(1, 2), prompt="Hi")
+    one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=8, tensor_parallel_sizes=(1, 2),
+                       prompt="Hi")
     assert list(one._tp.options) == [1, 2, 8]

@@ -5,8 +5,8 @@ import threading
 import pytest
 from helpers.checkpoints import make_checkpoint
 
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import EngineError, GenerationError, RequestError
+from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
 from tplab.ranks import RankError
 

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 from tplab.llm.detokenizer import Detokenizer
 
 
-
 def fast(tokenizer, **settings):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", **settings)
 

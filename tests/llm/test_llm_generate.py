@@ -92,7 +92,8 @@ def test_prefix_hits_change_nothing(small):
 def test_rope_types_that_depend_on_the_length(tmp_path, rope):
     """Beyond the original length, in chunks and after preemption, keys are rotated as in Hugging Face."""
     rope_parameters = LONGROPE if rope == "longrope" else ROPES[rope]
-    folder = make_checkpoint(tmp_path / "m", "llama", rope=rope_parameters, max_positions=32 if rope == "dynamic" else 128)
+    folder = make_checkpoint(tmp_path / "m", "llama", rope=rope_parameters,
+                             max_positions=32 if rope == "dynamic" else 128)
     prompts = some_prompts(67, (5, 20, 30, 9))
     expected = hf_greedy(folder, prompts, 30)
     for options in ({}, {"max_num_batched_tokens": 7, "block_size": 3},

@@ -10,8 +10,8 @@ import torch
 from helpers.scripted import EOS, SMILE, ended, greedy, ids, letters
 
 from tplab.checkpoint import open_checkpoint
-from tplab.llm import LLM, SamplingParams, open_llm
 from tplab.engine import EngineError, GenerationError
+from tplab.llm import LLM, SamplingParams, open_llm
 from tplab.ranks import RankError, logical_ranks
 
 

@@ -19,7 +19,8 @@ TOKENS = 128
 ENGLISH = [
     "The capital of France is", "Once upon a time", "def fibonacci(n):\n", "Water boils at", "Dear Sir or Madam,",
     "The three laws of robotics are", "1, 1, 2, 3, 5, 8, 13,", "In 1969, the first man", "To be, or not to be:",
-    "Q: What is the largest planet?\nA:", "She opened the door and", "The recipe calls for two eggs,", "Naïve café, 東京, 😀:",
+    "Q: What is the largest planet?\nA:", "She opened the door and", "The recipe calls for two eggs,",
+    "Naïve café, 東京, 😀:",
     "import numpy as np\n\n", "My favourite book is", "Breaking news:", "The derivative of x squared is", "Les enfants",
     "a", "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy dog. The quick",
 ]  # fmt: skip
@@ -48,7 +49,8 @@ def hf_outputs(ckpt, prompts, dtype):
 
 def our_outputs(ckpt, prompts, tp, dtype, **options):
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with RankPool(tp, timeout=600) as pool, LLM(ckpt, tp, dtype, pool=pool, strict=True, max_model_len=512, **options) as llm:
+    with RankPool(tp, timeout=600) as pool, LLM(ckpt, tp, dtype, pool=pool, strict=True, max_model_len=512,
+                                                **options) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from helpers.scripted import BOS, EOS, LETTERS, SMILE, ended, greedy, ids, letters, scripted_checkpoint
+from helpers.scripted import BOS, EOS, LETTERS, ended, greedy, ids, letters, scripted_checkpoint
 
 from tplab.checkpoint import CheckpointError
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import RequestError
+from tplab.llm import LLM, SamplingParams
 from tplab.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 
 

@@ -10,11 +10,11 @@ import psutil
 import pytest
 from helpers.checkpoints import make_checkpoint
 
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import EngineError, GenerationError
+from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.ranks import RankError, rank, state
 from tplab.pool import RankPool, shared_pool
+from tplab.ranks import RankError, rank, state
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -22,7 +22,8 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("processes") / "m", heads=6, kv_heads=3, hidden=48, max_positions=4096)
+    return make_checkpoint(tmp_path_factory.mktemp("processes") / "m", heads=6, kv_heads=3, hidden=48,
+                           max_positions=4096)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,8 @@ def test_two_engines_on_one_pool_and_one_that_was_thrown_away(folder, pool, expe
 
 
 def test_patches_hold_for_one_engine_only(folder, pool, expected):
-    shifted = Patch("tplab.engine.runner.token_positions", lambda segment: range(segment.start + 1, segment.start + 1 + segment.count))
+    shifted = Patch("tplab.engine.runner.token_positions",
+                    lambda segment: range(segment.start + 1, segment.start + 1 + segment.count))
     with LLM(folder, 2, pool=pool, patches=[shifted]) as broken, LLM(folder, 2, pool=pool) as clean:
         assert tokens(clean.generate(PROMPTS, PARAMS)) == expected
         broken.generate(PROMPTS, PARAMS)
@@ -115,7 +117,8 @@ def test_a_killed_rank_costs_nothing_that_was_generated(folder, pool, expected, 
         with pytest.raises(GenerationError, match=r"rank 1 died \(SIGKILL\)") as caught:
             llm.generate(PROMPTS, PARAMS)
         partial = tokens(caught.value.outputs)
-        assert [len(part) for part in partial] == [3, 3] and all(full[:3] == part for full, part in zip(expected, partial))
+        assert [len(part) for part in partial] == [3, 3] and all(full[:3] == part
+                                                                 for full, part in zip(expected, partial))
         assert isinstance(caught.value.__cause__, RankError)
         assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
         assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
@@ -160,7 +163,8 @@ def test_a_pool_of_another_size(folder, pool):
 
 
 def test_first_token_of_fable_comes_within_a_second(pool):
-    """From a warm pool: open, shard, load, read the prompt. On a quiet machine about 0.1 s; the bound is the issue's."""
+    """From a warm pool: open, shard, load, read the prompt. On a quiet machine about 0.1 s; the bound is the issue's.
+    """
     from tplab.checkpoint import open_checkpoint
 
     ckpt = open_checkpoint("fable")

@@ -9,11 +9,11 @@ from helpers.checkpoints import make_checkpoint
 
 from tplab.cache import CacheError
 from tplab.checkpoint import open_checkpoint
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import EngineError, RequestError
 from tplab.engine.sizes import cache_size
 from tplab.errors import TplabError
 from tplab.faults import FaultError, fault
+from tplab.llm import LLM, SamplingParams
 from tplab.model.dtypes import DtypeError
 from tplab.patch import Patch, PatchError
 from tplab.shard import ShardPlan, ShardPlanError
@@ -39,8 +39,10 @@ BAD = {
     "a negative id": ([-1], "token id -1 is not in the vocabulary"),
     "a number that is no id": ([1.5], "token id 1.5"),
     "a truth value": ([True], "token id True"),
-    "more blocks than there are": ([1] * 38, r"38 prompt tokens and 4 new ones need 11 blocks of 4, but the cache has 10; "
-                                             r"ask for at most 3 tokens \(max_tokens\), or make an LLM with num_blocks=11"),
+    "more blocks than there are": ([1] * 38,
+                                   r"38 prompt tokens and 4 new ones need 11 blocks of 4, but the cache has 10; "
+                                             r"ask for at most 3 tokens \(max_tokens\), or make an LLM with "
+                                             r"num_blocks=11"),
     "text without a tokenizer": ("hello", "no tokenizer"),
     "neither text nor ids": (3.5, "must be a text or a list of token ids"),
     "a number whose digits Python refuses to write": ([10**5000], "token id a value of type int"),
@@ -99,7 +101,8 @@ def test_the_whole_cache_can_be_used(llm):
 
 
 def test_abort(llm):
-    numbers = [llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)) for _ in range(2)]
+    numbers = [llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+               for _ in range(2)]
     llm.step()
     output = llm.abort(numbers[0])
     assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 1
@@ -146,7 +149,8 @@ def test_faults_by_their_names(folder):
 
 
 @pytest.mark.parametrize("options,error,message", [
-    ({"num_blocks": 10**15}, EngineError, r"num_blocks=1000000000000000 with block_size=16 needs \d+\.\d GB on a rank, but this "
+    ({"num_blocks": 10**15}, EngineError,
+     r"num_blocks=1000000000000000 with block_size=16 needs \d+\.\d GB on a rank, but this "
                                           r"machine has \d+\.\d GB; num_blocks times block_size can be at most \d+"),
     ({"block_size": 10**15}, EngineError, "block_size=1000000000000000 needs"),
     ({"num_blocks": True}, CacheError, "num_blocks must be"),
@@ -156,7 +160,8 @@ def test_faults_by_their_names(folder):
     ({"patches": None}, PatchError, "patches must be a list of faults, their names or Patch objects"),
     ({"patches": "nan_mask"}, PatchError, r"such as \['nan_mask'\], not 'nan_mask'"),
     ({"patches": [5]}, PatchError, "patches holds 5, which is no fault"),
-    ({"patches": ["nan_musk"]}, FaultError, "there is no fault 'nan_musk'; the museum has nan_mask, .*; did you mean nan_mask or"),
+    ({"patches": ["nan_musk"]}, FaultError,
+     "there is no fault 'nan_musk'; the museum has nan_mask, .*; did you mean nan_mask or"),
     ({"tensor_parallel_size": 5}, ShardPlanError, "5 ranks cannot share 4 query heads"),
     ({"dtype": "float16"}, DtypeError, "float32, float64, bfloat16"),
     ({"block_size": 0}, EngineError, "block_size must be"),
@@ -197,7 +202,8 @@ def test_leaked_blocks_come_to_light(folder):
         with pytest.raises(EngineError, match="block 0 is leaked"):
             llm.generate([[1, 2]], GREEDY)
     with LLM(folder, 1, logical=True, patches=[leak], block_size=4, num_blocks=4) as llm:
-        with pytest.raises(EngineError, match="no sequence can go on: 4 of 4 blocks are in use, but running sequences hold only 0"):
+        with pytest.raises(EngineError,
+                           match="no sequence can go on: 4 of 4 blocks are in use, but running sequences hold only 0"):
             for _ in range(9):
                 llm.generate([[1, 2]], GREEDY)
 
@@ -207,7 +213,8 @@ def test_leaked_blocks_come_to_light(folder):
            lambda block_ids, positions, block_size: [block_ids[p // block_size] * block_size + p % block_size + 1
                                                      for p in positions]), "but its blocks are"),
     (Patch("tplab.engine.sampler.best_offer", lambda offer_here: offer_here[:, 1].long()), "rank 1 drew"),
-    (Patch("tplab.engine.scheduler.computed_after_prefix_hit", lambda blocks, block_size: 0), "sequences share|written before"),
+    (Patch("tplab.engine.scheduler.computed_after_prefix_hit", lambda blocks, block_size: 0),
+     "sequences share|written before"),
 ], ids=["slot off by one", "rank-local sampling", "prefix computed again"])
 def test_strict_names_what_other_bugs_do(folder, patch, message):
     from tplab.engine import StrictError
@@ -215,5 +222,6 @@ def test_strict_names_what_other_bugs_do(folder, patch, message):
     with LLM(folder, 2, logical=True, strict=True, patches=[patch], block_size=4, num_blocks=12) as llm:
         with pytest.raises(TplabError, match=message) as caught:
             for _ in range(2):
-                llm.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 2, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+                llm.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 2,
+                             SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert isinstance(caught.value, StrictError)

@@ -11,11 +11,11 @@ import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab.checks import shown
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import RequestError
 from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer, sample
 from tplab.engine.step import Draw
 from tplab.faults import fault
+from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
 from tplab.ranks import all_gather, logical_ranks, rank
 from tplab.shard import split_evenly
@@ -90,7 +90,8 @@ def test_every_position_and_seed_has_noise_of_its_own():
     assert gumbel_noise(2**62, 10, 5).isfinite().all()
 
 
-@pytest.mark.parametrize("top_k,top_p,min_p", [(1, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.5, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.3),
+@pytest.mark.parametrize("top_k,top_p,min_p",
+                         [(1, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.5, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.3),
                                                (7, 0.8, 0.0), (9, 0.95, 0.1), (1000, 1.0, 0.0)])
 def test_filters_keep_what_hugging_face_keeps(top_k, top_p, min_p):
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -114,7 +115,8 @@ def folder(tmp_path_factory):
 
 def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_ranks(folder):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3]]
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=12, top_k=k) for i, k in ((3, 0), (4, 9), (5, 0), (3, 0))]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=12, top_k=k)
+              for i, k in ((3, 0), (4, 9), (5, 0), (3, 0))]
     seen = []
     for tp, options in ((1, {}), (2, {"max_num_seqs": 1}), (3, {"num_blocks": 10, "block_size": 4})):
         with LLM(folder, tp, "float64", logical=True, strict=True, max_model_len=32, **options) as llm:
@@ -160,7 +162,8 @@ def test_the_coldest_temperatures_are_greedy(folder, temperature):
     """A logit divided by them is infinite, all infinities are equal, and the text was one token for ever."""
     with LLM(folder, 2, logical=True) as llm:
         greedy, cold, narrowed = llm.generate([[1, 2, 3]] * 3, [
-            SamplingParams(temperature=0, max_tokens=8), SamplingParams(temperature=temperature, max_tokens=8, logprobs=1),
+            SamplingParams(temperature=0, max_tokens=8),
+            SamplingParams(temperature=temperature, max_tokens=8, logprobs=1),
             SamplingParams(temperature=max(temperature, 5e-324), max_tokens=8, top_p=0.9, top_k=5)])
     assert greedy.outputs[0].token_ids == cold.outputs[0].token_ids == narrowed.outputs[0].token_ids
 
@@ -168,7 +171,8 @@ def test_the_coldest_temperatures_are_greedy(folder, temperature):
 @pytest.mark.parametrize("wrong", [
     {"temperature": -1}, {"temperature": float("nan")}, {"temperature": "hot"}, {"temperature": True}, {"top_k": -2},
     {"top_k": 1.5}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": float("inf")}, {"max_tokens": 0},
-    {"max_tokens": 2.0}, {"seed": -1}, {"seed": 2**64}, {"logprobs": -1}, {"ignore_eos": 1}, {"stop": 5}, {"stop": [""]},
+    {"max_tokens": 2.0}, {"seed": -1}, {"seed": 2**64}, {"logprobs": -1}, {"ignore_eos": 1}, {"stop": 5},
+    {"stop": [""]},
     {"stop": ["a", 3]}, {"stop": b"a"}, {"stop_token_ids": "12"}, {"stop_token_ids": [-1]}, {"stop_token_ids": [True]},
     {"temperature": 0, "top_p": 0.9}, {"temperature": 0, "top_k": 5, "min_p": 0.1}, {"max_tokens": 10**5000},
     {"top_p": Decimal("0.5")}, {"top_p": Fraction(1, 10**400)}, {"seed": np.float64(1)}, {"max_tokens": np.bool_(True)},
@@ -222,8 +226,10 @@ def nan_for_top_k(top_k):
 
 def test_nan_ends_the_request_and_says_so(folder):
     params = [SamplingParams(seed=1, top_k=k, max_tokens=5, ignore_eos=True, logprobs=1) for k in (60, 7)]
-    message = (r"request \d+ cannot go on: the logits for its token 6 \(3 of the prompt and 2 new ones stand before it\) "
-               r"are NaN, and temperature 1.0 has nothing to draw from; align\(model, prompt\) shows at which point NaN begins")
+    message = (r"request \d+ cannot go on: the logits for its token 6 \(3 of the prompt and 2 new ones stand before "
+               r"it\) "
+               r"are NaN, and temperature 1.0 has nothing to draw from; align\(model, prompt\) shows at which point "
+               r"NaN begins")
     with LLM(folder, 2, logical=True, strict=True) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5, 6]], params)]
     with LLM(folder, 2, logical=True, strict=True, patches=[nan_for_top_k(7)]) as llm:

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tplab.checkpoint import open_checkpoint
-from tplab.llm import LLM, SamplingParams
 from tplab.engine import RequestError
+from tplab.llm import LLM, SamplingParams
 from tplab.llm.detokenizer import Detokenizer
 
 
@@ -89,7 +89,8 @@ def test_streamed_text_is_the_generated_text(llm):
     assert pieces == [output.text for output in whole]
     assert [output.outputs[0].token_ids for output in last] == [output.outputs[0].token_ids for output in whole]
     assert all(output.finished for output in last)
-    assert [o.text for o in whole] == [llm.tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=True) for o in whole]
+    assert [o.text for o in whole] == [llm.tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=True)
+                                       for o in whole]
 
 
 def test_leaving_a_stream_gives_its_blocks_back(llm):
@@ -112,7 +113,8 @@ def test_ends(llm):
     out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].outputs[0]
     assert (out.finish_reason, len(out.token_ids)) == ("length", 3)
     token = out.token_ids[1]
-    out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[token], ignore_eos=True))[0].outputs[0]
+    out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[token],
+                                              ignore_eos=True))[0].outputs[0]
     assert (out.finish_reason, out.stop_reason) == ("stop", token) and out.token_ids[-1] == token
     # The end of text is a token of the output and no text.
     llm.engine.eos_token_ids = frozenset([token])
@@ -133,7 +135,8 @@ def test_chat_follows_the_template(llm):
     assert len(llm.chat([messages, messages], params)) == 2
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"content": "a"}], [[]], [{"role": 1, "content": "a"}], None])
+@pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"content": "a"}], [[]],
+                                      [{"role": 1, "content": "a"}], None])
 def test_what_is_no_conversation(llm, messages):
     with pytest.raises(RequestError, match="messages must look like"):
         llm.chat(messages)
@@ -159,7 +162,8 @@ def test_a_text_that_is_no_unicode_is_named_and_its_neighbours_run(llm, bad):
         llm.generate(bad, params)
     with pytest.warns(UserWarning, match="prompt 1 cannot run"):
         first, wrong, last = llm.generate(["Once", bad, "There"], params)
-    assert len(first.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 4 and isinstance(wrong.error, RequestError)
+    assert len(first.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 4 and isinstance(wrong.error,
+                                                                                                 RequestError)
     good = [{"role": "user", "content": "Tell me."}]
     with pytest.warns(UserWarning, match="prompt 0 cannot run"):
         wrong, right = llm.chat([[{"role": "user", "content": bad}], good], params)
@@ -167,7 +171,8 @@ def test_a_text_that_is_no_unicode_is_named_and_its_neighbours_run(llm, bad):
 
 
 @pytest.mark.parametrize("template, words", [
-    ("{% for m in messages %}", "Unexpected end of template"), ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{% for m in messages %}", "Unexpected end of template"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ messages[5]['content'] }}", "has no element 5"), ("{{ 1 / 0 }}", "division by zero"),
 ], ids=["syntax", "refusal", "missing", "error"])
 def test_a_broken_chat_template_is_named_with_its_own_words(llm, monkeypatch, template, words):

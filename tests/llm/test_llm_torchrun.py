@@ -15,7 +15,8 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
 def command(*torchrun, file, extra=()):
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "tplab", "generate", "fable", "--prompt", PROMPT,
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "tplab", "generate", "fable", "--prompt",
+            PROMPT,
             "--max-tokens", str(TOKENS), "--json", str(file), *extra]
 
 
@@ -41,7 +42,8 @@ def test_torchrun_on_one_machine(expected, tmp_path):
 
 def test_a_bad_request_under_torchrun_ends_all_ranks(tmp_path):
     done = subprocess.run(command("--standalone", "--nproc-per-node", "2", file=tmp_path / "out.json",
-                                  extra=("--max-tokens", "0")), timeout=120, env=environment(), capture_output=True, text=True)
+                                  extra=("--max-tokens", "0")), timeout=120, env=environment(), capture_output=True,
+                                  text=True)
     assert done.returncode != 0 and "max_tokens must be" in done.stderr
 
 
@@ -66,7 +68,8 @@ def test_patches_are_applied_on_every_rank_while_loading_and_in_steps(tmp_path):
     folder = make_checkpoint(tmp_path / "m")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(tmp_path / "script.py"), str(folder)], timeout=120, env=environment(), capture_output=True, text=True)
+                           str(tmp_path / "script.py"), str(folder)], timeout=120, env=environment(),
+                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     params, expected = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
     for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
@@ -96,7 +99,8 @@ def namespaces():
         steps = [("netns", "add", NAMES[1]),
                  ("-n", NAMES[0], "link", "add", "veth0", "type", "veth", "peer", "name", "veth0", "netns", NAMES[1])]
         for name, address in zip(NAMES, ADDRESSES):
-            steps += [("-n", name, "addr", "add", f"{address}/24", "dev", "veth0"), ("-n", name, "link", "set", "veth0", "up"),
+            steps += [("-n", name, "addr", "add", f"{address}/24", "dev", "veth0"),
+                      ("-n", name, "link", "set", "veth0", "up"),
                       ("-n", name, "link", "set", "lo", "up")]
         for step in steps:
             done = ip(*step)
@@ -124,6 +128,7 @@ def test_two_network_namespaces(namespaces, expected, tmp_path):
     assert [process.returncode for process in running] == [0, 0], results
     assert json.loads((tmp_path / "out0.json").read_text())["token_ids"] == expected.outputs[0].token_ids
     assert expected.text.strip() in results[0][0] and not (tmp_path / "out1.json").exists()
-    counters = subprocess.run(["ip", "-n", NAMES[0], "-s", "-j", "link", "show", "veth0"], capture_output=True, text=True)
+    counters = subprocess.run(["ip", "-n", NAMES[0], "-s", "-j", "link", "show", "veth0"], capture_output=True,
+                              text=True)
     (link,) = json.loads(counters.stdout)
     assert link["stats64"]["rx"]["bytes"] > 100_000

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tplab.ranks import RankError, all_reduce, rank, state
 from tplab.pool import RankPool, shared_pool
+from tplab.ranks import RankError, all_reduce, rank, state
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,8 @@ def test_a_size_that_no_pool_has(size):
             make(size)
 
 
-@pytest.mark.parametrize("timeout", [True, 0, -1, float("nan"), 10**400, 10**5000, "5", [], 1j], ids=lambda t: type(t).__name__)
+@pytest.mark.parametrize("timeout", [True, 0, -1, float("nan"), 10**400, 10**5000, "5", [], 1j],
+                         ids=lambda t: type(t).__name__)
 def test_a_timeout_that_is_no_time(pool, timeout):
     for call in (lambda: pool.run(rank, timeout=timeout), lambda: RankPool(1, timeout=timeout)):
         with pytest.raises(RankError, match="timeout is a number of seconds above 0, not"):

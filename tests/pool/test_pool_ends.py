@@ -12,18 +12,20 @@ import psutil
 import pytest
 import torch
 
-from tplab.ranks import RankError, all_reduce, barrier, rank
 from tplab.pool import RankPool, shared_pool
+from tplab.ranks import RankError, all_reduce, barrier, rank
 
 
 def script(tmp_path, source, *before, **options):
-    """Start `source` as a learner's script, its temporary files in `tmp_path`; the command line begins with `before`."""
+    """Start `source` as a learner's script, its temporary files in `tmp_path`; the command line begins with `before`.
+    """
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(source))
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [*before, sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        [*before, sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, **options
     )  # fmt: skip
 
 
@@ -166,7 +168,8 @@ def test_a_jupyter_kernel(tmp_path, monkeypatch):
             return reply, "".join(said)
 
         start = (
-            "import os, time, torch, psutil\nfrom tplab.pool import shared_pool; from tplab.ranks import all_reduce, rank\n"
+            "import os, time, torch, psutil\nfrom tplab.pool import shared_pool; from tplab.ranks import all_reduce, "
+            "rank\n"
             "pool = shared_pool(2)\ndef fn():\n    print('hello')\n    return all_reduce(torch.ones(1)).item()\n"
         )
         _, said = cell(start + "print(pool.run(fn))")

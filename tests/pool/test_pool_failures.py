@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from tplab.ranks import CollectiveMismatch, RankError, all_gather, all_reduce, barrier, broadcast, rank, state
 from tplab.pool import RankPool
+from tplab.ranks import CollectiveMismatch, RankError, all_gather, all_reduce, barrier, broadcast, rank, state
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +161,13 @@ def test_killed_by_a_signal(pool, name, when):
             os.kill(os.getpid(), number)
         barrier()
 
-    error = fails(pool, fn, 1, rf"^rank 1 died \({name}\)", "The next run starts rank 1 afresh, with an empty state; the others")
+    error = fails(pool, fn, 1, rf"^rank 1 died \({name}\)",
+                  "The next run starts rank 1 afresh, with an empty state; the others")
     if name in ("SIGSEGV", "SIGABRT") and when != "in":
         assert "os.kill(os.getpid(), number)" in str(error)  # faulthandler knows the line
     elif when != "before":
-        assert re.search(rf"rank 1 died \({name}\) (in|after|at .*line).*\n.*\n.*all_reduce\(torch.ones\(8\)\)", str(error))
+        assert re.search(rf"rank 1 died \({name}\) (in|after|at .*line).*\n.*\n.*all_reduce\(torch.ones\(8\)\)",
+                         str(error))
     assert kept(pool) == [True, False]
 
 
@@ -318,7 +319,8 @@ def test_endless_python_loop(pool):
         while True:
             pass
 
-    fails(pool, fn, 1.5, r"^not finished after 0.5 s: rank 0 is still running at .*line \d+; rank 1 is", "while True", timeout=0.5)
+    fails(pool, fn, 1.5, r"^not finished after 0.5 s: rank 0 is still running at .*line \d+; rank 1 is", "while True",
+          timeout=0.5)
     assert kept(pool) == [True, True]
 
 
@@ -349,7 +351,8 @@ def test_all_stuck_in_gloo(pool):
     def fn():
         dist.barrier() if rank() else dist.all_reduce(torch.ones(4))
 
-    fails(pool, fn, 1.5, "rank 0 waits in torch.distributed.all_reduce", "rank 1 waits in torch.distributed.barrier", timeout=0.5)
+    fails(pool, fn, 1.5, "rank 0 waits in torch.distributed.all_reduce", "rank 1 waits in torch.distributed.barrier",
+          timeout=0.5)
 
 
 def test_a_stopped_process(pool):

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tplab.ranks import CollectiveMismatch, OpRecord, RankError, errors
 from tplab.pool import RankPool, shared_pool, transfer
 from tplab.pool.pool import latest_pool
+from tplab.ranks import CollectiveMismatch, OpRecord, RankError, errors
 
 
 @pytest.fixture(scope="module")

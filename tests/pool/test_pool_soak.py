@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tplab.ranks import RankError, all_gather, all_reduce, barrier, broadcast, rank
 from tplab.pool import RankPool
+from tplab.ranks import RankError, all_gather, all_reduce, barrier, broadcast, rank
 
 # As a notebook's functions travel: by value. Else every new rank would import this file, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -153,7 +153,8 @@ def test_soak():
             elif fault is fine:
                 assert pool.run(fine, who, before) == [0, 1]
             else:
-                extra = {killed: [choose.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT))], differs: [choose.randrange(4)]}
+                extra = {killed: [choose.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT))],
+                         differs: [choose.randrange(4)]}
                 with pytest.raises(RankError):
                     pool.run(fault, who, before, *extra.get(fault, []), timeout=SHORT.get(fault))
             worst = max(worst, (name, time.monotonic() - begin), key=lambda entry: entry[1])

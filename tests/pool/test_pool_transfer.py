@@ -1,4 +1,5 @@
-"""What crosses between the parent and its ranks: functions, arguments, results, prints; large, odd and impossible ones."""
+"""What crosses between the parent and its ranks: functions, arguments, results, prints; large, odd and impossible ones.
+"""
 
 import ctypes
 import subprocess
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tplab.ranks import RankError, rank, state
 from tplab.pool import RankPool
 from tplab.pool.transfer import dumps, loads
+from tplab.ranks import RankError, rank, state
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,8 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype",
+                         [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
 def test_tensors_keep_shape_dtype_and_bits(dtype, shape):
     t = (torch.randn(shape) * 3).to(dtype)

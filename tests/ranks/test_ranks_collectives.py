@@ -6,9 +6,21 @@ import time
 import pytest
 import torch
 
-from tplab.ranks import CollectiveMismatch, RankError, all_gather, all_reduce, barrier, broadcast, logical_ranks, op_log, rank, state, world_size
 from tplab.pool import RankPool
 from tplab.pool.control_block import SLOT_BYTES
+from tplab.ranks import (
+    CollectiveMismatch,
+    RankError,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    logical_ranks,
+    op_log,
+    rank,
+    state,
+    world_size,
+)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +279,9 @@ def test_a_logical_rank_that_skips():
         if rank() == 0:
             all_reduce(torch.ones(1))
 
-    assert within(1, fn).startswith("rank 1 returned; rank 0 waits in all_reduce at tests/ranks/test_ranks_collectives.py, line")
+    assert within(1,
+                  fn).startswith("rank 1 returned; rank 0 waits in all_reduce at "
+                                 "tests/ranks/test_ranks_collectives.py, line")
 
 
 def test_logical_ranks_that_differ():

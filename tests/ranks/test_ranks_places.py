@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tplab.ranks import RankError
 from tplab.pool import RankPool
+from tplab.ranks import RankError
 
 NAMESPACES = ["unshare", "--map-root-user", "--mount", "--uts", "--net"]
 HELLO = """

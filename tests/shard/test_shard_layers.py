@@ -8,8 +8,15 @@ import torch
 from torch.nn import functional as F
 
 from tplab.ranks import all_gather, logical_ranks
-from tplab.shard import (ColumnParallelLinear, MergedColumnParallelLinear, ParallelLMHead, QKVParallelLinear,
-                         RowParallelLinear, ShardPlan, VocabParallelEmbedding)
+from tplab.shard import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    ShardPlan,
+    VocabParallelEmbedding,
+)
 
 D = torch.float64
 TP = [1, 2, 3, 4]
@@ -85,10 +92,12 @@ def test_partials_hold_the_bias_exactly_once():
         layer = RowParallelLinear(6, 4, bias=True, dtype=D)
         layer.load("weight", w), layer.load("bias", b)
         columns = layer.columns
-        return layer.partial(x[:, columns.start:columns.stop]) - x[:, columns.start:columns.stop] @ layer.weight.T, rank()
+        return layer.partial(x[:, columns.start:columns.stop]) - x[:,
+                                                                   columns.start:columns.stop] @ layer.weight.T, rank()
 
     for surplus, number in logical_ranks(3, on_rank):
-        torch.testing.assert_close(surplus, (b if number == 0 else torch.zeros_like(b)).expand(3, 4), rtol=0, atol=1e-12)
+        torch.testing.assert_close(surplus, (b if number == 0 else torch.zeros_like(b)).expand(3, 4), rtol=0,
+                                   atol=1e-12)
 
 
 def test_a_parameter_knows_its_slices_and_fills_itself():

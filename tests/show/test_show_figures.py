@@ -38,7 +38,8 @@ def test_values_stand_at_their_power_of_ten_and_nan_and_zero_in_lanes_of_their_o
     assert [y for x, y in fixed if x > 0] == pytest.approx([-7] * 6)
     top, bottom = at["1"] + 0.5, at["$10^{-7}$"] - 0.5
     assert all(y > top for x, y in broken if x > 0), "NaN stands above every number"
-    assert [y < bottom for x, y in broken + fixed if x == 0] == [True, True], "exact agreement stands below every number"
+    assert [y < bottom
+            for x, y in broken + fixed if x == 0] == [True, True], "exact agreement stands below every number"
     assert at["NaN"] > top and at["exactly 0"] < bottom
 
 
@@ -59,7 +60,8 @@ def test_a_stage_looks_the_same_in_every_figure():
     few = show.staircase({"after 02": make_report({"layers.0.q_rope": 0.5}), "finished": make_report()})
     many = show.staircase({stage: make_report({"layers.0.q": 0.5}) for stage in show.STAGES})
     assert set(lines(few)) <= set(lines(many))
-    assert len({look.color for look in show.STAGES.values()}) == len({look.marker for look in show.STAGES.values()}) == 7
+    assert len({look.color for look in show.STAGES.values()}) == len({look.marker
+                                                                      for look in show.STAGES.values()}) == 7
 
 
 def test_labels_that_are_no_stage_get_looks_of_their_own():
@@ -131,7 +133,8 @@ def test_rounding_noise_does_not_change_the_words():
 
 
 @pytest.mark.parametrize("value, words", [(0, "exactly 0"), (NAN, "NaN"), (math.inf, "infinite"), (3.7e-3, "1e-2"),
-                                          (0.1, "0.1"), (0.0949, "0.1"), (0.01, "1e-2"), (0.97, "1"), (9.4, "9"), (12, "10"), (4e4, "1e+5")])
+                                          (0.1, "0.1"), (0.0949, "0.1"), (0.01, "1e-2"), (0.97, "1"), (9.4, "9"),
+                                          (12, "10"), (4e4, "1e+5")])
 def test_magnitudes(value, words):
     assert show.magnitude(value) == words
 

@@ -1,4 +1,5 @@
-"""The op logs of a failed run as a picture: the first difference, who waits for whom, and words without a line number."""
+"""The op logs of a failed run as a picture: the first difference, who waits for whom, and words without a line number.
+"""
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def arrows(figure):
 def test_a_rank_that_waits_points_at_the_one_that_does_not_come():
     error = RankError("x", [died(1), waits(0)], [[call(1), call(2, left=False)], [call(1)]])
     figure = show.op_logs(error)
-    assert figure.words == ("Figure: the collectives of each rank, in order. 1 agrees, then rank 0 waits in all_reduce [4] float32; "
+    assert figure.words == ("Figure: the collectives of each rank, in order. 1 agrees, then rank 0 waits in all_reduce "
+                            "[4] float32; "
                             "rank 1 died (SIGKILL).")
     (arrow,) = arrows(figure)
     assert arrow.xy1[0] < arrow.xy2[0]  # from rank 0 to rank 1

@@ -17,7 +17,8 @@ def busy(tmp_path_factory):
     folder = make_checkpoint(tmp_path_factory.mktemp("timeline") / "m", "qwen2", seed=3)
     with LLM(folder, 1, logical=True, block_size=4, num_blocks=10, max_num_batched_tokens=12,
              enable_prefix_caching=False, strict=True) as llm:
-        return show.record(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), arrivals=[0, 0, 2, 5])
+        return show.record(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+                           arrivals=[0, 0, 2, 5])
 
 
 def test_every_computed_token_stands_in_its_step(busy):
@@ -30,7 +31,8 @@ def test_kinds_tell_reading_writing_and_losing_ones_place(busy):
     rows = slices(busy)
     assert [rows[1][step].kind for step in (1, 2, 3)] == ["prefill", "prefill", "decode"], "a prompt in two pieces"
     lost = [number for number, output in enumerate(busy.outputs) if output.metrics.preemptions]
-    assert lost == [number for number, row in rows.items() if any(part.kind == "preempted" for part in row.values())] != []
+    assert lost == [number
+                    for number, row in rows.items() if any(part.kind == "preempted" for part in row.values())] != []
     for number, row in rows.items():
         kinds = [part.kind for part in row.values()]
         again = kinds.index("again") if "again" in kinds else 0

@@ -33,7 +33,8 @@ def test_a_wrong_slot_shows_from_the_first_decoded_token_on(folder):
 def test_a_healthy_run_is_all_right_and_says_what_was_found(folder):
     prompts = [list(range(13)), [*range(8), 40, 41, 42, 43]]
     figure = show.where_figure(align_decode(folder, prompts, new_tokens=3, one_by_one=True, logical=True), Letters)
-    assert figure.words == ("Figure: the tokens at norm. prompt 0: all right; prompt 1: all right, 8 tokens found in the "
+    assert figure.words == ("Figure: the tokens at norm. prompt 0: all right; prompt 1: all right, 8 tokens found in "
+                            "the "
                             "cache.")
     assert "not computed: found in the cache" in figure.svg and "#f3b98f" in figure.svg.split("decoding begins")[0]
 
@@ -56,7 +57,8 @@ def right(block_ids, positions, block_size):
      "place 0 of the right block; it is the block's 2. token"),
     (lambda block_ids, positions, block_size: right(block_ids, range(len(positions)), block_size),
      "position 7 goes to slot 16 in block 4"),
-    (lambda block_ids, positions, block_size: right(block_ids, positions, block_size)[:1], "10 positions go in, 1 slots"),
+    (lambda block_ids, positions, block_size: right(block_ids, positions, block_size)[:1],
+     "10 positions go in, 1 slots"),
     (lambda block_ids, positions, block_size: None, "it returns NoneType"),
     (lambda block_ids, positions, block_size: 1 / 0, "ZeroDivisionError"),
 ], ids=["one piece", "wrong entry", "no place", "from 0", "too few", "nothing", "crash"])

@@ -1,12 +1,13 @@
 """The diff against Hugging Face: trace points, floors, reports, the diagnosis, and the reassembly check."""
 
-from tplab.align.diagnose.case import Diagnosis
 from tplab.align.decode import align_decode
 from tplab.align.diagnose import diagnose
+from tplab.align.diagnose.case import Diagnosis
 from tplab.align.reference import hf_greedy
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
 from tplab.model.dtypes import DTYPES, parse_dtype
 
-__all__ = ["AlignError", "AlignReport", "DTYPES", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode", "diagnose", "hf_greedy",
+__all__ = ["AlignError", "AlignReport", "DTYPES", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode",
+           "diagnose", "hf_greedy",
            "parse_dtype", "reassemble"]

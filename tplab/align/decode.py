@@ -12,13 +12,13 @@ import torch
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, build_report, check_prompts, pool_for
-from tplab.checks import from_one_up, shown, whole_number
 from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checks import from_one_up, shown, whole_number
 from tplab.engine.core import Engine
 from tplab.engine.executor import LogicalExecutor
 from tplab.engine.runner import drop_runners, load_runner, run_step
-from tplab.llm.sampling_params import SamplingParams
 from tplab.engine.step import StepInput, StepOutput
+from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import recording
 from tplab.patch import as_patches
@@ -71,7 +71,8 @@ class _ForcingExecutor:
     def whole_trace(self, rank: int) -> dict[str, torch.Tensor]:
         """One rank's points over all steps, rows in the order of sequence and position; the last computation counts."""
         names = dict.fromkeys(name for ranks in self.traces for name in ranks[rank])
-        return {name: torch.stack([self.traces[at][rank][name][row] for _, (at, row) in sorted(self.places(name).items())])
+        return {name: torch.stack([self.traces[at][rank][name][row] for _,
+                                   (at, row) in sorted(self.places(name).items())])
                 for name in names}
 
     def places(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:

@@ -16,8 +16,8 @@ bfloat16  8.6e-2               below             1.8e-1              4e-1       
 ========  ===================  ================  ==================  =========  ================
 
 In float32, SmolLM2's logits are 5e-5 to 8e-5 from the float64 result in Hugging Face's own run, and as far on another
-side in one that adds partial sums up; it happens at the first token, whose activations are a thousand times those of the
-others. So the logits' bound is 1e-4 or 5e-6 of the largest logit, whichever is more.
+side in one that adds partial sums up; it happens at the first token, whose activations are a thousand times those of
+the others. So the logits' bound is 1e-4 or 5e-6 of the largest logit, whichever is more.
 
 In float64 what is left are the last bits of matrix products of other shapes, and the float32 casts inside norms and
 softmax wipe them out again at every layer. Once in about a hundred million values, one of them falls on the other

@@ -54,7 +54,8 @@ def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: floa
     max_abs = diff.max().item() if diff.numel() else float("nan")
     nan, inf = int(torch.isnan(ours).sum()), int(torch.isinf(ours).sum())
     good = nan == inf == 0 and all(inside(name, value, scale, dtype, decode) for value in (max_abs, spread))
-    return PointDiff(name, layout(name), tuple(ours.shape), max_abs, diff.mean().item() if diff.numel() else float("nan"),
+    return PointDiff(name, layout(name), tuple(ours.shape), max_abs,
+                     diff.mean().item() if diff.numel() else float("nan"),
                      max_abs / scale if scale else max_abs, nan, inf, ours.numel(), spread, good)
 
 
@@ -175,7 +176,8 @@ class AlignReport:
         """A pandas table of the points; without ``every_layer``, the layers' outputs and the ends of the model only."""
         import pandas as pd
 
-        chosen = [p for p in self.points if every_layer or p.name.rpartition(".")[2] in ("embed", "output", "norm", "logits")]
+        chosen = [p for p in self.points if every_layer
+                  or p.name.rpartition(".")[2] in ("embed", "output", "norm", "logits")]
         return pd.DataFrame([asdict(p) for p in chosen]).set_index("name")
 
     def top_tokens(self, tokenizer, k: int = 5):

@@ -7,9 +7,9 @@ import torch
 from tplab.align.gather import pieces_on_rank, trace_on_rank, whole_point
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, compare
-from tplab.checks import readable, shown, whole_number
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.checks import readable, shown, whole_number
 from tplab.errors import TplabError
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import point_names
@@ -29,7 +29,8 @@ def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
     Raises:
         AlignError: no prompt, an empty one, one with an id outside of the vocabulary, or one that is too long.
     """
-    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and whole_number(prompts[0]) is not None):
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts
+                                    and whole_number(prompts[0]) is not None):
         prompts = [prompts]
     if not prompts:
         raise AlignError("there is no prompt")
@@ -42,7 +43,8 @@ def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
             raise AlignError("the prompt is empty; at least one token is needed")
         wrong = [token for token in ids if whole_number(token, 0, ckpt.config.vocab_size - 1) is None]
         if wrong:
-            raise AlignError(f"token id {shown(wrong[0])} is not in {ckpt.name}'s vocabulary: 0 to {ckpt.config.vocab_size - 1}")
+            raise AlignError(f"token id {shown(wrong[0])} is not in {ckpt.name}'s vocabulary: 0 to "
+                             f"{ckpt.config.vocab_size - 1}")
         if len(ids) > ckpt.config.max_position_embeddings:
             raise AlignError(f"the prompt has {len(ids)} tokens; {ckpt.name} takes up to "
                              f"{ckpt.config.max_position_embeddings}")

@@ -6,15 +6,15 @@ import statistics
 import time
 from contextlib import ExitStack, contextmanager
 
-from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
 from tplab.bench.peers import HuggingFace, HuggingFaceTP, Tplab, Work
 from tplab.bench.random_model import RANDOM_MODELS, random_checkpoint
+from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.errors import EngineError
 from tplab.model.dtypes import parse_dtype
-from tplab.ranks import RankError
 from tplab.pool import RankPool
+from tplab.ranks import RankError
 
 PAUSE = 0.3  # seconds between contestants: threads that spin for a while after their work have gone to sleep
 STREAMED = 1 << 28  # bytes per rank: far beyond any cache

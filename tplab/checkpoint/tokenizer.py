@@ -68,7 +68,8 @@ def read_own_tokenizer(folder: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     if not (folder / FILE).exists():
-        raise CheckpointError(f"{folder}: there is no {FILE}, so text cannot be turned into token ids; give ids instead")
+        raise CheckpointError(f"{folder}: there is no {FILE}, so text cannot be turned into token ids; give ids "
+                              "instead")
     read_json(folder / FILE)
     try:
         return Tokenizer.from_file(str(folder / FILE))

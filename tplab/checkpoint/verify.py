@@ -106,7 +106,8 @@ def _check_finite(folder: Path, name: str, tensor: TensorSlice) -> None:
         low, high = torch.aminmax(tensor[rows])  # both are NaN if anything is
         if not (torch.isfinite(low) and torch.isfinite(high)):
             bad = "NaN" if low.isnan() else "inf"
-            raise CheckpointError(f"{folder}: {name} contains {bad}, first seen in rows {rows.start} to {rows.stop - 1}")
+            raise CheckpointError(f"{folder}: {name} contains {bad}, first seen in rows {rows.start} to "
+                                  f"{rows.stop - 1}")
 
 
 def _check_tied(folder: Path, reader: CheckpointReader) -> None:

@@ -88,7 +88,9 @@ class LogicalExecutor:
         self.states: list[dict] = [{} for _ in range(size)]
 
     def run(self, fn, *args) -> list:
-        """``fn`` on every logical rank. Logical ranks begin with an empty ``state`` every time, so theirs is kept here between runs."""
+        """``fn`` on every logical rank. Logical ranks begin with an empty ``state`` every time, so theirs is kept here
+        between runs.
+        """
         def on_rank():
             state.update(self.states[rank()])
             try:

@@ -21,7 +21,8 @@ def _bytes_per_token_on(config, kv_heads: int, dtype: torch.dtype) -> int:
 
 
 def longest_sequence(config) -> int:
-    """Most tokens the model is made for. Dynamic RoPE counts its stretched length, as its config states the plain one."""
+    """Most tokens the model is made for. Dynamic RoPE counts its stretched length, as its config states the plain one.
+    """
     rope = config.hf.rope_parameters
     stretch = rope["factor"] if rope["rope_type"] == "dynamic" else 1
     return int(config.max_position_embeddings * stretch)
@@ -55,7 +56,8 @@ def cache_size(config, plan: ShardPlan, dtype: torch.dtype, block_size: int, num
     memory = psutil.virtual_memory().total
     if num_blocks * block_size * per_token > memory:
         raise EngineError(
-            f"num_blocks={num_blocks} with block_size={block_size} needs {num_blocks * block_size * per_token / 1e9:.1f} GB "
+            f"num_blocks={num_blocks} with block_size={block_size} needs "
+            f"{num_blocks * block_size * per_token / 1e9:.1f} GB "
             f"on a rank, but this machine has {memory / 1e9:.1f} GB; num_blocks times block_size can be at most "
             f"{memory // per_token}")
     return max_model_len or longest, num_blocks, block_size

@@ -7,7 +7,6 @@ right. Whoever continues the opening has to remember.
 
 import re
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from zlib import crc32
 

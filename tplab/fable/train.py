@@ -202,7 +202,8 @@ def train(phases=PHASES) -> tuple:
                 opt.zero_grad()
             if (step + 1) % 50 == 0:
                 spent = (time.monotonic() - began) / 60
-                print(f"phase {number}  step {step + 1}/{phase.steps}  loss {sum(losses[-50:]) / 50:.4f}  {spent:.1f} min",
+                print(f"phase {number}  step {step + 1}/{phase.steps}  loss {sum(losses[-50:]) / 50:.4f}  {spent:.1f} "
+                      "min",
                       flush=True)
     return model.eval(), tokenizer
 

@@ -5,5 +5,6 @@ from tplab.faults.museum import MUSEUM, SEED, STEPS, FaultError, applied, fault
 from tplab.faults.scenarios import scenario
 from tplab.faults.sizing import Sizing, multiplied_then_divided, sizing, sizing_table
 
-__all__ = ["MUSEUM", "SEED", "STEPS", "Fault", "FaultError", "Sizing", "applied", "fault", "multiplied_then_divided", "scenario",
+__all__ = ["MUSEUM", "SEED", "STEPS", "Fault", "FaultError", "Sizing", "applied", "fault", "multiplied_then_divided",
+           "scenario",
            "sizing", "sizing_table"]

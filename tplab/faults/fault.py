@@ -26,7 +26,8 @@ class Fault:
         name: its key, as ``faults.fault(name)`` takes it.
         title: a few words for a table or a checkbox.
         symptom: what the user of the broken model notices, in a sentence.
-        first_point: the trace point at which the fault must first show; or, where the numbers stay right, what shows it:
+        first_point: the trace point at which the fault must first show; or, where the numbers stay right, what shows
+        it:
             ``"load"`` (bytes read), ``"steps"`` (tokens computed), ``"blocks"`` (blocks in use), ``"drawn"`` (tokens
             drawn), ``"error"`` (it ends in an error).
         notebook: the notebook that teaches it.

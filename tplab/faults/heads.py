@@ -65,7 +65,8 @@ FAULTS = (
           first_point="embed", notebook="06_full_tp_generate", needs=two_ranks,
           patches=(Patch("tplab.shard.embedding.local_ids", vocab_offset),),
           sightings=(
-              ("At the other end of the model: Megatron-Bridge took positions in a rank's shard of the logits for token "
+              ("At the other end of the model: Megatron-Bridge took positions in a rank's shard of the logits for "
+               "token "
                "ids.", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4780"),
               ("exllamav3 wrote one device's logits to the front of the gathered row, whatever their offset.",
                "https://github.com/turboderp-org/exllamav3/issues/233"))),

@@ -2,9 +2,9 @@
 
 from tplab.faults.fault import Fault, two_ranks
 from tplab.patch import Patch, original
+from tplab.ranks import rank, world_size
 from tplab.shard import ShardPlan
 from tplab.shard.linear import MergedColumnParallelLinear
-from tplab.ranks import rank, world_size
 
 _LOAD = "tplab.shard.linear.QKVParallelLinear.load"
 _ATTEND = "tplab.model.attention.TensorParallelAttention.attend_all"

@@ -47,7 +47,8 @@ FAULTS = (
           first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
           patches=(Patch("tplab.cache.paged.slot_mapping", slot_off_by_one),),
           sightings=(
-              ("MinivLLM counted 0 tokens in a last block that was full, so the decode slot fell just before that block.",
+              ("MinivLLM counted 0 tokens in a last block that was full, so the decode slot fell just before that "
+               "block.",
                "https://github.com/Wenyueh/MinivLLM/issues/76"),
               ("vLLM's slot mapping read past the end of a block table and into its neighbour's row.",
                "https://github.com/vllm-project/vllm/pull/54296"),)),

@@ -36,7 +36,8 @@ FAULTS = (
           first_point="error", notebook="08_when_ranks_hang", needs=two_ranks,
           patches=(Patch("tplab.shard.linear.RowParallelLinear.reduce", collective_skipped),),
           sightings=(
-              ("A rank without metrics returned before an all-gather; the others sat in it for 13 minutes at full load.",
+              ("A rank without metrics returned before an all-gather; the others sat in it for 13 minutes at full "
+               "load.",
                "https://github.com/bo-ke/llm-internal-medicine/pull/45"),
               ("SGLang on two machines: one rank in the logits' all-gather, the other one waiting for requests.",
                "https://github.com/sgl-project/sglang/issues/33289"),

@@ -66,7 +66,8 @@ def sizing(num_heads: int, num_kv_heads: int, tp: int, head_dim: int = 64) -> Si
     claimed, per_rank = multiplied_then_divided(num_heads, num_kv_heads, head_dim, tp)
     needed = tuple((len(shard.q_heads) + 2 * len(shard.kv_heads)) * head_dim for shard in plan.ranks)
     lost = (num_heads % tp, num_kv_heads % tp if num_kv_heads > tp else 0)
-    return Sizing(num_heads, num_kv_heads, tp, claimed, (num_heads + 2 * num_kv_heads) * head_dim, per_rank, needed, lost)
+    return Sizing(num_heads, num_kv_heads, tp, claimed, (num_heads + 2 * num_kv_heads) * head_dim, per_rank, needed,
+                  lost)
 
 
 def sizing_table(layouts: Iterable[tuple[int, int]], ranks: Iterable[int] = (1, 2, 3, 4), head_dim: int = 64):

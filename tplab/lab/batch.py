@@ -21,7 +21,8 @@ from tplab.lab.report import MARK, write_report
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 # A cell that hangs fails its notebook and the batch goes on. Ranks have a shorter timeout of their own.
 SECONDS_PER_CELL = 900
-# Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is stopped.
+# Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is
+# stopped.
 QUIET_KERNEL = ["--IPKernelApp.log_level=CRITICAL"]
 
 
@@ -133,7 +134,8 @@ def assign(notebooks, pairs):
         value, default = read_value(text), known[name]
         if isinstance(default, str):
             value = text
-        elif default is not None and type(value) is not type(default) and not (type(default) is float and type(value) is int):
+        elif default is not None and type(value) is not type(default) and not (type(default) is float
+                                                                               and type(value) is int):
             raise BatchError(f"parameter {name} is {type(default).__name__} (default {default!r}), not {text!r}")
         values[name] = value
     return {one: {name: values[name] for name in values if name in names} for one, names in declared.items()}, failures
@@ -156,8 +158,8 @@ def result_names(notebooks):
 def results_folder(out, notebooks, names):
     """Make the folder ``out`` (None: a new one under ``runs/``), empty of what an earlier run left under ``names``.
 
-    Raises `BatchError` if it cannot be written, or if the results would overwrite one of ``notebooks`` or any other file
-    that no run has written.
+    Raises `BatchError` if it cannot be written, or if the results would overwrite one of ``notebooks`` or any other
+    file that no run has written.
     """
     try:
         if out is None:
@@ -262,7 +264,8 @@ def run(notebooks, parameters, out):
 
 
 def _model_at_hand(model):
-    """Open a model before several notebooks fail for the lack of it; its name, as a notebook's own folder can use it."""
+    """Open a model before several notebooks fail for the lack of it; its name, as a notebook's own folder can use it.
+    """
     from tplab.checkpoint import fetch, open_checkpoint
 
     if model == "smollm2":

@@ -39,15 +39,19 @@ def machine():
     """Python, cores, free memory and free disk."""
     import psutil
 
-    yield Finding(f"Python {platform.python_version()} in {sys.prefix}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}")
+    yield Finding(f"Python {platform.python_version()} in {sys.prefix}, {os.cpu_count()} cores, {platform.system()} "
+                  f"{platform.machine()}")
     free = psutil.virtual_memory().available
-    yield Finding(f"{free / 1e9:.1f} GB of memory free", "" if free > FREE_MEMORY else "close other programs; fable runs, smollm2 may not", essential=False)
+    yield Finding(f"{free / 1e9:.1f} GB of memory free",
+                  "" if free > FREE_MEMORY else "close other programs; fable runs, smollm2 may not", essential=False)
     free = shutil.disk_usage(ROOT).free
-    yield Finding(f"{free / 1e9:.1f} GB of disk free", "" if free > FREE_DISK else "make room; smollm2 and its runs need 2 GB", essential=False)
+    yield Finding(f"{free / 1e9:.1f} GB of disk free",
+                  "" if free > FREE_DISK else "make room; smollm2 and its runs need 2 GB", essential=False)
 
 
 def packages(requirements=None):
-    """Installed against required versions, as pyproject.toml asks (``requirements``: strings like ``torch==2.13.0``)."""
+    """Installed against required versions, as pyproject.toml asks (``requirements``: strings like ``torch==2.13.0``).
+    """
     from packaging.requirements import Requirement
 
     if requirements is None:
@@ -58,10 +62,12 @@ def packages(requirements=None):
         try:
             installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            yield Finding(f"{requirement.name} is not installed (required: {requirement.specifier or 'any'})", REINSTALL)
+            yield Finding(f"{requirement.name} is not installed (required: {requirement.specifier or 'any'})",
+                          REINSTALL)
             continue
         fits = requirement.specifier.contains(installed, prereleases=True)
-        yield Finding(f"{requirement.name} {installed} (required: {requirement.specifier or 'any'})", "" if fits else REINSTALL)
+        yield Finding(f"{requirement.name} {installed} (required: {requirement.specifier or 'any'})",
+                      "" if fits else REINSTALL)
 
 
 def kernel():
@@ -104,11 +110,14 @@ def ranks():
         with RankPool(2) as pool:
             sums = pool.run(_sum_of_ranks)
     except TplabError as error:
-        yield Finding(f"two ranks cannot work together: {error}", f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True; a firewall must let this machine talk to itself")
+        yield Finding(f"two ranks cannot work together: {error}",
+                      f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True; a "
+                      "firewall must let this machine talk to itself")
         return
     seconds = time.perf_counter() - started
     right = sums == [3.0, 3.0]
-    yield Finding(f"two ranks start, all-reduce 1 + 2 and get {sums[0]:g} and {sums[1]:g} ({seconds:.1f} s)", "" if right else REINSTALL)
+    yield Finding(f"two ranks start, all-reduce 1 + 2 and get {sums[0]:g} and {sums[1]:g} ({seconds:.1f} s)",
+                  "" if right else REINSTALL)
 
 
 def _sum_of_ranks():

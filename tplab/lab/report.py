@@ -45,7 +45,8 @@ def figures(notebook):
         outputs = cell.get("outputs", [])
         printed = [line for output in outputs if output.output_type == "stream" for line in output.text.splitlines()]
         words = [line for line in printed if line.startswith("Figure:")]
-        sources = [_data_uri(mime, output.data[mime]) for output in outputs for mime in PICTURES if mime in output.get("data", {})]
+        sources = [_data_uri(mime, output.data[mime])
+                   for output in outputs for mime in PICTURES if mime in output.get("data", {})]
         found += [Figure(source, text) for source, text in zip_longest(sources, words[: len(sources)], fillvalue="")]
     return found
 
@@ -72,7 +73,8 @@ def write_report(outcomes, parameters, out):
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
             for other in outcomes:  # links between notebooks of this run lead to their pages
                 if other.notebook.parent == outcome.notebook.parent:
-                    page = page.replace(f'href="{quote(os.fsencode(other.notebook.name))}"', f'href="{_address(other)}"')
+                    page = page.replace(f'href="{quote(os.fsencode(other.notebook.name))}"',
+                                        f'href="{_address(other)}"')
             _write_page(outcome.page, page.replace("<head>", f"<head>{MARK}", 1))
             shown = f'<a href="{_address(outcome)}">{shown}</a>'
             galleries.append(_gallery(shown, figures(notebook)))

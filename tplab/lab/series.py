@@ -3,8 +3,8 @@
 import re
 from html import escape
 
-from tplab.show.tables import Table
 from tplab.show.phrases import ShowError
+from tplab.show.tables import Table
 
 
 def environment() -> Table:
@@ -20,7 +20,8 @@ def environment() -> Table:
     from tplab.lab import doctor
 
     rows = {}
-    for what, examine in (("packages", doctor.packages), ("Jupyter kernel", doctor.kernel), ("the model fable", doctor.models)):
+    for what, examine in (("packages", doctor.packages), ("Jupyter kernel", doctor.kernel),
+                          ("the model fable", doctor.models)):
         wrong = [finding for finding in examine() if finding.remedy and finding.essential]
         rows[what] = "ok" if not wrong else "; ".join(f"{finding.what} → {finding.remedy}" for finding in wrong)
     frame = pd.DataFrame({"state": rows.values()}, index=list(rows))
@@ -43,12 +44,14 @@ class SeriesMap:
     def _html(self) -> str:
         rows = "".join(f'<tr><td style="text-align: right">{escape(name[:2])}</td>'
                        f'<td style="text-align: left"><a href="{escape(name)}">{escape(title)}</a></td>'
-                       f'<td style="text-align: left">{escape(promise)}</td></tr>' for name, title, promise in self.stops)
+                       f'<td style="text-align: left">{escape(promise)}</td></tr>'
+                       for name, title, promise in self.stops)
         return f"<table>{rows}</table>"
 
 
 def map_of_series() -> SeriesMap:
-    """The map: every notebook that is there, with its title, its promise and a link, read from the notebooks themselves.
+    """The map: every notebook that is there, with its title, its promise and a link, read from the notebooks
+    themselves.
 
         >>> lab.map_of_series()
     """
@@ -58,9 +61,11 @@ def map_of_series() -> SeriesMap:
 
     found = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
     if not found:
-        raise ShowError("the notebooks are not beside this copy of tplab; use the repository's own installation (./launch)")
+        raise ShowError("the notebooks are not beside this copy of tplab; use the repository's own installation "
+                        "(./launch)")
     stops = []
     for path in found:
-        lines = [line.strip() for line in nbformat.read(path, as_version=4).cells[0].source.splitlines() if line.strip()]
+        lines = [line.strip()
+                 for line in nbformat.read(path, as_version=4).cells[0].source.splitlines() if line.strip()]
         stops.append((path.name, lines[0].removeprefix("# "), re.sub(r"[*_`]", "", lines[1])))
     return SeriesMap(stops)

@@ -105,5 +105,6 @@ def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right")) -
 
         >>> lesson.side_by_side(fault("nan_mask").broken, fault("nan_mask").right)
     """
-    sources = [dedent(code if isinstance(code, str) else inspect.getsource(code)).strip("\n") for code in (broken, right)]
+    sources = [dedent(code if isinstance(code, str) else inspect.getsource(code)).strip("\n")
+               for code in (broken, right)]
     return SideBySide(titles, tuple(sources))

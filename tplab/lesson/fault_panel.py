@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 
 from tplab.errors import TplabError
-from tplab.show.figures.diffs import diff_figure, finding
 from tplab.lesson.exercise import default_prompt
+from tplab.show.figures.diffs import diff_figure, finding
 from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError, report_words
 
@@ -35,7 +35,8 @@ class Panel:
         self._prompt = widgets.Textarea(value=prompt, layout=widgets.Layout(width="auto", height="7em"))
         self._button = widgets.Button(description="Run", button_style="primary", icon="play")
         self._button.on_click(lambda _: self.run())
-        self._verdict, self._image = widgets.HTML(), widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self._verdict, self._image = widgets.HTML(), widgets.Image(format="png",
+                                                                   layout=widgets.Layout(max_width="100%"))
         titles = [widgets.HTML(f"<b>{text}</b>") for text in ("Faults", "Ranks", "Prompt")]
         left = widgets.VBox([titles[0], *self._boxes, titles[1], self._tp, titles[2], self._prompt, self._button],
                             layout=widgets.Layout(width="300px", flex="0 0 auto", padding="0 12px 0 0"))
@@ -66,7 +67,8 @@ class Panel:
 
         decodes = any(fault.shows_in == "decode" for fault in self._faults)
         self.report = (align_decode if decodes else align)(
-            self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype, patches=self.ticked)
+            self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype,
+            patches=self.ticked)
         label = self._label()
         self.figure = diff_figure({**{old: report for old, report in self._previous.items() if old != label},
                                    label: self.report}, title=finding({label: self.report}))
@@ -74,7 +76,8 @@ class Panel:
         self.words = self.figure.words.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = self.figure.png()
         idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
-        lines = [f"<b>{escape(report_words(self.report))}</b>", escape(diagnose(self.report).sentence), *map(escape, idle)]
+        lines = [f"<b>{escape(report_words(self.report))}</b>", escape(diagnose(self.report).sentence),
+                 *map(escape, idle)]
         self._verdict.value = "<br>".join(lines)
 
     def _label(self) -> str:
@@ -115,7 +118,8 @@ def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor
         prompt: the text at the start; :func:`default_prompt` if empty.
         dtype: float32, float64 or bfloat16.
 
-        >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"], tensor_parallel_size=tensor_parallel_size)
+        >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"],
+        tensor_parallel_size=tensor_parallel_size)
     """
     from tplab.faults import fault
 

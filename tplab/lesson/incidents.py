@@ -1,4 +1,5 @@
-"""Failures on purpose: made to happen on real ranks, told as they are, and timed against the bound that was promised."""
+"""Failures on purpose: made to happen on real ranks, told as they are, and timed against the bound that was promised.
+"""
 
 import os
 import re
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import matplotlib
 
-from tplab.ranks import RankError, rank
 from tplab.pool import RankPool
+from tplab.ranks import RankError, rank
 from tplab.ranks.errors import place, side_by_side
 from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, entitle, picture
-from tplab.show.tables import Table
 from tplab.show.phrases import ShowError
+from tplab.show.tables import Table
 
 _CELL = re.compile(r"cell In\[\d+\], ")
 _LEFT = 1e-3  # where the axis of seconds begins
@@ -43,7 +44,8 @@ def told(error: Exception) -> str:
     text = str(error)
     if getattr(error, "logs", None):
         # Laid out anew: the columns are as wide as what stands in them.
-        logs = [[replace(record, file="") if _CELL.match(place(record.file, 1)) else record for record in log] for log in error.logs]
+        logs = [[replace(record, file="") if _CELL.match(place(record.file, 1)) else record
+                 for record in log] for log in error.logs]
         head = str(RankError(error.summary, error.causes.values()))
         text = "\n".join([head, "", *side_by_side(logs, error.causes), *error.notes])
     return f"{type(error).__name__}: {_CELL.sub('', text)}"
@@ -123,16 +125,19 @@ class Incidents:
                 ax.plot([_LEFT, incident.seconds], [y, y], color=color, lw=2, zorder=1)
                 ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)
                 ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
-                ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6), textcoords="offset points", fontsize=9,
+                ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6),
+                            textcoords="offset points", fontsize=9,
                             ha="center", va="bottom")
-            ax.annotate("bound", (self._first.within, -0.36), (0, 2), textcoords="offset points", ha="center", va="bottom",
+            ax.annotate("bound", (self._first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
+                        va="bottom",
                         fontsize=9.5)
             ax.set_xscale("log")
             ax.set_xlim(_LEFT, 4 * max(patience or 1.0, *(incident.within for incident in self.happened.values())))
             ax.set_ylim(len(self.happened) - 0.4, -0.95)
             if patience:
                 ax.axvline(patience, color=FAINT, lw=1.5, ls="--")
-                ax.annotate(f"torch.distributed\ngives up after\n{patience / 60:g} minutes", (patience, (len(self.happened) - 1) / 2), (-6, 0),
+                ax.annotate(f"torch.distributed\ngives up after\n{patience / 60:g} minutes",
+                            (patience, (len(self.happened) - 1) / 2), (-6, 0),
                             textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
             ax.set_yticks(range(len(self.happened)), list(self.happened))
             ax.tick_params(axis="y", length=0)

@@ -12,7 +12,8 @@ def verdict(function: Callable, target: str, examine: Callable, agreed: str):
         function: the learner's, from a notebook cell.
         target: the dotted name that it replaces, as for :class:`tplab.patch.Patch`.
         examine: takes the :class:`tplab.patch.Patch`; returns an ``AlignReport`` with the function in the engine, and
-            what is wrong with it in the learner's terms (the empty string if nothing is; only else may there be no report).
+            what is wrong with it in the learner's terms (the empty string if nothing is; only else may there be no
+            report).
         agreed: what ``PASS`` says.
 
     Returns:

@@ -15,7 +15,8 @@ def check_mask(mask_scores: Callable, model, prompt, *, tensor_parallel_size: in
         >>> mine = lesson.check_mask(mask_scores, ckpt, prompt)
         NOT YET  mask_scores: 62% NaN in a 4 × 4 example: is something multiplying 0 by -inf?
     """
-    return judge(mask_scores, TARGET, model, prompt, problem=problem, tensor_parallel_size=tensor_parallel_size, dtype=dtype)
+    return judge(mask_scores, TARGET, model, prompt, problem=problem, tensor_parallel_size=tensor_parallel_size,
+                 dtype=dtype)
 
 
 def problem(mask_scores: Callable) -> str:
@@ -28,7 +29,8 @@ def problem(mask_scores: Callable) -> str:
     if not isinstance(masked, torch.Tensor):
         return f"it returns {'nothing' if masked is None else type(masked).__name__}; the masked scores must come back"
     if masked.shape != scores.shape or masked.dtype != scores.dtype:
-        return (f"scores of {list(scores.shape)} and {scores.dtype} go in, {list(masked.shape)} and {masked.dtype} come "
+        return (f"scores of {list(scores.shape)} and {scores.dtype} go in, {list(masked.shape)} and {masked.dtype} "
+                "come "
                 "out; both must stay as they are")
     if masked.isnan().any():
         return f"{masked.isnan().double().mean():.0%} NaN in a 4 × 4 example: is something multiplying 0 by -inf?"

@@ -47,7 +47,8 @@ def problem(slot_mapping: Callable) -> str:
             block, place = divmod(slot, SIZE)
             index, right = divmod(position, SIZE)
             if block not in TABLE:
-                return (f"{head}position {position} goes to slot {slot}, which is in block {block} and belongs to somebody "
+                return (f"{head}position {position} goes to slot {slot}, which is in block {block} and belongs to "
+                        "somebody "
                         "else; which entry of the table is the position in?")
             if block != TABLE[index]:
                 return (f"{head}position {position} goes to slot {slot} in block {block}, but it is the table's entry "

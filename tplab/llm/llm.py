@@ -1,26 +1,27 @@
 """``LLM``: text in, text out, over tensor-parallel ranks."""
 
 import time
-from collections.abc import Iterator, Sequence as Many
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from functools import partial
 
 import torch
 
-from tplab.checks import readable, shown
 from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from tplab.checks import readable, shown
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
 from tplab.engine.executor import LogicalExecutor, PoolExecutor
+from tplab.engine.sizes import cache_size
 from tplab.llm.outputs import RequestOutput, StreamChunk
 from tplab.llm.progress import Progress
 from tplab.llm.queue import Inbox, RequestQueue
 from tplab.llm.requests import Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn, rejected
 from tplab.llm.sampling_params import SamplingParams
-from tplab.engine.sizes import cache_size
 from tplab.model.dtypes import parse_dtype
 from tplab.patch import applied, as_patches
-from tplab.ranks import RankError
 from tplab.pool import RankPool
+from tplab.ranks import RankError
 from tplab.shard import ShardPlan
 
 
@@ -149,7 +150,9 @@ class LLM:
 
     def chat(self, messages, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
              use_tqdm: bool | None = None) -> list[RequestOutput]:
-        """Answer a conversation, or several: ``[{"role": "user", "content": "…"}, …]``; otherwise like :meth:`generate`."""
+        """Answer a conversation, or several: ``[{"role": "user", "content": "…"}, …]``; otherwise like
+        :meth:`generate`.
+        """
         def prompt(conversation):
             try:
                 return self.chat_prompt(conversation)
@@ -160,7 +163,8 @@ class LLM:
     def chat_prompt(self, messages) -> list[int]:
         """A conversation as token ids, by the checkpoint's chat template, up to where the answer begins."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise RequestError(f"{self.checkpoint.name} has no chat template; use generate with a prompt of its own form")
+            raise RequestError(f"{self.checkpoint.name} has no chat template; use generate with a prompt of its own "
+                               "form")
         conversations = parse_messages(messages)
         if len(conversations) > 1:
             raise RequestError(f"chat_prompt takes one conversation, not {len(conversations)}; chat takes several")

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tplab.checks import readable, shown, whole_number
-from tplab.llm.detokenizer import Detokenizer
 from tplab.engine.errors import RequestError
+from tplab.llm.detokenizer import Detokenizer
 from tplab.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tplab.llm.sampling_params import SamplingParams
-from tplab.engine.sequence import Sequence
 
 
 def _is_ids(prompt) -> bool:
@@ -35,7 +34,8 @@ def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
     """
     prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
     if not isinstance(prompts, list | tuple) or not prompts:
-        raise RequestError(f"prompts must be a text, token ids, or a list of these with at least one, not {shown(prompts)}")
+        raise RequestError("prompts must be a text, token ids, or a list of these with at least one, not "
+                           f"{shown(prompts)}")
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
@@ -51,7 +51,8 @@ def parse_messages(messages) -> list[list[dict]]:
     Raises:
         RequestError: not of the form ``[{"role": …, "content": …}, …]``.
     """
-    conversations = [messages] if isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict) else messages
+    conversations = [messages] if isinstance(messages, list | tuple) and messages and isinstance(messages[0],
+                                                                                                 dict) else messages
     good = isinstance(conversations, list | tuple) and conversations and all(
         isinstance(c, list | tuple) and c and all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in c)
@@ -74,7 +75,8 @@ class Request:
     """
 
     def __init__(self, llm, prompt, params: SamplingParams):
-        self.prompt, self.params, self.sequence = prompt if isinstance(parse_prompt(prompt), str) else None, params, None
+        self.prompt, self.params, self.sequence = prompt if isinstance(parse_prompt(prompt),
+                                                                       str) else None, params, None
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
             raise RequestError(f"{llm.checkpoint.name} has no tokenizer: give token ids, and no stop texts")
@@ -151,7 +153,8 @@ class rejected:
         """No output, and why."""
         text = self.prompt if isinstance(self.prompt, str) else None
         ids = list(self.prompt) if isinstance(self.prompt, list | tuple) else []
-        return RequestOutput(-1, text, ids, [CompletionOutput(finish_reason="error")], True, RequestMetrics(), self.error)
+        return RequestOutput(-1, text, ids, [CompletionOutput(finish_reason="error")], True, RequestMetrics(),
+                             self.error)
 
 
 def raise_or_warn(requests: list, new: list, what: str) -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-from tplab.llm.llm import LLM
 from tplab.engine.runner import load_runner, run_described_step, run_step
 from tplab.engine.step import StepInput, StepOutput
+from tplab.llm.llm import LLM
 from tplab.ranks import broadcast, join_torchrun, rank, world_size
 from tplab.ranks.torchrun import under_torchrun
 

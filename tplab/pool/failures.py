@@ -2,8 +2,8 @@
 
 from tplab.pool import control_block as words
 from tplab.pool import transfer
-from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place
 from tplab.pool.rank_process import gloo_call, in_gloo, snapshot
+from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 

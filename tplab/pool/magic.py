@@ -8,9 +8,9 @@ import symtable
 import sys
 import weakref
 
+from tplab.pool.pool import latest_pool, shared_pool
 from tplab.ranks import context
 from tplab.ranks.errors import RankError, place
-from tplab.pool.pool import latest_pool, shared_pool
 
 # At hand in every cell without an import.
 _GIVEN = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")

@@ -12,14 +12,14 @@ from contextlib import suppress
 
 from tplab.checks import shown, whole_number
 from tplab.patch import in_force
-from tplab.pool import control_block as words
 from tplab.pool import capture, launcher, transfer
-from tplab.ranks import context
+from tplab.pool import control_block as words
 from tplab.pool.control_block import JOIN, RUN, SETUP, Board, Command
-from tplab.ranks.errors import RankError, seconds
 from tplab.pool.rank_process import Member, end_all
 from tplab.pool.shared_file import SharedFile, no_room
 from tplab.pool.watch import Watch
+from tplab.ranks import context
+from tplab.ranks.errors import RankError, seconds
 
 _JOIN_TIMEOUT = 60.0  # starting processes on a busy machine
 

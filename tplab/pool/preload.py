@@ -16,12 +16,12 @@ import sys
 import tempfile
 from contextlib import suppress
 
-import cloudpickle
-import torch.distributed
-import transformers.models.llama.modeling_llama
-import transformers.models.qwen2.modeling_qwen2
+import cloudpickle  # noqa: F401
+import torch.distributed  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-import tplab.pool.worker
+import tplab.pool.worker  # noqa: F401
 
 
 def _settle(listener_fd: int) -> None:

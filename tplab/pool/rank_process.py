@@ -8,11 +8,11 @@ from multiprocessing import Pipe
 from multiprocessing.process import _children
 
 from tplab.pool import launcher
-from tplab.pool.control_block import STARTED
 from tplab.pool.capture import Reader
-from tplab.ranks.errors import Frame
+from tplab.pool.control_block import STARTED
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.worker import Spec
+from tplab.ranks.errors import Frame
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 

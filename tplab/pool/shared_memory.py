@@ -11,8 +11,8 @@ import time
 import torch
 
 from tplab.pool.control_block import ABANDONED, BLOCK_WORDS, SLOT_BYTES, STEP, Board, fence
-from tplab.ranks.group import Group
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
+from tplab.ranks.group import Group
 from tplab.ranks.oplog import SAME_FROM, SAME_TO
 
 # Waiting: look without a pause, then give way to other processes, then sleep a little between looks.

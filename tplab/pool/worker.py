@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from tplab.patch import applied
-from tplab.pool import control_block as words
 from tplab.pool import capture, transfer
-from tplab.ranks import context
+from tplab.pool import control_block as words
 from tplab.pool.control_block import DROP, JOIN, SETUP, Board, fence
-from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_frames
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
+from tplab.ranks import context
+from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_frames
 
 
 @dataclass
@@ -192,7 +192,8 @@ class _Rank:
             return words.FAILED, transfer.dumps(Report.of(RankError(text)))
 
     def _join(self, epoch: int) -> None:
-        """Become part of a new epoch: counters at zero, and a fresh gloo group for code that uses `torch.distributed`."""
+        """Become part of a new epoch: counters at zero, and a fresh gloo group for code that uses `torch.distributed`.
+        """
         _leave_gloo()
         self.group.begin_epoch(epoch)
         store = dist.FileStore(os.path.join(self.spec.folder, f"gloo-{epoch}"), self.spec.size)

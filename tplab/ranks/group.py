@@ -1,8 +1,8 @@
 """The arithmetic of the collectives, once for every way in which ranks can be joined.
 
 Every rank contributes a flat piece, sees the pieces of all ranks, and adds or joins them in rank order, so that all
-ranks get the same bits and one machine's result does not depend on timing. How the pieces travel is a subclass's matter:
-shared memory between processes (`shm.py`), references between threads (`logical.py`), gloo under torchrun
+ranks get the same bits and one machine's result does not depend on timing. How the pieces travel is a subclass's
+matter: shared memory between processes (`shm.py`), references between threads (`logical.py`), gloo under torchrun
 (`torchrun.py`).
 """
 

@@ -7,8 +7,8 @@ import torch
 
 from tplab.checks import shown, whole_number
 from tplab.ranks import context
-from tplab.ranks.group import Group
 from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, place
+from tplab.ranks.group import Group
 
 
 def logical_ranks(n: int, fn, *args, **kwargs) -> list:

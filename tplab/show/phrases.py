@@ -1,4 +1,5 @@
-"""Differences in words that stay the same from machine to machine: orders of magnitude, and who left the floor where."""
+"""Differences in words that stay the same from machine to machine: orders of magnitude, and who left the floor where.
+"""
 
 import math
 from collections.abc import Mapping

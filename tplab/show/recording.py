@@ -77,7 +77,8 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
         llm: a :class:`tplab.LLM` with nothing unfinished.
         prompts: texts or lists of token ids.
         sampling_params: for all of them.
-        arrivals: per prompt, after how many steps it arrives, rising; all at the beginning if None. Nobody is waited for
+        arrivals: per prompt, after how many steps it arrives, rising; all at the beginning if None. Nobody is waited
+        for
             while there is nothing to do.
 
         >>> run = show.record(llm, [first, second], SamplingParams(max_tokens=8), arrivals=[0, 3])

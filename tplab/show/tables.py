@@ -106,7 +106,8 @@ def top_tokens(report, tokenizer, k: int = 5) -> Table:
         if torch.isnan(logits[-1]).any():
             return ["NaN"] * k
         best = torch.softmax(logits[-1].double(), -1).topk(k)
-        return [f"{tokenizer.decode([token])!r} {100 * p:.0f} %" for p, token in zip(best.values.tolist(), best.indices)]
+        return [f"{tokenizer.decode([token])!r} {100 * p:.0f} %"
+                for p, token in zip(best.values.tolist(), best.indices)]
 
     theirs, ours = column(report.hf_logits), column(report.tp_logits)
     frame = pd.DataFrame({"Hugging Face": theirs, "tplab": ours}, index=pd.RangeIndex(1, k + 1, name="place"))

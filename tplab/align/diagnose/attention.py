@@ -32,7 +32,8 @@ def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch
 
 
 def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of all tokens of a prompt, one head per query head; ``heads[q]`` is the KV head that query head q reads."""
+    """k and v of all tokens of a prompt, one head per query head; ``heads[q]`` is the KV head that query head q reads.
+    """
     if heads is None:
         heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
     return case.whole(prompt, "k_rope")[:, heads], case.whole(prompt, "v")[:, heads]
@@ -62,16 +63,19 @@ def zero_times_infinity(case: Case) -> Diagnosis | None:
     last = torch.tensor(case.lengths).cumsum(0)[torch.tensor(case.lengths) > 0] - 1
     if nan[last].all():
         return case.found("nan_mask", f"{share:.0%} NaN although q, k and v are finite, also for the last token, from "
-                          "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and masked_fill.",
+                          "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
+                          "masked_fill.",
                           nan_share=share, nan=case.first.nan)
-    return case.found(None, f"{share:.0%} NaN, but not for the last token: in {int(nan.sum())} rows every key is hidden, "
+    return case.found(None,
+                      f"{share:.0%} NaN, but not for the last token: in {int(nan.sum())} rows every key is hidden, "
                       "and a softmax over nothing but -inf is 0 / 0.", nan_share=share, nan=case.first.nan)
 
 
 def sees_the_future(case: Case) -> Diagnosis | None:
     """Does attention without a mask, or with one that is a step off, give these numbers?"""
     if explained(case, lambda query, key, keys: key < keys, with_future=True):
-        return case.found("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
+        return case.found("no_mask",
+                          "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
                           "applied.", relative=case.first.relative)
     for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
         if explained(case, lambda query, key, keys: (key < keys) & (key <= query + shift) | (query + key == 0)):
@@ -86,7 +90,8 @@ def copies_taken_for_heads(case: Case) -> Diagnosis | None:
         group = len(shard.q_heads) // len(shard.kv_heads)
         heads.extend(shard.kv_heads[reads // group] for reads in shard.kv_for_q)
     if explained(case, heads=torch.tensor(heads)):
-        return case.found("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its other ones "
+        return case.found("repeated_kv_stored",
+                          "Query heads read copies of a rank's first KV heads where its other ones "
                           "should stand: keys and values were repeated for the query heads before they were stored.",
                           relative=case.first.relative)
     return None

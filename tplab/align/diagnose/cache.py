@@ -2,8 +2,8 @@
 
 import torch
 
-from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.attention import attend, causal, keys_and_values, prompts
+from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.report import DecodeFacts
 
 
@@ -18,7 +18,8 @@ def stale_sentence(facts: DecodeFacts) -> str:
     """Where the ranks first worked with another block table than the scheduler's; empty if they never did."""
     for step, number, told, true in told_and_true(facts):
         if told[:len(true)] != true:
-            return (f"In step {step} the ranks were told that sequence {number} has the blocks {told}; the scheduler had "
+            return (f"In step {step} the ranks were told that sequence {number} has the blocks {told}; the scheduler "
+                    "had "
                     f"given it {true}. The old blocks had been taken from it by then.")
     return ""
 
@@ -47,8 +48,10 @@ def written_too_early(case: Case) -> Diagnosis | None:
             guess = attend(case, q[seen[0]], torch.cat([k[holds], empty]), torch.cat([v[holds], empty]), seen[1])
             if not case.fits(ours[seen[0]], guess):
                 return None
-            return case.found("slot_off_by_one", f"Token {position} of prompt {prompt}, the first to be decoded, finds its "
-                              "own slot empty and its predecessor's overwritten with its own key: it was written one slot "
+            return case.found("slot_off_by_one",
+                              f"Token {position} of prompt {prompt}, the first to be decoded, finds its "
+                              "own slot empty and its predecessor's overwritten with its own key: it was written one "
+                              "slot "
                               "too early.", position=position)
     return None
 
@@ -67,7 +70,8 @@ def shared_without_parent(case: Case) -> Diagnosis | None:
         k, v = k.clone(), v.clone()
         for index in range(int(positions[0]) // facts.block_size):
             block = range(index * facts.block_size, (index + 1) * facts.block_size)
-            owner = next((n for n, table in tables.items() if n < prompt and tables[prompt][index] in table[index:index + 1]),
+            owner = next((n for n, table in tables.items() if n < prompt
+                          and tables[prompt][index] in table[index:index + 1]),
                          prompt)
             if texts[owner][:block.stop] != texts[prompt][:block.stop]:
                 theirs = keys_and_values(case, owner)
@@ -79,8 +83,10 @@ def shared_without_parent(case: Case) -> Diagnosis | None:
     if not strangers:
         return None
     index, prompt, owner = strangers[0]
-    return case.found("prefix_hash_without_parent", f"Block {index} of prompt {prompt} was not computed but found, and holds "
-                      f"the keys that its tokens have behind prompt {owner}'s beginning: a block's key must include its "
+    return case.found("prefix_hash_without_parent",
+                      f"Block {index} of prompt {prompt} was not computed but found, and holds "
+                      f"the keys that its tokens have behind prompt {owner}'s beginning: a block's key must include "
+                      "its "
                       "parent's.", block=index, prompt=prompt, owner=owner)
 
 

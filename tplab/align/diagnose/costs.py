@@ -1,7 +1,7 @@
 """Hypotheses about runs whose numbers are right: what did they cost, and what did the ranks draw?"""
 
-from tplab.align.diagnose.case import Diagnosis
 from tplab.align.diagnose.cache import stale_sentence
+from tplab.align.diagnose.case import Diagnosis
 from tplab.align.report import AlignReport
 
 
@@ -14,7 +14,8 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
     times = max(stats.bytes_read / keeps for stats, keeps in zip(report.load_stats, kept))
     if times < 1.2:
         return None
-    return Diagnosis("full_copy_on_every_rank", f"The numbers are right, but a rank read {times:.1f} times the bytes that "
+    return Diagnosis("full_copy_on_every_rank",
+                     f"The numbers are right, but a rank read {times:.1f} times the bytes that "
                      "it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
 
 
@@ -23,8 +24,10 @@ def drew_differently(report: AlignReport) -> Diagnosis | None:
     for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
-                return Diagnosis("rank_local_sampling", f"From the same right logits rank 0 drew token {token} and rank "
-                                 f"{rank} token {drawn.get(place)}: each decides by itself what only all of them together "
+                return Diagnosis("rank_local_sampling",
+                                 f"From the same right logits rank 0 drew token {token} and rank "
+                                 f"{rank} token {drawn.get(place)}: each decides by itself what only all of them "
+                                 "together "
                                  "can know.", "drawn", {"rank": rank, "prompt": place[0], "position": place[1]})
     return None
 
@@ -37,7 +40,8 @@ def computed_again(report: AlignReport) -> Diagnosis | None:
     needed = sum(map(len, report.computed))
     if done == needed:
         return None
-    return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were needed: "
+    return Diagnosis("cache_ignored",
+                     f"The numbers are right, but {done} tokens were computed where {needed} were needed: "
                      "steps begin at the first token again instead of using the cache.", "steps",
                      {"computed": done, "needed": needed})
 

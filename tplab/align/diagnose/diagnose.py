@@ -67,7 +67,8 @@ def _rounding_crossing(case: Case) -> Diagnosis | None:
     worst = max(point.relative for point in points)
     if worst >= CROSSING:
         return None
-    return case.found(None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what "
+    return case.found(None,
+                      f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what "
                       "one value leaves that falls on the other side of a float32 rounding boundary (norms and softmax "
                       "cast to float32). With another prompt it is gone.", relative=worst)
 

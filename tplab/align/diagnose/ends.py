@@ -18,7 +18,8 @@ def offset_not_subtracted(case: Case) -> Diagnosis | None:
     wrong = int((looked_up != ids).sum())
     if wrong and case.fits(case.ours("embed"), case.tensor("model.embed_tokens.weight")[looked_up]):
         return case.found("vocab_offset", f"{wrong} of {len(ids)} tokens, all of ranks from 1 on, got another token's "
-                          "embedding: the row number inside a rank's shard is the token id minus the shard's first row.",
+                          "embedding: the row number inside a rank's shard is the token id minus the shard's first "
+                          "row.",
                           tokens=wrong)
     return None
 
@@ -46,7 +47,8 @@ def unrelated_head(case: Case) -> Diagnosis | None:
     ours, right = (x - x.mean() for x in (case.ours("logits").double(), case.right("logits").double()))
     likeness = ((ours * right).sum() / (ours.norm() * right.norm()).clamp(min=1e-30)).item()
     if case.ours("logits").any() and abs(likeness) < 0.3:
-        return case.found("head_random", "The final norm is right, and the logits have nothing to do with Hugging Face's "
+        return case.found("head_random",
+                          "The final norm is right, and the logits have nothing to do with Hugging Face's "
                           f"(correlation {likeness:.2f}): the head's weights are not the checkpoint's.",
                           correlation=likeness)
     return None
@@ -75,8 +77,10 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
                     guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
                 if case.fits(here, guess):
                     names = [[one[0][0] for one in some] for some in (places, order)]
-                    return case.found("row_order", f"In step {step.number} rank 0 holds the sequences in the order {names[0]}, "
-                                      f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of "
+                    return case.found("row_order",
+                                      f"In step {step.number} rank 0 holds the sequences in the order {names[0]}, "
+                                      f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up "
+                                      "embeddings of "
                                       "unlike tokens.", step=step.number, rank=ranks[0].rank)
         return None
     return None
@@ -86,4 +90,5 @@ def _tokens(case: Case, places) -> torch.Tensor:
     return torch.tensor([case.report.ids[number][position] for one in places for number, position in one])
 
 
-HYPOTHESES = {"embed": (offset_not_subtracted, rows_in_other_orders), "logits": (empty_head, other_order, unrelated_head)}
+HYPOTHESES = {"embed": (offset_not_subtracted, rows_in_other_orders),
+              "logits": (empty_head, other_order, unrelated_head)}

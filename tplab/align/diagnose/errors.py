@@ -47,7 +47,8 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
         return None
     record = by_number[waiting][ends[waiting]]
     return Diagnosis("collective_skipped", f"Rank {waiting} waits in collective #{record.seq}, {record}, and rank "
-                     f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", "error", {"collective": record.seq})
+                     f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", "error",
+                     {"collective": record.seq})
 
 
 def still_at_work(error: TplabError) -> Diagnosis | None:
@@ -68,7 +69,8 @@ def nothing_goes_on(error: TplabError) -> Diagnosis | None:
     for number, tokens, computed in error.waiting:
         if computed >= tokens:
             return Diagnosis("full_length_after_prefix_hit", f"Sequence {number} waits with all {tokens} of its tokens "
-                             "found in the cache: nothing is left to compute, so no logits for its next token. The last "
+                             "found in the cache: nothing is left to compute, so no logits for its next token. The "
+                             "last "
                              "token of a prompt must always be computed.", "error", {"tokens": tokens})
     leaked = error.used - error.held
     if leaked > 0:

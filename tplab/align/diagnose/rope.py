@@ -31,7 +31,8 @@ def _turned(case: Case, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
 def not_turned(case: Case) -> Diagnosis | None:
     """Is q after RoPE what it was before?"""
     if case.fits(case.ours(case.at), _before(case)):
-        return case.found("rope_missing", f"{case.at} equals {case.at[0]}: nothing was rotated. RoPE is not called, or it "
+        return case.found("rope_missing",
+                          f"{case.at} equals {case.at[0]}: nothing was rotated. RoPE is not called, or it "
                           "fails and something swallows the exception.", "rope_swallowed", relative=case.first.relative)
     return None
 
@@ -95,7 +96,8 @@ def other_positions(case: Case) -> Diagnosis | None:
     if not len(wrong):
         return None
     first, decoding = int(wrong[0]), torch.equal(wrong, decoded(case).nonzero().flatten())
-    says = (f"token {first}, at position {int(case.positions[first])}, was rotated as if it stood at {int(used[first])} "
+    says = (f"token {first}, at position {int(case.positions[first])}, was rotated as if it stood at "
+            f"{int(used[first])} "
             f"({len(wrong)} of {len(used)} tokens are misplaced). Keys are wrong, values are right: a position error")
     numbers = {"first_token": first, "position": int(case.positions[first]), "used": int(used[first])}
     if decoding and torch.equal(used[wrong], case.positions[wrong] + 1):

@@ -17,7 +17,8 @@ def bias_on_every_rank(case: Case) -> Diagnosis | None:
     bias = case.tensor(f"{module}.bias")
     times = (excess @ bias / (bias @ bias)).mean().item()
     if case.fits(case.right(case.at) + (tp - 1) * bias, case.ours(case.at)):
-        return case.found("row_bias_everywhere", f"The sum of the ranks' parts is too large by the same vector for every "
+        return case.found("row_bias_everywhere",
+                          f"The sum of the ranks' parts is too large by the same vector for every "
                           f"token: {times:.2f} times the bias of {module}. It belongs to the sum, so one rank adds it.",
                           times=times)
     return None
@@ -35,7 +36,8 @@ def not_reduced(case: Case) -> Diagnosis | None:
                 f"of {wanted} all-reduces in a forward pass the op log shows {min(done)}" if done else
                 "nothing was reduced, or the result was thrown away")
         names = ("all_reduce_dropped",) if dropped else ("all_reduce_missing",) + ("all_reduce_dropped",) * (not done)
-        return case.found(names[0], f"After the reduce each rank still has its own summand; the {tp} summands add up to "
+        return case.found(names[0],
+                          f"After the reduce each rank still has its own summand; the {tp} summands add up to "
                           f"the right result, and {says}.", *names[1:], spread=case.first.spread, wanted=wanted,
                           done=min(done, default=0))
     if all(case.fits(total * tp, case.right(case.at)) for total in sums):

@@ -35,7 +35,8 @@ def cut_along_dim1(case: Case) -> Diagnosis | None:
         rows = _rows(case, shard, case.at)
         return x @ read[:, rows.start:rows.stop] + bias[rows.start:rows.stop].to(x.dtype)
     if _on_all_ranks(case, guess):
-        return case.found("shard_dim1", f"{case.at} is what comes out when {case.at}_proj.weight is taken for [in, out] "
+        return case.found("shard_dim1",
+                          f"{case.at} is what comes out when {case.at}_proj.weight is taken for [in, out] "
                           "and cut along dim 1. A Linear's weight is [out_features, in_features]: a column-parallel "
                           "layer keeps rows, dim 0.", relative=case.first.relative)
     return None
@@ -50,7 +51,8 @@ def one_block(case: Case) -> Diagnosis | None:
         start = shard.rank * fused.shape[1] // case.plan.tensor_parallel_size + before
         return fused.roll(-start, 1)[:, :len(_rows(case, shard, case.at))]
     if _on_all_ranks(case, guess):
-        return case.found("fused_one_block", f"Each rank's {case.at} is the right number of rows of [q|k|v], cut out of "
+        return case.found("fused_one_block",
+                          f"Each rank's {case.at} is the right number of rows of [q|k|v], cut out of "
                           "it as one block. Cut q, k and v apart first, then each for itself.",
                           relative=case.first.relative)
     return None
@@ -73,7 +75,8 @@ def offset_divided(case: Case) -> Diagnosis | None:
 def exchanged(case: Case) -> Diagnosis | None:
     """Is k what v should be?"""
     if case.fits(case.ours(case.at), case.right({"k": "v", "v": "k"}[case.at])):
-        return case.found("qkv_order", "k holds the values and v the keys: the output of the fused projection was split "
+        return case.found("qkv_order",
+                          "k holds the values and v the keys: the output of the fused projection was split "
                           "in another order than [q|k|v].", relative=case.first.relative)
     return None
 
@@ -112,7 +115,8 @@ def moved_rows(case: Case) -> Diagnosis | None:
         wanted = torch.tensor(_rows(case, shard, case.at)) + offset[case.at]
         if not torch.equal(rows, wanted):
             first = int((rows != wanted).nonzero()[0])
-            return case.found(None, f"Every output feature of {case.at} is one of Hugging Face's in another place: rank "
+            return case.found(None,
+                              f"Every output feature of {case.at} is one of Hugging Face's in another place: rank "
                               f"{shard.rank} has row {int(rows[first])} of [q|k|v] where row {int(wanted[first])} "
                               "belongs. The weights are right, their order or their cut is not.",
                               rank=shard.rank, row=int(rows[first]), wanted=int(wanted[first]))

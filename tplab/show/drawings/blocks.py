@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from tplab.cache import BlockPool, slot_mapping
-from tplab.show.drawings.shards import Svg, box, colour, write
 from tplab.show.drawings.plans import Drawing
-from tplab.show.recording import Moment, Recording
+from tplab.show.drawings.shards import Svg, box, colour, write
 from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError
+from tplab.show.recording import Moment, Recording
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
 EMPTY, SHARED, LINE, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8a8a8a", "#D55E00"
@@ -70,9 +70,11 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
             body += _place(x + place * CELL, below, text, tint(owner) if text else EMPTY)
             body += write(x + (place + 0.5) * CELL, below + HIGH + 9, str(slot), size=10, anchor="middle",
                           ink="#222" if text else FREE_INK)
-    body += write(LEFT, below + HIGH + 32, "slot = block_ids[position // block_size] * block_size + position % block_size",
+    body += write(LEFT, below + HIGH + 32,
+                  "slot = block_ids[position // block_size] * block_size + position % block_size",
                   size=12)
-    told = "; ".join(f"positions {i * block_size}–{min((i + 1) * block_size, len(tokens)) - 1} in block {b}, slots from "
+    told = "; ".join(f"positions {i * block_size}–{min((i + 1) * block_size, len(tokens)) - 1} in block {b}, slots "
+                     "from "
                      f"{b * block_size}" for i, b in enumerate(block_ids))
     return Drawing(Svg(max(num_blocks * wide + LEFT, 560), below + 64, body).text(),
                    f"Figure: a sequence of {len(tokens)} tokens in blocks of {block_size}. {told}.")
@@ -122,7 +124,8 @@ def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
         what = "" if size == 1 else ": free, kept" if moment.findable[block] else ": free"
         leaked = moment.leaked(block)
         body += box(x, y, long, 16, MARK if leaked else "#f2f2f2")
-        body += write(x + long / 2, y + 8, f"{block}: leaked" if leaked else f"{block}{what}", size=10.5, anchor="middle",
+        body += write(x + long / 2, y + 8, f"{block}: leaked" if leaked else f"{block}{what}", size=10.5,
+                      anchor="middle",
                       ink="#000" if leaked else FREE_INK)
     for place in range(size):
         text = moment.contents[block][place]
@@ -169,7 +172,8 @@ def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> D
 
 
 class Stepper:
-    """What :func:`block_stepper` returns: a slider over the steps of a recording. Without a kernel: its first picture."""
+    """What :func:`block_stepper` returns: a slider over the steps of a recording. Without a kernel: its first picture.
+    """
 
     def __init__(self, recording: Recording, step: int):
         import ipywidgets as widgets

@@ -24,7 +24,8 @@ def plan_figure(plans) -> Drawing:
     Args:
         plans: a ``ShardPlan`` (drawn with its MLP columns and vocabulary rows), or ``{title: ShardPlan}``.
 
-        >>> show.plan_figure({"Qwen2.5-0.5B": ShardPlan.from_config(qwen, 2), "SmolLM2": ShardPlan.from_config(smol, 2)})
+        >>> show.plan_figure({"Qwen2.5-0.5B": ShardPlan.from_config(qwen, 2), "SmolLM2": ShardPlan.from_config(smol,
+        2)})
     """
     single = isinstance(plans, ShardPlan)
     plans = {"": plans} if single else plans

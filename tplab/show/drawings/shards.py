@@ -1,4 +1,5 @@
-"""Drawings of a plan and of a sharded weight as SVG text: one colour per rank, and its number wherever there is room."""
+"""Drawings of a plan and of a sharded weight as SVG text: one colour per rank, and its number wherever there is room.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ class ShardedWeight:
         return (held, self.shape[1]) if self.dim == 0 else (self.shape[0], held)
 
     def strips(self) -> list[tuple[range, tuple[int, ...]]]:
-        """The weight cut where its holders change, from the top (or left): ``(rows or columns, ranks that hold them)``."""
+        """The weight cut where its holders change, from the top (or left): ``(rows or columns, ranks that hold them)``.
+        """
         cuts = {0, self.shape[self.dim], *self._block_ends()}
         cuts.update(edge for part in self.parts for held in part for edge in (held.start, held.stop))
         edges = sorted(cut for cut in cuts if 0 <= cut <= self.shape[self.dim])
@@ -218,7 +220,8 @@ class ShardedWeight:
         for i, rank in enumerate(stripes):
             part = w / len(stripes)
             body += box(x + i * part, y, part + 0.5, h, colour(rank)[0], colour(rank)[0])
-        body += box(x, y, w, h, "none", "#fff", f"{'rows' if self.dim == 0 else 'columns'} {rows.start}–{rows.stop - 1}")
+        body += box(x, y, w, h, "none", "#fff",
+                    f"{'rows' if self.dim == 0 else 'columns'} {rows.start}–{rows.stop - 1}")
         if h < 14 or w < 14:
             return body
         names = " and ".join(map(str, ranks))

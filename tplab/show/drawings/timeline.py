@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from tplab.show.drawings.shards import Svg, box, colour, write
 from tplab.show.drawings.blocks import LINE, MARK, tint
 from tplab.show.drawings.plans import Drawing
+from tplab.show.drawings.shards import Svg, box, colour, write
 from tplab.show.recording import Recording
 
 LEFT, TOP, ROW, BARS = 62.0, 44.0, 30.0, 58.0
@@ -80,7 +80,8 @@ def _cell(x: float, y: float, cell: float, number: int, part: Slice) -> str:
     if part.kind == "waiting":
         return f'<path d="M{x:g} {y + 13:g} h{cell:g}" stroke="{LINE}" stroke-width="2"/>'
     if part.kind == "preempted":
-        return box(x, y, cell, 26, "#fff", MARK) + write(x + cell / 2, y + 13, "✗", anchor="middle", ink=MARK, bold=True)
+        return box(x, y, cell, 26, "#fff", MARK) + write(x + cell / 2, y + 13, "✗", anchor="middle", ink=MARK,
+                                                         bold=True)
     reading = part.kind != "decode"
     body = box(x, y, cell, 26, fill if reading else tint(number))
     if part.kind == "again":
@@ -102,7 +103,8 @@ def _legend() -> str:
         elif kind == "last":
             body += box(x + 7, 4, 4, 16, "#000", "#000")
         elif kind == "preempted":
-            body += box(x, 4, 18, 16, "#fff", MARK) + write(x + 9, 12, "✗", size=11, anchor="middle", ink=MARK, bold=True)
+            body += box(x, 4, 18, 16, "#fff", MARK) + write(x + 9, 12, "✗", size=11, anchor="middle", ink=MARK,
+                                                            bold=True)
         else:
             body += box(x, 4, 18, 16, fill if kind != "decode" else "#d5d5d5")
             if kind == "again":
@@ -129,7 +131,8 @@ def _told(row: dict[int, Slice]) -> str:
     """``{1: prefill 8, 2: decode 1, 3: decode 1}`` → ``"reads 8 in step 1, one token a step in 2–3, finished"``."""
     groups: list[list] = []
     for step, part in row.items():
-        what = {"prefill": f"reads {part.tokens} in", "again": f"reads {part.tokens} again in", "decode": "one token in",
+        what = {"prefill": f"reads {part.tokens} in", "again": f"reads {part.tokens} again in",
+                "decode": "one token in",
                 "preempted": "preempted in", "waiting": "waits in"}[part.kind]
         if groups and groups[-1][0] == what and groups[-1][2] == step - 1:
             groups[-1][2] = step

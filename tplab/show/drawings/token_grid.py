@@ -2,9 +2,9 @@
 
 from itertools import islice
 
-from tplab.show.drawings.shards import Svg, box, write
 from tplab.show.drawings.blocks import short
 from tplab.show.drawings.plans import Drawing
+from tplab.show.drawings.shards import Svg, box, write
 from tplab.show.phrases import ShowError
 
 WRONG, RIGHT, FOUND, HIGH, WIDE = "#f3b98f", "#d9f0e8", "#ffffff", 30.0, 940.0
@@ -20,7 +20,8 @@ def rows_outside(report, point: str) -> list[bool]:
 
 
 def where_figure(report, tokenizer, point: str | None = None) -> Drawing:
-    """Each prompt token by token, as far as it was computed: which are off the floor at one trace point, and which were found in the cache.
+    """Each prompt token by token, as far as it was computed: which are off the floor at one trace point, and which were
+    found in the cache.
 
     A bar stands where decoding begins.
 
@@ -62,13 +63,15 @@ def where_figure(report, tokenizer, point: str | None = None) -> Drawing:
         y += HIGH + 14
         bad = [position for position in computed if wrong[position]]
         found = len(texts) - len(computed)
-        told.append(f"prompt {number}: " + (f"first wrong at position {bad[0]} ({texts[bad[0]]!r})" if bad else "all right")
+        told.append(f"prompt {number}: "
+                    + (f"first wrong at position {bad[0]} ({texts[bad[0]]!r})" if bad else "all right")
                     + (f", {found} tokens found in the cache" if found else ""))
     return Drawing(Svg(WIDE + 10, y, body).text(), f"Figure: the tokens at {point}. {'; '.join(told)}.")
 
 
 def _legend(x: float, hits: bool) -> str:
-    body, kinds = "", [(RIGHT, "as Hugging Face"), (WRONG, "off the floor"), (FOUND, "not computed: found in the cache")]
+    body, kinds = "", [(RIGHT, "as Hugging Face"), (WRONG, "off the floor"),
+                       (FOUND, "not computed: found in the cache")]
     for fill, label in kinds[:2 + hits]:
         body += box(x, 4, 18, 14, fill, "#b8b8b8") + write(x + 24, 12, label, size=11)
         body += box(x, 18, 18, 3, "#D55E00", "#D55E00") if fill == WRONG else ""

@@ -1,4 +1,5 @@
-"""Bars for what is measured on this machine: seconds, bytes, tokens per second. Their lengths are never stored as text."""
+"""Bars for what is measured on this machine: seconds, bytes, tokens per second. Their lengths are never stored as text.
+"""
 
 from collections.abc import Mapping
 

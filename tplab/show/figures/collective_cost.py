@@ -41,7 +41,8 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
         ax.set_ylim(top=4 * ax.get_ylim()[1])
         ax.set_xticks(sizes[::2], [bytes_words(size) for size in sizes[::2]])
         ax.minorticks_off()
-        ax.yaxis.set_major_formatter(lambda value, _: f"{1e6 * value:,.0f} µs" if value < 1e-3 else f"{1e3 * value:g} ms")
+        ax.yaxis.set_major_formatter(lambda value, _: f"{1e6 * value:,.0f} µs" if value < 1e-3
+                                     else f"{1e3 * value:g} ms")
         ax.set_xlabel("size of the message on each rank")
         ax.set_ylabel("time of one collective")
         ax.grid(axis="y", color="#dddddd", lw=0.6)
@@ -50,7 +51,8 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
     drawn = "; ".join(f"{what}: {bytes_words(size)}" for what, size in (messages or {}).items())
     figure.words = (f"Figure: time of one collective (median, and the middle half of the repetitions) for messages of "
                     f"{bytes_words(sizes[0])} to {bytes_words(sizes[-1])}, on log axes. Lines: {', '.join(measured)}. "
-                    + (f"Marked: {drawn}. " if drawn else "") + "The times are this machine's and stand in the picture only.")
+                    + (f"Marked: {drawn}. " if drawn
+                       else "") + "The times are this machine's and stand in the picture only.")
     return figure
 
 
@@ -107,9 +109,11 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: s
             ax.barh(y, high - low, left=low, height=0.5, color=color, alpha=0.3, zorder=2)
             ax.plot([middle] * 2, [y - 0.3, y + 0.3], color=color, lw=3, zorder=3)
             if y:
-                ax.annotate(f"× {middle:.2g}", (middle, y - 0.3), (0, 2), textcoords="offset points", ha="center", va="bottom",
+                ax.annotate(f"× {middle:.2g}", (middle, y - 0.3), (0, 2), textcoords="offset points", ha="center",
+                            va="bottom",
                             fontweight="bold", color=color)
-        ax.set_yticks(range(len(measured)), [f"{ranks} ranks × {threads} thread{'s' * (threads > 1)}" for threads in measured])
+        ax.set_yticks(range(len(measured)),
+                      [f"{ranks} ranks × {threads} thread{'s' * (threads > 1)}" for threads in measured])
         ax.tick_params(axis="y", length=0)
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter(lambda value, _: f"× {value:g}")
@@ -118,7 +122,9 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: s
         ax.set_xlabel(f"time of one step, relative to one thread per rank (this machine lends us {cores()} "
                       f"core{'s' * (cores() > 1)})")
         entitle(figure, title or "Threads of ranks that share the cores")
-    figure.words = (f"Figure: time of one step on {ranks} ranks with one thread each, and with more, relative to the median with "
-                    "one: every repetition, the middle half and the median. The times, and the numbers of cores and threads, are "
+    figure.words = (f"Figure: time of one step on {ranks} ranks with one thread each, and with more, relative to the "
+                    "median with "
+                    "one: every repetition, the middle half and the median. The times, and the numbers of cores and "
+                    "threads, are "
                     "this machine's and stand in the picture only.")
     return figure

@@ -25,7 +25,8 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     Returns:
         A figure. As the last line of a cell it shows itself and prints its words.
 
-        >>> show.diff_figure({"broken": align(model, prompt, patches=[fault("nan_mask")]), "fixed": align(model, prompt)})
+        >>> show.diff_figure({"broken": align(model, prompt, patches=[fault("nan_mask")]), "fixed": align(model,
+        prompt)})
     """
     names = _shared_points(reports)
     values = {label: [distance(report[name]) for name in names] for label, report in reports.items()}
@@ -84,7 +85,8 @@ def _finish(figure, ax, title, rows) -> None:
 
 def _lost(reports, names) -> str:
     points = [report[name] for report in reports.values() for name in names]
-    kinds = [what for what, there in (("NaN", any(p.nan for p in points)), ("inf", any(p.inf for p in points))) if there]
+    kinds = [what
+             for what, there in (("NaN", any(p.nan for p in points)), ("inf", any(p.inf for p in points))) if there]
     return " or ".join(kinds) or "NaN"
 
 

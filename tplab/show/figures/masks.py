@@ -49,7 +49,8 @@ def _draw(ax, table, low, high, tokens):
     import torch
 
     queries, keys = table.shape
-    shades = ax.imshow(torch.where(torch.isfinite(table), table, torch.nan).numpy(), cmap="cividis", vmin=low, vmax=high)
+    shades = ax.imshow(torch.where(torch.isfinite(table), table, torch.nan).numpy(), cmap="cividis", vmin=low,
+                       vmax=high)
     for q, k in torch.isneginf(table).nonzero().tolist():
         ax.add_patch(matplotlib.patches.Rectangle((k - 0.5, q - 0.5), 1, 1, facecolor="#e8e8e8", edgecolor="#b5b5b5",
                                                   hatch="//", lw=0))
@@ -94,5 +95,6 @@ def _words(table) -> str:
 
 def _finding(tables) -> str:
     lost = {label: int(_kinds(table)["NaN"].sum()) for label, table in tables.items()}
-    bad = [f"“{label}” turns {count} of {tables[label].numel()} entries into NaN" for label, count in lost.items() if count]
+    bad = [f"“{label}” turns {count} of {tables[label].numel()} entries into NaN"
+           for label, count in lost.items() if count]
     return "; ".join(bad) or "No NaN: what is not hidden is a number"

@@ -15,7 +15,8 @@ _AGREES, _BAND = "#eef3f0", "#fbe3d6"
 _LANES = 6  # side by side on one line of panels
 _BEFORE = 2  # rows that are shown above the first difference
 _KEY = "green: done together   orange, hatched: waits (→ for whom)   red: cannot meet   ≠: the first difference"
-_ENDS = {"raised": (RED, "✗"), "died": (RED, "✗"), "returned": (FAINT, "✓"), "running": (BLUE, "↻"), "waiting": (ORANGE, "…"),
+_ENDS = {"raised": (RED, "✗"), "died": (RED, "✗"), "returned": (FAINT, "✓"), "running": (BLUE, "↻"),
+         "waiting": (ORANGE, "…"),
          "stopped": (FAINT, "■")}
 
 
@@ -130,7 +131,8 @@ def _draw(ax, name, story: _Story, tall: int, ranks: int) -> None:
     for y, row in enumerate(rows):
         if row == story.differs:
             ax.axhspan(y - 0.49, y + 0.49, color=_BAND, zorder=-1, lw=0)
-        ax.text(-0.5, y, f"≠ #{row}" if row == story.differs else f"#{row}", ha="right", va="center", fontsize=9, color=INK,
+        ax.text(-0.5, y, f"≠ #{row}" if row == story.differs else f"#{row}", ha="right", va="center", fontsize=9,
+                color=INK,
                 fontweight="bold" if row == story.differs else "normal", clip_on=False)
         for r, column in enumerate(story.columns):
             if row in column:
@@ -156,8 +158,10 @@ def _box(ax, x, y, record, differs: bool, cannot_meet: bool) -> None:
 def _end(ax, x, y, kind, words) -> None:
     color, mark = _ENDS.get(kind, (FAINT, "?"))
     ax.add_patch(_rounded(x, y, facecolor="white", edgecolor=color, lw=1.4, linestyle=(0, (3, 2))))
-    wrapped = words.replace("torch.distributed.", "torch.distributed.\n").replace("raised ", "raised\n").replace("died ", "died\n")
-    ax.text(x, y, f"{mark} {wrapped}", ha="center", va="center", fontsize=8.2, color=INK, fontweight="bold", linespacing=1.2)
+    wrapped = words.replace("torch.distributed.",
+                            "torch.distributed.\n").replace("raised ", "raised\n").replace("died ", "died\n")
+    ax.text(x, y, f"{mark} {wrapped}", ha="center", va="center", fontsize=8.2, color=INK, fontweight="bold",
+            linespacing=1.2)
 
 
 def _rounded(x, y, **look):
@@ -175,5 +179,6 @@ def _arrows(ax, story: _Story) -> None:
         if record is not None and not record.left and absent:
             to = min(absent, key=lambda other: abs(other - r))
             side = 0.43 if to > r else -0.43
-            ax.add_patch(ConnectionPatch((r + side, y), (to - side, y), "data", "data", arrowstyle="-|>", color=ORANGE, lw=2,
+            ax.add_patch(ConnectionPatch((r + side, y), (to - side, y), "data", "data", arrowstyle="-|>", color=ORANGE,
+                                         lw=2,
                                          mutation_scale=13, zorder=4))

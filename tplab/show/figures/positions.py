@@ -41,7 +41,8 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
         entitle(figure, title or f"{point}, token by token")
         figure.legend(loc="outside lower left", ncols=4)
     told = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
-                     f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1 else f"{label}: {magnitude(line[0])}"
+                     f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
+                     else f"{label}: {magnitude(line[0])}"
                      for label, line in values.items())
     figure.words = f"Figure: {point}, difference from Hugging Face token by token. {told}."
     return figure

@@ -1,4 +1,5 @@
-"""How the lab's figures look: one colour and one marker for each stage of the series, and a figure that brings its words.
+"""How the lab's figures look: one colour and one marker for each stage of the series, and a figure that brings its
+words.
 
 The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell apart.
 """
@@ -91,7 +92,8 @@ def show_with_words(shown, data: dict) -> None:
 
     from IPython.display import display
 
-    data = {mime: b64encode(content).decode() if isinstance(content, bytes) else content for mime, content in data.items()}
+    data = {mime: b64encode(content).decode() if isinstance(content, bytes) else content
+            for mime, content in data.items()}
     display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True)
     print(shown.words)
 

@@ -23,7 +23,8 @@ def work_figure(histories: Mapping[str, Iterable], title: str | None = None) -> 
     figure, ax = picture(9.0, 3.9)
     with matplotlib.rc_context(RC):
         for label, look in looks(counts).items():
-            ax.plot(range(1, len(counts[label]) + 1), counts[label], color=look.color, marker=look.marker, ms=8, mec="white",
+            ax.plot(range(1, len(counts[label]) + 1), counts[label], color=look.color, marker=look.marker, ms=8,
+                    mec="white",
                     label=label)
         ax.set_ylim(bottom=0)
         ax.xaxis.get_major_locator().set_params(integer=True)
