@@ -108,7 +108,8 @@ def test_rows_in_the_wrong_order_are_described():
         return torch.cat([*rows, *(source[r.start:r.stop] for source, r in zip(sources[1:], rest))])
 
     diagnosis = broken("tplab.shard.linear.merged_shard", merged_shard)
-    assert diagnosis.point == "layers.0.q" and diagnosis.numbers["wanted"] == 0 and "another place" in diagnosis.sentence
+    assert diagnosis.point == "layers.0.q" and diagnosis.numbers["wanted"] == 0
+    assert "another place" in diagnosis.sentence
 
 
 def test_positions_from_one_instead_of_zero(tmp_path):

@@ -197,7 +197,8 @@ def test_a_name_that_means_nothing_says_what_would_work(name, words):
 
 def test_a_hub_model_that_cannot_be_reached_names_the_remedies(tmp_path, monkeypatch):
     """In a process of its own: the hub library reads its environment when it is imported."""
-    code = "from tplab.checkpoint import *\ntry: open_checkpoint('someone/model-1')\nexcept CheckpointError as e: print(e)"
+    code = "from tplab.checkpoint import *\ntry: open_checkpoint('someone/model-1')\n" \
+           "except CheckpointError as e: print(e)"
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert "hub model 'someone/model-1' is not in the local hub cache" in run.stdout, run.stderr

@@ -92,7 +92,8 @@ def test_a_default_end_of_text_proves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"model": 5}', '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}']
+    "text", ["", "{}", "[]", '{"model": 5}',
+             '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}']
 )
 def test_a_damaged_tokenizer(tmp_path, text):
     folder = with_tokenizer(tmp_path / "m", byte_tokenizer())

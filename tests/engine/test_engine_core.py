@@ -67,7 +67,8 @@ def test_what_fits_exactly_is_taken_and_one_more_is_not():
     engine = make_engine(num_blocks=3, block_size=4, max_model_len=14)
     assert engine.check_prompt([1] * 9, SamplingParams(max_tokens=4)) == 4
     with pytest.raises(RequestError, match=r"9 prompt tokens and 5 new ones need 4 blocks of 4, but the cache has 3; "
-                                           r"ask for at most 4 tokens \(max_tokens\), or make an LLM with num_blocks=4"):
+                                           r"ask for at most 4 tokens \(max_tokens\), or make an LLM with "
+                                           r"num_blocks=4"):
         engine.check_prompt([1] * 9, SamplingParams(max_tokens=5))
     with pytest.raises(RequestError, match="need 4 blocks of 4, but the cache has 3; make an LLM with"):
         engine.check_prompt([1] * 13, SamplingParams(max_tokens=1))

@@ -206,7 +206,8 @@ def names(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-PICKLES = re.compile(r"(^|\.)(_?pickle|cloudpickle|dill|joblib|shelve|marshal)(\.|$)|^(torch|np|numpy|pd|pandas)\.(load|read_pickle)$")
+PICKLES = re.compile(r"(^|\.)(_?pickle|cloudpickle|dill|joblib|shelve|marshal)(\.|$)"
+                     r"|^(torch|np|numpy|pd|pandas)\.(load|read_pickle)$")
 PICKLING_COLLECTIVES = re.compile(r"_object(_list)?$")  # torch.distributed pickles these over its sockets
 
 

@@ -36,7 +36,8 @@ def test_side_by_side_marks_the_lines_that_differ():
     html = shown._repr_mimebundle_()["text/html"]
     assert html.count("✗ ") == 1 + 1 and html.count("✓ ") == 1 + 2  # a heading each, one line and two lines
     assert "1 &lt; x" in html
-    assert str(shown) == "broken:\n    def f(x):\n        return x * 0\n\nright:\n    def f(x):\n        y = 1 < x\n        return y"
+    assert str(shown) == "broken:\n    def f(x):\n        return x * 0\n\n" \
+                         "right:\n    def f(x):\n        y = 1 < x\n        return y"
 
 
 def test_side_by_side_reads_functions():
@@ -79,7 +80,7 @@ def test_no_map_without_notebooks(monkeypatch, tmp_path):
 
 def test_a_misspelt_helper_lists_the_right_ones():
     with pytest.raises(AttributeError, match="no attribute 'diffs_figure'; there are .*diff_figure"):
-        show.diffs_figure
+        _ = show.diffs_figure
     assert set(show.__all__) <= set(dir(show))
     for name in show.__all__:
         getattr(show, name)

@@ -189,7 +189,7 @@ def test_a_greedy_token_has_rank_1_and_equals_share_a_rank():
     logits = torch.zeros(40, 31, dtype=torch.bfloat16)
     logits += torch.randint(0, 3, logits.shape, generator=torch.Generator().manual_seed(2))
     draws = [GREEDY._replace(logprobs=count % 6) for count in range(40)]
-    for tokens, logprobs in on_ranks(2, logits, draws):
+    for _tokens, logprobs in on_ranks(2, logits, draws):
         for row, draw in enumerate(draws):
             (token, _, rank_of_it), *top = logprobs[row]
             best = sorted(range(31), key=lambda t: (-logits[row, t], t))[:draw.logprobs]

@@ -177,7 +177,8 @@ def test_a_jupyter_kernel(tmp_path, monkeypatch):
         reply, said = cell("def bad():\n    return 1 // rank()\npool.run(bad)")
         assert reply["ename"] == "RankError" and "cell In[2], line 2, in bad\n    return 1 // rank()" in said
         assert "watch.py" not in said and "pool.py" not in said
-        wait = "def stuck():\n    if rank() == 0: time.sleep(100)\n    all_reduce(torch.ones(1))\nprint('running', flush=True)\n"
+        wait = "def stuck():\n    if rank() == 0: time.sleep(100)\n    all_reduce(torch.ones(1))\n" \
+               "print('running', flush=True)\n"
         begin = time.monotonic()
         reply, _ = cell(wait + "pool.run(stuck)", interrupt_after=0.3)
         assert reply["ename"] == "KeyboardInterrupt" and time.monotonic() - begin < 3

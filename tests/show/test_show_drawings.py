@@ -41,7 +41,8 @@ def test_an_svg_is_the_same_every_time_and_has_no_markup_from_titles():
 def test_the_words_of_plans_say_who_holds_what():
     words = show.describe(show.plan_figure({"SmolLM2": plan(2, 9, 3), "fable": plan(4, 8, 2)}))
     assert words.startswith("Figure: ")
-    assert "SmolLM2: 9 query and 3 KV heads, uneven: rank 0 query heads 0–5, KV heads 0–1; rank 1 query heads 6–8, KV heads 2" in words
+    assert "SmolLM2: 9 query and 3 KV heads, uneven: rank 0 query heads 0–5, KV heads 0–1; " \
+           "rank 1 query heads 6–8, KV heads 2" in words
     assert "replication: rank 0 query heads 0–1, KV heads 0; rank 1 query heads 2–3, KV heads 0" in words
 
 

@@ -154,7 +154,8 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
             for piece in pieces:
                 covered[piece.rows.start:piece.rows.stop] = True
                 if not torch.equal(true.narrow(piece.dim, piece.rows.start, len(piece.rows)), piece.tensor.float()):
-                    wrong[name] = f"{'rows' if piece.dim == 0 else 'columns'} {piece.rows.start}–{piece.rows.stop - 1} differ"
+                    what = "rows" if piece.dim == 0 else "columns"
+                    wrong[name] = f"{what} {piece.rows.start}–{piece.rows.stop - 1} differ"
             if not covered.all():
                 wrong[name] = f"{int((~covered).sum())} of {len(covered)} rows are on no rank"
     return wrong

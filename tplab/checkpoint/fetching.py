@@ -50,7 +50,8 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
             if not _in_order(target):
                 _replace(target, lambda folder, scratch: _make(SOURCES[name], folder, scratch, progress))
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be stored in {home}: {error}; $TPLAB_CACHE names another place") from error
+        advice = "$TPLAB_CACHE names another place"
+        raise CheckpointError(f"{name} cannot be stored in {home}: {error}; {advice}") from error
     return target
 
 

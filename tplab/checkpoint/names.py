@@ -94,7 +94,8 @@ def _from_hub(repo_id: str) -> Path:
     try:
         return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
     except GatedRepoError as error:
-        raise CheckpointError(f"hub model {repo_id!r} asks for a login: accept its terms, then `hf auth login`") from error
+        advice = "accept its terms, then `hf auth login`"
+        raise CheckpointError(f"hub model {repo_id!r} asks for a login: {advice}") from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(f"there is no hub model {repo_id!r} (and no such folder)") from error
     except LocalEntryNotFoundError as error:

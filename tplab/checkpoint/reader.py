@@ -61,7 +61,8 @@ class CheckpointReader:
         try:
             piece = self._file(info.file).get_slice(name)[index]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder}: {name} cannot be read from {info.file}: {words_of(error)}") from error
+            why = words_of(error)
+            raise CheckpointError(f"{self._folder}: {name} cannot be read from {info.file}: {why}") from error
         self.bytes_read += piece.numel() * piece.element_size()
         return piece
 

@@ -91,8 +91,8 @@ def _variant(rng, beat):
     for weight, text in beat:
         ticket -= weight
         if ticket < 0:
-            break
-    return text
+            return text
+    return beat[-1][1]
 
 
 def _two(rng, pool):

@@ -49,7 +49,8 @@ class Sizing:
         short = [rank for rank, rows in enumerate(self.needed_rows) if rows != self.rows_per_rank]
         if short:  # all query heads are dealt out, but those of some ranks reach across a group's edge
             ranks = f"rank {short[0]} needs" if len(short) == 1 else f"ranks {', '.join(map(str, short))} need"
-            return f"wrong: {ranks} {self.needed_rows[short[0]]} rows, not {self.rows_per_rank}: 2 KV heads are read there"
+            needed = self.needed_rows[short[0]]
+            return f"wrong: {ranks} {needed} rows, not {self.rows_per_rank}: 2 KV heads are read there"
         if self.claimed_rows != self.true_rows:
             return f"right per rank, but a fused checkpoint has {self.true_rows} rows, not {self.claimed_rows}"
         return "right, because everything divides evenly"

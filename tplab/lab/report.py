@@ -12,7 +12,8 @@ from tplab.files import write_file
 MARK = '<meta name="generator" content="tplab run">'  # in every page: a later run may overwrite it
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px; margin: 2.5rem auto; padding: 0 1rem }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px;
+       margin: 2.5rem auto; padding: 0 1rem }
 h1 { margin-bottom: .2rem }  h2 { margin-top: 2.5rem }
 .sub { color: #555; margin-top: 0 }
 table { border-collapse: collapse }
@@ -80,7 +81,8 @@ def write_report(outcomes, parameters, out):
             galleries.append(_gallery(shown, figures(notebook)))
         if outcome.name != outcome.notebook.stem:
             shown += f"<br>from {escape(str(outcome.notebook))}"
-        result = f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure else '<td class="passed">passed</td>'
+        result = (f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure
+                  else '<td class="passed">passed</td>')
         rows.append(f'<tr><td>{shown}</td>{result}<td class="seconds">{outcome.seconds:.1f}</td></tr>')
 
     index = out / "index.html"
@@ -119,7 +121,8 @@ def _read(executed):
 def _gallery(title, pictures):
     if not pictures:
         return ""
-    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}</figcaption></figure>'
+    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}'
+             '</figcaption></figure>'
              for one in pictures]
     return f"<h2>{title}</h2>\n" + "\n".join(shown)
 

@@ -75,9 +75,11 @@ class SideBySide:
         longest = max(len(line) for source in self.sources for line in source.splitlines())
         # As wide as the longest line, so that long code stands one below the other instead of being cut off.
         cells = "".join(
-            f'<div style="flex: 1 1 {8 * longest + 40}px; min-width: 0"><div style="font-weight: bold; margin-bottom: .3em">{mark} '
+            f'<div style="flex: 1 1 {8 * longest + 40}px; min-width: 0">'
+            f'<div style="font-weight: bold; margin-bottom: .3em">{mark} '
             f'{escape(title)}</div><pre style="margin: 0; padding: .6em; overflow-x: auto; color: #222; '
-            f'background: #f7f7f7; white-space: pre; font: 13px/1.5 monospace">{self._lines(lines, tint, mark)}</pre></div>'
+            'background: #f7f7f7; white-space: pre; font: 13px/1.5 monospace">'
+            f'{self._lines(lines, tint, mark)}</pre></div>'
             for title, lines, tint, mark in columns)
         return f'<div style="display: flex; flex-wrap: wrap; gap: 1em">{cells}</div>'
 

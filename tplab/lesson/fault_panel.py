@@ -56,7 +56,8 @@ class Panel:
             self._redraw()
         except Exception as error:
             # A front end shows no traceback of a button, so every error is told where the verdict would stand.
-            self._verdict.value = f'<pre style="white-space: pre-wrap">{escape(f"{type(error).__name__}: {error}")}</pre>'
+            what = escape(f"{type(error).__name__}: {error}")
+            self._verdict.value = f'<pre style="white-space: pre-wrap">{what}</pre>'
             if not isinstance(error, TplabError):
                 raise
         finally:

@@ -120,7 +120,7 @@ class Incidents:
             raise ShowError("nothing has happened yet; provoke something first")
         figure, ax = picture(9.0, 1.5 + 0.36 * len(self.happened))
         with matplotlib.rc_context(RC):
-            for y, (name, incident) in enumerate(self.happened.items()):
+            for y, incident in enumerate(self.happened.values()):
                 color = GREEN if incident.in_time else RED
                 ax.plot([_LEFT, incident.seconds], [y, y], color=color, lw=2, zorder=1)
                 ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)

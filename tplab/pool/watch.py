@@ -130,7 +130,7 @@ class Watch:
                 self.died_at[r] = time.monotonic_ns()
 
     def _pause(self, seconds):
-        for fd, event in self._poll.poll(max(0.0, seconds) * 1000):
+        for fd, _event in self._poll.poll(max(0.0, seconds) * 1000):
             if fd in self._sentinels:
                 self._gone.add(self._sentinels[fd].rank)
             elif self._pipes[fd].calm():

@@ -78,7 +78,8 @@ def sees_the_future(case: Case) -> Diagnosis | None:
                           "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
                           "applied.", relative=case.first.relative)
     for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
-        if explained(case, lambda query, key, keys: (key < keys) & (key <= query + shift) | (query + key == 0)):
+        if explained(case, lambda query, key, keys, shift=shift: (key < keys) & (key <= query + shift)
+                     | (query + key == 0)):
             return case.found(None, f"The mask's diagonal is one off: {says}.", shift=shift)
     return None
 

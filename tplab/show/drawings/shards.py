@@ -201,7 +201,8 @@ class ShardedWeight:
         for (name, size), end in zip((self.blocks or {}).items(), self._block_ends()):
             body += write(left - 12, top + (end - size / 2) * unit, name, size=12, anchor="end", bold=True)
             if end < self.shape[0]:
-                body += f'<path d="M{left - 22:g} {top + end * unit:g}H{left + wide + 6:g}" stroke="{INK}" stroke-dasharray="3 2"/>'
+                body += (f'<path d="M{left - 22:g} {top + end * unit:g}H{left + wide + 6:g}" stroke="{INK}" '
+                         'stroke-dasharray="3 2"/>')
         below = top + high + 18
         for rank in range(len(self.parts)):
             rows, columns = self.shape_on(rank)

@@ -56,8 +56,8 @@ def timeline_figure(recording: Recording) -> Drawing:
     steps, rows = len(recording.history), slices(recording)
     cell = max(13.0, min(34.0, 830 / steps))
     right, foot = LEFT + steps * cell, TOP + ROW * len(rows) + 22
-    body = ('<defs><pattern id="again" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-            '<rect width="2" height="6" fill="#fff"/></pattern></defs>')
+    body = ('<defs><pattern id="again" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect width="2" height="6" fill="#fff"/></pattern></defs>')
     body += _legend()
     for step in range(1, steps + 1):
         if cell >= 20 or step == 1 or step % 5 == 0:
@@ -94,7 +94,6 @@ def _cell(x: float, y: float, cell: float, number: int, part: Slice) -> str:
 
 
 def _legend() -> str:
-    fill, ink = "#555555", "#ffffff"
     body, x = "", 8.0
     for kind, label in (("prefill", "reads its prompt"), ("again", "reads again"), ("decode", "one new token"),
                         ("preempted", "preempted"), ("waiting", "waits"), ("last", "finished")):
@@ -106,7 +105,7 @@ def _legend() -> str:
             body += box(x, 4, 18, 16, "#fff", MARK) + write(x + 9, 12, "✗", size=11, anchor="middle", ink=MARK,
                                                             bold=True)
         else:
-            body += box(x, 4, 18, 16, fill if kind != "decode" else "#d5d5d5")
+            body += box(x, 4, 18, 16, "#555555" if kind != "decode" else "#d5d5d5")
             if kind == "again":
                 body += f'<rect x="{x:g}" y="4" width="18" height="16" fill="url(#again)" opacity="0.55"/>'
         body += write(x + 24, 12, label, size=11)

@@ -32,7 +32,7 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
         for (label, line), look in zip(measured.items(), looks(measured).values()):
             _line(ax, label, line, look)
         sizes = sorted({size for line in measured.values() for size in line})
-        for i, (what, size) in enumerate((messages or {}).items()):
+        for what, size in (messages or {}).items():
             ax.axvline(size, color=FAINT, lw=1.2, ls="--", zorder=0)
             ax.annotate(f"{what}\n{bytes_words(size)}", (size, 1), (4, -3), xycoords=("data", "axes fraction"),
                         textcoords="offset points", va="top", fontsize=9.5, color="#555555")

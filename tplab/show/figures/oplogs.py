@@ -149,8 +149,8 @@ def _box(ax, x, y, record, differs: bool, cannot_meet: bool) -> None:
                           hatch="////" if waits else None))
     back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if waits else None
     detail = str(record).removeprefix(record.op).strip()
-    where = f"{os.path.basename(record.file)}, line {record.line}" if record.file.endswith(".py") and "ipykernel" not in record.file \
-        else f"line {record.line}"
+    in_a_file = record.file.endswith(".py") and "ipykernel" not in record.file
+    where = f"{os.path.basename(record.file)}, line {record.line}" if in_a_file else f"line {record.line}"
     text = "\n".join(filter(None, [record.op, detail, where]))
     ax.text(x, y, text, ha="center", va="center", fontsize=8.2, linespacing=1.15, bbox=back)
 
