@@ -184,3 +184,46 @@ def test_a_named_pipe_in_the_place_of_a_file(tmp_path, file):
     os.mkfifo(folder / file)
     with pytest.raises(CheckpointError, match=f"{os.path.basename(file)} is not an ordinary file"):
         open_checkpoint(folder).tokenizer()
+
+
+def test_a_tokenizer_that_was_changed_after_the_checkpoint_was_opened(tmp_path):
+    ckpt = open_checkpoint(with_tokenizer(tmp_path / "m", byte_tokenizer()))
+    byte_tokenizer([f"<{i}>" for i in range(50)]).save(str(tmp_path / "m" / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="of another model: it has id 307"):
+        ckpt.tokenizer()
+
+
+MANY = [f"<{i}>" for i in range(60)]
+
+
+@pytest.mark.parametrize("own", [
+    [*MANY[:58], MANY[59], MANY[58]], [*MANY, "<more>"],
+    [AddedToken("<0>", special=True, normalized=False, lstrip=True), *MANY[1:]],
+], ids=["two ids changed places", "one is missing", "one that takes the space before it"])  # fmt: skip
+def test_added_tokens_that_transformers_reads_differently(tmp_path, monkeypatch, own):
+    """Each of them is read by itself, and some of them within a text."""
+    folder = with_tokenizer(tmp_path / "m", byte_tokenizer(["<|im_end|>", *MANY]), vocab=330, eos_token_id=258)
+    ckpt = open_checkpoint(folder)
+    monkeypatch.setattr(tokenizer_module, "read_own_tokenizer", lambda folder: with_added(["<|im_end|>", *own]))
+    with pytest.raises(CheckpointError, match="tokenizer_config.json"):
+        ckpt.tokenizer()
+
+
+def with_added(tokens):
+    tokenizer = byte_tokenizer(())
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) if isinstance(token, str) else token
+                                  for token in tokens])
+    return tokenizer
+
+
+@pytest.mark.parametrize("config,generation", [
+    ([259, 100], None), (100, {}), (259, {"eos_token_id": 100}), (None, {"eos_token_id": [259, 100]}),
+], ids=str)
+def test_every_end_of_text_that_either_file_states(tmp_path, config, generation):
+    folder = with_tokenizer(tmp_path / "m", byte_tokenizer(), "llama")
+    stated = json.loads((folder / "config.json").read_text()) | {"eos_token_id": config}
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in stated.items() if value is not None}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(CheckpointError, match="of another model: the config ends a text with id 100"):
+        open_checkpoint(folder)

@@ -116,6 +116,8 @@ def test_prompts_and_parameters_stay_in_pairs(llm):
 def test_without_parameters_there_are_sixteen_tokens(silent):
     (output,) = silent.generate([1, 2])
     assert len(output.outputs[0].token_ids) == 16 and output.outputs[0].finish_reason == "length"
+    firsts = {output.outputs[0].token_ids[0] for output in silent.generate([[10]] * 9)}  # after 10, anything may come
+    assert len(firsts) > 1, "nine most probable tokens instead of nine draws"
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
     assert (params.seed, params.logprobs) == (None, None)
@@ -169,6 +171,7 @@ def test_log_probabilities_name_their_tokens(llm):
     x, y = ids(b"xy")
     assert list(first)[0] == x and len(first) == 2 and first[x].decoded_token == "x" and first[x].rank == 1
     assert list(second)[0] == y and second[y].decoded_token == "y"
+    assert [p.decoded_token for p in second.values()] == [llm.tokenizer.decode([t]) for t in second] != ["y", "y"]
     assert second[y].logprob > max(p.logprob for t, p in second.items() if t != y)
     assert [len(step) for step in llm.generate("A", greedy(2, logprobs=0))[0].outputs[0].logprobs] == [1, 1]
     assert llm.generate("A", greedy(2))[0].outputs[0].logprobs is None
