@@ -241,4 +241,6 @@ def test_check_sees_every_kind_of_damage():
     assert damaged(lambda pool, table: pool._free.update({table.blocks[0]: None})) == "block 0 has 1 users and is free"
     assert damaged(lambda pool, table: table.blocks.pop()).startswith("block 1 is leaked: counted 1 times")
     assert damaged(lambda pool, table: table.blocks.append(3)) == "block 3 is counted 0 times, but stands in 1 tables"
+    assert damaged(lambda pool, table: pool.keys.insert(0, pool.keys.pop(1))) == \
+        "block 0 is found under a key that is not its own", "two of them changed places"
     assert damaged(lambda pool, table: pool.keys.reverse()) == "block 0 is found under a key that is not its own"

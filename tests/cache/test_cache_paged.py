@@ -86,6 +86,14 @@ def test_bytes_are_those_of_the_kv_heads():
     assert contiguous.nbytes == 2 * 7 * 3 * HEAD_DIM * 4
 
 
+def test_a_contiguous_cache_keeps_a_copy():
+    """The activations belong to the step that made them."""
+    cache, k, v = ContiguousKVCache(1, 1), torch.ones(2, 3, HEAD_DIM), torch.full((2, 3, HEAD_DIM), 2.0)
+    list(cache.context([2]).batches(0, k, v))
+    k.zero_(), v.zero_()
+    assert (cache.k[0][0] == 1).all() and (cache.v[0][0] == 2).all()
+
+
 def test_an_empty_cache_takes_no_memory():
     import psutil
 

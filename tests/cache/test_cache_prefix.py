@@ -77,6 +77,15 @@ def test_the_first_block_with_a_key_keeps_it():
     pool.check([first.blocks])
 
 
+def test_a_block_has_one_key():
+    pool = BlockPool(2, 1)
+    block = pool.allocate()
+    pool.register(block, b"one")
+    pool.register(block, b"other")
+    assert (pool.find(b"one"), pool.find(b"other"), pool.num_cached) == (block, None, 1)
+    pool.check([[block]])
+
+
 def test_what_was_handed_out_again_is_not_found_under_its_old_name():
     pool = BlockPool(1, 2)
     computed(pool, [1, 2]).release()

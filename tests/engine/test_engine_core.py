@@ -169,6 +169,13 @@ def test_strict_sees_a_write_into_a_shared_block_and_a_leak():
         engine.step()
 
 
+def test_strict_counts_what_waiting_sequences_hold():
+    engine = make_engine(max_num_seqs=1, strict=True)
+    engine.add([1, 2], endless(max_tokens=3))
+    engine.add([1, 2], endless(max_tokens=3)).table.grow(2)
+    assert engine.step()
+
+
 def test_strict_allows_what_is_right():
     """A block that was handed out again, and one that was computed again after a restart, may be written again."""
     engine = make_engine(num_blocks=2, block_size=2, strict=True)

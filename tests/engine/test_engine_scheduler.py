@@ -218,6 +218,11 @@ def test_after_a_restart_of_the_ranks_everybody_waits_in_order():
     assert run.step().tokens == {0: 6, 1: 5, 2: 7}
 
 
+def test_every_step_is_remembered():
+    run = Steps(1)
+    assert [r.number for r in run.steps(40)] == [r.number for r in run.scheduler.history] == list(range(1, 41))
+
+
 def test_ending_gives_back_what_it_held_wherever_it_stands():
     run = Steps(3, 3, 3, max_num_seqs=2)
     run.step()

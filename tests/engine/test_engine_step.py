@@ -27,13 +27,15 @@ def told(engine):
 def test_every_parameter_of_a_draw_arrives():
     engine = make_engine()
     params = [endless(temperature=0.7, top_k=5, top_p=0.9, min_p=0.2, seed=0, logprobs=2),
-              endless(temperature=1.3, top_k=-1, top_p=0.8, min_p=0.1, seed=2**62)]
+              endless(temperature=1.3, top_k=-1, top_p=0.8, min_p=0.1, seed=2**62),
+              endless(temperature=0, top_k=1, seed=7, logprobs=0)]
     for p in params:
         engine.add([1, 2], p)
     for position in range(3):
         engine.step()
         assert [part.draw for part in told(engine).values()] == [
-            Draw(0.7, 5, 0.9, 0.2, 0, position, 2), Draw(1.3, -1, 0.8, 0.1, 2**62, position, None)]
+            Draw(0.7, 5, 0.9, 0.2, 0, position, 2), Draw(1.3, -1, 0.8, 0.1, 2**62, position, None),
+            Draw(0.0, 1, 1.0, 0.0, 7, position, 0)]
 
 
 def test_a_step_survives_the_wire():
@@ -113,6 +115,25 @@ def test_who_missed_a_turn_is_told_its_token():
     assert told(engine)[1].token_ids == (second.token_ids[1],)
 
 
+def test_an_output_that_is_read_again_in_chunks_draws_nothing_before_its_end():
+    """Also the first chunk, of one token, follows at once the step in which the sequence was drawn for."""
+    engine = make_engine(strict=True)
+    sequence = engine.add([1, 2], endless(max_tokens=9))
+    for _ in range(3):
+        engine.step()
+    tokens = tuple(sequence.token_ids)
+    engine.executor.lose_everything()
+    engine.recompute()
+    engine.scheduler.max_num_batched_tokens = 1
+    for position in range(5):
+        engine.step()
+        (part,) = told(engine).values()
+        assert part.token_ids == tokens[position:position + 1] and (part.draw is None) == (position < 4)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert sequence.output_token_ids == one_at_a_time([1, 2], 9, ignore_eos=True)
+
+
 def test_after_losing_its_place_everything_is_told_again():
     engine = make_engine()
     sequence = engine.add([1, 2], endless())
@@ -177,9 +198,19 @@ def test_a_step_that_fails_on_one_rank_changes_no_token(folder, broken_rank, whe
     assert failed == 2 and disturbed == undisturbed
 
 
-def test_every_rank_computes_every_step_once(folder):
+@pytest.mark.parametrize("strict", [False, True])
+def test_every_rank_computes_every_step_once(folder, strict):
+    """And answers with the slots it wrote only where somebody looks at them."""
     seen = []
     patch = Patch("tplab.engine.runner.batch_order", lambda step: seen.append(step.number) or step.sequences)
-    with LLM(folder, 2, logical=True, patches=[patch]) as llm:
+    with LLM(folder, 2, logical=True, patches=[patch], strict=strict) as llm:
+        executor, answers = llm.engine.executor, []
+        execute = executor.execute
+        executor.execute = lambda step: answers.append(execute(step)) or answers[-1]
         llm.generate(PROMPTS, endless(max_tokens=2))
-    assert seen == [1, 1, 2, 2]
+        assert seen == [1, 1, 2, 2] and len(answers) == 2
+        assert all((output.slots is not None) == strict for outputs in answers for output in outputs)
+        assert executor.loaded()
+        executor.states[1] = {}
+        assert not executor.loaded(), "one rank that has lost it is enough"
+    assert executor.states == [{}, {}]
