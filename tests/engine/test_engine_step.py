@@ -51,6 +51,8 @@ def test_seed_0_is_a_seed_and_no_seed_is_another_one_every_time():
     engine = make_engine()
     seeds = [engine.add([1], SamplingParams(seed=seed)).seed for seed in (0, 0, 5, None, None)]
     assert seeds[:3] == [0, 0, 5] and len({*seeds[3:], 0}) == 3
+    engine.step()
+    assert [part.draw.seed for part in told(engine).values()] == seeds, "also the ones that nobody gave"
 
 
 def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
