@@ -198,7 +198,7 @@ def test_the_noise_is_gumbels():
 
 
 def test_no_two_draws_share_their_noise():
-    seeds, positions = (0, 1, 2, 5, 2**31 + 1, 2**62 + 7), (0, 1, 2, 50)
+    seeds, positions = (0, 1, 2, 5, 2**31 + 1, 2**32, 2**32 + 1, 2**33, 2**62, 2**62 + 7), (0, 1, 2, 50)
     seen = {tuple(gumbel_noise(seed, position, 3).tolist()) for seed in seeds for position in positions}
     assert len(seen) == len(seeds) * len(positions)
 

@@ -17,7 +17,9 @@ from tplab.ranks import all_gather
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     """``[vocab_size]`` in float64: the noise for one draw of one request, the same on every rank and in any batch."""
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + position) % 2**63)
+    mixed = (seed * 0x9E3779B97F4A7C15 + position) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64  # as in SplitMix64: torch reads the low 32 bits only
+    generator = torch.Generator().manual_seed(mixed >> 32)
     return -torch.empty(vocab_size, dtype=torch.float64).exponential_(generator=generator).log()
 
 
