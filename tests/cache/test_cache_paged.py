@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.oracle import oracle_attention
 
-from tplab.cache import BlockPool, BlockTable, ContiguousKVCache, PagedKVCache, Segment, oracle_attention
+from tplab.cache import BlockPool, BlockTable, PagedKVCache, Segment
 from tplab.cache.paged import rope_parts
 from tplab.checkpoint import open_checkpoint
+from tplab.lesson import ContiguousKVCache
 from tplab.model import NoCache, load_model
 from tplab.model.attention import attend
 from tplab.shard import RankShard, ShardPlan

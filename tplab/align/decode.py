@@ -15,13 +15,13 @@ from tplab.align.run import AlignError, build_report, check_prompts, pool_for
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown, whole_number
 from tplab.engine.core import Engine
-from tplab.engine.executor import LogicalExecutor
 from tplab.engine.runner import drop_runners, load_runner, run_step
 from tplab.engine.step import StepInput, StepOutput
+from tplab.llm.executor import LogicalExecutor
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import recording
-from tplab.patch import as_patches
+from tplab.patch import applied, as_patches
 from tplab.pool import RankPool
 from tplab.ranks import state
 from tplab.shard import ShardPlan
@@ -29,10 +29,10 @@ from tplab.shard import ShardPlan
 _KEY = "align decode"
 
 
-def traced_step(patches: tuple, step: StepInput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
+def traced_step(step: StepInput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
     """On a rank: one step with all trace points; the rank is made to believe that it drew ``forced``."""
     with recording() as points:
-        drawn = dict(run_step(_KEY, patches, step).token_ids)  # a copy: the rank's own is overwritten next
+        drawn = dict(run_step(_KEY, step).token_ids)  # a copy: the rank's own is overwritten next
     state[_KEY].drawn.update(forced)
     return points, drawn
 
@@ -40,8 +40,8 @@ def traced_step(patches: tuple, step: StepInput, forced: dict[int, int]) -> tupl
 class _ForcingExecutor:
     """Carries steps out as the engine's executors do, keeps their traces, and answers with the given tokens."""
 
-    def __init__(self, run, patches: tuple, texts: list[list[int]]):
-        self.run, self.patches, self.texts = run, patches, texts
+    def __init__(self, run, texts: list[list[int]]):
+        self.run, self.texts = run, texts
         self.rows: dict[tuple[int, int], tuple[int, int]] = {}
         self.logit_rows: dict[tuple[int, int], tuple[int, int]] = {}
         self.traces: list[list[dict]] = []
@@ -53,7 +53,7 @@ class _ForcingExecutor:
     def execute(self, step: StepInput) -> list[StepOutput]:
         due = [s for s in step.sequences if s.draw is not None]
         forced = {s.number: self.texts[s.number][s.segment.start + s.segment.count] for s in due}
-        answers = self.run(traced_step, self.patches, step, forced)
+        answers = self.run(traced_step, step, forced)
         at = len(self.traces)
         self.traces.append([points for points, _ in answers])
         computed = [(s.number, position) for s in step.sequences
@@ -112,21 +112,22 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     reference = hf_model(ckpt, dtype)
     block_size = from_one_up("block_size", block_size, AlignError)
     blocks = num_blocks or sum(-(-len(text) // block_size) for text in texts)
-    run = LogicalExecutor(tensor_parallel_size, ()).run if logical else pool_for(tensor_parallel_size, pool).run
-    run(load_runner, _KEY, [], patches, ckpt, plan, dtype, blocks, block_size)
-    executor = _ForcingExecutor(run, () if logical else patches, texts)
+    run = LogicalExecutor(tensor_parallel_size).run if logical else pool_for(tensor_parallel_size, pool).run
+    executor = _ForcingExecutor(run, texts)
     engine = Engine(executor, vocab_size=ckpt.config.vocab_size, eos_token_ids=(),
                     max_model_len=max(map(len, texts)) + 1, num_blocks=blocks, block_size=block_size,
                     max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                    enable_prefix_caching=enable_prefix_caching, patches=patches)
+                    enable_prefix_caching=enable_prefix_caching)
     executor.scheduler = engine.scheduler
     try:
-        for text in texts:
-            engine.add(text[:-new_tokens], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-            while one_by_one and engine.scheduler.has_unfinished:
+        with applied(*patches):
+            run(load_runner, _KEY, [], ckpt, plan, dtype, blocks, block_size)
+            for text in texts:
+                engine.add(text[:-new_tokens], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+                while one_by_one and engine.scheduler.has_unfinished:
+                    engine.step()
+            while engine.scheduler.has_unfinished:
                 engine.step()
-        while engine.scheduler.has_unfinished:
-            engine.step()
     finally:
         run(drop_runners, [_KEY])
     wholes = [hf_trace(reference, text) for text in texts]

@@ -4,20 +4,17 @@ import torch
 
 from tplab.model import LoadStats, NoCache, load_model, model_pieces
 from tplab.model.trace import layout, recording
-from tplab.patch import applied
 from tplab.ranks import OpRecord, op_log
 from tplab.shard import ShardPlan
 
 
-def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]], patches
+def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]]
                   ) -> tuple[dict[str, torch.Tensor], list[OpRecord], LoadStats]:
     """Runs on every rank: load, one forward pass over all prompts.
 
     Returns this rank's trace points, its collectives in the forward pass, and what loading cost.
-
-    The model is loaded under the patches too: a fault may live in the loader.
     """
-    with applied(*patches), torch.inference_mode():
+    with torch.inference_mode():
         model = load_model(ckpt, plan, dtype)
         lengths = [len(prompt) for prompt in prompts]
         input_ids = torch.tensor([token for prompt in prompts for token in prompt])
@@ -58,7 +55,6 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b)[both].abs().max().item() if both.any() else 0.0
 
 
-def pieces_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, patches) -> list:
+def pieces_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype) -> list:
     """Runs on every rank: every parameter with its checkpoint name and the rows it was cut from."""
-    with applied(*patches):
-        return list(model_pieces(load_model(ckpt, plan, dtype)))
+    return list(model_pieces(load_model(ckpt, plan, dtype)))

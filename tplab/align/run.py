@@ -13,7 +13,7 @@ from tplab.checks import readable, shown, whole_number
 from tplab.errors import TplabError
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import point_names
-from tplab.patch import Patch, as_patches
+from tplab.patch import Patch, applied, as_patches
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
@@ -78,7 +78,8 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     ids = check_prompts(ckpt, prompts)
     reference = hf_model(ckpt, dtype)
-    ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, patches, pool=pool, logical=logical)
+    with applied(*patches):
+        ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, pool=pool, logical=logical)
     traces, op_logs, load_stats = map(list, zip(*ran))
     hf_traces = [hf_trace(reference, row) for row in ids]
     theirs = {name: torch.cat([trace.pop(name) for trace in hf_traces]) for name in list(hf_traces[0])}
@@ -141,7 +142,8 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
-    ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, as_patches(patches), pool=pool, logical=logical)
+    with applied(*as_patches(patches)):
+        ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, pool=pool, logical=logical)
     by_name: dict[str, list] = {}
     for pieces in ranks:
         for piece in pieces:

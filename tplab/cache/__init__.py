@@ -1,10 +1,8 @@
-"""KV caches: a growing tensor per sequence, and paged blocks with prefix caching."""
+"""The paged KV cache: blocks, the tables of sequences, prefixes that are found again."""
 
 from tplab.cache.blocks import BlockPool, CacheError, block_key
-from tplab.cache.contiguous import ContiguousKVCache
-from tplab.cache.oracle import oracle_attention
 from tplab.cache.paged import PagedContext, PagedKVCache, Segment
 from tplab.cache.table import BlockTable, blocks_needed, slot_mapping
 
-__all__ = ["BlockPool", "BlockTable", "CacheError", "ContiguousKVCache", "PagedContext", "PagedKVCache", "Segment",
-           "block_key", "blocks_needed", "oracle_attention", "slot_mapping"]
+__all__ = ["BlockPool", "BlockTable", "CacheError", "PagedContext", "PagedKVCache", "Segment",
+           "block_key", "blocks_needed", "slot_mapping"]

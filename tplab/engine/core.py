@@ -10,7 +10,6 @@ from tplab.engine.scheduler import Scheduler
 from tplab.engine.sequence import Sequence, Status
 from tplab.engine.step import StepOutput, describe
 from tplab.engine.strict import StrictChecks
-from tplab.patch import applied
 
 
 class Engine:
@@ -23,13 +22,12 @@ class Engine:
         num_blocks, block_size, enable_prefix_caching: of the cache.
         max_num_seqs, max_num_batched_tokens: the scheduler's bounds.
         strict: check the invariants after every step.
-        patches: applied in this process around every step (the executor applies them on the ranks).
     """
 
     def __init__(self, executor, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int,
                  num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 enable_prefix_caching: bool = True, strict: bool = False, patches: tuple = ()):
-        self.executor, self.patches = executor, patches
+                 enable_prefix_caching: bool = True, strict: bool = False):
+        self.executor = executor
         self.vocab_size, self.eos_token_ids, self.max_model_len = vocab_size, frozenset(eos_token_ids), max_model_len
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens)
@@ -87,24 +85,23 @@ class Engine:
             StrictError: an invariant does not hold.
             RankError: a rank failed. No sequence has lost a token; the next step computes the same again.
         """
-        with applied(*self.patches):
-            scheduled = self.scheduler.schedule()
-            if not scheduled:
-                self._refuse_standstill()
-                return []
-            step = describe(self.scheduler.step_number, scheduled)
-            outputs: list[StepOutput] = self.executor.execute(step)
-            if self.checks:
-                self.checks.after(step, outputs)
-            advanced = self.scheduler.update(scheduled, outputs[0].token_ids)
-            now = time.perf_counter()
-            for sequence in advanced:
-                sequence.logprobs.append(outputs[0].logprobs.get(sequence.number))
-                self._advance(sequence, now)
-            for number in outputs[0].nan:
-                self._end_for_nan(next(s for s, _ in scheduled if s.number == number))
-            if self.checks:
-                self.checks.accounts()
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            self._refuse_standstill()
+            return []
+        step = describe(self.scheduler.step_number, scheduled)
+        outputs: list[StepOutput] = self.executor.execute(step)
+        if self.checks:
+            self.checks.after(step, outputs)
+        advanced = self.scheduler.update(scheduled, outputs[0].token_ids)
+        now = time.perf_counter()
+        for sequence in advanced:
+            sequence.logprobs.append(outputs[0].logprobs.get(sequence.number))
+            self._advance(sequence, now)
+        for number in outputs[0].nan:
+            self._end_for_nan(next(s for s, _ in scheduled if s.number == number))
+        if self.checks:
+            self.checks.accounts()
         return advanced
 
     def _refuse_standstill(self) -> None:

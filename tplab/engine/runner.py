@@ -10,7 +10,6 @@ from tplab.engine.errors import EngineError
 from tplab.engine.sampler import sample
 from tplab.engine.step import SequenceStep, StepInput, StepOutput
 from tplab.model import load_model
-from tplab.patch import applied
 from tplab.ranks import state
 from tplab.shard import ShardPlan
 
@@ -75,15 +74,14 @@ class ModelRunner:
         return StepOutput(self.drawn, logprobs, context.slots if self.strict else None, nan)
 
 
-def load_runner(key: str, forget: list[str], patches: tuple, *arguments) -> dict:
+def load_runner(key: str, forget: list[str], *arguments) -> dict:
     """On a rank: make a :class:`ModelRunner` and keep it under ``key``; drop those that nobody needs any more.
 
     Returns:
         What it costs: ``bytes_read``, ``parameter_bytes``, ``cache_bytes``, ``cache_bytes_per_token``.
     """
     drop_runners(forget)
-    with applied(*patches):
-        runner = state[key] = ModelRunner(*arguments)
+    runner = state[key] = ModelRunner(*arguments)
     stats = runner.model.load_stats
     return {"bytes_read": stats.bytes_read, "parameter_bytes": stats.parameter_bytes,
             "cache_bytes": runner.cache.nbytes, "cache_bytes_per_token": runner.cache.bytes_per_token}
@@ -100,7 +98,7 @@ def has_runner(key: str) -> bool:
     return key in state
 
 
-def run_step(key: str, patches: tuple, step: StepInput) -> StepOutput:
+def run_step(key: str, step: StepInput) -> StepOutput:
     """On a rank: one step of the engine ``key``.
 
     Raises:
@@ -108,10 +106,9 @@ def run_step(key: str, patches: tuple, step: StepInput) -> StepOutput:
     """
     if key not in state:
         raise EngineError("this rank was restarted and has lost its weights and its cache")
-    with applied(*patches):
-        return state[key].execute(step)
+    return state[key].execute(step)
 
 
-def run_described_step(key: str, patches: tuple, description: bytes) -> StepOutput:
+def run_described_step(key: str, description: bytes) -> StepOutput:
     """On a rank: :func:`run_step` for a step that came over the wire, as :meth:`StepInput.to_json` wrote it."""
-    return run_step(key, patches, StepInput.from_json(description))
+    return run_step(key, StepInput.from_json(description))

@@ -6,7 +6,7 @@ _HOMES = {
     "ask": "answers", "default_question": "answers", "judge": "judging", "check_mask": "mask_exercise",
     "check": "exercise", "shown_error": "exercise", "side_by_side": "exercise", "default_prompt": "exercise",
     "panel": "fault_panel", "Incidents": "incidents", "caught": "incidents", "told": "incidents",
-    "check_slots": "slots_exercise",
+    "check_slots": "slots_exercise", "ContiguousKVCache": "contiguous_cache",
 }
 __all__ = list(_HOMES)
 

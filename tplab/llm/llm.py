@@ -11,8 +11,8 @@ from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from tplab.checks import readable, shown
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
-from tplab.engine.executor import LogicalExecutor, PoolExecutor
 from tplab.engine.sizes import cache_size
+from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
 from tplab.llm.progress import Progress
 from tplab.llm.queue import Inbox, RequestQueue
@@ -44,7 +44,7 @@ class LLM:
             on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
         logical: run the ranks as threads of this process instead (for wide sweeps in tests).
-        executor: ``(tensor_parallel_size, patches)`` → another way to reach the ranks (see ``executor.py``).
+        executor: ``tensor_parallel_size`` → another way to reach the ranks (see ``executor.py``).
 
     Use as a context manager, or call :meth:`close`: the ranks forget the model; the pool stays open.
 
@@ -66,22 +66,21 @@ class LLM:
         if pool is not None and pool.size != ranks:
             raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
         self.patches = as_patches(patches)
-        with applied(*self.patches):
-            pass  # a patch that does not fit is refused before any rank is touched
         max_model_len, num_blocks, block_size = cache_size(config, self.plan, self.dtype, block_size, num_blocks,
                                                            max_model_len, max_num_seqs)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(
-            executor(ranks, self.patches), vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids,
+            executor(ranks), vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids,
             max_model_len=max_model_len,
             num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, strict=strict, patches=self.patches,
+            max_num_batched_tokens=max_num_batched_tokens, strict=strict,
             enable_prefix_caching=enable_prefix_caching and not depends_on_length(config))
         self._load_arguments = (self.checkpoint, self.plan, self.dtype, num_blocks, block_size, strict)
         self.requests = RequestQueue(self.engine)
         self._tokenizer = None
         self.closed = False
-        self._load()
+        with applied(*self.patches):
+            self._load()
 
     def _load(self) -> None:
         begin = time.perf_counter()
@@ -280,10 +279,11 @@ class LLM:
     def _step(self, requests: list[Request] = ()) -> None:
         """One step for everybody, on behalf of the caller of ``requests``."""
         try:
-            if self.requests.unsure and not self.engine.executor.loaded():
-                self._load()
-                self.engine.recompute()
-            self.requests.step()
+            with applied(*self.patches):
+                if self.requests.unsure and not self.engine.executor.loaded():
+                    self._load()
+                    self.engine.recompute()
+                self.requests.step()
         except RankError as error:
             if not requests:
                 raise

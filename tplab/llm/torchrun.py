@@ -12,6 +12,7 @@ import torch
 from tplab.engine.runner import load_runner, run_described_step, run_step
 from tplab.engine.step import StepInput, StepOutput
 from tplab.llm.llm import LLM
+from tplab.patch import applied
 from tplab.ranks import broadcast, join_torchrun, rank, world_size
 from tplab.ranks.torchrun import under_torchrun
 
@@ -21,18 +22,16 @@ class TorchrunExecutor:
 
     Args:
         size: number of ranks, torchrun's own.
-        patches: applied on this rank, for loading and, where it follows, for every step; on rank 0 the engine applies
-            them around its steps itself.
     """
 
     key = "engine"
 
-    def __init__(self, size: int, patches: tuple):
-        self.size, self.patches = size, patches
+    def __init__(self, size: int):
+        self.size = size
 
     def load(self, *arguments) -> list[dict]:
         """Make this rank's :class:`ModelRunner`; what it costs."""
-        return [load_runner(self.key, [], self.patches, *arguments)]
+        return [load_runner(self.key, [], *arguments)]
 
     def loaded(self) -> bool:
         """A process of torchrun's that was lost takes all others with it."""
@@ -41,12 +40,12 @@ class TorchrunExecutor:
     def execute(self, step: StepInput) -> list[StepOutput]:
         """On rank 0: one step on every rank; this rank's answer."""
         _send(step.to_json())
-        return [run_step(self.key, (), step)]
+        return [run_step(self.key, step)]
 
     def follow(self) -> None:
         """On the other ranks: carry out what rank 0 sends, until it sends nothing."""
         while description := _receive():
-            run_described_step(self.key, self.patches, description)
+            run_described_step(self.key, description)
 
     def close(self) -> None:
         """On rank 0: let the others go."""
@@ -82,5 +81,6 @@ def open_llm(model: str, tensor_parallel_size: int, dtype: str = "float32", **op
         with llm:
             yield llm
     else:
-        llm.engine.executor.follow()
+        with applied(*llm.patches):
+            llm.engine.executor.follow()
         yield None

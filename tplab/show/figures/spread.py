@@ -27,7 +27,7 @@ def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: 
     from tplab.align.run import check_prompts
     from tplab.checkpoint import open_checkpoint
     from tplab.model.dtypes import parse_dtype
-    from tplab.patch import as_patches
+    from tplab.patch import applied, as_patches
     from tplab.pool import shared_pool
     from tplab.shard import ShardPlan
 
@@ -35,8 +35,8 @@ def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: 
     tokenizer = ckpt.tokenizer()
     (ids,) = check_prompts(ckpt, [prompt])
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
-    lost = shared_pool(tensor_parallel_size).run(_lost_on_rank, ckpt, plan, parse_dtype(dtype), ids,
-                                                  as_patches(patches))
+    with applied(*as_patches(patches)):
+        lost = shared_pool(tensor_parallel_size).run(_lost_on_rank, ckpt, plan, parse_dtype(dtype), ids)
     kept = [name for name in lost[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
     figure = _draw([{name: of_rank[name] for name in kept} for of_rank in lost], [tokenizer.decode([t]) for t in ids])
     with matplotlib.rc_context(RC):
@@ -46,13 +46,13 @@ def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: 
     return figure
 
 
-def _lost_on_rank(ckpt, plan, dtype, ids, patches) -> dict:
+def _lost_on_rank(ckpt, plan, dtype, ids) -> dict:
     """Runs on every rank: for each trace point, ``[tokens]``, the share of the token's numbers that are NaN."""
     import torch
 
     from tplab.align.gather import trace_on_rank
 
-    points = trace_on_rank(ckpt, plan, dtype, [ids], patches)[0]
+    points = trace_on_rank(ckpt, plan, dtype, [ids])[0]
     return {name: torch.isnan(tensor).flatten(1).double().mean(1) for name, tensor in points.items()}
 
 

@@ -23,15 +23,14 @@ class PoolExecutor:
 
     Args:
         size: number of ranks.
-        patches: applied on every rank, for loading and for every step.
         pool: the ranks; the shared pool of that size if None.
 
     Several engines can live on one pool, each under its own key. An engine that is thrown away without being closed
     is forgotten by the ranks when the next one loads.
     """
 
-    def __init__(self, size: int, patches: tuple, pool: RankPool | None = None):
-        self.size, self.patches, self._pool = size, patches, pool
+    def __init__(self, size: int, pool: RankPool | None = None):
+        self.size, self._pool = size, pool
         self.key = f"engine {os.getpid()}-{next(_numbers)}"
         self._loaded_on = self._finalizer = None
 
@@ -49,7 +48,7 @@ class PoolExecutor:
         # Before anything is there to be forgotten: a load that fails on one rank leaves weights on the others.
         self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
         forget = list(garbage)
-        found = pool.run(load_runner, self.key, forget, self.patches, *arguments, timeout=LOAD_TIMEOUT)
+        found = pool.run(load_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
         for key in forget:
             with suppress(ValueError):  # another thread's load has seen to it
                 garbage.remove(key)
@@ -61,7 +60,7 @@ class PoolExecutor:
 
     def execute(self, step: StepInput) -> list[StepOutput]:
         """One step on every rank."""
-        return self.pool.run(run_described_step, self.key, self.patches, step.to_json())
+        return self.pool.run(run_described_step, self.key, step.to_json())
 
     def close(self) -> None:
         """Forget it on every rank. The pool stays open; with ranks that are gone already, there is nothing to do."""
@@ -78,13 +77,12 @@ class LogicalExecutor:
 
     Args:
         size: number of ranks.
-        patches: applied while loading; the engine applies them around its steps itself, and threads share them.
     """
 
     key = "engine"
 
-    def __init__(self, size: int, patches: tuple):
-        self.size, self.patches = size, patches
+    def __init__(self, size: int):
+        self.size = size
         self.states: list[dict] = [{} for _ in range(size)]
 
     def run(self, fn, *args) -> list:
@@ -102,7 +100,7 @@ class LogicalExecutor:
 
     def load(self, *arguments) -> list[dict]:
         """Make a :class:`ModelRunner` for every rank; what each costs."""
-        return self.run(load_runner, self.key, [], self.patches, *arguments)
+        return self.run(load_runner, self.key, [], *arguments)
 
     def loaded(self) -> bool:
         """Whether every rank has it."""
@@ -110,7 +108,7 @@ class LogicalExecutor:
 
     def execute(self, step: StepInput) -> list[StepOutput]:
         """One step on every rank."""
-        return self.run(run_step, self.key, (), step)
+        return self.run(run_step, self.key, step)
 
     def close(self) -> None:
         """Forget it."""
