@@ -18,8 +18,9 @@ _HOMES = {
     "LLM": "tplab.llm",
     "SamplingParams": "tplab.llm",
     "load_ipython_extension": "tplab.pool.magic",
+    "plan_svg": "tplab.show",
 }
-__all__ = [name for name in _HOMES if name != "load_ipython_extension"]
+__all__ = [name for name in _HOMES if name not in ("load_ipython_extension", "plan_svg")]
 
 
 def __getattr__(name):

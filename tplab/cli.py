@@ -56,8 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
     parser = _Parser(prog="python -m tplab",
-                     description="Tensor-parallel LLM inference, measured against Hugging Face.",
-                     allow_abbrev=False)
+                     description="Tensor-parallel LLM inference, measured against Hugging Face.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name, run, about, *, model=True, tp=True):
@@ -130,9 +129,8 @@ def align(chosen) -> int:
     broken = [fault(name) for name in chosen.fault]
     ckpt = open_checkpoint(chosen.model)
     decodes = any(one.shows_in == "decode" for one in broken)
-    report = (align_decode if decodes else align)(
-        ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype,
-        patches=broken)
+    report = (align_decode if decodes else align)(ckpt, default_prompt(ckpt) if prompt is None else prompt,
+                                                  tensor_parallel_size=chosen.tp, dtype=chosen.dtype, patches=broken)
     if decodes:
         print("note: along the decode path, the last 8 tokens one at a time; a forward pass does not see these faults")
     for one in broken:

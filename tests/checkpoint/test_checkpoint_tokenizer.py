@@ -222,7 +222,8 @@ def with_added(tokens):
 def test_every_end_of_text_that_either_file_states(tmp_path, config, generation):
     folder = with_tokenizer(tmp_path / "m", byte_tokenizer(), "llama")
     stated = json.loads((folder / "config.json").read_text()) | {"eos_token_id": config}
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in stated.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in stated.items() if value is not None}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(CheckpointError, match="of another model: the config ends a text with id 100"):

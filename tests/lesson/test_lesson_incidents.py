@@ -25,7 +25,7 @@ def test_an_incident_is_told_and_timed(pool, capsys):
     assert capsys.readouterr().out.startswith("RankError: rank 1 raised ZeroDivisionError: division by zero\n")
     assert 0 < incidents.happened["a rank raises"].seconds < 60
     assert incidents.errors["a rank raises"].first.rank == 1
-    assert incidents.figure(1800).words == (
+    assert incidents.figure(1800).alt_text == (
         "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within "
         "its bound.")
 
@@ -40,7 +40,7 @@ def test_what_does_not_fail_is_no_incident(pool):
 def test_a_report_that_comes_too_late_is_named(pool):
     incidents = lesson.Incidents(pool)
     incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.0), "quick": Incident(RankError("x"), 0.5, 1.0)}
-    assert incidents.figure().words.endswith("too late: slow.")
+    assert incidents.figure().alt_text.endswith("too late: slow.")
 
 
 def test_nothing_to_draw_yet(pool):
@@ -69,7 +69,7 @@ def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch)
         log = [OpRecord(1, "barrier", (), "None", 0, "a cell", 5, False)], [OpRecord(1, "barrier", (), "None", 0,
                                                                                      "b.py", 6, True)]
         cause = Cause(0, "waiting", f"waits in barrier at cell In[{number}], line 5", [Frame("a cell", 5, "f")])
-        return lesson.told(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log,
+        return lesson.error_text(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log,
                                      ["A note."]))
 
     assert text(1) == text(17)
@@ -77,7 +77,7 @@ def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch)
         "RankError: rank 0 waits in barrier at line 5", "  line 5, in f", "rank 1 returned", "",
         "collectives of this run, the same operations on all ranks:",
         "      rank 0                    rank 1", "  #1  barrier @ line 5 (waits)  barrier @ b.py, line 6", "A note."]
-    assert lesson.told(ValueError("x")) == "ValueError: x"
+    assert lesson.error_text(ValueError("x")) == "ValueError: x"
 
 
 def test_the_line_shown_is_the_one_that_the_file_has_now(tmp_path):

@@ -61,14 +61,14 @@ def test_the_button_runs_what_is_ticked_chosen_and_written(made, asked):
     made._button.click()
     assert asked[-1] == {"prompt": "Once", "tensor_parallel_size": 4, "dtype": "float32", "patches": []}
     assert made._image.value != before and made._image.value[:4] == b"\x89PNG"
-    assert "nan_mask, 2 ranks" in made.words and "nothing ticked, 4 ranks: inside the float32 floor" in made.words
+    assert "nan_mask, 2 ranks" in made.alt_text and "nothing ticked, 4 ranks: inside the float32 floor" in made.alt_text
 
 
 def test_the_run_before_stays_in_the_figure_and_no_other(made):
     for ticked in (False, True, False):
         made._boxes[1].value = ticked
         made._button.click()
-    assert made.words.count("2 ranks") == 2
+    assert made.alt_text.count("2 ranks") == 2
 
 
 def test_a_panel_with_a_fault_of_decoding_compares_the_decode_path(asked, fable_stand_in, monkeypatch):

@@ -77,7 +77,7 @@ def test_a_leaked_block_stands_out(folder):
     run = recorded(folder, strict=False, patches=[fault("block_leaked")])
     figure = show.blocks_figure(run)
     leaked = [block for block, count in enumerate(run.moments[-1].ref_counts) if count]
-    assert len(leaked) == 3 and f"leaked blocks {leaked}" in figure.words
+    assert len(leaked) == 3 and f"leaked blocks {leaked}" in figure.alt_text
     assert [f"{block}: leaked" in texts(figure.svg) for block in leaked] == [True] * 3
 
 
@@ -90,7 +90,7 @@ def test_slots_are_drawn_where_the_mapping_puts_them():
         at.setdefault(node.text, []).append(float(node.get("x")))
     for token, slot in zip(tokens, slot_mapping(table, range(10), 4)):
         assert at[token][-1] == at[str(slot)][-1], f"{token!r} stands above its slot {slot}"
-    assert "positions 8–9 in block 3, slots from 12" in figure.words
+    assert "positions 8–9 in block 3, slots from 12" in figure.alt_text
 
 
 def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
@@ -100,7 +100,7 @@ def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
 
 def test_the_slider_redraws(run):
     stepper = show.block_stepper(run, 2)
-    assert "after step 2" in stepper.picture.value and "step 2" in stepper.words
+    assert "after step 2" in stepper.picture.value and "step 2" in stepper.alt_text
     stepper.slider.value = 4
     assert "after step 4" in stepper.picture.value
     assert str(stepper) == f"Slider over steps 1 to {len(run.moments)}; shown: step 4."

@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 
 from tplab import show
-from tplab.show.figures.collective_cost import price
+from tplab.show.figures.collective_cost import latency_and_bandwidth
 
 MEASURED = {"shared": {4: [1e-5, 3e-5, 2e-5], 1 << 20: [1e-3, 1.02e-3, 3e-3]},
             "gloo": {4: [1e-4] * 3, 1 << 20: [2e-3] * 3}}
 
 
 def test_latency_is_the_smallest_median_and_bandwidth_the_rest_of_the_largest():
-    latency, bandwidth = price(MEASURED["shared"])
+    latency, bandwidth = latency_and_bandwidth(MEASURED["shared"])
     assert latency == 2e-5
     assert bandwidth == pytest.approx((1 << 20) / 1e-3)
 
 
 def test_the_lines_are_medians_and_the_bands_the_middle_half():
-    figure = show.price_figure(MEASURED)
+    figure = show.collective_cost_figure(MEASURED)
     shared = figure.axes[0].get_lines()[0]
     assert shared.get_xdata().tolist() == [4, 1 << 20] and shared.get_ydata().tolist() == [2e-5, 1.02e-3]
     band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
@@ -27,28 +27,27 @@ def test_the_lines_are_medians_and_the_bands_the_middle_half():
 def test_the_words_are_the_same_on_a_slower_machine():
     slower = {label: {size: [9 * s
                              for s in seconds] for size, seconds in line.items()} for label, line in MEASURED.items()}
-    one, two = (show.price_figure(measured, {"one token": 512}).words for measured in (MEASURED, slower))
+    one, two = (show.collective_cost_figure(measured, {"one token": 512}).alt_text for measured in (MEASURED, slower))
     assert one == two and "4 B to 1 MB" in one and "one token: 512 B" in one
 
 
 @pytest.mark.parametrize("wrong", [{}, {"one": {4: [1.0]}}])
 def test_too_little_is_refused(wrong):
     with pytest.raises(show.ShowError):
-        show.price_figure(wrong)
+        show.collective_cost_figure(wrong)
 
 
 @pytest.mark.parametrize("count, words",
                          [(4, "4 B"), (1023, "1.02e+03 B"), (1024, "1 KB"), (1536, "1.5 KB"), (4 << 20, "4 MB")])
 def test_bytes_in_words(count, words):
-    assert show.bytes_words(count) == words
+    assert show.format_bytes(count) == words
 
 
-def test_threads_are_drawn_as_ratios_and_told_without_them(monkeypatch):
-    monkeypatch.setattr("tplab.show.figures.collective_cost.cores", lambda: 2)
-    figure = show.threads_figure({1: [1.0, 2.0, 3.0], 2: [4.0, 6.0, 8.0]}, ranks=2)
+def test_threads_are_drawn_as_ratios_and_told_without_them():
+    figure = show.threads_figure({1: [1.0, 2.0, 3.0], 2: [4.0, 6.0, 8.0]}, ranks=2, cores=2)
     assert [text.get_text() for text in figure.axes[0].texts] == ["× 3"]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["2 ranks × 1 thread",
                                                                                 "2 ranks × 2 threads"]
-    assert figure.words == show.threads_figure({1: [1.0] * 3, 8: [0.5] * 3}, ranks=2).words
+    assert figure.alt_text == show.threads_figure({1: [1.0] * 3, 8: [0.5] * 3}, ranks=2, cores=4).alt_text
     with pytest.raises(show.ShowError):
-        show.threads_figure({1: [1.0]}, ranks=2)
+        show.threads_figure({1: [1.0]}, ranks=2, cores=2)

@@ -86,8 +86,8 @@ def test_two_ways_to_cut_a_weight_side_by_side():
     wrong = ShardedWeight("q_proj", right.shape, 1, [[part] for part in split_evenly(right.shape[1], 2)])
     figure = show.weight_figure({"dim 0": right, "dim 1": wrong})
     assert texts(figure.svg).count("rank 0 holds [64, 128]") == texts(figure.svg).count("rank 0 holds [128, 64]") == 1
-    assert "dim 0: q_proj [128, 128], rows (dim 0) dealt out: rank 0 holds rows 0–63" in figure.words
-    assert "dim 1: q_proj [128, 128], columns (dim 1) dealt out: rank 0 holds columns 0–63" in figure.words
+    assert "dim 0: q_proj [128, 128], rows (dim 0) dealt out: rank 0 holds rows 0–63" in figure.alt_text
+    assert "dim 1: q_proj [128, 128], columns (dim 1) dealt out: rank 0 holds columns 0–63" in figure.alt_text
 
 
 @pytest.mark.parametrize("draw", [show.plan_figure, show.weight_figure])

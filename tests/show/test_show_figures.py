@@ -83,7 +83,7 @@ def test_nan_on_another_rank_than_the_first_is_drawn_as_nan():
     figure = show.diff_figure({"broken": make_report(spread={"layers.2.output": math.inf})})
     (at,) = [y for x, y in lines(figure)["#d55e00", "X"] if x == 3]
     assert at > 1 and "NaN" in ticks(figure)
-    assert "layers.2.output (NaN)" in figure.words
+    assert "layers.2.output (NaN)" in figure.alt_text
 
 
 def test_infinity_is_not_called_nan():
@@ -91,7 +91,7 @@ def test_infinity_is_not_called_nan():
     report.points[-1] = report.points[-1].__class__(**{**vars(report.points[-1]), "inf": 3, "inside": False})
     figure = show.diff_figure({"broken": report})
     assert "inf" in ticks(figure) and "NaN" not in ticks(figure)
-    assert "1 % infinite" in figure.words
+    assert "1 % infinite" in figure.alt_text
 
 
 @pytest.mark.parametrize("reports, words", [
@@ -146,7 +146,7 @@ def test_points_of_a_layer_show_the_signature_of_a_wrong_position():
     outside, inside = (dict(lines(figure)[look]) for look in (("#d55e00", "X"), ("#009e73", "o")))
     place = {names[round(x)] for x in (round(x) for x in inside)}
     assert place == {"input_norm", "q", "k", "v"} and {names[round(x)] for x in outside} == set(names) - place
-    assert "input_norm to v inside the floor, q_rope to output 0.5" in figure.words
+    assert "input_norm to v inside the floor, q_rope to output 0.5" in figure.alt_text
 
 
 def test_points_of_a_layer_that_is_not_there():
@@ -162,8 +162,8 @@ def test_masks_mark_what_is_lost_and_what_is_hidden():
     crosses = figure.axes[0].collections[0].get_offsets()
     assert {(int(k), int(q)) for k, q in crosses} == {(k, q) for q in range(4) for k in range(4) if k <= q}
     assert len(figure.axes[0].patches) == len(figure.axes[1].patches) == 6
-    assert "times: of 16 entries, 6 hidden (-inf), 10 NaN." in figure.words
-    assert "filled: of 16 entries, 10 numbers, 6 hidden (-inf)." in figure.words
+    assert "times: of 16 entries, 6 hidden (-inf), 10 NaN." in figure.alt_text
+    assert "filled: of 16 entries, 10 numbers, 6 hidden (-inf)." in figure.alt_text
 
 
 def test_a_mask_figure_wants_one_head():
@@ -185,7 +185,7 @@ def test_figures_draw_without_a_warning_and_show_themselves_once_with_their_word
             display(figure)
         (output,) = shown.outputs
         assert set(output.data) == {"image/png", "text/plain"} and "0x" not in output.data["text/plain"]
-        assert shown.stdout == figure.words + "\n"
+        assert shown.stdout == figure.alt_text + "\n"
 
 
 def test_nothing_to_describe():

@@ -29,9 +29,8 @@ def arrows(figure):
 def test_a_rank_that_waits_points_at_the_one_that_does_not_come():
     error = RankError("x", [died(1), waits(0)], [[call(1), call(2, left=False)], [call(1)]])
     figure = show.op_logs(error)
-    assert figure.words == ("Figure: the collectives of each rank, in order. 1 agrees, then rank 0 waits in all_reduce "
-                            "[4] float32; "
-                            "rank 1 died (SIGKILL).")
+    assert figure.alt_text == ("Figure: the collectives of each rank, in order. 1 agrees, then rank 0 waits in "
+                               "all_reduce [4] float32; rank 1 died (SIGKILL).")
     (arrow,) = arrows(figure)
     assert arrow.xy1[0] < arrow.xy2[0]  # from rank 0 to rank 1
     marks = [text.get_text() for text in figure.axes[0].texts]
@@ -42,7 +41,7 @@ def test_of_several_that_wait_each_points_at_the_nearest_absent_one():
     logs = [[call(1, left=False)], [], [call(1, left=False)], [call(1, left=False)]]
     figure = show.op_logs(RankError("x", [Cause(1, "returned", "returned"), waits(0), waits(2), waits(3)], logs))
     assert sorted(round(arrow.xy2[0]) for arrow in arrows(figure)) == [1, 1, 1]
-    assert "rank 1 returned; rank 2 waits in" in figure.words
+    assert "rank 1 returned; rank 2 waits in" in figure.alt_text
 
 
 def test_ranks_that_meet_in_different_collectives_call_and_do_not_wait():
@@ -50,7 +49,7 @@ def test_ranks_that_meet_in_different_collectives_call_and_do_not_wait():
     error = CollectiveMismatch("x", CollectiveMismatch.of(records).causes.values(), [[r] for r in records])
     figure = show.op_logs({"another shape": error})
     assert not arrows(figure)
-    assert "another shape: rank 0 calls all_reduce [4] float32; rank 1 calls all_reduce [5] float32" in figure.words
+    assert "another shape: rank 0 calls all_reduce [4] float32; rank 1 calls all_reduce [5] float32" in figure.alt_text
 
 
 def test_only_the_rows_before_the_difference_are_drawn():
@@ -64,14 +63,14 @@ def test_a_rank_in_a_loop_without_any_collective():
     causes = [Cause(0, "waiting", "waits in torch.distributed.all_reduce at a.py, line 3"),
               Cause(1, "running", "is still running at a.py, line 4")]
     figure = show.op_logs(RankError("x", causes, [[call(1)], [call(1)]]))
-    assert "rank 0 waits in torch.distributed.all_reduce; rank 1 is still running" in figure.words
-    assert "line" not in figure.words
+    assert "rank 0 waits in torch.distributed.all_reduce; rank 1 is still running" in figure.alt_text
+    assert "line" not in figure.alt_text
 
 
 def test_the_logs_of_an_error_that_ranks_caused_are_found():
     outer = ValueError("the engine's own")
     outer.__cause__ = RankError("x", [waits(0), died(1)], [[call(1, left=False)], []])
-    assert "rank 1 died (SIGKILL)" in show.op_logs(outer).words
+    assert "rank 1 died (SIGKILL)" in show.op_logs(outer).alt_text
 
 
 @pytest.mark.parametrize("wrong", [{}, ValueError("none"), RankError("refused: no run"), None])
@@ -98,5 +97,5 @@ def test_the_error_of_real_ranks():
         if rank() == 0:
             all_reduce(torch.ones(3))
 
-    assert show.op_logs(lesson.caught(logical_ranks, 2, skips)).words.endswith(
+    assert show.op_logs(lesson.caught(logical_ranks, 2, skips)).alt_text.endswith(
         "1 agrees, then rank 0 waits in all_reduce [3] float32; rank 1 returned.")

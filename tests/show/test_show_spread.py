@@ -1,6 +1,6 @@
 """The map of NaN: what is drawn and told is what happened on each rank."""
 
-from tplab import show
+from tplab import lesson, show
 from tplab.faults import fault
 from tplab.model import trace
 from tplab.patch import Patch
@@ -16,17 +16,17 @@ def one_nan(name, tensor):
 
 
 def test_one_nan_reaches_the_other_rank_by_the_all_reduce_and_all_tokens_in_the_next_layer():
-    figure = show.nan_map("fable", IDS, [Patch("tplab.model.attention.point", one_nan)])
+    figure = show.nan_map(*lesson.trace_nan("fable", IDS, [Patch("tplab.model.attention.point", one_nan)]))
     assert ("rank 0: first at layers.0.q_rope, in 1 of 6 tokens, everything from layers.1.attn on; "
-            "rank 1: first at layers.0.o_proj, in 1 of 6 tokens, everything from layers.1.attn on") in figure.words
+            "rank 1: first at layers.0.o_proj, in 1 of 6 tokens, everything from layers.1.attn on") in figure.alt_text
 
 
 def test_the_nan_mask_takes_every_token_at_once():
-    figure = show.nan_map("fable", IDS, [fault("nan_mask")], tensor_parallel_size=1)
-    assert "rank 0: first at layers.0.attn, in 6 of 6 tokens, everything from layers.0.attn on." in figure.words
+    figure = show.nan_map(*lesson.trace_nan("fable", IDS, [fault("nan_mask")], tensor_parallel_size=1))
+    assert "rank 0: first at layers.0.attn, in 6 of 6 tokens, everything from layers.0.attn on." in figure.alt_text
     assert figure.get_suptitle() == "NaN begins at layers.0.attn, and nothing is left from layers.0.attn on"
 
 
 def test_a_healthy_model_has_an_empty_map():
-    figure = show.nan_map("fable", IDS, tensor_parallel_size=1)
-    assert figure.words.endswith("rank 0: none.")
+    figure = show.nan_map(*lesson.trace_nan("fable", IDS, tensor_parallel_size=1))
+    assert figure.alt_text.endswith("rank 0: none.")

@@ -46,5 +46,5 @@ def test_the_drawing_has_a_cell_per_slice_and_words_for_each_sequence(busy):
     drawn = [node.text for node in ET.fromstring(figure.svg).iter(f"{SVG}text")]
     assert drawn.count("✗") == 1 + sum(len(record.preempted) for record in busy.history), "one stands in the legend"
     assert all(f"seq {number}" in drawn for number in range(4)) and "the pool has 10 blocks" in drawn
-    assert "sequence 1: reads 1 in step 1, reads 8 in step 2, one token in steps 3–9, finished" in figure.words
-    assert "At most 10 of 10 blocks in use." in figure.words
+    assert "sequence 1: reads 1 in step 1, reads 8 in step 2, one token in steps 3–9, finished" in figure.alt_text
+    assert "At most 10 of 10 blocks in use." in figure.alt_text

@@ -24,24 +24,23 @@ def folder(tmp_path_factory):
 
 def test_a_wrong_slot_shows_from_the_first_decoded_token_on(folder):
     prompts = [list(range(13)), list(range(20, 30))]
-    words = show.where_figure(align_decode(folder, prompts, new_tokens=4, logical=True,
-                                           patches=[fault("slot_off_by_one")]), Letters).words
+    words = show.token_grid_figure(align_decode(folder, prompts, new_tokens=4, logical=True,
+                                           patches=[fault("slot_off_by_one")]), Letters).alt_text
     assert words == ("Figure: the tokens at layers.0.attn. prompt 0: first wrong at position 9 ('j'); "
                      "prompt 1: first wrong at position 6 ('a').")
 
 
 def test_a_healthy_run_is_all_right_and_says_what_was_found(folder):
     prompts = [list(range(13)), [*range(8), 40, 41, 42, 43]]
-    figure = show.where_figure(align_decode(folder, prompts, new_tokens=3, one_by_one=True, logical=True), Letters)
-    assert figure.words == ("Figure: the tokens at norm. prompt 0: all right; prompt 1: all right, 8 tokens found in "
-                            "the "
-                            "cache.")
+    figure = show.token_grid_figure(align_decode(folder, prompts, new_tokens=3, one_by_one=True, logical=True), Letters)
+    assert figure.alt_text == ("Figure: the tokens at norm. prompt 0: all right; prompt 1: all right, "
+                               "8 tokens found in the cache.")
     assert "not computed: found in the cache" in figure.svg and "#f3b98f" in figure.svg.split("decoding begins")[0]
 
 
 def test_a_report_of_one_forward_pass_has_no_such_figure():
     with pytest.raises(show.ShowError, match="align_decode"):
-        show.where_figure(make_report(), Letters)
+        show.token_grid_figure(make_report(), Letters)
 
 
 def right(block_ids, positions, block_size):

@@ -13,15 +13,5 @@ from .names import cache_dir
 from .reader import CheckpointReader, TensorSlice
 from .verify import write_sums
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointReader",
-    "ModelConfig",
-    "TensorInfo",
-    "TensorSlice",
-    "cache_dir",
-    "fetch",
-    "open_checkpoint",
-    "write_sums",
-]
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointReader", "ModelConfig", "TensorInfo", "TensorSlice", "cache_dir",
+           "fetch", "open_checkpoint", "write_sums"]

@@ -24,9 +24,8 @@ class Checkpoint:
     :class:`TensorInfo` by name. A copy of a tied head is not among them: the head is the embedding.
     """
 
-    def __init__(
-        self, name: str, folder: Path, config: ModelConfig, tensors: dict[str, TensorInfo], stats: dict[str, Stat]
-    ):
+    def __init__(self, name: str, folder: Path, config: ModelConfig, tensors: dict[str, TensorInfo],
+                 stats: dict[str, Stat]):
         self.name, self.folder, self.config, self.tensors = name, folder, config, tensors
         self._stats = stats
         self._tokenizer: PreTrainedTokenizerFast | None = None
@@ -61,10 +60,8 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         c = self.config
-        return (
-            f"<Checkpoint {self.name}: {c.model_type}, {c.num_layers} layers, {c.num_heads} query and "
-            f"{c.num_kv_heads} KV heads of {c.head_dim}, vocabulary {c.vocab_size}>"
-        )
+        return (f"<Checkpoint {self.name}: {c.model_type}, {c.num_layers} layers, {c.num_heads} query and "
+                f"{c.num_kv_heads} KV heads of {c.head_dim}, vocabulary {c.vocab_size}>")
 
 
 def open_checkpoint(name: str | os.PathLike) -> Checkpoint:

@@ -8,12 +8,8 @@ from typing import Any
 from .errors import CheckpointError, words_of
 from .headers import read_json
 
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
+                 "mistral": "MistralForCausalLM"}
 CONFIGS = ("config.json", "generation_config.json")  # the second need not be there
 _SUPPORTED = "Qwen2/2.5, Qwen3, Llama and Mistral"
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # the second is refused only where it is active
@@ -71,26 +67,16 @@ class ModelConfig:
             raise CheckpointError(f"model_type {hf.model_type!r} is not supported; tplab runs {_SUPPORTED}")
         attention_bias = bool(getattr(hf, "attention_bias", False))
         llama_like = hf.model_type in ("llama", "qwen3")
-        config = cls(
-            model_type=hf.model_type,
-            hidden_size=hf.hidden_size,
-            intermediate_size=hf.intermediate_size,
-            num_layers=hf.num_hidden_layers,
-            num_heads=hf.num_attention_heads,
-            num_kv_heads=hf.num_key_value_heads,
-            head_dim=getattr(hf, "head_dim", None) or _head_dim(hf),
-            vocab_size=hf.vocab_size,
-            rms_norm_eps=hf.rms_norm_eps,
-            hidden_act=hf.hidden_act,
-            tie_word_embeddings=hf.tie_word_embeddings,
-            qkv_bias=hf.model_type == "qwen2" or (llama_like and attention_bias),
-            o_bias=llama_like and attention_bias,
-            mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
-            qk_norm=hf.model_type == "qwen3",
-            max_position_embeddings=hf.max_position_embeddings,
-            eos_token_ids=_id_tuple(hf.eos_token_id if eos_token_id is None else eos_token_id),
-            hf=hf,
-        )
+        config = cls(model_type=hf.model_type, hidden_size=hf.hidden_size, intermediate_size=hf.intermediate_size,
+                     num_layers=hf.num_hidden_layers, num_heads=hf.num_attention_heads,
+                     num_kv_heads=hf.num_key_value_heads, head_dim=getattr(hf, "head_dim", None) or _head_dim(hf),
+                     vocab_size=hf.vocab_size, rms_norm_eps=hf.rms_norm_eps, hidden_act=hf.hidden_act,
+                     tie_word_embeddings=hf.tie_word_embeddings,
+                     qkv_bias=hf.model_type == "qwen2" or (llama_like and attention_bias),
+                     o_bias=llama_like and attention_bias, mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
+                     qk_norm=hf.model_type == "qwen3",
+                     max_position_embeddings=hf.max_position_embeddings,
+                     eos_token_ids=_id_tuple(hf.eos_token_id if eos_token_id is None else eos_token_id), hf=hf)
         _check_sizes(config)
         _refuse_sliding_windows(config)
         _check_rope(config)
@@ -104,10 +90,8 @@ def read_config(folder: Path, tensor_count: int) -> ModelConfig:
     a lie, and is refused before anything is built with that length.
     """
     raw = read_json(folder / "config.json")
-    generation, tokenizer = (
-        read_json(folder / file) if (folder / file).exists() else {}
-        for file in ("generation_config.json", "tokenizer_config.json")
-    )
+    generation, tokenizer = (read_json(folder / file) if (folder / file).exists() else {}
+                             for file in ("generation_config.json", "tokenizer_config.json"))
     try:
         if "auto_map" in raw or "auto_map" in tokenizer or raw.get("trust_remote_code"):
             raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")

@@ -11,20 +11,10 @@ from .errors import CheckpointError
 
 Progress = Callable[[str, int, int], None]
 
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+            "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+            "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _SPECIAL = 3  # llama.cpp's token type for control tokens
 
 
@@ -101,9 +91,8 @@ def _config(facts: dict[str, Any], tied: bool) -> Any:
 def _generation_config(config: Any) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+                            pad_token_id=config.pad_token_id)
 
 
 def _tokenizer(facts: dict[str, Any]) -> Any:
@@ -114,21 +103,15 @@ def _tokenizer(facts: dict[str, Any]) -> Any:
     merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     # llama.cpp's "smollm" pre-tokenizer: every digit alone, the rest cut like GPT-2.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                       pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = facts["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds) if kind == _SPECIAL]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=tokens[facts["tokenizer.ggml.bos_token_id"]],
-        eos_token=tokens[facts["tokenizer.ggml.eos_token_id"]],
-        pad_token=tokens[facts["tokenizer.ggml.padding_token_id"]],
-        unk_token=tokens[facts["tokenizer.ggml.unknown_token_id"]],
-        model_max_length=facts["llama.context_length"],
-        chat_template=facts["tokenizer.chat_template"],
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                                  for token, kind in zip(tokens, kinds) if kind == _SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=tokens[facts["tokenizer.ggml.bos_token_id"]],
+                                   eos_token=tokens[facts["tokenizer.ggml.eos_token_id"]],
+                                   pad_token=tokens[facts["tokenizer.ggml.padding_token_id"]],
+                                   unk_token=tokens[facts["tokenizer.ggml.unknown_token_id"]],
+                                   model_max_length=facts["llama.context_length"],
+                                   chat_template=facts["tokenizer.chat_template"], clean_up_tokenization_spaces=False)

@@ -117,10 +117,8 @@ def _header(folder: Path, file: str) -> list[tuple[str, TensorInfo]]:
                 piece = opened.get_slice(name)
                 stored = piece.get_dtype()
                 if stored not in DTYPES:
-                    raise CheckpointError(
-                        f"{folder}: {name} in {file} is stored as {stored}; plain float weights "
-                        f"({', '.join(DTYPES)}) are read, quantised ones are not"
-                    )
+                    raise CheckpointError(f"{folder}: {name} in {file} is stored as {stored}; plain float weights "
+                                          f"({', '.join(DTYPES)}) are read, quantised ones are not")
                 found.append((name, TensorInfo(tuple(piece.get_shape()), DTYPES[stored], file)))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {words_of(error)}") from error
@@ -145,6 +143,5 @@ def _check_dtypes(folder: Path, tensors: dict[str, TensorInfo]) -> None:
     # read as the other gives numbers that look almost sensible.
     first = {info.dtype: name for name, info in reversed(tensors.items())}
     if torch.float16 in first and torch.bfloat16 in first:
-        raise CheckpointError(
-            f"{folder}: wrong dtype: {first[torch.float16]} is float16 while {first[torch.bfloat16]} is bfloat16"
-        )
+        raise CheckpointError(f"{folder}: wrong dtype: {first[torch.float16]} is float16 while {first[torch.bfloat16]} "
+                              "is bfloat16")

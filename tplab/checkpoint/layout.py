@@ -114,16 +114,13 @@ def check_tensors(folder: Path, config: ModelConfig, tensors: Mapping[str, Tenso
         raise CheckpointError(f"{folder}: {_some(missing)} missing{hint}")
     allowed = expected.keys() | {HEAD}
     if unexpected := [name for name in tensors if name not in allowed]:
-        raise CheckpointError(
-            f"{folder}: unexpected tensor {_some(unexpected)}: a {config.model_type} of this config has none"
-        )
+        raise CheckpointError(f"{folder}: unexpected tensor {_some(unexpected)}: a {config.model_type} of this config "
+                              "has none")
     shapes = expected | ({HEAD: expected[EMBEDDING]} if HEAD in tensors else {})
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
-            raise CheckpointError(
-                f"{folder}: {name} in {tensors[name].file} has shape {list(tensors[name].shape)}, "
-                f"but config.json asks for {list(shape)} ({_sizes(config)})"
-            )
+            raise CheckpointError(f"{folder}: {name} in {tensors[name].file} has shape {list(tensors[name].shape)}, "
+                                  f"but config.json asks for {list(shape)} ({_sizes(config)})")
 
 
 def _some(names: list[str]) -> str:
@@ -131,7 +128,6 @@ def _some(names: list[str]) -> str:
 
 
 def _sizes(config: ModelConfig) -> str:
-    return (
-        f"vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, intermediate_size "
-        f"{config.intermediate_size}, {config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}"
-    )
+    return (f"vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, intermediate_size "
+            f"{config.intermediate_size}, {config.num_heads} query and {config.num_kv_heads} KV heads of "
+            f"{config.head_dim}")

@@ -10,18 +10,9 @@ from tplab.checks import shown
 from .errors import CheckpointError, words_of
 
 FABLE_FOLDER = Path(__file__).resolve().parent.parent / "fable" / "checkpoint"
-HUB_FILES = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "SHA256SUMS",
-]
+HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
+             "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+             "chat_template.jinja", "SHA256SUMS"]
 KNOWN = "'fable', 'smollm2', a folder, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
 
 
@@ -59,9 +50,8 @@ def resolve(name: str | os.PathLike) -> Path:
     if text == "fable":
         return _existing_folder(FABLE_FOLDER, "'fable' is not in this copy of the package; reinstall tplab")
     if text == "smollm2":
-        return _existing_folder(
-            cache_dir() / "smollm2", "'smollm2' is not on this machine yet; run: python -m tplab fetch smollm2"
-        )
+        return _existing_folder(cache_dir() / "smollm2",
+                                "'smollm2' is not on this machine yet; run: python -m tplab fetch smollm2")
     if not text:
         raise CheckpointError(f"the model name is empty; it may be {KNOWN}")
     if _looks_like_hub_id(text) and not os.path.lexists(text):
@@ -99,9 +89,7 @@ def _from_hub(repo_id: str) -> Path:
     except RepositoryNotFoundError as error:
         raise CheckpointError(f"there is no hub model {repo_id!r} (and no such folder)") from error
     except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"hub model {repo_id!r} is not in the local hub cache and the hub cannot be reached; go online, give a "
-            "local folder, or use 'fable' or 'smollm2'"
-        ) from error
+        raise CheckpointError(f"hub model {repo_id!r} is not in the local hub cache and the hub cannot be reached; go "
+                              "online, give a local folder, or use 'fable' or 'smollm2'") from error
     except Exception as error:  # httpx, OSError, a disk that fills up: the library's own words, with the name
         raise CheckpointError(f"hub model {repo_id!r} could not be downloaded: {words_of(error)}") from error

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 # Digits, contractions, runs of spaces, newlines, composed and decomposed accents, scripts, emoji: the places
 # where two byte-level tokenizers with the same vocabulary cut differently.
-_PROBES = (
-    "Once upon a time, in 1984, there were 3 foxes.",
-    "It's   they'LL  we've\n\n\tindent\r\n 12345678",
-    "naïve cafe\u0301 Ångström ﬁ №½",
-    "東京タワー Привет мир नमस्ते 🦊🦊",
-    "def f(x):\n    return x**2  # x²",
-)
+_PROBES = ("Once upon a time, in 1984, there were 3 foxes.", "It's   they'LL  we've\n\n\tindent\r\n 12345678",
+           "naïve cafe\u0301 Ångström ﬁ №½", "東京タワー Привет мир नमस्ते 🦊🦊", "def f(x):\n    return x**2  # x²")
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerFast":
@@ -56,10 +51,8 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerFas
         want = own.encode(text, add_special_tokens=False).ids
         got = tokenizer.encode(text, add_special_tokens=False)
         if got != want:
-            raise CheckpointError(
-                f"{folder}: transformers reads {text!r} as {got[:8]}…, but {FILE} says {want[:8]}…; "
-                "tokenizer_config.json does not fit it"
-            )
+            raise CheckpointError(f"{folder}: transformers reads {text!r} as {got[:8]}…, but {FILE} says {want[:8]}…; "
+                                  "tokenizer_config.json does not fit it")
     return tokenizer
 
 
@@ -86,24 +79,17 @@ def check_tokenizer(folder: Path, config: ModelConfig, own: "Tokenizer") -> None
     """
     token, largest = max(own.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1], default=("", -1))
     if largest >= config.vocab_size:
-        raise CheckpointError(
-            f"{folder}: {FILE} is of another model: it has id {largest} ({token!r}), but the embedding has "
-            f"{config.vocab_size} rows"
-        )
+        raise CheckpointError(f"{folder}: {FILE} is of another model: it has id {largest} ({token!r}), but the "
+                              f"embedding has {config.vocab_size} rows")
     special = own.get_added_tokens_decoder()
     for eos in _stated_eos(folder, config):
         if eos not in special:
-            raise CheckpointError(
-                f"{folder}: {FILE} is of another model: the config ends a text with id {eos}, which is "
-                f"{own.id_to_token(eos)!r} there"
-            )
+            raise CheckpointError(f"{folder}: {FILE} is of another model: the config ends a text with id {eos}, which "
+                                  f"is {own.id_to_token(eos)!r} there")
 
 
 def _stated_eos(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     # A Llama config that says nothing about eos gets 2 from Hugging Face; such a default proves nothing.
-    stated = [
-        read_json(folder / file).get("eos_token_id")
-        for file in ("config.json", "generation_config.json")
-        if (folder / file).exists()
-    ]
+    stated = [read_json(folder / file).get("eos_token_id") for file in ("config.json", "generation_config.json")
+              if (folder / file).exists()]
     return config.eos_token_ids if any(value is not None for value in stated) else ()

@@ -21,24 +21,16 @@ from .tokenizer import FILE as TOKENIZER
 from .tokenizer import check_tokenizer, read_own_tokenizer
 
 SUMS = "SHA256SUMS"
-_SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    TOKENIZER,
-    INDEX,
-    SUMS,
-)
+_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", TOKENIZER,
+               INDEX, SUMS)
 _CHUNK_ELEMENTS = 1 << 22
 # A change within one tick of the clock after a look leaves the time of change as it was; files this young
 # are looked at again next time.
 _SETTLED_NS = 2_000_000_000
 
 
-def verify_once(
-    folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo], stats: Mapping[str, Stat]
-) -> None:
+def verify_once(folder: Path, config: ModelConfig, tensors: Mapping[str, TensorInfo],
+                stats: Mapping[str, Stat]) -> None:
     """Check the data of a checkpoint whose headers are in order, unless these very files passed before.
 
     Every file listed in ``SHA256SUMS`` (if there is one) has its sum, and every file in use is listed; every
@@ -83,10 +75,8 @@ def _check_sums(folder: Path, used: list[str]) -> None:
         if file not in listed:
             raise CheckpointError(f"{folder}: {file} is not listed in {SUMS}")
         if _sha256(folder / file) != listed[file]:
-            raise CheckpointError(
-                f"{folder}: {file} does not match its sum in {SUMS}; fetch or copy the folder again, or, if the "
-                f"change was meant, remove {SUMS}"
-            )
+            raise CheckpointError(f"{folder}: {file} does not match its sum in {SUMS}; fetch or copy the folder again, "
+                                  f"or, if the change was meant, remove {SUMS}")
 
 
 def _sha256(path: Path) -> str:

@@ -2,9 +2,7 @@
 
 from importlib import import_module
 
-_HOMES = {
-    "environment": "series", "map_of_series": "series",
-}
+_HOMES = {"environment": "series", "map_of_series": "series"}
 __all__ = list(_HOMES)
 
 

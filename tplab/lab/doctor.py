@@ -110,9 +110,8 @@ def ranks():
         with RankPool(2) as pool:
             sums = pool.run(_sum_of_ranks)
     except TplabError as error:
-        yield Finding(f"two ranks cannot work together: {error}",
-                      f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True; a "
-                      "firewall must let this machine talk to itself")
+        yield Finding(f"two ranks cannot work together: {error}", f"{PYTHON} -c 'import torch.distributed as d; "
+                      "print(d.is_gloo_available())' must print True; a firewall must let this machine talk to itself")
         return
     seconds = time.perf_counter() - started
     right = sums == [3.0, 3.0]

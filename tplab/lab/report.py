@@ -33,7 +33,7 @@ class Figure:
     """One picture of a notebook as a data URI, and the words that say what it shows ('' if the notebook has none)."""
 
     source: str
-    words: str
+    alt_text: str
 
 
 def figures(notebook):
@@ -121,7 +121,7 @@ def _read(executed):
 def _gallery(title, pictures):
     if not pictures:
         return ""
-    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.words)}"><figcaption>{escape(one.words)}'
+    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.alt_text)}"><figcaption>{escape(one.alt_text)}'
              '</figcaption></figure>'
              for one in pictures]
     return f"<h2>{title}</h2>\n" + "\n".join(shown)

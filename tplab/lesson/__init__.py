@@ -2,12 +2,11 @@
 
 from importlib import import_module
 
-_HOMES = {
-    "ask": "answers", "default_question": "answers", "judge": "judging", "check_mask": "mask_exercise",
-    "check": "exercise", "shown_error": "exercise", "side_by_side": "exercise", "default_prompt": "exercise",
-    "panel": "fault_panel", "Incidents": "incidents", "caught": "incidents", "told": "incidents",
-    "check_slots": "slots_exercise", "ContiguousKVCache": "contiguous_cache",
-}
+_HOMES = {"ask": "answers", "default_question": "answers", "judge": "judging", "check_mask": "mask_exercise",
+          "check": "exercise", "shown_error": "exercise", "side_by_side": "exercise", "default_prompt": "exercise",
+          "panel": "fault_panel", "Incidents": "incidents", "caught": "incidents", "error_text": "incidents",
+          "check_slots": "slots_exercise", "trace_nan": "nan_trace", "available_cores": "exercise",
+          "ContiguousKVCache": "contiguous_cache"}
 __all__ = list(_HOMES)
 
 

@@ -11,6 +11,11 @@ from textwrap import dedent, indent
 SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
 
 
+def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_prompt(model) -> str:
     """The prompt a notebook uses when its reader gives none: a held-out story's opening for fable, else a sentence.
 
@@ -39,8 +44,8 @@ def check(name: str, condition, hint: str | Callable[[], str] = "") -> None:
     if condition:
         print(f"PASS  {name}")
     else:
-        told = hint() if callable(hint) else hint
-        print(f"NOT YET  {name}" + (f": {told}" if told else ""))
+        hint = hint() if callable(hint) else hint
+        print(f"NOT YET  {name}" + (f": {hint}" if hint else ""))
 
 
 @contextmanager

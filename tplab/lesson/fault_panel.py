@@ -7,7 +7,7 @@ from tplab.errors import TplabError
 from tplab.lesson.exercise import default_prompt
 from tplab.show.figures.diffs import diff_figure, finding
 from tplab.show.figures.style import show_with_words
-from tplab.show.phrases import ShowError, report_words
+from tplab.show.phrases import ShowError, describe_report
 
 HEALTHY = "nothing ticked"
 
@@ -20,7 +20,7 @@ class Panel:
     Attributes:
         report: the ``AlignReport`` of the last run.
         figure: the last figure.
-        words: the figure's text alternative.
+        alt_text: the figure's text alternative.
     """
 
     def __init__(self, model, faults: Sequence, ticked: Sequence[str], tensor_parallel_sizes: Sequence[int],
@@ -50,12 +50,12 @@ class Panel:
         return [fault for fault, box in zip(self._faults, self._boxes) if box.value]
 
     def run(self) -> None:
-        """What the button does: align again with what is ticked, and redraw. A user's mistake is told in the panel."""
+        """What the button does: align again with what is ticked, and redraw. A user's mistake is shown in the panel."""
         self._button.disabled, self._button.description = True, "Running …"
         try:
             self._redraw()
         except Exception as error:
-            # A front end shows no traceback of a button, so every error is told where the verdict would stand.
+            # A front end shows no traceback of a button, so every error is shown where the verdict would stand.
             what = escape(f"{type(error).__name__}: {error}")
             self._verdict.value = f'<pre style="white-space: pre-wrap">{what}</pre>'
             if not isinstance(error, TplabError):
@@ -74,10 +74,10 @@ class Panel:
         self.figure = diff_figure({**{old: report for old, report in self._previous.items() if old != label},
                                    label: self.report}, title=finding({label: self.report}))
         self._previous = {label: self.report}
-        self.words = self.figure.words.replace("Figure:", "Figure: the panel when this cell ran.", 1)
+        self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = self.figure.png()
         idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
-        lines = [f"<b>{escape(report_words(self.report))}</b>", escape(diagnose(self.report).sentence),
+        lines = [f"<b>{escape(describe_report(self.report))}</b>", escape(diagnose(self.report).sentence),
                  *map(escape, idle)]
         self._verdict.value = "<br>".join(lines)
 

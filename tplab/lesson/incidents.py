@@ -1,4 +1,4 @@
-"""Failures on purpose: made to happen on real ranks, told as they are, and timed against the bound that was promised.
+"""Failures on purpose: made to happen on real ranks, shown as they are, and timed against the bound that was promised.
 """
 
 import os
@@ -33,12 +33,12 @@ def caught(function: Callable, *args, **kwargs) -> Exception | None:
     return None
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error's class and text, with lines of cells but without the numbers of the cells.
 
     Those are counted by JupyterLab and papermill and not by nbval, so stored text cannot have them.
 
-        >>> print(lesson.told(lesson.caught(pool.run, broken)))
+        >>> print(lesson.error_text(lesson.caught(pool.run, broken)))
         RankError: rank 1 raised ZeroDivisionError: division by zero …
     """
     text = str(error)
@@ -99,7 +99,7 @@ class Incidents:
         if not isinstance(error, RankError):
             raise ShowError(f"{name}: this was to fail on the ranks, and what came was {error!r}")
         self.happened[name] = Incident(error, seconds, within)
-        print(told(error))
+        print(error_text(error))
 
     def left_behind(self) -> Table:
         """What these ranks have on the machine, before the first incident and now; a line that grew is marked."""
@@ -126,11 +126,9 @@ class Incidents:
                 ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)
                 ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
                 ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6),
-                            textcoords="offset points", fontsize=9,
-                            ha="center", va="bottom")
+                            textcoords="offset points", fontsize=9, ha="center", va="bottom")
             ax.annotate("bound", (self._first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
-                        va="bottom",
-                        fontsize=9.5)
+                        va="bottom", fontsize=9.5)
             ax.set_xscale("log")
             ax.set_xlim(_LEFT, 4 * max(patience or 1.0, *(incident.within for incident in self.happened.values())))
             ax.set_ylim(len(self.happened) - 0.4, -0.95)
@@ -143,11 +141,11 @@ class Incidents:
             ax.tick_params(axis="y", length=0)
             ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             ax.set_xlabel("seconds from the call until the error")
-            entitle(figure, title or "How long it took to be told")
+            entitle(figure, title or "How long it took to be reported")
         late = [name for name, incident in self.happened.items() if not incident.in_time]
         verdict = "each one came within its bound" if not late else f"too late: {', '.join(late)}"
         bounds = ", ".join(f"{name} ({incident.within:g} s)" for name, incident in self.happened.items())
-        figure.words = f"Figure: seconds until each failure was reported, and its bound: {bounds}; {verdict}."
+        figure.alt_text = f"Figure: seconds until each failure was reported, and its bound: {bounds}; {verdict}."
         return figure
 
     @property

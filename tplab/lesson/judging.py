@@ -25,11 +25,11 @@ def verdict(function: Callable, target: str, examine: Callable, agreed: str):
     name = getattr(function, "__name__", repr(function))
     report = None
     try:
-        report, told = examine(Patch(target, function))
-        told = told or ("" if report.ok else diagnose(report).sentence)
+        report, hint = examine(Patch(target, function))
+        hint = hint or ("" if report.ok else diagnose(report).sentence)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-    check(name if told else f"{name}: {agreed}", not told, told)
+        hint = f"{type(error).__name__}: {error}"
+    check(name if hint else f"{name}: {agreed}", not hint, hint)
     return report
 
 
@@ -55,8 +55,8 @@ def judge(function: Callable, target: str, model, prompt, *, problem: Callable[[
     from tplab.align import align
 
     def examine(patch):
-        told = problem(function)
-        return align(model, prompt, tensor_parallel_size=tensor_parallel_size, dtype=dtype, patches=[patch]), told
+        hint = problem(function)
+        return align(model, prompt, tensor_parallel_size=tensor_parallel_size, dtype=dtype, patches=[patch]), hint
 
     ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
     return verdict(function, target, examine, f"on {ranks}, every trace point agrees with Hugging Face")

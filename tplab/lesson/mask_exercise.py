@@ -30,8 +30,7 @@ def problem(mask_scores: Callable) -> str:
         return f"it returns {'nothing' if masked is None else type(masked).__name__}; the masked scores must come back"
     if masked.shape != scores.shape or masked.dtype != scores.dtype:
         return (f"scores of {list(scores.shape)} and {scores.dtype} go in, {list(masked.shape)} and {masked.dtype} "
-                "come "
-                "out; both must stay as they are")
+                "come out; both must stay as they are")
     if masked.isnan().any():
         return f"{masked.isnan().double().mean():.0%} NaN in a 4 × 4 example: is something multiplying 0 by -inf?"
     weights = masked.softmax(-1)

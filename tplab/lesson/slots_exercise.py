@@ -27,8 +27,8 @@ def check_slots(slot_mapping: Callable, model, prompts, *, tensor_parallel_size:
     from tplab.align import align_decode
 
     def examine(patch):
-        if told := problem(slot_mapping):
-            return None, told
+        if hint := problem(slot_mapping):
+            return None, hint
         return align_decode(model, prompts, tensor_parallel_size=tensor_parallel_size, dtype=dtype, patches=[patch]), ""
 
     return verdict(slot_mapping, TARGET, examine, "every position that was computed agrees with Hugging Face")
@@ -48,8 +48,7 @@ def problem(slot_mapping: Callable) -> str:
             index, right = divmod(position, SIZE)
             if block not in TABLE:
                 return (f"{head}position {position} goes to slot {slot}, which is in block {block} and belongs to "
-                        "somebody "
-                        "else; which entry of the table is the position in?")
+                        "somebody else; which entry of the table is the position in?")
             if block != TABLE[index]:
                 return (f"{head}position {position} goes to slot {slot} in block {block}, but it is the table's entry "
                         f"{index} that holds positions {index * SIZE} to {index * SIZE + SIZE - 1}")

@@ -5,7 +5,6 @@ is read from it; no global size is ever derived as ``local * tensor_parallel_siz
 """
 
 from dataclasses import dataclass
-from importlib import import_module
 
 from tplab.checks import shown, whole_number
 from tplab.errors import TplabError
@@ -147,8 +146,9 @@ class ShardPlan:
         return "\n".join(lines)
 
     def _repr_svg_(self) -> str:
-        # Looked up late: the drawing stands in a room above this one.
-        return import_module("tplab.show.drawings.shards").plan_svg(self)
+        import tplab  # its face knows the drawing, which stands in a room above this one
+
+        return tplab.plan_svg(self)
 
 
 def _count(heads: range, what: str) -> str:

@@ -6,18 +6,17 @@ differences are given as orders of magnitude, and whatever rounding explains is 
 
 from importlib import import_module
 
-_HOMES = {
-    "STAGES": "figures.style", "nan_map": "figures.spread", "diff_figure": "figures.diffs",
-    "staircase": "figures.diffs", "points_figure": "figures.points", "position_figure": "figures.positions",
-    "work_figure": "figures.tokens_per_step", "bars_figure": "figures.bars", "mask_figure": "figures.masks",
-    "op_logs": "figures.oplogs", "price_figure": "figures.collective_cost",
-    "threads_figure": "figures.collective_cost", "bytes_words": "figures.collective_cost",
-    "cores": "figures.collective_cost", "plan_figure": "drawings.plans", "weight_figure": "drawings.plans",
-    "slots_figure": "drawings.blocks", "blocks_figure": "drawings.blocks", "block_stepper": "drawings.blocks",
-    "timeline_figure": "drawings.timeline", "where_figure": "drawings.token_grid", "layer_table": "tables",
-    "rank_shapes": "tables", "table": "tables", "top_tokens": "tables", "record": "recording", "describe": "phrases",
-    "magnitude": "phrases", "ShowError": "phrases",
-}
+_HOMES = {"STAGES": "figures.style", "nan_map": "figures.spread", "diff_figure": "figures.diffs",
+          "staircase": "figures.diffs", "points_figure": "figures.points", "position_figure": "figures.positions",
+          "tokens_per_step_figure": "figures.tokens_per_step", "bars_figure": "figures.bars",
+          "mask_figure": "figures.masks", "op_logs": "figures.oplogs",
+          "collective_cost_figure": "figures.collective_cost", "threads_figure": "figures.collective_cost",
+          "format_bytes": "figures.collective_cost", "plan_figure": "drawings.shards", "plan_svg": "drawings.shards",
+          "weight_figure": "drawings.shards", "ShardedWeight": "drawings.shards", "slots_figure": "drawings.blocks",
+          "blocks_figure": "drawings.blocks", "block_stepper": "drawings.blocks",
+          "timeline_figure": "drawings.timeline", "token_grid_figure": "drawings.token_grid", "layer_table": "tables",
+          "rank_shapes": "tables", "table": "tables", "top_tokens": "tables", "record": "recording",
+          "describe": "phrases", "magnitude": "phrases", "ShowError": "phrases"}
 __all__ = list(_HOMES)
 
 

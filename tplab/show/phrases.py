@@ -37,7 +37,7 @@ def distance(point) -> float:
     return point.spread / scale
 
 
-def point_words(point) -> str:
+def describe_point(point) -> str:
     """One trace point: ``"inside the floor"``, ``"36 % NaN"`` or ``"1e-2"`` (relative to Hugging Face's values)."""
     if point.inside:
         return "inside the floor"
@@ -52,30 +52,30 @@ def dtype_name(report) -> str:
     return str(report.dtype).removeprefix("torch.")
 
 
-def report_words(report) -> str:
+def describe_report(report) -> str:
     """What one report says about its model, in one sentence without an end."""
     first = report.first_divergence
     if first is None:
         return f"inside the {dtype_name(report)} floor at every point"
     logits = report["logits"]
-    return f"first outside the floor at {first.name} ({point_words(first)}); logits: {point_words(logits)}"
+    return f"first outside the floor at {first.name} ({describe_point(first)}); logits: {describe_point(logits)}"
 
 
 def describe(shown) -> str:
-    """The words for what cannot be seen: the text alternative of a figure, or a report in a sentence.
+    """Text for what cannot be seen: the text alternative of a figure, or a report in a sentence.
 
     Args:
         shown: any figure or drawing of :mod:`tplab.show`, an ``AlignReport``, or ``{label: AlignReport}``.
 
-    The same numbers always give the same words, on any machine: nothing inside the floor is given a number.
+    The same numbers always give the same text, on any machine: nothing inside the floor is given a number.
 
         >>> print(show.describe(show.diff_figure({"broken": broken, "fixed": fixed})))
         Figure: largest difference from Hugging Face … broken: first outside the floor at layers.0.attn (36 % NaN) …
     """
-    if hasattr(shown, "words"):
-        return shown.words
+    if hasattr(shown, "alt_text"):
+        return shown.alt_text
     if isinstance(shown, Mapping):
         return "; ".join(f"{label}: {describe(report)}" for label, report in shown.items())
     if hasattr(shown, "first_divergence"):
-        return report_words(shown)
+        return describe_report(shown)
     raise ShowError(f"there is nothing to describe in {type(shown).__name__}; give a figure of tplab.show or a report")

@@ -1,6 +1,6 @@
 """Tables for notebooks whose stored text is the same on every machine."""
 
-from tplab.show.phrases import ShowError, point_words
+from tplab.show.phrases import ShowError, describe_point
 
 
 class Table:
@@ -65,10 +65,9 @@ def layer_table(report, layer: int | None = None) -> Table:
               if (p.name.rpartition(".")[2] in ends if layer is None else p.name.startswith(f"layers.{layer}."))]
     if not points:
         raise ShowError(f"{report.model} has no layer {layer!r}")
-    frame = pd.DataFrame([{
-        "point": p.name, "held by": HELD[p.layout], "shape": "×".join(map(str, p.shape)),
-        "difference from HF": point_words(p), "NaN": f"{100 * p.nan / p.size:.0f} %",
-    } for p in points]).set_index("point")
+    frame = pd.DataFrame([{"point": p.name, "held by": HELD[p.layout], "shape": "×".join(map(str, p.shape)),
+                           "difference from HF": describe_point(p), "NaN": f"{100 * p.nan / p.size:.0f} %"}
+                          for p in points]).set_index("point")
     bad = pd.DataFrame(False, frame.index, frame.columns)
     bad["difference from HF"] = [not p.inside for p in points]
     return Table(frame, bad)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from tplab.cache import BlockPool, slot_mapping
-from tplab.show.drawings.plans import Drawing
-from tplab.show.drawings.shards import Svg, box, colour, write
+from tplab.show.drawings.svg import Drawing, Svg, box, colour, write
 from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError
 from tplab.show.recording import Moment, Recording
@@ -70,14 +69,12 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
             body += _place(x + place * CELL, below, text, tint(owner) if text else EMPTY)
             body += write(x + (place + 0.5) * CELL, below + HIGH + 9, str(slot), size=10, anchor="middle",
                           ink="#222" if text else FREE_INK)
-    body += write(LEFT, below + HIGH + 32,
-                  "slot = block_ids[position // block_size] * block_size + position % block_size",
-                  size=12)
-    told = "; ".join(f"positions {i * block_size}–{min((i + 1) * block_size, len(tokens)) - 1} in block {b}, slots "
-                     "from "
-                     f"{b * block_size}" for i, b in enumerate(block_ids))
+    body += write(LEFT, below + HIGH + 32, size=12,
+                  text="slot = block_ids[position // block_size] * block_size + position % block_size")
+    details = "; ".join(f"positions {i * block_size}–{min((i + 1) * block_size, len(tokens)) - 1} in block {b}, slots "
+                        f"from {b * block_size}" for i, b in enumerate(block_ids))
     return Drawing(Svg(max(num_blocks * wide + LEFT, 560), below + 64, body).text(),
-                   f"Figure: a sequence of {len(tokens)} tokens in blocks of {block_size}. {told}.")
+                   f"Figure: a sequence of {len(tokens)} tokens in blocks of {block_size}. {details}.")
 
 
 def _place(x: float, y: float, text: str, fill: str, ink: str = "#222", fresh: bool = False) -> str:
@@ -125,8 +122,7 @@ def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
         leaked = moment.leaked(block)
         body += box(x, y, long, 16, MARK if leaked else "#f2f2f2")
         body += write(x + long / 2, y + 8, f"{block}: leaked" if leaked else f"{block}{what}", size=10.5,
-                      anchor="middle",
-                      ink="#000" if leaked else FREE_INK)
+                      anchor="middle", ink="#000" if leaked else FREE_INK)
     for place in range(size):
         text = moment.contents[block][place]
         known = text and (users or moment.ref_counts[block] or moment.findable[block])
@@ -139,8 +135,8 @@ def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
     return body
 
 
-def moment_words(recording: Recording, moment: Moment) -> str:
-    """One step of a recording in words."""
+def describe_moment(recording: Recording, moment: Moment) -> str:
+    """One step of a recording as text."""
     shared = [block for block, count in enumerate(moment.ref_counts) if count > 1]
     tables = "; ".join(f"sequence {n} ({moment.status[n]}, {moment.computed[n]} tokens): blocks {list(table)}"
                        for n, table in moment.tables.items()) or "no sequence is left"
@@ -167,8 +163,8 @@ def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> D
     for moment in moments:
         drawing = moment_drawing(recording, moment)
         body, y, width = body + drawing.at(0, y), y + drawing.height + 14, max(width, drawing.width)
-    told = ". ".join(moment_words(recording, moment) for moment in moments)
-    return Drawing(Svg(width, y - 10, body).text(), f"Figure: block tables and pool. {told}.")
+    details = ". ".join(describe_moment(recording, moment) for moment in moments)
+    return Drawing(Svg(width, y - 10, body).text(), f"Figure: block tables and pool. {details}.")
 
 
 class Stepper:
@@ -184,7 +180,7 @@ class Stepper:
         self.picture = widgets.HTML(self._first.svg)
         self.slider.observe(self._redraw, "value")
         self.widget = widgets.VBox([self.slider, self.picture])
-        self.words = self._first.words
+        self.alt_text = self._first.alt_text
 
     def _redraw(self, change) -> None:
         self.picture.value = blocks_figure(self._recording, [change["new"]]).svg

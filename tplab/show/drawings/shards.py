@@ -1,67 +1,11 @@
-"""Drawings of a plan and of a sharded weight as SVG text: one colour per rank, and its number wherever there is room.
-"""
+"""A plan and a sharded weight drawn: one colour per rank, and its number wherever there is room."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from tplab.shard.plan import RankShard, ShardPlan
-
-# Okabe and Ito's colours, which most colour-blind people can tell apart, each with the ink that is readable on it.
-COLOURS = (("#0072B2", "#fff"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#CC79A7", "#000"),
-           ("#56B4E9", "#000"), ("#D55E00", "#fff"), ("#F0E442", "#000"), ("#444444", "#fff"))
-GREY, LINE, INK = "#f2f2f2", "#b8b8b8", "#222"
-
-
-def colour(rank: int) -> tuple[str, str]:
-    """Fill and ink of a rank; they repeat after eight ranks, the numbers do not."""
-    return COLOURS[rank % len(COLOURS)]
-
-
-class Svg(NamedTuple):
-    """A drawing that can be placed in another one."""
-
-    width: float
-    height: float
-    body: str
-
-    def text(self) -> str:
-        """A whole SVG document, on white, so that it can be read on a dark page too."""
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
-                f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="DejaVu Sans, Verdana, sans-serif" '
-                f'font-size="12"><rect width="100%" height="100%" fill="#fff"/>{self.body}</svg>')
-
-    def at(self, x: float, y: float) -> str:
-        """The drawing, moved."""
-        return f'<g transform="translate({x:g} {y:g})">{self.body}</g>'
-
-
-def write(x: float, y: float, text: str, *, size: float = 12, anchor: str = "start", ink: str = INK, bold: bool = False,
-          turned: bool = False) -> str:
-    """A line of text; ``y`` is its middle."""
-    turn = f' transform="rotate(-90 {x:g} {y:g})"' if turned else ""
-    weight = ' font-weight="bold"' if bold else ""
-    return (f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" dominant-baseline="central" '
-            f'fill="{ink}"{weight}{turn}>{escape(text)}</text>')
-
-
-def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "#fff", about: str = "") -> str:
-    """A rectangle, with ``about`` shown when the pointer rests on it."""
-    inside = f"<title>{escape(about)}</title>" if about else ""
-    return (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{stroke}">'
-            f"{inside}</rect>")
-
-
-def beside(drawings: Sequence[Svg], limit: float = 960, gap: float = 26) -> Svg:
-    """Drawings next to each other, in as many rows as keep within ``limit`` pixels."""
-    body, x, y, row, width = "", 0.0, 0.0, 0.0, 0.0
-    for drawing in drawings:
-        if x and x + drawing.width > limit:
-            x, y, row = 0.0, y + row + gap, 0.0
-        body += drawing.at(x, y)
-        width, row, x = max(width, x + drawing.width), max(row, drawing.height), x + drawing.width + gap
-    return Svg(width, y + row, body)
+from tplab.show.drawings.svg import GREY, INK, LINE, Drawing, Svg, beside, box, colour, write
+from tplab.show.phrases import ShowError
 
 
 def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
@@ -116,6 +60,33 @@ def plan_svg(plan: ShardPlan) -> str:
     return plan_drawing(plan).text()
 
 
+def plan_figure(plans) -> Drawing:
+    """Who holds which heads, for one plan or for several side by side.
+
+    Args:
+        plans: a ``ShardPlan`` (drawn with its MLP columns and vocabulary rows), or ``{title: ShardPlan}``.
+
+        >>> show.plan_figure({"Qwen2.5-0.5B": ShardPlan.from_config(qwen, 2), "SmolLM2": ShardPlan.from_config(smol,
+        2)})
+    """
+    single = isinstance(plans, ShardPlan)
+    plans = {"": plans} if single else plans
+    if not isinstance(plans, Mapping) or not plans:
+        raise ShowError("plan_figure takes a ShardPlan or {title: ShardPlan}")
+    svg = beside([plan_drawing(plan, title, ends=single) for title, plan in plans.items()]).text()
+    details = ". ".join(f"{title}: {_describe_plan(plan)}".removeprefix(": ") for title, plan in plans.items())
+    return Drawing(svg, f"Figure: who holds which heads. {details}.")
+
+
+def _describe_plan(plan: ShardPlan) -> str:
+    held = "; ".join(f"rank {s.rank} query heads {_span(s.q_heads)}, KV heads {_span(s.kv_heads)}" for s in plan.ranks)
+    return f"{plan.num_heads} query and {plan.num_kv_heads} KV heads, {plan.kind}: {held}"
+
+
+def _span(heads: range) -> str:
+    return f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}–{heads[-1]}"
+
+
 @dataclass(frozen=True)
 class ShardedWeight:
     """A weight ``[out_features, in_features]`` and what each rank holds of it. It draws itself in a notebook.
@@ -150,13 +121,11 @@ class ShardedWeight:
         q, kv, hidden = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim, plan.hidden_size
         mlp, vocab = plan.intermediate_size, plan.vocab_size
         fused = [a + b + c for a, b, c in zip(rows("q_heads"), rows("kv_heads", q), rows("kv_heads", q + kv))]
-        weights = {
-            "q_proj": ((q, hidden), 0, rows("q_heads")), "k_proj": ((kv, hidden), 0, rows("kv_heads")),
-            "v_proj": ((kv, hidden), 0, rows("kv_heads")), "qkv_proj": ((q + 2 * kv, hidden), 0, fused),
-            "o_proj": ((hidden, q), 1, rows("q_heads")), "gate_proj": ((mlp, hidden), 0, rows("mlp")),
-            "up_proj": ((mlp, hidden), 0, rows("mlp")), "down_proj": ((hidden, mlp), 1, rows("mlp")),
-            "embed_tokens": ((vocab, hidden), 0, rows("vocab")), "lm_head": ((vocab, hidden), 0, rows("vocab")),
-        }
+        weights = {"q_proj": ((q, hidden), 0, rows("q_heads")), "k_proj": ((kv, hidden), 0, rows("kv_heads")),
+                   "v_proj": ((kv, hidden), 0, rows("kv_heads")), "qkv_proj": ((q + 2 * kv, hidden), 0, fused),
+                   "o_proj": ((hidden, q), 1, rows("q_heads")), "gate_proj": ((mlp, hidden), 0, rows("mlp")),
+                   "up_proj": ((mlp, hidden), 0, rows("mlp")), "down_proj": ((hidden, mlp), 1, rows("mlp")),
+                   "embed_tokens": ((vocab, hidden), 0, rows("vocab")), "lm_head": ((vocab, hidden), 0, rows("vocab"))}
         return cls(name, *weights[name], {"q": q, "k": kv, "v": kv} if name == "qkv_proj" else None)
 
     def shape_on(self, rank: int) -> tuple[int, int]:
@@ -231,3 +200,21 @@ class ShardedWeight:
             body += box(x + w / 2 - 3.4 * len(text) - 4, y + h / 2 - 8, 6.8 * len(text) + 8, 16, "#fff")
         ink = colour(ranks[0])[1] if len(ranks) == 1 else INK
         return body + write(x + w / 2, y + h / 2, text, size=11, anchor="middle", ink=ink)
+
+
+def weight_figure(weights) -> Drawing:
+    """A ``[out, in]`` weight with each rank's part in its colour, or several ways to cut it side by side.
+
+    Args:
+        weights: a ``ShardedWeight``, or ``{title: ShardedWeight}``.
+
+        >>> right = ShardedWeight.of(plan, "q_proj")
+        >>> wrong = ShardedWeight("q_proj", (128, 128), dim=1, parts=[[range(64)], [range(64, 128)]])
+        >>> show.weight_figure({"dim 0: output features": right, "dim 1: input features": wrong})
+    """
+    weights = {weights.name: weights} if isinstance(weights, ShardedWeight) else weights
+    if not isinstance(weights, Mapping) or not weights:
+        raise ShowError("weight_figure takes a ShardedWeight or {title: ShardedWeight}")
+    svg = beside([weight.drawing(title) for title, weight in weights.items()]).text()
+    return Drawing(svg, "Figure: what each rank holds of a weight. "
+                   + ". ".join(f"{title}: {weight}" for title, weight in weights.items()) + ".")

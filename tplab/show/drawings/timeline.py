@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from tplab.show.drawings.blocks import LINE, MARK, tint
-from tplab.show.drawings.plans import Drawing
-from tplab.show.drawings.shards import Svg, box, colour, write
+from tplab.show.drawings.svg import Drawing, Svg, box, colour, write
 from tplab.show.recording import Recording
 
 LEFT, TOP, ROW, BARS = 62.0, 44.0, 30.0, 58.0
@@ -69,10 +68,10 @@ def timeline_figure(recording: Recording) -> Drawing:
         for step, part in row.items():
             body += _cell(LEFT + (step - 1) * cell, y, cell, number, part)
     body += _bars(recording, cell, foot)
-    told = "; ".join(f"sequence {number}: {_told(row)}" for number, row in rows.items())
+    details = "; ".join(f"sequence {number}: {_describe_row(row)}" for number, row in rows.items())
     most = max(record.used_blocks for record in recording.history)
     return Drawing(Svg(max(right + 20, 700), foot + BARS + 26, body).text(),
-                   f"Figure: {steps} steps. {told}. At most {most} of {recording.num_blocks} blocks in use.")
+                   f"Figure: {steps} steps. {details}. At most {most} of {recording.num_blocks} blocks in use.")
 
 
 def _cell(x: float, y: float, cell: float, number: int, part: Slice) -> str:
@@ -126,13 +125,12 @@ def _bars(recording: Recording, cell: float, foot: float) -> str:
     return body + write(LEFT, top - 9, f"the pool has {recording.num_blocks} blocks", size=10.5)
 
 
-def _told(row: dict[int, Slice]) -> str:
+def _describe_row(row: dict[int, Slice]) -> str:
     """``{1: prefill 8, 2: decode 1, 3: decode 1}`` → ``"reads 8 in step 1, one token a step in 2–3, finished"``."""
     groups: list[list] = []
     for step, part in row.items():
         what = {"prefill": f"reads {part.tokens} in", "again": f"reads {part.tokens} again in",
-                "decode": "one token in",
-                "preempted": "preempted in", "waiting": "waits in"}[part.kind]
+                "decode": "one token in", "preempted": "preempted in", "waiting": "waits in"}[part.kind]
         if groups and groups[-1][0] == what and groups[-1][2] == step - 1:
             groups[-1][2] = step
         else:

@@ -3,8 +3,7 @@
 from itertools import islice
 
 from tplab.show.drawings.blocks import short
-from tplab.show.drawings.plans import Drawing
-from tplab.show.drawings.shards import Svg, box, write
+from tplab.show.drawings.svg import Drawing, Svg, box, write
 from tplab.show.phrases import ShowError
 
 WRONG, RIGHT, FOUND, HIGH, WIDE = "#f3b98f", "#d9f0e8", "#ffffff", 30.0, 940.0
@@ -19,7 +18,7 @@ def rows_outside(report, point: str) -> list[bool]:
     return (~(apart <= report.floor * reference.double().abs().max())).tolist()
 
 
-def where_figure(report, tokenizer, point: str | None = None) -> Drawing:
+def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
     """Each prompt token by token, as far as it was computed: which are off the floor at one trace point, and which were
     found in the cache.
 
@@ -31,14 +30,14 @@ def where_figure(report, tokenizer, point: str | None = None) -> Drawing:
         point: a trace point with a row per token; the first divergent one if not given, the final norm of a run
             without any.
 
-        >>> show.where_figure(align_decode(ckpt, prompts, patches=[fault]), ckpt.tokenizer())
+        >>> show.token_grid_figure(align_decode(ckpt, prompts, patches=[fault]), ckpt.tokenizer())
     """
     if report.decode is None:
-        raise ShowError("where_figure takes a report of align_decode")
+        raise ShowError("token_grid_figure takes a report of align_decode")
     point = point or ("norm" if report.ok or report.first_divergence.name == "logits" else report.first_divergence.name)
     outside = iter(rows_outside(report, point))
     decoding = {s.number: s.segment.prompt_length for step in report.decode.steps for s in step.sequences}
-    body, y, told = write(8, 12, f"at {point}", bold=True), 30.0, []
+    body, y, details = write(8, 12, f"at {point}", bold=True), 30.0, []
     hits = any(computed[0] for computed in report.computed)
     body += _legend(40 + 8 * len(point), hits)
     for number, (ids, computed) in enumerate(zip(report.ids, report.computed)):
@@ -63,10 +62,10 @@ def where_figure(report, tokenizer, point: str | None = None) -> Drawing:
         y += HIGH + 14
         bad = [position for position in computed if wrong[position]]
         found = len(texts) - len(computed)
-        told.append(f"prompt {number}: "
+        details.append(f"prompt {number}: "
                     + (f"first wrong at position {bad[0]} ({texts[bad[0]]!r})" if bad else "all right")
                     + (f", {found} tokens found in the cache" if found else ""))
-    return Drawing(Svg(WIDE + 10, y, body).text(), f"Figure: the tokens at {point}. {'; '.join(told)}.")
+    return Drawing(Svg(WIDE + 10, y, body).text(), f"Figure: the tokens at {point}. {'; '.join(details)}.")
 
 
 def _legend(x: float, hits: bool) -> str:

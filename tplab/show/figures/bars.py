@@ -9,14 +9,14 @@ from tplab.show.figures.style import RC, Picture, looks, picture
 from tplab.show.phrases import ShowError
 
 
-def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, words: str) -> Picture:
+def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, drawn: str) -> Picture:
     """Horizontal bars: one group per row of the figure, one bar per label within it, each with its number.
 
     Args:
         groups: ``{group: {label: value}}``; the labels may differ from group to group.
         unit: of the values, behind every number and at the axis.
-        title: the finding, in words that hold on any machine.
-        words: what is drawn, for the text alternative; no measured number in it, since those change from run to run.
+        title: the finding, true on any machine.
+        drawn: what is drawn, for the text alternative; no measured number in it, since those change from run to run.
 
         >>> show.bars_figure({"rank 0": {"full copy": 12.1, "slices": 6.2}}, "MB", "Slices hold half", "private memory")
     """
@@ -44,5 +44,5 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
         ax.invert_yaxis()
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12.5)
         figure.legend(loc="outside lower left", ncols=3)
-    figure.words = f"Figure: {words}: {', '.join(groups)}; bars for {', '.join(labels)}."
+    figure.alt_text = f"Figure: {drawn}: {', '.join(groups)}; bars for {', '.join(labels)}."
     return figure

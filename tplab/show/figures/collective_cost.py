@@ -1,6 +1,5 @@
 """What a collective costs: time against the size of its message, and what too many threads do to it."""
 
-import os
 from collections.abc import Mapping, Sequence
 
 import matplotlib
@@ -12,8 +11,8 @@ from tplab.show.phrases import ShowError
 _UNITS = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
 
 
-def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages: Mapping[str, int] | None = None,
-                 title: str | None = None) -> Picture:
+def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]],
+                           messages: Mapping[str, int] | None = None, title: str | None = None) -> Picture:
     """Seconds per collective against bytes per message: median, and a band that holds the middle half.
 
     Args:
@@ -21,12 +20,12 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
         messages: ``{what: bytes}``: messages of a model, drawn as lines.
         title: the finding.
 
-    The words carry no time: those belong to the machine.
+    The text alternative carries no time: those belong to the machine.
 
-        >>> show.price_figure({"all_reduce": {4: seconds, 4096: more}}, {"one token": 512})
+        >>> show.collective_cost_figure({"all_reduce": {4: seconds, 4096: more}}, {"one token": 512})
     """
     if not measured or not all(len(line) > 1 for line in measured.values()):
-        raise ShowError("price_figure takes {label: {bytes: seconds}} with at least two sizes")
+        raise ShowError("collective_cost_figure takes {label: {bytes: seconds}} with at least two sizes")
     figure, ax = picture(9.0, 4.6)
     with matplotlib.rc_context(RC):
         for (label, line), look in zip(measured.items(), looks(measured).values()):
@@ -34,12 +33,12 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
         sizes = sorted({size for line in measured.values() for size in line})
         for what, size in (messages or {}).items():
             ax.axvline(size, color=FAINT, lw=1.2, ls="--", zorder=0)
-            ax.annotate(f"{what}\n{bytes_words(size)}", (size, 1), (4, -3), xycoords=("data", "axes fraction"),
+            ax.annotate(f"{what}\n{format_bytes(size)}", (size, 1), (4, -3), xycoords=("data", "axes fraction"),
                         textcoords="offset points", va="top", fontsize=9.5, color="#555555")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_ylim(top=4 * ax.get_ylim()[1])
-        ax.set_xticks(sizes[::2], [bytes_words(size) for size in sizes[::2]])
+        ax.set_xticks(sizes[::2], [format_bytes(size) for size in sizes[::2]])
         ax.minorticks_off()
         ax.yaxis.set_major_formatter(lambda value, _: f"{1e6 * value:,.0f} µs" if value < 1e-3
                                      else f"{1e3 * value:g} ms")
@@ -47,16 +46,16 @@ def price_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages
         ax.set_ylabel("time of one collective")
         ax.grid(axis="y", color="#dddddd", lw=0.6)
         figure.legend(loc="outside lower left", ncols=2)
-        entitle(figure, title or "The price of a collective")
-    drawn = "; ".join(f"{what}: {bytes_words(size)}" for what, size in (messages or {}).items())
-    figure.words = (f"Figure: time of one collective (median, and the middle half of the repetitions) for messages of "
-                    f"{bytes_words(sizes[0])} to {bytes_words(sizes[-1])}, on log axes. Lines: {', '.join(measured)}. "
-                    + (f"Marked: {drawn}. " if drawn
-                       else "") + "The times are this machine's and stand in the picture only.")
+        entitle(figure, title or "The cost of a collective")
+    drawn = "; ".join(f"{what}: {format_bytes(size)}" for what, size in (messages or {}).items())
+    marked = f"Marked: {drawn}. " if drawn else ""
+    figure.alt_text = ("Figure: time of one collective (median, and the middle half of the repetitions) for messages "
+                       f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, on log axes. Lines: "
+                       f"{', '.join(measured)}. {marked}The times are this machine's and stand in the picture only.")
     return figure
 
 
-def price(line: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+def latency_and_bandwidth(line: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     """Latency in seconds (the smallest of the medians) and bandwidth in bytes per second (at the largest message)."""
     medians = {size: float(np.median(seconds)) for size, seconds in line.items()}
     latency, large = min(medians.values()), max(medians)
@@ -66,32 +65,28 @@ def price(line: Mapping[int, Sequence[float]]) -> tuple[float, float]:
 def _line(ax, label, line, look: Look) -> None:
     sizes = sorted(line)
     low, middle, high = (np.array([np.quantile(line[size], q) for size in sizes]) for q in (0.25, 0.5, 0.75))
-    latency, bandwidth = price(line)
-    told = f"{label}: {1e6 * latency:,.0f} µs at least, then {bandwidth / 1e9:.1f} GB/s"
+    latency, bandwidth = latency_and_bandwidth(line)
+    text = f"{label}: {1e6 * latency:,.0f} µs at least, then {bandwidth / 1e9:.1f} GB/s"
     ax.fill_between(sizes, low, high, color=look.color, alpha=0.25, lw=0)
-    ax.plot(sizes, middle, color=look.color, marker=look.marker, ms=7, mec="white", label=told)
+    ax.plot(sizes, middle, color=look.color, marker=look.marker, ms=7, mec="white", label=text)
 
 
-def bytes_words(count: int) -> str:
+def format_bytes(count: int) -> str:
     """``4 B``, ``512 B``, ``1.5 KB``, ``4 MB``."""
     unit, name = next((unit, name) for unit, name in _UNITS if count >= unit or unit == 1)
     return f"{count / unit:.3g} {name}"
 
 
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: str | None = None) -> Picture:
+def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, cores: int, title: str | None = None
+                   ) -> Picture:
     """How many times as long a step takes with more threads per rank: every repetition, the middle half, the median.
 
     Args:
         measured: ``{threads per rank: seconds of each repetition}``; the first one is the yardstick.
-        ranks: how many ranks worked at once.
+        ranks, cores: how many ranks worked at once, on how many cores.
         title: the finding.
 
-        >>> show.threads_figure({1: with_one, 2: with_two}, ranks=2)
+        >>> show.threads_figure({1: with_one, 2: with_two}, ranks=2, cores=2)
     """
     if len(measured) < 2:
         raise ShowError("threads_figure compares at least two numbers of threads")
@@ -102,7 +97,7 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: s
         for y, (threads, seconds) in enumerate(measured.items()):
             ratio = np.array(seconds) / yardstick
             low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
-            crowded = ranks * threads > cores()
+            crowded = ranks * threads > cores
             color = (RED if crowded else GREEN) if y else BLUE
             scatter = y + 0.16 * np.linspace(-1, 1, len(ratio))
             ax.plot(ratio, scatter, "o", color=FAINT, ms=3.5, alpha=0.6, zorder=1)
@@ -110,8 +105,7 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: s
             ax.plot([middle] * 2, [y - 0.3, y + 0.3], color=color, lw=3, zorder=3)
             if y:
                 ax.annotate(f"× {middle:.2g}", (middle, y - 0.3), (0, 2), textcoords="offset points", ha="center",
-                            va="bottom",
-                            fontweight="bold", color=color)
+                            va="bottom", fontweight="bold", color=color)
         ax.set_yticks(range(len(measured)),
                       [f"{ranks} ranks × {threads} thread{'s' * (threads > 1)}" for threads in measured])
         ax.tick_params(axis="y", length=0)
@@ -119,12 +113,10 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, title: s
         ax.xaxis.set_major_formatter(lambda value, _: f"× {value:g}")
         ax.xaxis.set_minor_formatter(lambda value, _: f"× {value:g}" if f"{value:.0e}"[0] in "235" else "")
         ax.set_ylim(len(measured) - 0.4, -0.75)
-        ax.set_xlabel(f"time of one step, relative to one thread per rank (this machine lends us {cores()} "
-                      f"core{'s' * (cores() > 1)})")
+        ax.set_xlabel(f"time of one step, relative to one thread per rank (this machine lends us {cores} "
+                      f"core{'s' * (cores > 1)})")
         entitle(figure, title or "Threads of ranks that share the cores")
-    figure.words = (f"Figure: time of one step on {ranks} ranks with one thread each, and with more, relative to the "
-                    "median with "
-                    "one: every repetition, the middle half and the median. The times, and the numbers of cores and "
-                    "threads, are "
-                    "this machine's and stand in the picture only.")
+    figure.alt_text = (f"Figure: time of one step on {ranks} ranks with one thread each, and with more, relative to "
+                       "the median with one: every repetition, the middle half and the median. The times, and the "
+                       "numbers of cores and threads, are this machine's and stand in the picture only.")
     return figure

@@ -23,7 +23,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
         title: the finding; written from the reports if not given.
 
     Returns:
-        A figure. As the last line of a cell it shows itself and prints its words.
+        A figure. As the last line of a cell it shows itself and prints its text alternative.
 
         >>> show.diff_figure({"broken": align(model, prompt, patches=[fault("nan_mask")]), "fixed": align(model,
         prompt)})
@@ -37,7 +37,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
                   {label: f"{label}: {_first(report)}" for label, report in reports.items()})
         _layer_ticks(ax, names)
         _finish(figure, ax, title or finding(reports), rows=len(reports))
-    figure.words = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
+    figure.alt_text = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
     return figure
 
 
@@ -95,9 +95,9 @@ def _first(report) -> str:
 
 
 def _what(reports) -> str:
-    floors = {dtype_name(r): r.floor for r in reports.values()}
-    words = " and ".join(f"{name}: floor {floor:.0e}".replace("e-0", "e-") for name, floor in floors.items())
-    return f"largest difference from Hugging Face, relative to its largest value ({words}),"
+    by_dtype = {dtype_name(r): r.floor for r in reports.values()}
+    floors = " and ".join(f"{name}: floor {floor:.0e}".replace("e-0", "e-") for name, floor in by_dtype.items())
+    return f"largest difference from Hugging Face, relative to its largest value ({floors}),"
 
 
 def finding(reports: Mapping) -> str:

@@ -40,8 +40,8 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
         figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
         figure.legend(handles=_legend(tables), loc="outside lower left", ncols=3)
         entitle(figure, title or _finding(tables))
-    figure.words = f"Figure: attention {what}s, queries down, keys across. " + " ".join(
-        f"{label}: {_words(table)}." for label, table in tables.items())
+    figure.alt_text = f"Figure: attention {what}s, queries down, keys across. " + " ".join(
+        f"{label}: {_describe(table)}." for label, table in tables.items())
     return figure
 
 
@@ -78,19 +78,17 @@ def _kinds(table) -> dict:
 
 
 def _legend(tables) -> list:
-    handles = {
-        "hidden (-inf)": matplotlib.patches.Patch(facecolor="#e8e8e8", edgecolor="#b5b5b5", hatch="///"),
-        "NaN": matplotlib.lines.Line2D([], [], color=RED, marker="x", lw=0, mew=1.6, ms=8),
-        "+inf": matplotlib.lines.Line2D([], [], color=RED, marker="^", lw=0, ms=8),
-    }
+    handles = {"hidden (-inf)": matplotlib.patches.Patch(facecolor="#e8e8e8", edgecolor="#b5b5b5", hatch="///"),
+               "NaN": matplotlib.lines.Line2D([], [], color=RED, marker="x", lw=0, mew=1.6, ms=8),
+               "+inf": matplotlib.lines.Line2D([], [], color=RED, marker="^", lw=0, ms=8)}
     for what, handle in handles.items():
         handle.set_label(what)
     return [handle for what, handle in handles.items() if any(_kinds(table)[what].any() for table in tables.values())]
 
 
-def _words(table) -> str:
-    told = [f"{int(where.sum())} {what}" for what, where in _kinds(table).items() if where.any()]
-    return f"of {table.numel()} entries, " + ", ".join(told)
+def _describe(table) -> str:
+    details = [f"{int(entries.sum())} {what}" for what, entries in _kinds(table).items() if entries.any()]
+    return f"of {table.numel()} entries, " + ", ".join(details)
 
 
 def _finding(tables) -> str:

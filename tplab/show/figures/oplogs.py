@@ -16,16 +16,15 @@ _LANES = 6  # side by side on one line of panels
 _BEFORE = 2  # rows that are shown above the first difference
 _KEY = "green: done together   orange, hatched: waits (→ for whom)   red: cannot meet   ≠: the first difference"
 _ENDS = {"raised": (RED, "✗"), "died": (RED, "✗"), "returned": (FAINT, "✓"), "running": (BLUE, "↻"),
-         "waiting": (ORANGE, "…"),
-         "stopped": (FAINT, "■")}
+         "waiting": (ORANGE, "…"), "stopped": (FAINT, "■")}
 
 
 @dataclass
-class _Story:
+class _FailedRun:
     """One failed run: {row: record} and a last word for each rank, and the first row in which the ranks differ."""
 
     columns: list[dict]
-    ends: list[tuple[int, str, str]] = field(default_factory=list)  # per rank: row, kind and words of what came last
+    ends: list[tuple[int, str, str]] = field(default_factory=list)  # per rank: row, kind and text of what came last
     differs: int | None = None
 
     @property
@@ -50,25 +49,25 @@ def op_logs(errors, title: str | None = None) -> Picture:
         >>> show.op_logs(show.caught(pool.run, broken))
     """
     errors = errors if isinstance(errors, Mapping) else {"": errors}
-    stories = {name: _story(_rank_error(error)) for name, error in errors.items()}
-    if not stories:
+    runs = {name: _failed_run(_rank_error(error)) for name, error in errors.items()}
+    if not runs:
         raise ShowError("op_logs takes a RankError or {title: RankError}, and at least one of them")
-    ranks = max(len(story.columns) for story in stories.values())
-    across = min(max(1, _LANES // ranks), len(stories))
-    lines = [list(stories.items())[at : at + across] for at in range(0, len(stories), across)]
-    tall = [max(len(story.rows) for _, story in line) for line in lines]
+    ranks = max(len(run.columns) for run in runs.values())
+    across = min(max(1, _LANES // ranks), len(runs))
+    lines = [list(runs.items())[at : at + across] for at in range(0, len(runs), across)]
+    tall = [max(len(run.rows) for _, run in line) for line in lines]
     figure, axes = picture(max(7.0, 1.75 * ranks * across + 0.6), sum(0.64 * rows + 0.72 for rows in tall) + 0.75,
                            nrows=len(lines), ncols=across, squeeze=False, height_ratios=[rows + 1.05 for rows in tall])
     with matplotlib.rc_context(RC):
         for ax in axes.flat:
             ax.set_axis_off()
         for line, rows, places in zip(lines, tall, axes):
-            for ax, (name, story) in zip(places, line):
-                _draw(ax, name, story, rows, ranks)
+            for ax, (name, run) in zip(places, line):
+                _draw(ax, name, run, rows, ranks)
         entitle(figure, title or "Collectives in order, and where the ranks part")
         figure.supxlabel(_KEY, fontsize=9, x=0.01, ha="left", color="#555555")
-    told = ". ".join(f"{name}: {_words(story)}".removeprefix(": ") for name, story in stories.items())
-    figure.words = f"Figure: the collectives of each rank, in order. {told}."
+    details = ". ".join(f"{name}: {_describe(run)}".removeprefix(": ") for name, run in runs.items())
+    figure.alt_text = f"Figure: the collectives of each rank, in order. {details}."
     return figure
 
 
@@ -80,23 +79,23 @@ def _rank_error(error):
     return error
 
 
-def _story(error) -> _Story:
+def _failed_run(error) -> _FailedRun:
     columns = [{record.seq: record for record in log} for log in error.logs]
     first = min((seq for column in columns for seq in column), default=1)
-    story = _Story(columns)
+    run = _FailedRun(columns)
     for r, column in enumerate(columns):
         cause = error.causes.get(r)
         waits = column and not column[max(column)].left
         if cause is not None and not waits:
-            story.ends.append((max(column, default=first - 1) + 1, cause.kind, _short(cause)))
+            run.ends.append((max(column, default=first - 1) + 1, cause.kind, _short(cause)))
         else:
-            story.ends.append((max(column, default=first), "", ""))
-    for row in story.rows:
+            run.ends.append((max(column, default=first), "", ""))
+    for row in run.rows:
         records = [column.get(row) for column in columns]
         if any(records) and (None in records or len({str(record) for record in records}) > 1):
-            story.differs = row
+            run.differs = row
             break
-    return story
+    return run
 
 
 def _short(cause) -> str:
@@ -105,41 +104,40 @@ def _short(cause) -> str:
     return known.group() if known else cause.kind
 
 
-def _words(story: _Story) -> str:
-    begin, row = min(story.rows), story.differs
-    here = row if row is not None else max(story.rows)
-    told = []
-    for r, column in enumerate(story.columns):
-        record, (end, _, words) = column.get(here), story.ends[r]
+def _describe(run: _FailedRun) -> str:
+    begin, row = min(run.rows), run.differs
+    here = row if row is not None else max(run.rows)
+    details = []
+    for r, column in enumerate(run.columns):
+        record, (end, _, text) = column.get(here), run.ends[r]
         if record is not None:
-            told.append(f"rank {r} {'calls' if story.cannot_meet or record.left else 'waits in'} {record}")
-        elif words and end <= here:
-            told.append(f"rank {r} {words}")
-    agreed = sum(all(n in column for column in story.columns) for n in range(begin, here)) if row is not None else 0
+            details.append(f"rank {r} {'calls' if run.cannot_meet or record.left else 'waits in'} {record}")
+        elif text and end <= here:
+            details.append(f"rank {r} {text}")
+    agreed = sum(all(n in column for column in run.columns) for n in range(begin, here)) if row is not None else 0
     before = "" if not agreed else f"{agreed} {'agrees' if agreed == 1 else 'agree'}, then "
-    return before + "; ".join(told)
+    return before + "; ".join(details)
 
 
-def _draw(ax, name, story: _Story, tall: int, ranks: int) -> None:
-    rows = story.rows
+def _draw(ax, name, run: _FailedRun, tall: int, ranks: int) -> None:
+    rows = run.rows
     ax.set_xlim(-0.86, ranks - 0.44)
     ax.set_ylim(tall - 0.45, -0.95)
     ax.set_title(name, fontsize=11, pad=3)
-    for r in range(len(story.columns)):
+    for r in range(len(run.columns)):
         ax.text(r, -0.72, f"rank {r}", ha="center", va="center", fontsize=10, fontweight="bold")
         ax.plot([r, r], [-0.5, len(rows) - 1], color="#d5d5d5", lw=1.2, zorder=0)
     for y, row in enumerate(rows):
-        if row == story.differs:
+        if row == run.differs:
             ax.axhspan(y - 0.49, y + 0.49, color=_BAND, zorder=-1, lw=0)
-        ax.text(-0.5, y, f"≠ #{row}" if row == story.differs else f"#{row}", ha="right", va="center", fontsize=9,
-                color=INK,
-                fontweight="bold" if row == story.differs else "normal", clip_on=False)
-        for r, column in enumerate(story.columns):
+        ax.text(-0.5, y, f"≠ #{row}" if row == run.differs else f"#{row}", ha="right", va="center", fontsize=9,
+                color=INK, fontweight="bold" if row == run.differs else "normal", clip_on=False)
+        for r, column in enumerate(run.columns):
             if row in column:
-                _box(ax, r, y, column[row], row == story.differs, story.cannot_meet)
-            elif story.ends[r][0] == row and story.ends[r][1]:
-                _end(ax, r, y, *story.ends[r][1:])
-    _arrows(ax, story)
+                _box(ax, r, y, column[row], row == run.differs, run.cannot_meet)
+            elif run.ends[r][0] == row and run.ends[r][1]:
+                _end(ax, r, y, *run.ends[r][1:])
+    _arrows(ax, run)
 
 
 def _box(ax, x, y, record, differs: bool, cannot_meet: bool) -> None:
@@ -155,10 +153,10 @@ def _box(ax, x, y, record, differs: bool, cannot_meet: bool) -> None:
     ax.text(x, y, text, ha="center", va="center", fontsize=8.2, linespacing=1.15, bbox=back)
 
 
-def _end(ax, x, y, kind, words) -> None:
+def _end(ax, x, y, kind, text) -> None:
     color, mark = _ENDS.get(kind, (FAINT, "?"))
     ax.add_patch(_rounded(x, y, facecolor="white", edgecolor=color, lw=1.4, linestyle=(0, (3, 2))))
-    wrapped = words.replace("torch.distributed.",
+    wrapped = text.replace("torch.distributed.",
                             "torch.distributed.\n").replace("raised ", "raised\n").replace("died ", "died\n")
     ax.text(x, y, f"{mark} {wrapped}", ha="center", va="center", fontsize=8.2, color=INK, fontweight="bold",
             linespacing=1.2)
@@ -168,17 +166,16 @@ def _rounded(x, y, **look):
     return FancyBboxPatch((x - 0.43, y - 0.36), 0.86, 0.72, boxstyle="round,pad=0,rounding_size=0.08", **look)
 
 
-def _arrows(ax, story: _Story) -> None:
+def _arrows(ax, run: _FailedRun) -> None:
     """From each rank that waits to the nearest one that does not come."""
-    if story.differs is None:
+    if run.differs is None:
         return
-    y = story.differs - min(story.rows)
-    absent = [r for r, column in enumerate(story.columns) if story.differs not in column]
-    for r, column in enumerate(story.columns):
-        record = column.get(story.differs)
+    y = run.differs - min(run.rows)
+    absent = [r for r, column in enumerate(run.columns) if run.differs not in column]
+    for r, column in enumerate(run.columns):
+        record = column.get(run.differs)
         if record is not None and not record.left and absent:
             to = min(absent, key=lambda other: abs(other - r))
             side = 0.43 if to > r else -0.43
             ax.add_patch(ConnectionPatch((r + side, y), (to - side, y), "data", "data", arrowstyle="-|>", color=ORANGE,
-                                         lw=2,
-                                         mutation_scale=13, zorder=4))
+                                         lw=2, mutation_scale=13, zorder=4))

@@ -7,7 +7,7 @@ import matplotlib
 from tplab.show.figures.diffs import Y_LABEL
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import RC, STAGES, Picture, entitle, looks, picture
-from tplab.show.phrases import ShowError, distance, dtype_name, point_words
+from tplab.show.phrases import ShowError, describe_point, distance, dtype_name
 
 
 def points_figure(reports, layer: int | None = None, title: str | None = None) -> Picture:
@@ -39,8 +39,8 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
         ax.set_ylabel(Y_LABEL)
         entitle(figure, title or _finding(points, layer))
         figure.legend(loc="outside lower left", ncols=3)
-    told = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
-    figure.words = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {told}."
+    details = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
+    figure.alt_text = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {details}."
     return figure
 
 
@@ -85,12 +85,12 @@ def _finding(points, layer) -> str:
 
 
 def _groups(points) -> list[str]:
-    """Neighbouring points with the same words, told together: ``"input_norm to v inside the floor"``."""
+    """Neighbouring points with the same description, together: ``"input_norm to v inside the floor"``."""
     groups: list[list] = []
     for point in points:
-        name, words = point.name.rpartition(".")[2], point_words(point)
-        if groups and groups[-1][2] == words:
+        name, difference = point.name.rpartition(".")[2], describe_point(point)
+        if groups and groups[-1][2] == difference:
             groups[-1][1] = name
         else:
-            groups.append([name, name, words])
-    return [f"{first if first == last else f'{first} to {last}'} {words}" for first, last, words in groups]
+            groups.append([name, name, difference])
+    return [f"{first if first == last else f'{first} to {last}'} {difference}" for first, last, difference in groups]

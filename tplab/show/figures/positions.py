@@ -40,9 +40,8 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
         ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
         entitle(figure, title or f"{point}, token by token")
         figure.legend(loc="outside lower left", ncols=4)
-    told = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
-                     f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
-                     else f"{label}: {magnitude(line[0])}"
-                     for label, line in values.items())
-    figure.words = f"Figure: {point}, difference from Hugging Face token by token. {told}."
+    details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
+                        f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
+                        else f"{label}: {magnitude(line[0])}" for label, line in values.items())
+    figure.alt_text = f"Figure: {point}, difference from Hugging Face token by token. {details}."
     return figure

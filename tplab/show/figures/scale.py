@@ -45,9 +45,8 @@ class DifferenceAxis:
 
     def _ticks(self, lost):
         step = max(1, math.ceil((self.top - self.bottom) / 9))
-        ticks = {float(y): "1" if y == 0 else f"$10^{{{y}}}$" for y in range(self.bottom, self.top + 1)
-                 if y % step == 0 and not (y == self.bottom and self.with_zero)
-                 and not (y == self.top and self.with_nan)}
+        ticks = {float(y): "1" if y == 0 else f"$10^{{{y}}}$" for y in range(self.bottom, self.top + 1) if y % step == 0
+                 and not (y == self.bottom and self.with_zero) and not (y == self.top and self.with_nan)}
         low, high = self.bottom - 0.1, self.top + 0.1
         if self.with_nan:
             start, high = self.top, self.top + LANE * (len(self.with_nan) + 0.8)

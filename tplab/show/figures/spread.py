@@ -1,5 +1,7 @@
 """How NaN spreads: token by token, point by point, rank by rank."""
 
+from collections.abc import Mapping, Sequence
+
 import matplotlib
 import matplotlib.colors
 import matplotlib.patches
@@ -7,53 +9,27 @@ import matplotlib.patches
 from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, entitle, picture
 
 
-def nan_map(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: str = "float32", layers: int = 2,
-            title: str | None = None) -> Picture:
-    """Run the model on the ranks and draw where its numbers are lost to NaN: one panel per rank, tokens down.
+def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, title: str | None = None) -> Picture:
+    """Where numbers are lost to NaN: one panel per rank, tokens down.
 
     Across stand the trace points of the first layers, the final norm and the logits, in the order of the computation.
     A cell is empty, orange (some of the token's numbers are NaN) or black (all of them are).
 
     Args:
-        model: a model's name or an opened checkpoint.
-        prompt: a text or a list of token ids; few tokens are easier to see.
-        patches: what to break, as for :func:`tplab.align.align`.
-        tensor_parallel_size, dtype: as there.
+        tokens: their texts; few tokens are easier to see.
+        ranks: for each rank ``{trace point: [tokens] shares}`` of numbers that are NaN.
         layers: how many layers to show.
         title: the finding; written from the numbers if not given.
 
-        >>> show.nan_map(model, prompt, [fault("nan_mask")])
+        >>> show.nan_map(*lesson.trace_nan(model, prompt, [fault("nan_mask")]))
     """
-    from tplab.align.run import check_prompts
-    from tplab.checkpoint import open_checkpoint
-    from tplab.model.dtypes import parse_dtype
-    from tplab.patch import applied, as_patches
-    from tplab.pool import shared_pool
-    from tplab.shard import ShardPlan
-
-    ckpt = open_checkpoint(model) if isinstance(model, str) else model
-    tokenizer = ckpt.tokenizer()
-    (ids,) = check_prompts(ckpt, [prompt])
-    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
-    with applied(*as_patches(patches)):
-        lost = shared_pool(tensor_parallel_size).run(_lost_on_rank, ckpt, plan, parse_dtype(dtype), ids)
-    kept = [name for name in lost[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
-    figure = _draw([{name: of_rank[name] for name in kept} for of_rank in lost], [tokenizer.decode([t]) for t in ids])
+    kept = [name for name in ranks[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
+    figure = _draw([{name: of_rank[name] for name in kept} for of_rank in ranks], tokens)
     with matplotlib.rc_context(RC):
-        entitle(figure, title or _finding(lost))
-    figure.words = ("Figure: numbers lost to NaN, token by token, along the forward pass. "
-                    + "; ".join(f"rank {rank}: {_words(of_rank)}" for rank, of_rank in enumerate(lost)) + ".")
+        entitle(figure, title or _finding(ranks))
+    figure.alt_text = ("Figure: numbers lost to NaN, token by token, along the forward pass. "
+                       + "; ".join(f"rank {rank}: {_describe(of_rank)}" for rank, of_rank in enumerate(ranks)) + ".")
     return figure
-
-
-def _lost_on_rank(ckpt, plan, dtype, ids) -> dict:
-    """Runs on every rank: for each trace point, ``[tokens]``, the share of the token's numbers that are NaN."""
-    import torch
-
-    from tplab.align.gather import trace_on_rank
-
-    points = trace_on_rank(ckpt, plan, dtype, [ids])[0]
-    return {name: torch.isnan(tensor).flatten(1).double().mean(1) for name, tensor in points.items()}
 
 
 def _draw(lost, tokens) -> Picture:
@@ -110,7 +86,7 @@ def _everywhere(of_rank) -> str | None:
     return next((name for name, share in of_rank.items() if (share == 1).all()), None)
 
 
-def _words(of_rank) -> str:
+def _describe(of_rank) -> str:
     first, everywhere = _first(of_rank), _everywhere(of_rank)
     if first is None:
         return "none"

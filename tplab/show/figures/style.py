@@ -19,12 +19,10 @@ INK, FAINT, FLOOR, NOTHING = "#222222", "#8a8a8a", "#e4e4e4", "#f6f6f6"
 BLUE, SKY, GREEN, ORANGE, RED, PINK, BLACK = (
     "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#000000")
 
-RC = {
-    "font.family": "DejaVu Sans", "font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK, "legend.frameon": False,
-    "legend.fontsize": 10.5, "figure.facecolor": "white", "savefig.facecolor": "white", "hatch.linewidth": 0.6,
-}
+RC = {"font.family": "DejaVu Sans", "font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold",
+      "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
+      "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK, "legend.frameon": False,
+      "legend.fontsize": 10.5, "figure.facecolor": "white", "savefig.facecolor": "white", "hatch.linewidth": 0.6}
 
 
 class Look(NamedTuple):
@@ -35,10 +33,9 @@ class Look(NamedTuple):
 
 
 # The stages of the series: what a line means by its colour and marker in one notebook, it means in all of them.
-STAGES = {
-    "seed engine": Look(RED, "X"), "after 01": Look(ORANGE, "v"), "after 02": Look(PINK, "s"),
-    "after 03": Look(SKY, "D"), "after 04": Look(BLUE, "^"), "after 05": Look(BLACK, "P"), "finished": Look(GREEN, "o"),
-}
+STAGES = {"seed engine": Look(RED, "X"), "after 01": Look(ORANGE, "v"), "after 02": Look(PINK, "s"),
+          "after 03": Look(SKY, "D"), "after 04": Look(BLUE, "^"), "after 05": Look(BLACK, "P"),
+          "finished": Look(GREEN, "o")}
 _ROLES = {"broken": STAGES["seed engine"], "fixed": STAGES["finished"], "right": STAGES["finished"]}
 
 
@@ -64,16 +61,16 @@ def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
 
 
 class Picture(Figure):
-    """A matplotlib figure that shows itself in a notebook together with its words (the line ``Figure: …``).
+    """A matplotlib figure that shows itself in a notebook together with its text alternative (the line ``Figure: …``).
 
     Attributes:
-        words: the text alternative, one line.
+        alt_text: the text alternative, one line.
     """
 
     def __init__(self, width: float, height: float):
         super().__init__(figsize=(width, height), dpi=110, layout="constrained")
         FigureCanvasAgg(self)
-        self.words = ""
+        self.alt_text = ""
 
     def png(self) -> bytes:
         """The picture as a PNG file's bytes."""
@@ -87,7 +84,7 @@ class Picture(Figure):
 
 
 def show_with_words(shown, data: dict) -> None:
-    """Put ``data`` ({mime type: content}) into the cell's output and print the words below it."""
+    """Put ``data`` ({mime type: content}) into the cell's output and print the text alternative below it."""
     from base64 import b64encode
 
     from IPython.display import display
@@ -95,7 +92,7 @@ def show_with_words(shown, data: dict) -> None:
     data = {mime: b64encode(content).decode() if isinstance(content, bytes) else content
             for mime, content in data.items()}
     display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True)
-    print(shown.words)
+    print(shown.alt_text)
 
 
 def entitle(figure: Picture, title: str) -> None:

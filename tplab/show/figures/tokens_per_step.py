@@ -8,14 +8,14 @@ from tplab.show.figures.style import RC, Picture, looks, picture
 from tplab.show.phrases import ShowError
 
 
-def work_figure(histories: Mapping[str, Iterable], title: str | None = None) -> Picture:
+def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None = None) -> Picture:
     """Tokens computed per step, one line per engine.
 
     Args:
         histories: ``{label: llm.scheduler.history}``.
         title: the finding.
 
-        >>> show.work_figure({"with a cache": llm.scheduler.history})
+        >>> show.tokens_per_step_figure({"with a cache": llm.scheduler.history})
     """
     counts = {label: [sum(record.tokens.values()) for record in history] for label, history in histories.items()}
     if not counts or not all(counts.values()):
@@ -24,8 +24,7 @@ def work_figure(histories: Mapping[str, Iterable], title: str | None = None) -> 
     with matplotlib.rc_context(RC):
         for label, look in looks(counts).items():
             ax.plot(range(1, len(counts[label]) + 1), counts[label], color=look.color, marker=look.marker, ms=8,
-                    mec="white",
-                    label=label)
+                    mec="white", label=label)
         ax.set_ylim(bottom=0)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_xlabel("step (the first one reads the prompt)")
@@ -33,7 +32,7 @@ def work_figure(histories: Mapping[str, Iterable], title: str | None = None) -> 
         ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
         figure.suptitle(title or "Tokens computed in each step", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
         figure.legend(loc="outside lower left", ncols=3)
-    told = "; ".join(f"{label}: {steps[0]} in the first step, {steps[-1]} in the last, {sum(steps)} in all"
+    details = "; ".join(f"{label}: {steps[0]} in the first step, {steps[-1]} in the last, {sum(steps)} in all"
                      for label, steps in counts.items())
-    figure.words = f"Figure: tokens that the model computes in each step. {told}."
+    figure.alt_text = f"Figure: tokens that the model computes in each step. {details}."
     return figure
