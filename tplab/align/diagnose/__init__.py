@@ -1,4 +1,4 @@
-"""Which bug explains the first divergence? One file of hypotheses for each theme."""
+"""Which bug explains the first divergence? One file of hypotheses for each theme; see :mod:`registry` for a new one."""
 
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.diagnose.diagnose import diagnose

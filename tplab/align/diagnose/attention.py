@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.registry import hypothesis
 
 # A rule says which keys a query may see, from the positions of queries [n, 1] and keys [1, m] and from how many keys
 # there were when the query was computed [n, 1].
@@ -25,7 +26,7 @@ def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibl
 
 def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Prompt by prompt: its number, tplab's attention output, the rows' positions, their queries."""
-    parts = (tensor.split(case.lengths) for tensor in (case.ours("attn"), case.positions, case.right("q_rope")))
+    parts = (tensor.split(case.lengths) for tensor in (case.ours("attn"), case.positions, case.reference("q_rope")))
     for prompt, (ours, positions, q) in enumerate(zip(*parts)):
         if len(ours):
             yield prompt, ours, positions, q
@@ -36,7 +37,7 @@ def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) 
     """
     if heads is None:
         heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
-    return case.whole(prompt, "k_rope")[:, heads], case.whole(prompt, "v")[:, heads]
+    return case.full_reference(prompt, "k_rope")[:, heads], case.full_reference(prompt, "v")[:, heads]
 
 
 def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None, with_future: bool = False) -> bool:
@@ -45,7 +46,7 @@ def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None
     checked = False
     for prompt, ours, positions, q in prompts(case):
         k, v = keys_and_values(case, prompt, heads)
-        keys = case.keys_there(prompt)
+        keys = case.num_keys(prompt)
         rows = keys > positions + 1 if with_future else torch.ones_like(keys, dtype=torch.bool)
         visible = rule(positions[rows][:, None], torch.arange(len(k))[None], keys[rows][:, None])
         if rows.any() and not case.fits(ours[rows], attend(case, q[rows], k, v, visible)):
@@ -54,36 +55,36 @@ def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None
     return checked
 
 
+@hypothesis("attn")
 def zero_times_infinity(case: Case) -> Diagnosis | None:
     """NaN out of finite q, k and v: in which rows?"""
     nan = torch.isnan(case.ours("attn")).flatten(1).any(1)
     if not nan.any():
         return None
-    share = case.first.nan / case.first.size
-    last = torch.tensor(case.lengths).cumsum(0)[torch.tensor(case.lengths) > 0] - 1
-    if nan[last].all():
-        return case.found("nan_mask", f"{share:.0%} NaN although q, k and v are finite, also for the last token, from "
-                          "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
-                          "masked_fill.",
-                          nan_share=share, nan=case.first.nan)
-    return case.found(None,
-                      f"{share:.0%} NaN, but not for the last token: in {int(nan.sum())} rows every key is hidden, "
-                      "and a softmax over nothing but -inf is 0 / 0.", nan_share=share, nan=case.first.nan)
+    numbers = {"nan_share": case.first.nan / case.first.size, "nan": case.first.nan}
+    share, lengths = f"{numbers['nan_share']:.0%} NaN", torch.tensor(case.lengths)
+    if nan[lengths.cumsum(0)[lengths > 0] - 1].all():
+        return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
+                              "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
+                              "masked_fill.", **numbers)
+    return case.diagnosis(None, f"{share}, but not for the last token: in {int(nan.sum())} rows every key is hidden, "
+                          "and a softmax over nothing but -inf is 0 / 0.", **numbers)
 
 
+@hypothesis("attn")
 def sees_the_future(case: Case) -> Diagnosis | None:
     """Does attention without a mask, or with one that is a step off, give these numbers?"""
     if explained(case, lambda query, key, keys: key < keys, with_future=True):
-        return case.found("no_mask",
-                          "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
-                          "applied.", relative=case.first.relative)
+        return case.diagnosis("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No "
+                              "mask is applied.", relative=case.first.relative)
     for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
         if explained(case, lambda query, key, keys, shift=shift: (key < keys) & (key <= query + shift)
                      | (query + key == 0)):
-            return case.found(None, f"The mask's diagonal is one off: {says}.", shift=shift)
+            return case.diagnosis(None, f"The mask's diagonal is one off: {says}.", shift=shift)
     return None
 
 
+@hypothesis("attn")
 def copies_taken_for_heads(case: Case) -> Diagnosis | None:
     """Does a rank's KV head j turn out to be copy j of repeated heads?"""
     heads = []
@@ -91,22 +92,19 @@ def copies_taken_for_heads(case: Case) -> Diagnosis | None:
         group = len(shard.q_heads) // len(shard.kv_heads)
         heads.extend(shard.kv_heads[reads // group] for reads in shard.kv_for_q)
     if explained(case, heads=torch.tensor(heads)):
-        return case.found("repeated_kv_stored",
-                          "Query heads read copies of a rank's first KV heads where its other ones "
-                          "should stand: keys and values were repeated for the query heads before they were stored.",
-                          relative=case.first.relative)
+        return case.diagnosis("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its "
+                              "other ones should stand: keys and values were repeated for the query heads before they "
+                              "were stored.", relative=case.first.relative)
     return None
 
 
+@hypothesis("attn")
 def other_kv_heads(case: Case) -> Diagnosis | None:
     """Do the query heads read other KV heads than their group's?"""
     plan = case.plan
     for says, heads in (("query head h reads KV head h % kv_heads", torch.arange(plan.num_heads) % plan.num_kv_heads),
                         ("all query heads read KV head 0", torch.zeros(plan.num_heads, dtype=torch.long))):
         if plan.num_kv_heads > 1 and explained(case, heads=heads):
-            return case.found(None, f"K and V are right, but {says}; in grouped attention, head h reads h // group.",
-                              group=plan.num_heads // plan.num_kv_heads)
+            return case.diagnosis(None, f"K and V are right, but {says}; in grouped attention, head h reads h // "
+                                  "group.", group=plan.num_heads // plan.num_kv_heads)
     return None
-
-
-HYPOTHESES = {"attn": (zero_times_infinity, sees_the_future, copies_taken_for_heads, other_kv_heads)}

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 
 from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport
+from tplab.align.report import AlignReport, Evidence
 from tplab.checkpoint.layout import read_part, tensor_parts
 
 
@@ -45,100 +45,90 @@ class Diagnosis:
 class Case:
     """A broken run: the report, and its tensors by short name (``"q_rope"``, ``"embed"``) in the first broken layer.
 
-    ``at`` is the short name of the first divergent point. Every point before it is right, so ``right("q")`` can be
-    computed with; ``ours(at)`` is what has to be explained.
+    ``point`` is the short name of the first divergent one. Every point before it is right, so ``reference("q")`` can
+    be computed with; ``ours(point)`` is what has to be explained.
     """
 
     def __init__(self, report: AlignReport):
-        self.report, self.plan = report, report.plan
+        self.report, self.plan, self.checkpoint = report, report.plan, report.checkpoint
+        self.config = report.checkpoint.config
         self.first = report.first_divergence
-        self.layer, _, self.at = self.first.name.rpartition(".")
+        self.layer, _, self.point = self.first.name.rpartition(".")
         # Which positions of each prompt the rows of the tensors stand for: all, unless the decode path was aligned.
-        self.rows = report.computed or [list(range(len(row))) for row in report.ids]
-        self.lengths = [len(row) for row in self.rows]
+        self.computed = report.computed or [list(range(len(row))) for row in report.ids]
+        self.lengths = [len(positions) for positions in self.computed]
+        self.places = [(prompt, position) for prompt, positions in enumerate(self.computed) for position in positions]
+        self.positions = torch.tensor([position for _, position in self.places])
+        self.ids = self.token_ids(self.places)
 
-    def _evidence(self, what: str):
-        return self.report.evidence.get(f"{self.layer}.{what}" if self.layer else what)
+    def token_ids(self, places: list[tuple[int, int]]) -> torch.Tensor:
+        """The token ids at these ``(prompt, position)``; ``ids`` holds those of all rows."""
+        return torch.tensor([self.report.ids[prompt][position] for prompt, position in places])
 
-    def ours(self, what: str) -> torch.Tensor:
+    def _evidence(self, name: str) -> Evidence:
+        return self.report.evidence[f"{self.layer}.{name}" if self.layer else name]
+
+    def ours(self, name: str) -> torch.Tensor:
         """tplab's tensor, whole."""
-        return self._evidence(what).ours
+        return self._evidence(name).ours
 
-    def right(self, what: str) -> torch.Tensor:
+    def reference(self, name: str) -> torch.Tensor:
         """Hugging Face's tensor."""
-        return self._evidence(what).reference
+        return self._evidence(name).reference
 
-    def shards(self, what: str) -> list[torch.Tensor]:
+    def shards(self, name: str) -> list[torch.Tensor]:
         """What each rank held."""
-        return self._evidence(what).shards
+        return self._evidence(name).shards
 
-    @property
-    def checkpoint(self):
-        return self.report.checkpoint
-
-    @property
-    def config(self):
-        return self.checkpoint.config
-
-    def tensor(self, name: str) -> torch.Tensor:
+    def weight(self, name: str) -> torch.Tensor:
         """A tensor of the checkpoint in the run's dtype; names inside the layer may be given without its prefix."""
-        full = f"model.{self.layer}.{name}" if self.layer and not name.startswith(("model.", "lm_head.")) else name
+        full = name if name.startswith("model.") else f"model.{self.layer}.{name}"
         with self.checkpoint.reader() as reader:
             part = tensor_parts(self.config, self.checkpoint.tensors)[full]
             return read_part(part, reader).to(self.report.dtype)
 
     @cached_property
-    def positions(self) -> torch.Tensor:
-        """The absolute position of every flattened token."""
-        return torch.tensor([position for positions in self.rows for position in positions])
+    def decoded(self) -> set[tuple[int, int]]:
+        """The ``(prompt, position)`` that were computed alone, with a past behind them."""
+        return {(s.number, s.segment.start) for step in (self.report.decode.steps if self.report.decode else ())
+                for s in step.sequences if s.segment.count == 1 and s.segment.start}
 
-    @cached_property
-    def ids(self) -> torch.Tensor:
-        """The token id of every flattened token."""
-        return torch.tensor([text[position] for text, positions in zip(self.report.ids, self.rows)
-                             for position in positions])
-
-    def keys_there(self, prompt: int) -> torch.Tensor:
+    def num_keys(self, prompt: int) -> torch.Tensor:
         """For each row of a prompt, how many of its keys existed when the row was computed: all of a plain pass's, the
         tokens up to the end of its step along the decode path."""
         if self.report.decode is None:
             return torch.full((self.lengths[prompt],), self.lengths[prompt])
         ends = {}
-        for step in self.report.decode.steps:
-            for number, segment in ((s.number, s.segment) for s in step.sequences):
-                if number == prompt:
-                    end = segment.start + segment.count
-                    ends.update(dict.fromkeys(range(segment.start, end), end))
-        return torch.tensor([ends[position] for position in self.rows[prompt]])
+        for segment in (s.segment for step in self.report.decode.steps for s in step.sequences if s.number == prompt):
+            end = segment.start + segment.count
+            ends.update(dict.fromkeys(range(segment.start, end), end))
+        return torch.tensor([ends[position] for position in self.computed[prompt]])
 
     @cached_property
-    def _whole_traces(self) -> list[dict[str, torch.Tensor]]:
+    def _full_traces(self) -> list[dict[str, torch.Tensor]]:
         model = hf_model(self.checkpoint, self.report.dtype)
-        keep = {f"{self.layer}.{what}" for what in ("q_rope", "k_rope", "v")}
-        return [{name: trace[name] for name in keep} for trace in (hf_trace(model, text) for text in self.report.ids)]
+        return [{name: trace[f"{self.layer}.{name}"] for name in ("q_rope", "k_rope", "v")}
+                for trace in (hf_trace(model, text) for text in self.report.ids)]
 
-    def whole(self, prompt: int, what: str) -> torch.Tensor:
-        """Hugging Face's tensor for *all* tokens of one prompt, in the first broken layer; those included that tplab
-        found in its cache instead of computing them."""
-        return self._whole_traces[prompt][f"{self.layer}.{what}"]
-
-    def gap(self, tensor: torch.Tensor, guess: torch.Tensor) -> float:
-        """How far ``tensor`` is from ``guess``, relative to the guess's scale; infinite if either is not finite."""
-        if tensor.shape != guess.shape or not (torch.isfinite(tensor).all() and torch.isfinite(guess).all()):
-            return float("inf")
-        return (tensor.double() - guess.double()).abs().max().item() / max(guess.double().abs().max().item(), 1e-30)
+    def full_reference(self, prompt: int, name: str) -> torch.Tensor:
+        """Hugging Face's ``q_rope``, ``k_rope`` or ``v`` for *all* tokens of one prompt, in the first broken layer;
+        those included that tplab found in its cache instead of computing them."""
+        return self._full_traces[prompt][name]
 
     @property
     def tolerance(self) -> float:
         """How far from a guess, relative to its scale, rounding can put what was computed from right tensors.
-        (bfloat16's
-        floor is what thirty layers add up to; one step has a small part of it, and a guess must not fit everything.)"""
+        (bfloat16's floor is what thirty layers add up to; one step has a small part of it, and a guess must not fit
+        everything.)"""
         return min(3 * self.report.floor, 0.05)
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
-        """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``."""
-        return self.gap(tensor, guess) <= self.tolerance
+        """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``; never if either is not finite."""
+        if tensor.shape != guess.shape or not (torch.isfinite(tensor).all() and torch.isfinite(guess).all()):
+            return False
+        gap = (tensor.double() - guess.double()).abs().max().item()
+        return gap <= self.tolerance * max(guess.double().abs().max().item(), 1e-30)
 
-    def found(self, fault: str | None, sentence: str, *lookalikes: str, **numbers: float) -> Diagnosis:
+    def diagnosis(self, fault: str | None, sentence: str, *lookalikes: str, **numbers: float) -> Diagnosis:
         """A diagnosis at this case's point."""
         return Diagnosis(fault, sentence, self.first.name, numbers, lookalikes)

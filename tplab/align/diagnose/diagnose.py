@@ -5,25 +5,16 @@ are still right, and asks whether rounding explains what is left. Nothing else i
 engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from tplab.align.diagnose import attention, cache, costs, ends, errors, rope, sums, weights
 from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.registry import COST, ERROR, hypotheses
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
 CROSSING = 3e-6  # three times the worst that one forced crossing left at any point
-
-Hypothesis = Callable[[Case], Diagnosis | None]
-
-# By the first divergent point: which hypotheses are asked, in this order.
-HYPOTHESES: dict[str, list[Hypothesis]] = {}
-for _room in (weights, rope, attention, cache, sums, ends):
-    for _point, _hypotheses in _room.HYPOTHESES.items():
-        HYPOTHESES.setdefault(_point, []).extend(_hypotheses)
 
 
 def diagnose(found: AlignReport | TplabError) -> Diagnosis:
@@ -42,21 +33,35 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
         CheckpointError: the checkpoint has changed since the report was made.
     """
     if isinstance(found, TplabError):
-        causes = errors.chain(found)
-        known = filter(None, (hypothesis(error) for hypothesis in errors.HYPOTHESES for error in causes))
-        return next(known, Diagnosis(None, f"Unknown cause; the run ended with: {str(found).splitlines()[0]}", "error"))
+        return next(_fitting(ERROR, *_error_chain(found)), Diagnosis(
+            None, f"Unknown cause; the run ended with: {str(found).splitlines()[0]}", "error"))
     if found.ok:
-        known = filter(None, (hypothesis(found) for hypothesis in costs.HYPOTHESES))
-        return next(known, Diagnosis(None, "Nothing is wrong: every trace point is inside the rounding floor."))
+        return next(_fitting(COST, found), Diagnosis(
+            None, "Nothing is wrong: every trace point is inside the rounding floor."))
     case = Case(found)
     if (crossing := _rounding_crossing(case)) is not None:
         return crossing
-    fitting = [diagnosis for hypothesis in HYPOTHESES.get(case.at, ()) if (diagnosis := hypothesis(case)) is not None]
+    fitting = list(_fitting(case.point, case))
     if not fitting:
         return _unknown(case)
     first = fitting[0]
     others = (name for diagnosis in fitting[1:] for name in diagnosis.names if name not in first.names)
     return replace(first, lookalikes=first.lookalikes + tuple(dict.fromkeys(others))) if first.fault else first
+
+
+def _fitting(subject: str, *cases):
+    """What fits, hypothesis by hypothesis; each is asked about every one of ``cases``."""
+    return filter(None, (hypothesis(case) for hypothesis in hypotheses(subject) for case in cases))
+
+
+def _error_chain(error: TplabError) -> list[TplabError]:
+    """The error and those of the lab that led to it: its cause, or what the first rank raised."""
+    found = []
+    while isinstance(error, TplabError) and error not in found:
+        found.append(error)
+        first = getattr(error, "first", None)
+        error = first.exception if first is not None and first.exception is not None else error.__cause__
+    return found
 
 
 def _rounding_crossing(case: Case) -> Diagnosis | None:
@@ -67,19 +72,19 @@ def _rounding_crossing(case: Case) -> Diagnosis | None:
     worst = max(point.relative for point in points)
     if worst >= CROSSING:
         return None
-    return case.found(None,
-                      f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what "
-                      "one value leaves that falls on the other side of a float32 rounding boundary (norms and softmax "
-                      "cast to float32). With another prompt it is gone.", relative=worst)
+    return case.diagnosis(
+        None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what one value "
+        "leaves that falls on the other side of a float32 rounding boundary (norms and softmax cast to float32). With "
+        "another prompt it is gone.", relative=worst)
 
 
 def _unknown(case: Case) -> Diagnosis:
-    point = case.first
-    if point.nan or point.inf:
-        what = f"{point.nan} NaN and {point.inf} infinite entries of {point.size}"
-    elif point.spread > point.max_abs:
-        what = f"off by {point.max_abs:.1e} on rank 0, and the ranks differ by up to {point.spread:.1e}"
+    first = case.first
+    if first.nan or first.inf:
+        what = f"{first.nan} NaN and {first.inf} infinite entries of {first.size}"
+    elif first.spread > first.max_abs:
+        what = f"off by {first.max_abs:.1e} on rank 0, and the ranks differ by up to {first.spread:.1e}"
     else:
-        what = f"off by {point.relative:.1e} of its own scale"
-    return case.found(None, f"Unknown cause, first seen at {point.name}: {what}. Everything before it is right.",
-                      relative=point.relative, spread=point.spread, nan=point.nan)
+        what = f"off by {first.relative:.1e} of its own scale"
+    return case.diagnosis(None, f"Unknown cause, first seen at {first.name}: {what}. Everything before it is right.",
+                          relative=first.relative, spread=first.spread, nan=first.nan)

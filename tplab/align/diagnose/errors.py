@@ -1,6 +1,7 @@
 """Hypotheses about runs that ended in an error instead of numbers."""
 
 from tplab.align.diagnose.case import Diagnosis
+from tplab.align.diagnose.registry import ERROR, hypothesis
 from tplab.checkpoint import CheckpointError
 from tplab.engine.errors import RequestError, StandstillError, StrictError
 from tplab.errors import TplabError
@@ -8,21 +9,12 @@ from tplab.ranks import RankError
 from tplab.shard import ShardPlanError
 
 
-def chain(error: TplabError) -> list[TplabError]:
-    """The error and those of the lab that led to it: its cause, or what the first rank raised."""
-    found = []
-    while isinstance(error, TplabError) and error not in found:
-        found.append(error)
-        first = getattr(error, "first", None)
-        error = first.exception if first is not None and first.exception is not None else error.__cause__
-    return found
-
-
 def _hung(error: TplabError) -> bool:
     """Whether no rank failed by itself: they wait for each other, or do not come to an end."""
     return isinstance(error, RankError) and not any(cause.kind in ("raised", "died") for cause in error.causes.values())
 
 
+@hypothesis(ERROR)
 def different_collectives(error: TplabError) -> Diagnosis | None:
     """Did the ranks go through the same collectives?"""
     if not _hung(error) or not any(error.logs):
@@ -51,7 +43,8 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
                      {"collective": record.seq})
 
 
-def still_at_work(error: TplabError) -> Diagnosis | None:
+@hypothesis(ERROR)
+def still_running(error: TplabError) -> Diagnosis | None:
     """Does a rank merely take long?"""
     busy = [cause for cause in error.causes.values() if cause.kind == "running"] if _hung(error) else []
     if not busy:
@@ -62,7 +55,8 @@ def still_at_work(error: TplabError) -> Diagnosis | None:
                      "it never ends; no collective was left out so far.", "error", {"rank": busy[0].rank})
 
 
-def nothing_goes_on(error: TplabError) -> Diagnosis | None:
+@hypothesis(ERROR)
+def standstill(error: TplabError) -> Diagnosis | None:
     """An engine that stands still: who waits, and who holds the blocks?"""
     if not isinstance(error, StandstillError):
         return None
@@ -70,8 +64,7 @@ def nothing_goes_on(error: TplabError) -> Diagnosis | None:
         if computed >= tokens:
             return Diagnosis("full_length_after_prefix_hit", f"Sequence {number} waits with all {tokens} of its tokens "
                              "found in the cache: nothing is left to compute, so no logits for its next token. The "
-                             "last "
-                             "token of a prompt must always be computed.", "error", {"tokens": tokens})
+                             "last token of a prompt must always be computed.", "error", {"tokens": tokens})
     leaked = error.used - error.held
     if leaked > 0:
         return Diagnosis("block_leaked", f"{error.used} blocks count as used, but the sequences that are there hold "
@@ -80,6 +73,7 @@ def nothing_goes_on(error: TplabError) -> Diagnosis | None:
     return None
 
 
+@hypothesis(ERROR)
 def strict_checks(error: TplabError) -> Diagnosis | None:
     """Did the strict checks see it, and is it that ranks drew different tokens?"""
     if not isinstance(error, StrictError):
@@ -90,7 +84,8 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
                      "only all of them together can know.", "error")
 
 
-def a_rank_failed(error: TplabError) -> Diagnosis | None:
+@hypothesis(ERROR)
+def one_rank_failed(error: TplabError) -> Diagnosis | None:
     """Did one rank raise or die, and the others only lose it?"""
     if not isinstance(error, RankError) or error.first is None or error.first.kind not in ("raised", "died"):
         return None
@@ -98,11 +93,9 @@ def a_rank_failed(error: TplabError) -> Diagnosis | None:
                      "alone; the others only lost it.", "error", {"rank": error.first.rank})
 
 
+@hypothesis(ERROR)
 def refused(error: TplabError) -> Diagnosis | None:
     """Was it refused for what it is, before anything was computed?"""
     if not isinstance(error, RequestError | CheckpointError | ShardPlanError):
         return None
     return Diagnosis(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}", "error")
-
-
-HYPOTHESES = (different_collectives, still_at_work, nothing_goes_on, strict_checks, a_rank_failed, refused)
