@@ -8,8 +8,8 @@ from helpers.engine import EOS, VOCAB, make_engine, one_at_a_time
 from tplab.align import diagnose
 from tplab.checkpoint import open_checkpoint
 from tplab.engine import EngineError, RequestError
+from tplab.engine.config import EngineConfig, bytes_per_token, longest_sequence
 from tplab.engine.errors import StandstillError, StrictError
-from tplab.engine.sizes import bytes_per_token, cache_size, longest_sequence
 from tplab.engine.step import StepOutput
 from tplab.llm import SamplingParams
 from tplab.shard import ShardPlan
@@ -201,6 +201,12 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("core") / "m", layers=1, max_positions=64)
 
 
+def sizes(model, plan, dtype, block_size, num_blocks, max_model_len, max_num_seqs):
+    config = EngineConfig.for_model(model, plan, dtype, block_size=block_size, num_blocks=num_blocks,
+                                    max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    return config.max_model_len, config.num_blocks, config.block_size
+
+
 @pytest.mark.parametrize("options,size", [
     ((16, None, None, 16), (64, 16 * 4)),  # block_size, num_blocks, max_model_len, max_num_seqs
     ((16, None, None, 3), (64, 12)),
@@ -212,7 +218,7 @@ def folder(tmp_path_factory):
 ], ids=str)
 def test_sizes_follow_from_each_other(folder, options, size):
     config = open_checkpoint(folder).config
-    assert cache_size(config, ShardPlan.from_config(config, 2), torch.float32, *options) == (*size, options[0])
+    assert sizes(config, ShardPlan.from_config(config, 2), torch.float32, *options) == (*size, options[0])
 
 
 def test_a_small_budget_of_bytes(folder, monkeypatch):
@@ -221,12 +227,12 @@ def test_a_small_budget_of_bytes(folder, monkeypatch):
     plan = ShardPlan.from_config(config, 4)  # two KV heads on four ranks: each of them twice
     per_token = bytes_per_token(config, plan, torch.bfloat16)
     assert per_token == 2 * 1 * 4 * 8 * 2
-    monkeypatch.setattr("tplab.engine.sizes.CACHE_BYTES", per_token * 16 * 2 + 1)
-    assert cache_size(config, plan, torch.bfloat16, 16, None, None, 9) == (32, 2, 16)
-    assert cache_size(config, plan, torch.bfloat16, 16, None, 33, 9) == (33, 3, 16)
+    monkeypatch.setattr("tplab.engine.config.CACHE_BYTES", per_token * 16 * 2 + 1)
+    assert sizes(config, plan, torch.bfloat16, 16, None, None, 9) == (32, 2, 16)
+    assert sizes(config, plan, torch.bfloat16, 16, None, 33, 9) == (33, 3, 16)
     for wrong in (1, 65, 8.0):
         with pytest.raises(EngineError, match="max_model_len must be a whole number from 2 to 64"):
-            cache_size(config, plan, torch.bfloat16, 16, None, wrong, 9)
+            sizes(config, plan, torch.bfloat16, 16, None, wrong, 9)
 
 
 @pytest.mark.parametrize("rope,longest", [("default", 48), ("yarn", 48), ("linear", 48), ("dynamic", 96)])

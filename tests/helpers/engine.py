@@ -3,6 +3,7 @@
 import hashlib
 
 from tplab.cache import slot_mapping
+from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.runner import token_positions
 from tplab.engine.step import StepInput, StepOutput
@@ -41,9 +42,9 @@ class RanksFailed(Exception):
 def make_engine(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, ranks=1, max_model_len=60,
                 **options) -> Engine:
     """An engine on :class:`TokenRanks`, which are its ``executor``."""
-    return Engine(TokenRanks(ranks, num_blocks, block_size), vocab_size=VOCAB, eos_token_ids=(EOS,),
-                  max_model_len=max_model_len, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
-                  max_num_batched_tokens=max_num_batched_tokens, **options)
+    return Engine(TokenRanks(ranks, num_blocks, block_size), EngineConfig(
+        vocab_size=VOCAB, eos_token_ids=(EOS,), max_model_len=max_model_len, num_blocks=num_blocks,
+        block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options))
 
 
 class TokenRanks:

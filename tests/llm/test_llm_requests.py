@@ -10,7 +10,7 @@ from helpers.checkpoints import make_checkpoint
 from tplab.cache import CacheError
 from tplab.checkpoint import open_checkpoint
 from tplab.engine import EngineError, RequestError
-from tplab.engine.sizes import cache_size
+from tplab.engine.config import EngineConfig
 from tplab.errors import TplabError
 from tplab.faults import FaultError, fault
 from tplab.llm import LLM, SamplingParams
@@ -137,7 +137,7 @@ def test_numpy_numbers_are_as_good_as_pythons(folder):
         assert theirs[0].outputs[0].token_ids == ours[0].outputs[0].token_ids
         json.dumps(theirs[0].to_dict())
         assert all(type(size) is int for size in (llm.plan.tensor_parallel_size, llm.engine.pool.num_blocks,
-                   llm.engine.pool.block_size, llm.engine.max_model_len, llm.scheduler.max_num_seqs))
+                   llm.engine.pool.block_size, llm.engine.config.max_model_len, llm.engine.config.max_num_seqs))
 
 
 def test_faults_by_their_names(folder):
@@ -191,8 +191,8 @@ def test_default_sizes(folder):
     """A GiB over all ranks at most, room for one sequence of full length at least where it was asked for."""
     config = open_checkpoint(folder).config
     plan = ShardPlan.from_config(config, 2)
-    size = cache_size(config, plan, torch.float32, 16, None, None, 16)
-    assert size == (48, 48, 16)
+    made = EngineConfig.for_model(config, plan, torch.float32)
+    assert (made.max_model_len, made.num_blocks, made.block_size) == (48, 48, 16)
 
 
 def test_leaked_blocks_come_to_light(folder):

@@ -1,6 +1,7 @@
 """Token ids to text while they arrive: characters in pieces, stop texts, streaming, chat."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -108,8 +109,7 @@ def test_a_stop_text_ends_a_generation(llm):
     assert len(cut.outputs[0].token_ids) < 40
 
 
-def test_ends(llm):
-    eos = llm.checkpoint.config.eos_token_ids[0]
+def test_ends(llm, monkeypatch):
     out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].outputs[0]
     assert (out.finish_reason, len(out.token_ids)) == ("length", 3)
     token = out.token_ids[1]
@@ -117,11 +117,8 @@ def test_ends(llm):
                                               ignore_eos=True))[0].outputs[0]
     assert (out.finish_reason, out.stop_reason) == ("stop", token) and out.token_ids[-1] == token
     # The end of text is a token of the output and no text.
-    llm.engine.eos_token_ids = frozenset([token])
-    try:
-        out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0]
-    finally:
-        llm.engine.eos_token_ids = frozenset([eos])
+    monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, eos_token_ids=(token,)))
+    out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0]
     assert (out.finish_reason, out.stop_reason, out.token_ids[-1]) == ("stop", None, token)
 
 

@@ -12,8 +12,10 @@ import torch
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, build_report, check_prompts, pool_for
+from tplab.cache import blocks_needed
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown, whole_number
+from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.runner import drop_runners, load_runner, run_step
 from tplab.engine.step import StepInput, StepOutput
@@ -111,17 +113,18 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                          f"({shortest} tokens), not {shown(new_tokens)}")
     reference = hf_model(ckpt, dtype)
     block_size = from_one_up("block_size", block_size, AlignError)
-    blocks = num_blocks or sum(-(-len(text) // block_size) for text in texts)
+    config = EngineConfig(
+        vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)) + 1, block_size=block_size,
+        num_blocks=num_blocks or sum(blocks_needed(len(text), block_size) for text in texts), dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching)
     run = LogicalExecutor(tensor_parallel_size).run if logical else pool_for(tensor_parallel_size, pool).run
     executor = _ForcingExecutor(run, texts)
-    engine = Engine(executor, vocab_size=ckpt.config.vocab_size, eos_token_ids=(),
-                    max_model_len=max(map(len, texts)) + 1, num_blocks=blocks, block_size=block_size,
-                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                    enable_prefix_caching=enable_prefix_caching)
+    engine = Engine(executor, config)
     executor.scheduler = engine.scheduler
     try:
         with applied(*patches):
-            run(load_runner, _KEY, [], ckpt, plan, dtype, blocks, block_size)
+            run(load_runner, _KEY, [], ckpt, plan, config)
             for text in texts:
                 engine.add(text[:-new_tokens], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
                 while one_by_one and engine.scheduler.has_unfinished:

@@ -3,7 +3,8 @@
 from importlib import import_module
 
 _HOMES = {
-    "Engine": "core", "Scheduler": "scheduler", "Sequence": "sequence", "RequestMetrics": "metrics",
+    "Engine": "core", "EngineConfig": "config", "Scheduler": "scheduler", "Sequence": "sequence",
+    "RequestMetrics": "metrics",
     "EngineError": "errors", "RequestError": "errors", "GenerationError": "errors", "StrictError": "errors",
 }
 __all__ = list(_HOMES)

@@ -3,8 +3,9 @@
 import secrets
 import time
 
-from tplab.cache import BlockPool, blocks_needed
+from tplab.cache import blocks_needed
 from tplab.checks import shown, whole_number
+from tplab.engine.config import EngineConfig
 from tplab.engine.errors import RequestError, StandstillError
 from tplab.engine.scheduler import Scheduler
 from tplab.engine.sequence import Sequence, Status
@@ -17,21 +18,14 @@ class Engine:
 
     Args:
         executor: where steps are carried out.
-        vocab_size, eos_token_ids: of the model.
-        max_model_len: longest prompt and output together.
-        num_blocks, block_size, enable_prefix_caching: of the cache.
-        max_num_seqs, max_num_batched_tokens: the scheduler's bounds.
-        strict: check the invariants after every step.
+        config: its sizes and options.
     """
 
-    def __init__(self, executor, *, vocab_size: int, eos_token_ids: tuple[int, ...], max_model_len: int,
-                 num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 enable_prefix_caching: bool = True, strict: bool = False):
-        self.executor = executor
-        self.vocab_size, self.eos_token_ids, self.max_model_len = vocab_size, frozenset(eos_token_ids), max_model_len
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
-        self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens)
-        self.checks = StrictChecks(self.scheduler) if strict else None
+    def __init__(self, executor, config: EngineConfig):
+        self.executor, self.config = executor, config
+        self.scheduler = Scheduler(config)
+        self.pool = self.scheduler.pool
+        self.checks = StrictChecks(self.scheduler) if config.strict else None
         self._count = 0
 
     def check_prompt(self, token_ids, params) -> int:
@@ -40,18 +34,19 @@ class Engine:
         Raises:
             RequestError: naming what is wrong and what would work.
         """
+        vocab_size, max_model_len = self.config.vocab_size, self.config.max_model_len
         if not token_ids:
             raise RequestError("the prompt is empty; at least one token is needed")
         for token in token_ids:
-            if whole_number(token, 0, self.vocab_size - 1) is None:
-                raise RequestError(f"token id {shown(token)} is not in the vocabulary: 0 to {self.vocab_size - 1}")
-        wrong = [token for token in params.stop_token_ids if token >= self.vocab_size]
+            if whole_number(token, 0, vocab_size - 1) is None:
+                raise RequestError(f"token id {shown(token)} is not in the vocabulary: 0 to {vocab_size - 1}")
+        wrong = [token for token in params.stop_token_ids if token >= vocab_size]
         if wrong:
-            raise RequestError(f"stop token id {wrong[0]} is not in the vocabulary: 0 to {self.vocab_size - 1}")
-        room = self.max_model_len - len(token_ids)
+            raise RequestError(f"stop token id {wrong[0]} is not in the vocabulary: 0 to {vocab_size - 1}")
+        room = max_model_len - len(token_ids)
         if room < 1:
             raise RequestError(f"the prompt has {len(token_ids)} tokens; prompt and output together can have "
-                               f"{self.max_model_len} (max_model_len)")
+                               f"{max_model_len} (max_model_len)")
         most = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token is never read again, so it needs no place.
         needed = blocks_needed(len(token_ids) + most - 1, self.pool.block_size)
@@ -122,7 +117,7 @@ class Engine:
         if token in params.stop_token_ids:
             sequence.stop_reason = token
             self.finish(sequence, "stop")
-        elif token in self.eos_token_ids and not params.ignore_eos:
+        elif token in self.config.eos_token_ids and not params.ignore_eos:
             self.finish(sequence, "stop")
         elif metrics.num_output_tokens >= sequence.max_tokens:
             self.finish(sequence, "length")

@@ -6,6 +6,7 @@ It keeps the weights, the cache and the tokens drawn in the last step, and knows
 import torch
 
 from tplab.cache import PagedKVCache, Segment
+from tplab.engine.config import EngineConfig
 from tplab.engine.errors import EngineError
 from tplab.engine.sampler import sample
 from tplab.engine.step import SequenceStep, StepInput, StepOutput
@@ -30,17 +31,13 @@ class ModelRunner:
     Args:
         ckpt: the checkpoint.
         plan: the shard plan.
-        dtype: of weights, activations and cache.
-        num_blocks, block_size: of the cache.
-        strict: report the slots that were written.
+        config: of the engine.
     """
 
-    def __init__(self, ckpt, plan: ShardPlan, dtype: torch.dtype, num_blocks: int, block_size: int,
-                 strict: bool = False):
-        self.model = load_model(ckpt, plan, dtype)
-        self.cache = PagedKVCache(ckpt.config.num_layers, num_blocks, block_size, len(self.model.shard.kv_heads),
-                                  plan.head_dim, dtype)
-        self.strict = strict
+    def __init__(self, ckpt, plan: ShardPlan, config: EngineConfig):
+        self.model, self.config = load_model(ckpt, plan, config.dtype), config
+        self.cache = PagedKVCache(ckpt.config.num_layers, config.num_blocks, config.block_size,
+                                  len(self.model.shard.kv_heads), plan.head_dim, config.dtype)
         self.drawn: dict[int, int] = {}
 
     def new_tokens(self, sequences: tuple[SequenceStep, ...]) -> list[int]:
@@ -71,7 +68,7 @@ class ModelRunner:
             self.drawn = {sequence.number: token for sequence, token in zip(due, tokens) if token is not None}
             logprobs = {due[row].number: found for row, found in by_row.items()}
             nan = tuple(sequence.number for sequence, token in zip(due, tokens) if token is None)
-        return StepOutput(self.drawn, logprobs, context.slots if self.strict else None, nan)
+        return StepOutput(self.drawn, logprobs, context.slots if self.config.strict else None, nan)
 
 
 def load_runner(key: str, forget: list[str], *arguments) -> dict:

@@ -9,8 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 from tplab.cache import BlockPool
-from tplab.checks import from_one_up
-from tplab.engine.errors import EngineError
+from tplab.engine.config import EngineConfig
 from tplab.engine.sequence import Sequence, Status
 
 
@@ -52,17 +51,15 @@ class Scheduler:
     """Two queues and a block pool.
 
     Args:
-        pool: the blocks.
-        max_num_seqs: sequences that run at the same time, at most.
-        max_num_batched_tokens: tokens computed in one step, at most; longer prompts are read in chunks.
+        config: of the engine.
 
     ``running`` stands in order of admission; the last one is preempted first when blocks run out, and goes to the
     head of ``waiting``. Its tokens are kept, and computed again when there is room (recompute, not swap).
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int):
-        self.pool, self.max_num_seqs = pool, from_one_up("max_num_seqs", max_num_seqs, EngineError)
-        self.max_num_batched_tokens = from_one_up("max_num_batched_tokens", max_num_batched_tokens, EngineError)
+    def __init__(self, config: EngineConfig):
+        self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.step_number = 0
