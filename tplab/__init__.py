@@ -9,22 +9,21 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "TplabError": "tplab.errors",
-    "RankPool": "tplab.pool",
-    "shared_pool": "tplab.pool",
-    "open_checkpoint": "tplab.checkpoint",
-    "ShardPlan": "tplab.shard",
-    "LLM": "tplab.llm",
-    "SamplingParams": "tplab.llm",
-    "load_ipython_extension": "tplab.pool.magic",
-    "plan_svg": "tplab.show",
-}
-__all__ = [name for name in _HOMES if name not in ("load_ipython_extension", "plan_svg")]
+
+def lazy(package: str, homes: dict[str, str]):
+    """``__getattr__`` of a package that loads each name from its home, ``{name: module}``, on first use.
+
+    So ``import tplab`` costs nothing: torch and transformers are loaded by the room that needs them.
+    """
+    def load(name):
+        if name in homes:
+            return getattr(import_module(homes[name], package), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}; there are {', '.join(homes)}")
+
+    return load
 
 
-def __getattr__(name):
-    # Lazy, so that `import tplab` costs nothing: torch and transformers are loaded by the room that needs them.
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'tplab' has no attribute {name!r}")
+_HOMES = {"TplabError": ".errors", "RankPool": ".pool", "shared_pool": ".pool", "open_checkpoint": ".checkpoint",
+          "ShardPlan": ".shard", "LLM": ".llm", "SamplingParams": ".llm"}
+__all__ = list(_HOMES)
+__getattr__ = lazy(__name__, _HOMES | {"load_ipython_extension": ".pool.magic", "plan_svg": ".show"})

@@ -32,18 +32,12 @@ class BatchError(TplabError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one notebook.
+    """What became of one notebook."""
 
-    Attributes:
-        notebook: the one that was asked for; its results have other files, which are called ``name``.
-        executed: the executed copy; there is none if the notebook failed before it started.
-        failure: None, or in one line where and why it stopped.
-    """
-
-    notebook: Path
-    executed: Path
+    notebook: Path  # the one that was asked for; its results have other files, which are called ``name``
+    executed: Path  # the executed copy; there is none if the notebook failed before it started
     seconds: float
-    failure: str | None
+    failure: str | None  # None, or in one line where and why it stopped
 
     @property
     def name(self):
@@ -213,8 +207,7 @@ def run_notebook(notebook, parameters, target):
     try:
         papermill.execute_notebook(
             notebook, target, parameters=parameters, cwd=notebook.parent,
-            execution_timeout=SECONDS_PER_CELL, progress_bar=sys.stderr.isatty(), extra_arguments=QUIET_KERNEL,
-        )  # fmt: skip
+            execution_timeout=SECONDS_PER_CELL, progress_bar=sys.stderr.isatty(), extra_arguments=QUIET_KERNEL)
     except papermill.PapermillExecutionError as error:
         failure = f"cell [{error.exec_count}]: {': '.join([error.ename, *error.evalue.strip().splitlines()[:1]])}"
     except Exception as error:  # a dead kernel, one that does not exist, a cell that timed out: the others still run
@@ -264,8 +257,7 @@ def run(notebooks, parameters, out):
 
 
 def _model_at_hand(model):
-    """Open a model before several notebooks fail for the lack of it; its name, as a notebook's own folder can use it.
-    """
+    """Open a model before several notebooks fail for lack of it; its name, as a notebook's own folder can use it."""
     from tplab.checkpoint import fetch, open_checkpoint
 
     if model == "smollm2":

@@ -50,8 +50,7 @@ def machine():
 
 
 def packages(requirements=None):
-    """Installed against required versions, as pyproject.toml asks (``requirements``: strings like ``torch==2.13.0``).
-    """
+    """Installed against required versions; ``requirements`` (``["torch==2.13.0"]``) are pyproject.toml's if None."""
     from packaging.requirements import Requirement
 
     if requirements is None:

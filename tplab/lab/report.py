@@ -121,9 +121,8 @@ def _read(executed):
 def _gallery(title, pictures):
     if not pictures:
         return ""
-    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.alt_text)}"><figcaption>{escape(one.alt_text)}'
-             '</figcaption></figure>'
-             for one in pictures]
+    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.alt_text)}">'
+             f'<figcaption>{escape(one.alt_text)}</figcaption></figure>' for one in pictures]
     return f"<h2>{title}</h2>\n" + "\n".join(shown)
 
 

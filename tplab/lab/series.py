@@ -50,8 +50,7 @@ class SeriesMap:
 
 
 def map_of_series() -> SeriesMap:
-    """The map: every notebook that is there, with its title, its promise and a link, read from the notebooks
-    themselves.
+    """The map: every notebook that is there, with its title, its promise and a link, read from the notebooks.
 
         >>> lab.map_of_series()
     """

@@ -8,8 +8,7 @@ QUESTION = "What is the capital of France?"
 def default_question(model) -> str:
     """What a notebook asks a model when its reader asks nothing: chat models a question, others a text to go on with.
 
-    Args:
-        model: an opened checkpoint. fable has a chat template too, but knows stories only: it gets its opening.
+    fable has a chat template too, but knows stories only: it gets its opening.
 
         >>> question = prompt or lesson.default_question(ckpt)
     """
@@ -20,13 +19,8 @@ def default_question(model) -> str:
 def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
     """What the model says to ``text``, greedily: a chat turn if it has a chat template, else the text's continuation.
 
-    Special tokens are written out, so that an answer that consists of them can be seen.
-
-    Args:
-        llm: a :class:`tplab.LLM`.
-        text: the question, or the beginning of a text.
-        max_tokens: at most so many tokens.
-        sampling: more of :class:`tplab.llm.SamplingParams`; ``ignore_eos=True`` goes on behind the end of text.
+    Special tokens are written out, so that an answer that consists of them can be seen. ``sampling``: more of
+    :class:`tplab.llm.SamplingParams`; ``ignore_eos=True`` goes on behind the end of text.
 
         >>> print(lesson.ask(LLM("smollm2"), "What is the capital of France?"))
     """

@@ -19,9 +19,6 @@ def available_cores() -> int:
 def default_prompt(model) -> str:
     """The prompt a notebook uses when its reader gives none: a held-out story's opening for fable, else a sentence.
 
-    Args:
-        model: a model's name or an opened checkpoint.
-
         >>> prompt = prompt or lesson.default_prompt(model)
     """
     from tplab import fable
@@ -33,10 +30,7 @@ def default_prompt(model) -> str:
 def check(name: str, condition, hint: str | Callable[[], str] = "") -> None:
     """Print ``PASS name``, or ``NOT YET name`` and a hint in the learner's terms.
 
-    Args:
-        name: what is being checked.
-        condition: true when the work is right.
-        hint: what to look at; a function is called only when it is needed.
+    ``hint``: what to look at; a function is called only when it is needed.
 
         >>> lesson.check("no NaN", not out.isnan().any(), "is something multiplying 0 by -inf?")
         NOT YET  no NaN: is something multiplying 0 by -inf?
@@ -106,9 +100,7 @@ class SideBySide:
 def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right")) -> SideBySide:
     """Broken code beside right code, with the lines that differ marked by ✗ and ✓ as well as by colour.
 
-    Args:
-        broken, right: source text, or functions and classes whose source can be read.
-        titles: what stands above them.
+    Both are source text, or functions and classes whose source can be read. ``titles`` stand above them.
 
         >>> lesson.side_by_side(fault("nan_mask").broken, fault("nan_mask").right)
     """

@@ -16,11 +16,7 @@ class Panel:
     """What :func:`panel` returns. In a notebook it shows the widgets; where no kernel runs, its last figure.
 
     One output holds both, so a stored notebook has a picture for its readers and nothing random in its text.
-
-    Attributes:
-        report: the ``AlignReport`` of the last run.
-        figure: the last figure.
-        alt_text: the figure's text alternative.
+    ``report``, ``figure`` and ``alt_text`` (the figure's) are the last run's.
     """
 
     def __init__(self, model, faults: Sequence, ticked: Sequence[str], tensor_parallel_sizes: Sequence[int],
@@ -35,8 +31,8 @@ class Panel:
         self._prompt = widgets.Textarea(value=prompt, layout=widgets.Layout(width="auto", height="7em"))
         self._button = widgets.Button(description="Run", button_style="primary", icon="play")
         self._button.on_click(lambda _: self.run())
-        self._verdict, self._image = widgets.HTML(), widgets.Image(format="png",
-                                                                   layout=widgets.Layout(max_width="100%"))
+        self._verdict = widgets.HTML()
+        self._image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
         titles = [widgets.HTML(f"<b>{text}</b>") for text in ("Faults", "Ranks", "Prompt")]
         left = widgets.VBox([titles[0], *self._boxes, titles[1], self._tp, titles[2], self._prompt, self._button],
                             layout=widgets.Layout(width="300px", flex="0 0 auto", padding="0 12px 0 0"))
@@ -110,17 +106,11 @@ def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor
     draws the run before it too. If one of the faults shows only while decoding, the whole panel compares the decode
     path (:func:`tplab.align.align_decode`), else a forward pass over the prompt.
 
-    Args:
-        faults: names of the museum, or ``Fault`` objects.
-        model: a model's name or an opened checkpoint.
-        ticked: names of the faults that are on at the start.
-        tensor_parallel_size: the choice at the start.
-        tensor_parallel_sizes: the choices; ``tensor_parallel_size`` is added if it is not among them.
-        prompt: the text at the start; :func:`default_prompt` if empty.
-        dtype: float32, float64 or bfloat16.
+    ``faults``: names of the museum, or ``Fault`` objects. ``ticked``: names of those that are on at the start.
+    ``tensor_parallel_size``: the choice at the start, which is added to ``tensor_parallel_sizes`` if it is not among
+    them. ``prompt``: the text at the start; :func:`default_prompt` if empty.
 
-        >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"],
-        tensor_parallel_size=tensor_parallel_size)
+        >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"])
     """
     from tplab.faults import fault
 

@@ -1,5 +1,4 @@
-"""Failures on purpose: made to happen on real ranks, shown as they are, and timed against the bound that was promised.
-"""
+"""Failures on purpose: made to happen on real ranks, shown as they are, and timed against the promised bound."""
 
 import os
 import re
@@ -84,13 +83,8 @@ class Incidents:
     def provoke(self, name: str, fn: Callable, within: float, timeout: float | None = None) -> None:
         """Run ``fn`` on the ranks, print the error, and note under ``name`` how long it took to come.
 
-        Args:
-            name: what happens, in a few words.
-            fn: as for ``pool.run``.
-            within: seconds in which it has to be reported.
-            timeout: as for ``pool.run``.
-
-        Raises `ShowError` if nothing fails: then the lesson would teach nothing.
+        ``name``: what happens, in a few words. ``within``: seconds in which it has to be reported. Raises `ShowError`
+        if nothing fails: then the lesson would teach nothing.
         """
         self.pool.run(rank)  # ranks that the last incident has ended are started now, not on this one's time
         begin = time.perf_counter()
@@ -112,12 +106,11 @@ class Incidents:
     def figure(self, patience: float | None = None, title: str | None = None) -> Picture:
         """Seconds until each failure was reported, beside its bound.
 
-        Args:
-            patience: seconds after which ``torch.distributed`` alone gives up, drawn as a line.
-            title: the finding.
+        ``patience``: seconds after which ``torch.distributed`` alone gives up, drawn as a line.
         """
         if not self.happened:
             raise ShowError("nothing has happened yet; provoke something first")
+        first = next(iter(self.happened.values()))
         figure, ax = picture(9.0, 1.5 + 0.36 * len(self.happened))
         with matplotlib.rc_context(RC):
             for y, incident in enumerate(self.happened.values()):
@@ -127,7 +120,7 @@ class Incidents:
                 ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
                 ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6),
                             textcoords="offset points", fontsize=9, ha="center", va="bottom")
-            ax.annotate("bound", (self._first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
+            ax.annotate("bound", (first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
                         va="bottom", fontsize=9.5)
             ax.set_xscale("log")
             ax.set_xlim(_LEFT, 4 * max(patience or 1.0, *(incident.within for incident in self.happened.values())))
@@ -147,10 +140,6 @@ class Incidents:
         bounds = ", ".join(f"{name} ({incident.within:g} s)" for name, incident in self.happened.items())
         figure.alt_text = f"Figure: seconds until each failure was reported, and its bound: {bounds}; {verdict}."
         return figure
-
-    @property
-    def _first(self) -> Incident:
-        return next(iter(self.happened.values()))
 
 
 def _seconds(value: float) -> str:

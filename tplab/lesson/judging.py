@@ -6,18 +6,12 @@ from tplab.lesson.exercise import check
 
 
 def verdict(function: Callable, target: str, examine: Callable, agreed: str):
-    """Print ``PASS``, or ``NOT YET`` and the cause; whatever goes wrong in the learner's code ends in such a line.
+    """Print ``PASS`` and what ``agreed``, or ``NOT YET`` and the cause; returns the report, None if there is none.
 
-    Args:
-        function: the learner's, from a notebook cell.
-        target: the dotted name that it replaces, as for :class:`tplab.patch.Patch`.
-        examine: takes the :class:`tplab.patch.Patch`; returns an ``AlignReport`` with the function in the engine, and
-            what is wrong with it in the learner's terms (the empty string if nothing is; only else may there be no
-            report).
-        agreed: what ``PASS`` says.
-
-    Returns:
-        The report; None if there is none.
+    Whatever goes wrong in the learner's code ends in such a line, so that *Run All* goes on. ``target``: the dotted
+    name that ``function`` replaces. ``examine`` takes the :class:`tplab.patch.Patch`; returns an ``AlignReport`` with
+    the function in the engine, and what is wrong with it in the learner's terms (the empty string if nothing is; only
+    else may there be no report).
     """
     from tplab.align import diagnose
     from tplab.patch import Patch
@@ -37,17 +31,8 @@ def judge(function: Callable, target: str, model, prompt, *, problem: Callable[[
           tensor_parallel_size: int = 2, dtype: str = "float32"):
     """Put ``function`` at ``target`` in the engine, align the model, and print ``PASS``, or ``NOT YET`` and the cause.
 
-    Whatever goes wrong in the learner's code ends in such a line, so that *Run All* goes on.
-
-    Args:
-        function: the learner's, from a notebook cell.
-        target: the dotted name that it replaces, as for :class:`tplab.patch.Patch`.
-        model, prompt, tensor_parallel_size, dtype: as for :func:`tplab.align.align`.
-        problem: looks at the function before the ranks do, on an example small enough to talk about; says what is
-            wrong with it in the learner's terms, or the empty string.
-
-    Returns:
-        The ``AlignReport`` of the model with the learner's function; None if it did not run.
+    As :func:`verdict`; the other arguments are those of :func:`tplab.align.align`. ``problem`` looks at the function
+    before the ranks do, on a small example; says what is wrong with it in the learner's terms, or the empty string.
 
         >>> mine = lesson.judge(mask_scores, "tplab.model.attention.mask_scores", model, prompt)
         NOT YET  mask_scores: 100% NaN although q, k and v are finite …

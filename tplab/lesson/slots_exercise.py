@@ -11,15 +11,8 @@ TABLE, SIZE, TOKENS = [4, 1, 3], 4, 10
 def check_slots(slot_mapping: Callable, model, prompts, *, tensor_parallel_size: int = 2, dtype: str = "float32"):
     """Judge a learner's ``slot_mapping(block_ids, positions, block_size)``: on one table, then in the engine.
 
-    Prints one line, ``PASS`` or ``NOT YET`` with what to look at; whatever goes wrong in the learner's code ends in it.
-
-    Args:
-        slot_mapping: the learner's.
-        model, tensor_parallel_size, dtype: as for :func:`tplab.align.align_decode`.
-        prompts: at least two, so that no sequence lies in one piece.
-
-    Returns:
-        The ``AlignReport`` of the decode path; None if it did not run.
+    Prints one line, ``PASS`` or ``NOT YET`` with what to look at. ``prompts``: at least two, so that no sequence lies
+    in one piece. Returns the ``AlignReport`` of the decode path; None if it did not run.
 
         >>> lesson.check_slots(slot_mapping, ckpt, prompts)
         NOT YET  slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …

@@ -1,32 +1,25 @@
-"""What a notebook shows: figures with their words, drawings, tables. Pure functions from data to a picture.
+"""What a notebook shows: figures with a text alternative, drawings, tables. Pure functions from data to a picture.
 
-Everything here is loaded on first use, so ``from tplab import show`` costs nothing. Stored text is deterministic:
-differences are given as orders of magnitude, and whatever rounding explains is called "inside the floor".
+Stored text is deterministic: differences are given as orders of magnitude, and whatever rounding explains is called
+"inside the floor".
 """
 
-from importlib import import_module
+from tplab import lazy
 
-_HOMES = {"STAGES": "figures.style", "nan_map": "figures.spread", "diff_figure": "figures.diffs",
-          "staircase": "figures.diffs", "points_figure": "figures.points", "position_figure": "figures.positions",
-          "tokens_per_step_figure": "figures.tokens_per_step", "bars_figure": "figures.bars",
-          "mask_figure": "figures.masks", "op_logs": "figures.oplogs",
-          "collective_cost_figure": "figures.collective_cost", "threads_figure": "figures.collective_cost",
-          "format_bytes": "figures.collective_cost", "plan_figure": "drawings.shards", "plan_svg": "drawings.shards",
-          "weight_figure": "drawings.shards", "ShardedWeight": "drawings.shards", "slots_figure": "drawings.blocks",
-          "blocks_figure": "drawings.blocks", "block_stepper": "drawings.blocks",
-          "timeline_figure": "drawings.timeline", "token_grid_figure": "drawings.token_grid", "layer_table": "tables",
-          "rank_shapes": "tables", "table": "tables", "top_tokens": "tables", "record": "recording",
-          "describe": "phrases", "magnitude": "phrases", "ShowError": "phrases"}
+_HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure": ".figures.diffs",
+          "staircase": ".figures.diffs", "points_figure": ".figures.points", "position_figure": ".figures.positions",
+          "tokens_per_step_figure": ".figures.tokens_per_step", "bars_figure": ".figures.bars",
+          "mask_figure": ".figures.masks", "op_logs": ".figures.oplogs",
+          "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
+          "format_bytes": ".figures.collective_cost", "plan_figure": ".drawings.shards", "plan_svg": ".drawings.shards",
+          "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards", "slots_figure": ".drawings.blocks",
+          "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
+          "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
+          "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "top_tokens": ".tables",
+          "record": ".recording", "describe": ".phrases", "magnitude": ".phrases", "ShowError": ".phrases"}
 __all__ = list(_HOMES)
-
-
-def __getattr__(name):
-    if name in _HOMES:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tplab.show' has no attribute {name!r}; there are {', '.join(__all__)}")
+__getattr__ = lazy(__name__, _HOMES)
 
 
 def __dir__():
-    return sorted([*globals(), *__all__])
+    return __all__

@@ -1,5 +1,4 @@
-"""Differences in words that stay the same from machine to machine: orders of magnitude, and who left the floor where.
-"""
+"""Differences as text that is the same on every machine: orders of magnitude, and who left the floor where."""
 
 import math
 from collections.abc import Mapping
@@ -62,10 +61,7 @@ def describe_report(report) -> str:
 
 
 def describe(shown) -> str:
-    """Text for what cannot be seen: the text alternative of a figure, or a report in a sentence.
-
-    Args:
-        shown: any figure or drawing of :mod:`tplab.show`, an ``AlignReport``, or ``{label: AlignReport}``.
+    """The text alternative of a figure or drawing; an ``AlignReport``, or ``{label: AlignReport}``, in a sentence.
 
     The same numbers always give the same text, on any machine: nothing inside the floor is given a number.
 

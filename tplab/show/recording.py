@@ -8,27 +8,16 @@ from tplab.show.phrases import ShowError
 
 
 class Moment(NamedTuple):
-    """Tables and pool after one step.
+    """Tables and pool after one step."""
 
-    Attributes:
-        step: its number within the recording, from 1.
-        tables: ``{sequence: its blocks}`` of all unfinished sequences that have arrived.
-        status: ``{sequence: "running", "waiting" or "preempted"}``.
-        computed: ``{sequence: tokens in the cache}``.
-        ref_counts, findable: per block, its users, and whether it can be found by its contents.
-        contents: per block, the text in each of its places (the token's id if there is no tokenizer); empty where
-            nothing was written.
-        fresh: the ``(block, place)`` that this step wrote.
-    """
-
-    step: int
-    tables: dict[int, tuple[int, ...]]
-    status: dict[int, str]
-    computed: dict[int, int]
-    ref_counts: tuple[int, ...]
-    findable: tuple[bool, ...]
-    contents: tuple[tuple[str, ...], ...]
-    fresh: frozenset[tuple[int, int]]
+    step: int  # its number within the recording, from 1
+    tables: dict[int, tuple[int, ...]]  # the blocks of each unfinished sequence that has arrived
+    status: dict[int, str]  # of each sequence: "running", "waiting" or "preempted"
+    computed: dict[int, int]  # tokens of each sequence in the cache
+    ref_counts: tuple[int, ...]  # per block, its users
+    findable: tuple[bool, ...]  # per block, whether it can be found by its contents
+    contents: tuple[tuple[str, ...], ...]  # per block, the text (or id) in each place; empty where none was written
+    fresh: frozenset[tuple[int, int]]  # the (block, place) that this step wrote
 
     def users(self, block: int) -> list[int]:
         """The sequences in whose tables a block stands."""
@@ -41,22 +30,14 @@ class Moment(NamedTuple):
 
 @dataclass
 class Recording:
-    """What :func:`record` saw.
-
-    Attributes:
-        num_blocks, block_size: of the engine.
-        moments: one per step.
-        history: the scheduler's ``StepRecord`` of each step.
-        outputs: one ``RequestOutput`` per prompt, in their order.
-        arrivals: per sequence, the steps that had been done when it arrived.
-    """
+    """What :func:`record` saw."""
 
     num_blocks: int
     block_size: int
-    moments: list[Moment] = field(default_factory=list)
-    history: list = field(default_factory=list)
-    outputs: list = field(default_factory=list)
-    arrivals: dict[int, int] = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)  # one per step
+    history: list = field(default_factory=list)  # the scheduler's ``StepRecord`` of each step
+    outputs: list = field(default_factory=list)  # one ``RequestOutput`` per prompt, in their order
+    arrivals: dict[int, int] = field(default_factory=dict)  # per sequence, the steps done when it arrived
 
     def moment(self, step: int) -> Moment:
         """The moment after ``step`` (from 1)."""
@@ -73,13 +54,8 @@ class Recording:
 def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> Recording:
     """Step an engine until all prompts are finished, and note tables and pool after every step.
 
-    Args:
-        llm: a :class:`tplab.LLM` with nothing unfinished.
-        prompts: texts or lists of token ids.
-        sampling_params: for all of them.
-        arrivals: per prompt, after how many steps it arrives, rising; all at the beginning if None. Nobody is waited
-        for
-            while there is nothing to do.
+    ``llm`` must have nothing unfinished. ``arrivals``: per prompt, after how many steps it arrives, rising; all at the
+    beginning if None. Nobody is waited for while there is nothing to do.
 
         >>> run = show.record(llm, [first, second], SamplingParams(max_tokens=8), arrivals=[0, 3])
     """

@@ -4,12 +4,9 @@ from tplab.show.phrases import ShowError, describe_point
 
 
 class Table:
-    """A pandas frame that shows itself with fixed ids, and with its text beside it.
+    """A pandas ``frame`` that shows itself with fixed ids, and with its text beside it.
 
     A plain ``Styler`` carries random ids and a memory address, which a stored notebook cannot keep.
-
-    Attributes:
-        frame: the ``pandas.DataFrame``.
     """
 
     def __init__(self, frame, bad=None):
@@ -52,9 +49,7 @@ def table(rows, index: str | None = None) -> Table:
 def layer_table(report, layer: int | None = None) -> Table:
     """Every point's difference from Hugging Face in orders of magnitude; what is outside the floor is marked.
 
-    Args:
-        report: an ``AlignReport``.
-        layer: a layer's number for its points; without it, the layers' outputs and the two ends of the model.
+    ``layer``: a layer's number for its points; without it, the layers' outputs and the two ends of the model.
 
         >>> show.layer_table(report, layer=0)
     """

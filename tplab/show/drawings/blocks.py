@@ -30,10 +30,7 @@ def short(text: str, most: int = 6) -> str:
 def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: int = 4, num_blocks: int = 6) -> Drawing:
     """One sequence: its tokens by position above, the slots in which they stand below.
 
-    Args:
-        block_ids: its block table.
-        tokens: their texts, in order.
-        block_size, num_blocks: of the cache.
+    ``block_ids``: its block table. ``tokens``: their texts, in order. ``block_size``, ``num_blocks``: of the cache.
 
         >>> show.slots_figure([4, 1, 3], ["Once", " upon", " a", " time", ",", " a", " fox"])
     """
@@ -150,11 +147,7 @@ def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> D
 
     A thick frame marks what the step wrote; a stroke through an empty place, what is reserved but not used; grey, a
     block with several users; *kept*, a free block that can still be found by its contents; *leaked*, one that counts as
-    used but stands in no table.
-
-    Args:
-        recording: what :func:`tplab.show.record` returned.
-        steps: their numbers within the recording, from 1; the last one if not given.
+    used but stands in no table. ``steps``: their numbers within the recording, from 1; the last one if not given.
 
         >>> show.blocks_figure(run, steps=[1, 6])
     """
@@ -168,8 +161,7 @@ def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> D
 
 
 class Stepper:
-    """What :func:`block_stepper` returns: a slider over the steps of a recording. Without a kernel: its first picture.
-    """
+    """A slider over the steps of a recording; without a kernel its first picture."""
 
     def __init__(self, recording: Recording, step: int):
         import ipywidgets as widgets
@@ -195,11 +187,7 @@ class Stepper:
 
 
 def block_stepper(recording: Recording, step: int = 1) -> Stepper:
-    """A slider over all steps, block tables and pool below it.
-
-    Args:
-        recording: what :func:`tplab.show.record` returned.
-        step: where it stands first.
+    """A slider over all steps, at first at ``step``; block tables and pool below it.
 
         >>> show.block_stepper(show.record(llm, prompts))
     """

@@ -61,13 +61,9 @@ def plan_svg(plan: ShardPlan) -> str:
 
 
 def plan_figure(plans) -> Drawing:
-    """Who holds which heads, for one plan or for several side by side.
+    """Who holds which heads: a ``ShardPlan`` (with its MLP columns and vocabulary rows), or ``{title: ShardPlan}``.
 
-    Args:
-        plans: a ``ShardPlan`` (drawn with its MLP columns and vocabulary rows), or ``{title: ShardPlan}``.
-
-        >>> show.plan_figure({"Qwen2.5-0.5B": ShardPlan.from_config(qwen, 2), "SmolLM2": ShardPlan.from_config(smol,
-        2)})
+        >>> show.plan_figure({"Qwen2.5-0.5B": ShardPlan.from_config(qwen, 2), "SmolLM2": plan})
     """
     single = isinstance(plans, ShardPlan)
     plans = {"": plans} if single else plans
@@ -89,24 +85,17 @@ def _span(heads: range) -> str:
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A weight ``[out_features, in_features]`` and what each rank holds of it. It draws itself in a notebook.
-
-    Attributes:
-        name: what stands above it.
-        shape: ``(out_features, in_features)``.
-        dim: 0 when rows are dealt out, 1 when columns are.
-        parts: for each rank, its ranges of rows (or columns); a rank may hold several, and share them with others.
-        blocks: ``{"q": rows, "k": rows, …}`` of a fused weight, from the top.
+    """A weight and what each rank holds of it. It draws itself in a notebook.
 
     Example: ``ShardedWeight("gate_proj", (352, 128), 0, [[r] for r in split_evenly(352, 2)])``, or
     ``ShardedWeight.of(plan, "o_proj")``.
     """
 
     name: str
-    shape: tuple[int, int]
-    dim: int
-    parts: Sequence[Sequence[range]]
-    blocks: dict[str, int] | None = None
+    shape: tuple[int, int]  # (out_features, in_features)
+    dim: int  # 0 when rows are dealt out, 1 when columns are
+    parts: Sequence[Sequence[range]]  # of each rank, its rows (or columns); ranks may share some
+    blocks: dict[str, int] | None = None  # {"q": rows, "k": rows, …} of a fused weight, from the top
 
     @classmethod
     def of(cls, plan: ShardPlan, name: str) -> "ShardedWeight":
@@ -134,8 +123,7 @@ class ShardedWeight:
         return (held, self.shape[1]) if self.dim == 0 else (self.shape[0], held)
 
     def strips(self) -> list[tuple[range, tuple[int, ...]]]:
-        """The weight cut where its holders change, from the top (or left): ``(rows or columns, ranks that hold them)``.
-        """
+        """``(rows or columns, ranks that hold them)``, cut where the holders change, from the top (or left)."""
         cuts = {0, self.shape[self.dim], *self._block_ends()}
         cuts.update(edge for part in self.parts for held in part for edge in (held.start, held.stop))
         edges = sorted(cut for cut in cuts if 0 <= cut <= self.shape[self.dim])
@@ -203,10 +191,7 @@ class ShardedWeight:
 
 
 def weight_figure(weights) -> Drawing:
-    """A ``[out, in]`` weight with each rank's part in its colour, or several ways to cut it side by side.
-
-    Args:
-        weights: a ``ShardedWeight``, or ``{title: ShardedWeight}``.
+    """A ``ShardedWeight`` with each rank's part in its colour, or ``{title: ShardedWeight}`` side by side.
 
         >>> right = ShardedWeight.of(plan, "q_proj")
         >>> wrong = ShardedWeight("q_proj", (128, 128), dim=1, parts=[[range(64)], [range(64, 128)]])

@@ -10,17 +10,11 @@ LEFT, TOP, ROW, BARS = 62.0, 44.0, 30.0, 58.0
 
 
 class Slice(NamedTuple):
-    """What one sequence did in one step.
+    """What one sequence did in one step."""
 
-    Attributes:
-        kind: ``"prefill"``, ``"again"`` (reading after a preemption), ``"decode"``, ``"preempted"`` or ``"waiting"``.
-        tokens: how many it computed.
-        last: whether it finished with this step.
-    """
-
-    kind: str
-    tokens: int
-    last: bool
+    kind: str  # "prefill", "again" (reading after a preemption), "decode", "preempted" or "waiting"
+    tokens: int  # how many it computed
+    last: bool  # whether it finished with this step
 
 
 def slices(recording: Recording) -> dict[int, dict[int, Slice]]:
@@ -46,9 +40,6 @@ def timeline_figure(recording: Recording) -> Drawing:
 
     Full colour: reading the prompt (striped: again, after a preemption). Light colour: one new token. ``✗``: preempted.
     A thin line: waiting. A black bar: finished.
-
-    Args:
-        recording: what :func:`tplab.show.record` returned.
 
         >>> show.timeline_figure(show.record(llm, prompts, params, arrivals=[0, 0, 3]))
     """

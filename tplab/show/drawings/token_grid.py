@@ -19,16 +19,10 @@ def rows_outside(report, point: str) -> list[bool]:
 
 
 def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
-    """Each prompt token by token, as far as it was computed: which are off the floor at one trace point, and which were
-    found in the cache.
+    """Each prompt token by token, as far as it was computed: off the floor at a trace point, or found in the cache?
 
-    A bar stands where decoding begins.
-
-    Args:
-        report: an ``AlignReport`` of :func:`tplab.align.align_decode`.
-        tokenizer: of the checkpoint, for the tokens' texts.
-        point: a trace point with a row per token; the first divergent one if not given, the final norm of a run
-            without any.
+    A bar stands where decoding begins. ``report``: of :func:`tplab.align.align_decode`. ``point``: a trace point with a
+    row per token; the first divergent one if not given, the final norm of a run without any.
 
         >>> show.token_grid_figure(align_decode(ckpt, prompts, patches=[fault]), ckpt.tokenizer())
     """

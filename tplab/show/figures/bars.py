@@ -1,22 +1,18 @@
-"""Bars for what is measured on this machine: seconds, bytes, tokens per second. Their lengths are never stored as text.
-"""
+"""Bars for what is measured on this machine. Their lengths are never stored as text."""
 
 from collections.abc import Mapping
 
 import matplotlib
 
-from tplab.show.figures.style import RC, Picture, looks, picture
+from tplab.show.figures.style import RC, Picture, entitle, looks, picture
 from tplab.show.phrases import ShowError
 
 
 def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, drawn: str) -> Picture:
-    """Horizontal bars: one group per row of the figure, one bar per label within it, each with its number.
+    """Horizontal bars of ``{group: {label: value}}``, each with its number and ``unit``.
 
-    Args:
-        groups: ``{group: {label: value}}``; the labels may differ from group to group.
-        unit: of the values, behind every number and at the axis.
-        title: the finding, true on any machine.
-        drawn: what is drawn, for the text alternative; no measured number in it, since those change from run to run.
+    ``title``: the finding, true on any machine. ``drawn``: what is drawn, for the text alternative, which has no
+    measured number, since those change from run to run.
 
         >>> show.bars_figure({"rank 0": {"full copy": 12.1, "slices": 6.2}}, "MB", "Slices hold half", "private memory")
     """
@@ -42,7 +38,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
         ax.set_xlim(0, longest * 1.18)
         ax.set_xlabel(unit)
         ax.invert_yaxis()
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        entitle(figure, title)
         figure.legend(loc="outside lower left", ncols=3)
     figure.alt_text = f"Figure: {drawn}: {', '.join(groups)}; bars for {', '.join(labels)}."
     return figure

@@ -15,12 +15,8 @@ def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]]
                            messages: Mapping[str, int] | None = None, title: str | None = None) -> Picture:
     """Seconds per collective against bytes per message: median, and a band that holds the middle half.
 
-    Args:
-        measured: ``{label: {bytes: seconds of each repetition}}``, as the slowest rank saw them.
-        messages: ``{what: bytes}``: messages of a model, drawn as lines.
-        title: the finding.
-
-    The text alternative carries no time: those belong to the machine.
+    ``measured``: ``{label: {bytes: seconds of each repetition}}``, as the slowest rank saw them. ``messages``: ``{what:
+    bytes}`` of a model, drawn as lines. The text alternative carries no time: those belong to the machine.
 
         >>> show.collective_cost_figure({"all_reduce": {4: seconds, 4096: more}}, {"one token": 512})
     """
@@ -81,10 +77,8 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, cores: i
                    ) -> Picture:
     """How many times as long a step takes with more threads per rank: every repetition, the middle half, the median.
 
-    Args:
-        measured: ``{threads per rank: seconds of each repetition}``; the first one is the yardstick.
-        ranks, cores: how many ranks worked at once, on how many cores.
-        title: the finding.
+    ``measured``: ``{threads per rank: seconds of each repetition}``; the first one is the yardstick. ``ranks`` worked
+    at once, on so many ``cores``.
 
         >>> show.threads_figure({1: with_one, 2: with_two}, ranks=2, cores=2)
     """

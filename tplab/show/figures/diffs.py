@@ -15,18 +15,11 @@ ENDS = ("embed", "output", "norm", "logits")
 def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     """The difference from Hugging Face after every layer, one line per report, with the rounding floor as a band.
 
-    NaN stands in a lane of its own at the top, exact agreement in one at the bottom.
+    NaN stands in a lane of its own at the top, exact agreement in one at the bottom. ``reports``: ``{label:
+    AlignReport}``, all of one model. Stages of the series and ``"broken"``/``"fixed"`` have fixed colours and markers.
+    Here and in all figures ``title`` is the finding; it is written from the data if not given.
 
-    Args:
-        reports: ``{label: AlignReport}``, all of one model. Stages of the series and ``"broken"``/``"fixed"`` have
-            fixed colours and markers.
-        title: the finding; written from the reports if not given.
-
-    Returns:
-        A figure. As the last line of a cell it shows itself and prints its text alternative.
-
-        >>> show.diff_figure({"broken": align(model, prompt, patches=[fault("nan_mask")]), "fixed": align(model,
-        prompt)})
+        >>> show.diff_figure({"broken": align(model, prompt, patches=["nan_mask"]), "fixed": align(model, prompt)})
     """
     names = _shared_points(reports)
     values = {label: [distance(report[name]) for name in names] for label, report in reports.items()}
@@ -44,9 +37,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
 def staircase(reports: Mapping, title: str | None = None) -> Picture:
     """The whole series in one figure: one line per stage, each repair a step down to the rounding floor.
 
-    Args:
-        reports: ``{stage: AlignReport}`` with stages of :data:`tplab.show.STAGES`, oldest first.
-        title: the finding; written from the reports if not given.
+    ``reports``: ``{stage: AlignReport}`` with stages of :data:`tplab.show.STAGES`, oldest first.
 
         >>> show.staircase({"seed engine": seed, "after 01": no_nan, "after 02": dim0})
     """
@@ -85,9 +76,8 @@ def _finish(figure, ax, title, rows) -> None:
 
 def _lost(reports, names) -> str:
     points = [report[name] for report in reports.values() for name in names]
-    kinds = [what
-             for what, there in (("NaN", any(p.nan for p in points)), ("inf", any(p.inf for p in points))) if there]
-    return " or ".join(kinds) or "NaN"
+    kinds = {"NaN": any(p.nan for p in points), "inf": any(p.inf for p in points)}
+    return " or ".join(what for what, there in kinds.items() if there) or "NaN"
 
 
 def _first(report) -> str:

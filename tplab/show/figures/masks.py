@@ -14,12 +14,8 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
     """Scores (or softmax weights) of one head, one panel per entry: numbers as shades, the rest as marks.
 
     A hidden entry (-inf) is hatched grey, NaN is a red cross on white, +inf an arrow. All panels share one scale.
-
-    Args:
-        tables: ``{label: tensor}``, each ``[queries, keys]``.
-        tokens: the keys' texts, written along the axes where there are at most 16.
-        title: the finding; written from the numbers if not given.
-        what: what the numbers are, ``"score"`` or ``"weight"``.
+    ``tables``: ``{label: tensor}``, each ``[queries, keys]``. ``tokens``: the keys' texts, written along the axes where
+    there are at most 16. ``what``: what the numbers are, ``"score"`` or ``"weight"``.
 
         >>> show.mask_figure({"times -inf": scores + torch.triu(ones) * -inf, "masked_fill": mask_scores(scores, mask)})
     """

@@ -42,9 +42,7 @@ class _FailedRun:
 def op_logs(errors, title: str | None = None) -> Picture:
     """What each rank did before a run failed: its collectives downwards, the first difference on a tint, and who waits.
 
-    Args:
-        errors: a ``RankError`` (or an error that one caused), or ``{title: error}``, one panel each.
-        title: the finding.
+    ``errors``: a ``RankError`` (or an error that one caused), or ``{title: error}``, one panel each.
 
         >>> show.op_logs(show.caught(pool.run, broken))
     """
@@ -156,8 +154,7 @@ def _box(ax, x, y, record, differs: bool, cannot_meet: bool) -> None:
 def _end(ax, x, y, kind, text) -> None:
     color, mark = _ENDS.get(kind, (FAINT, "?"))
     ax.add_patch(_rounded(x, y, facecolor="white", edgecolor=color, lw=1.4, linestyle=(0, (3, 2))))
-    wrapped = text.replace("torch.distributed.",
-                            "torch.distributed.\n").replace("raised ", "raised\n").replace("died ", "died\n")
+    wrapped = re.sub(r"(torch\.distributed\.|raised |died )", r"\1\n", text).replace(" \n", "\n")
     ax.text(x, y, f"{mark} {wrapped}", ha="center", va="center", fontsize=8.2, color=INK, fontweight="bold",
             linespacing=1.2)
 

@@ -13,12 +13,9 @@ from tplab.show.phrases import ShowError, describe_point, distance, dtype_name
 def points_figure(reports, layer: int | None = None, title: str | None = None) -> Picture:
     """All trace points of one layer, so that "K differs while V matches" can be seen.
 
-    Args:
-        reports: an ``AlignReport``, or ``{label: AlignReport}`` to lay several faults side by side.
-        layer: its number; the layer in which the first report leaves the floor, if not given.
-        title: the finding; written from the reports if not given.
+    ``reports``: an ``AlignReport``, or ``{label: AlignReport}`` to lay several faults side by side. ``layer``: its
+    number; the layer in which the first report leaves the floor, if not given.
 
-        >>> show.points_figure(report)
         >>> show.points_figure({"no rotation": a, "wrong theta": b}, layer=0)
     """
     reports = reports if isinstance(reports, Mapping) else {"tplab": reports}

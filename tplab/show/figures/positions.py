@@ -14,11 +14,8 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
                     title: str | None = None) -> Picture:
     """The difference from Hugging Face at one point, token by token along the beginning of the prompt.
 
-    Args:
-        reports: ``{label: AlignReport}`` over the same prompt.
-        point: a trace point among each report's evidence: of its first divergent layer, or an end of the model.
-        first: how many tokens are drawn; all if None.
-        title: the finding.
+    ``reports``: ``{label: AlignReport}`` over the same prompt. ``point``: a trace point among each report's evidence:
+    of its first divergent layer, or an end of the model. ``first``: how many tokens are drawn; all if None.
 
         >>> show.position_figure({"no rotation": a, "wrong theta": b}, "layers.0.q_rope")
     """

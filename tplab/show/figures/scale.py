@@ -1,6 +1,4 @@
-"""The vertical axis all difference figures share: powers of ten, with a lane for NaN above and one for exact zero
-below.
-"""
+"""The vertical axis of all difference figures: powers of ten, a lane for NaN above, one for exact zero below."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +11,9 @@ LANE = 0.55  # distance between two lines' lanes, in decades
 class DifferenceAxis:
     """Draws lines of relative differences on one matplotlib axes.
 
-    Args:
-        ax: the axes.
-        lines: ``{label: values}``; NaN goes to the upper lane, 0 to the lower one, each line at a height of its own;
-            None is not drawn.
-        floors: ``{dtype name: relative floor}``, drawn as bands.
-        lost: what the upper lane is called.
-
-    Everything is drawn at ``log10`` of its value, on a linear axis whose ticks are written as powers of ten.
+    ``lines``: ``{label: values}``; NaN goes to the upper lane, called ``lost``, 0 to the lower one, each line at a
+    height of its own; None is not drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is
+    drawn at ``log10`` of its value, on a linear axis whose ticks are written as powers of ten.
     """
 
     def __init__(self, ax, lines: dict[str, Sequence[float]], floors: dict[str, float], lost: str = "NaN"):
@@ -71,8 +64,8 @@ class DifferenceAxis:
     def draw(self, looks: dict[str, Look], legend: dict[str, str], joined: bool = True, apart: float = 0.0) -> None:
         """Draw all lines, the first at the bottom and with the largest marks, so that it shows below the others.
 
-        A line is broken where it changes lanes. ``legend``: the text for each label. ``joined``: whether neighbouring
-        points are connected. ``apart``: sideways distance between the lines' marks.
+        A line is broken where it changes lanes. ``joined``: whether neighbouring points are connected. ``apart``:
+        sideways distance between the lines' marks.
         """
         last = len(self.lines) - 1
         wider = min(1.5, 4.5 / max(last, 1)) * joined

@@ -15,11 +15,8 @@ def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, ti
     Across stand the trace points of the first layers, the final norm and the logits, in the order of the computation.
     A cell is empty, orange (some of the token's numbers are NaN) or black (all of them are).
 
-    Args:
-        tokens: their texts; few tokens are easier to see.
-        ranks: for each rank ``{trace point: [tokens] shares}`` of numbers that are NaN.
-        layers: how many layers to show.
-        title: the finding; written from the numbers if not given.
+    ``tokens``: their texts; few are easier to see. ``ranks``: for each rank ``{trace point: [tokens] shares}`` of
+    numbers that are NaN. ``layers``: how many are shown.
 
         >>> show.nan_map(*lesson.trace_nan(model, prompt, [fault("nan_mask")]))
     """
@@ -62,7 +59,6 @@ def _draw(lost, tokens) -> Picture:
 
 
 def _borders(names) -> list[int]:
-    """Where a layer begins or ends."""
     homes = [name.rpartition(".")[0] for name in names]
     return [x for x in range(1, len(names)) if homes[x] != homes[x - 1]]
 

@@ -1,5 +1,4 @@
-"""How the lab's figures look: one colour and one marker for each stage of the series, and a figure that brings its
-words.
+"""How the lab's figures look: a colour and a marker for each stage of the series, a figure with a text alternative.
 
 The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell apart.
 """
@@ -61,10 +60,7 @@ def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
 
 
 class Picture(Figure):
-    """A matplotlib figure that shows itself in a notebook together with its text alternative (the line ``Figure: …``).
-
-    Attributes:
-        alt_text: the text alternative, one line.
+    """A matplotlib figure that shows itself in a notebook together with its text alternative, the line ``Figure: …``.
     """
 
     def __init__(self, width: float, height: float):

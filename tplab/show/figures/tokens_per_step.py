@@ -4,16 +4,12 @@ from collections.abc import Iterable, Mapping
 
 import matplotlib
 
-from tplab.show.figures.style import RC, Picture, looks, picture
+from tplab.show.figures.style import RC, Picture, entitle, looks, picture
 from tplab.show.phrases import ShowError
 
 
 def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None = None) -> Picture:
-    """Tokens computed per step, one line per engine.
-
-    Args:
-        histories: ``{label: llm.scheduler.history}``.
-        title: the finding.
+    """Tokens computed per step, one line per engine. ``histories``: ``{label: llm.scheduler.history}``.
 
         >>> show.tokens_per_step_figure({"with a cache": llm.scheduler.history})
     """
@@ -30,7 +26,7 @@ def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None 
         ax.set_xlabel("step (the first one reads the prompt)")
         ax.set_ylabel("tokens computed")
         ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-        figure.suptitle(title or "Tokens computed in each step", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        entitle(figure, title or "Tokens computed in each step")
         figure.legend(loc="outside lower left", ncols=3)
     details = "; ".join(f"{label}: {steps[0]} in the first step, {steps[-1]} in the last, {sum(steps)} in all"
                      for label, steps in counts.items())
