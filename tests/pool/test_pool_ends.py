@@ -250,9 +250,9 @@ def test_a_fork_of_a_rank_is_no_rank():
 
     with RankPool(2) as pool:
         assert [type(pid) for pid in pool.run(os.fork)] == [int, int]
-        before = [log.last_seq() for log in pool._board.logs]
+        before = [log.last_seq() for log in pool._control.logs]
         assert [result[1:] for result in pool.run(fork)] == [(1, 2.0)] * 2
-        assert [log.last_seq() for log in pool._board.logs] == [seq + 1 for seq in before]
+        assert [log.last_seq() for log in pool._control.logs] == [seq + 1 for seq in before]
 
 
 def test_a_fork_of_a_rank_is_said_to_be_none(capfd):

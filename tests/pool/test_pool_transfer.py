@@ -2,6 +2,7 @@
 """
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -73,7 +74,7 @@ def test_100_mb_there_and_back(pool):
     a, b = pool.run(lambda t: t + rank(), big)
     assert torch.equal(a, big) and torch.equal(b, big + 1)
     assert time.monotonic() - begin < 20
-    assert pool._inbox.length() == 0 and all(m.outbox.length() == 0 for m in pool._members)
+    assert pool._inbox.length() == 0 and all(m.outbox.length() == 0 for m in pool._processes)
 
 
 def test_modules_beside_the_notebook_are_found(pool, tmp_path, monkeypatch):
@@ -155,6 +156,34 @@ def test_everything_that_is_printed_comes_back_in_order(pool, capsys):
     assert capsys.readouterr().out.splitlines() == [f"[rank {r}] {word}" for r in (0, 1) for word in words]
 
 
+def test_what_c_has_not_flushed_comes_with_its_run(pool, capsys):
+    pool.run(lambda: ctypes.CDLL(None).puts(b"from C"))
+    assert capsys.readouterr().out == "[rank 0] from C\n[rank 1] from C\n"
+
+
+def test_what_a_thread_prints_after_its_run_comes_with_the_next_one(pool, capsys, tmp_path):
+    go = str(tmp_path / "go")
+
+    def late():
+        while not os.path.exists(go):
+            time.sleep(0.001)
+        print("late")
+
+    pool.run(lambda: threading.Thread(target=late).start())
+    assert capsys.readouterr().out == ""
+    (tmp_path / "go").touch()
+    while not all(process.output.length() for process in pool._processes):
+        time.sleep(0.001)
+    pool.run(lambda: print("end"))
+    assert capsys.readouterr().out.splitlines() == [f"[rank {r}] {text}" for r in (0, 1) for text in ("late", "end")]
+
+
+def test_each_run_has_its_own_room_for_prints(pool, capsys):
+    for _ in range(3):
+        pool.run(lambda: print("x" * 50_000))
+        assert capsys.readouterr().out == "".join(f"[rank {r}] {'x' * 50_000}\n" for r in (0, 1))
+
+
 def test_50_mb_of_prints_are_cut_with_their_size(pool, capsys):
     begin = time.monotonic()
     pool.run(lambda: print("x" * 50_000_000))
@@ -190,7 +219,7 @@ def test_50_mb_from_c_do_not_block_or_pile_up(pool, capsys):
     assert time.monotonic() - begin < 10
     text = capsys.readouterr().out
     assert len(text) < 200_000 and text.count("cut here") == 2
-    assert all(member.output.length() == 0 for member in pool._members)
+    assert all(process.output.length() == 0 for process in pool._processes)
 
 
 def test_a_progress_bar_shows_its_last_state(pool, capsys):

@@ -15,12 +15,14 @@ from tplab.ranks import (
     all_reduce,
     barrier,
     broadcast,
+    context,
     logical_ranks,
     op_log,
     rank,
     state,
     world_size,
 )
+from tplab.ranks.context import current
 
 
 @pytest.fixture(scope="module")
@@ -198,22 +200,40 @@ def test_sizes_that_the_ranks_do_not_agree_on(run):
         run(fn)
 
 
-def test_only_the_ranks_own_thread_may_call(pool):
+def test_only_the_ranks_own_thread_may_call(run):
     def fn():
-        caught = []
+        caught, me = [], current()
 
         def other():
-            try:
-                barrier()
-            except RankError as error:
-                caught.append(str(error))
+            context.set_thread_group(me)
+            for call in (barrier, lambda: all_reduce(torch.ones(1)), lambda: all_gather(torch.ones(1)),
+                         lambda: broadcast(torch.ones(1))):
+                try:
+                    call()
+                except RankError as error:
+                    caught.append(str(error).partition(";")[0])
 
         thread = threading.Thread(target=other, name="helper")
         thread.start()
         thread.join()
         return caught
 
-    assert "barrier was called from thread 'helper' of rank 0" in pool.run(fn)[0][0]
+    for r, caught in enumerate(run(fn)):
+        assert caught == [f"{name} was called from thread 'helper' of rank {r}"
+                          for name in ("barrier", "all_reduce", "all_gather", "broadcast")]
+
+
+def test_a_view_that_is_not_contiguous_is_written(run):
+    def fn():
+        table = torch.zeros(4, 6) + rank()
+        assert broadcast(table[:, ::2], 1).shape == (4, 3)
+        copy = torch.zeros(BIG, 2) + rank()
+        broadcast(copy[:, 1], 2)
+        return table, copy[:, 0].unique(), copy[:, 1].unique()
+
+    for r, (table, kept, given) in enumerate(run(fn)):
+        assert (table[:, ::2] == 1).all() and (table[:, 1::2] == r).all()
+        assert kept.tolist() == [r] and given.tolist() == [2]
 
 
 # Outside, inside, and in threads.

@@ -22,78 +22,73 @@ def torchrun(tmp_path, source, size=2):
     )  # fmt: skip
 
 
-def test_collectives_give_what_a_pool_gives(tmp_path):
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """What rank 1 of two says in one run of several parts."""
     done = torchrun(
-        tmp_path,
+        tmp_path_factory.mktemp("torchrun"),
         """
+import pathlib, time
+from tplab.ranks.oplog import DTYPES
+
 assert under_torchrun()
 me, size = join_torchrun(strict=True)
 assert (me, size) == (rank(), world_size())
+def say(*words):
+    if me == 1: print(*words, flush=True)
 total = all_reduce(torch.tensor([1.0, me]))
 joined = all_gather(torch.full((2, me + 1), float(me)), sizes=[1, 2])
 word = broadcast(torch.tensor([me + 5.0]), 1)
 barrier()
-if me == 1:
-    print(total.tolist(), joined.tolist(), word.tolist(), len(op_log()), flush=True)
+say(total.tolist(), joined.tolist(), word.tolist(), len(op_log()))
 try:
     RankPool(2)
 except RankError as error:
-    if me == 1: print(error, flush=True)
+    say(error)
 barrier()
 try:
     all_reduce(torch.ones(3 + me))
 except CollectiveMismatch as error:
-    if me == 1: print(error.summary, flush=True)
-""",
-    )
-    lines = [line for line in done.stdout.splitlines() if line]
-    assert done.returncode == 0, done.stderr
-    assert lines[0] == "[2.0, 1.0] [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]] [6.0] 4"
-    assert "RankPool was called inside rank 1" in lines[1]
-    assert "rank 0 calls all_reduce [3] float32 at spmd.py, line" in lines[2]
+    say(error.summary)
 
-
-def test_a_collective_without_elements_waits_too(tmp_path):
-    done = torchrun(
-        tmp_path,
-        """
-import pathlib, time
-join_torchrun()
+join_torchrun()  # no longer strict, which would wait by itself
 for i, meet in enumerate([barrier, lambda: all_reduce(torch.ones(0)), lambda: all_gather(torch.ones(2, 0))]):
     late = pathlib.Path(__file__).with_name(f"late {i}")
-    if rank() == 1:
+    if me == 1:
         time.sleep(0.3)
         late.touch()
     meet()
     assert late.exists(), i
-""",
-    )
-    assert done.returncode == 0, done.stderr
 
-
-def test_every_dtype_crosses(tmp_path):
-    """gloo itself knows no int16, and called that a lost rank."""
-    done = torchrun(
-        tmp_path,
-        """
-from tplab.ranks.oplog import DTYPES
-join_torchrun()
 for dtype in DTYPES[1:]:
-    mine = torch.tensor([rank(), 1, 0]).to(dtype)
+    mine = torch.tensor([me, 1, 0]).to(dtype)
     joined = all_gather(mine)
     total = all_reduce(mine.clone())
     assert joined.dtype == total.dtype == dtype
     assert joined.tolist() == torch.tensor([0, 1, 0, 1, 1, 0]).to(dtype).tolist(), dtype
     assert total.tolist() == torch.tensor([1, 2, 0]).to(dtype).tolist(), dtype
     assert torch.equal(broadcast(mine, 1), torch.tensor([1, 1, 0]).to(dtype)), dtype
+say("all dtypes")
 """,
     )
     assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def test_collectives_give_what_a_pool_gives(lines):
+    assert lines[0] == "[2.0, 1.0] [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]] [6.0] 4"
+    assert "RankPool was called inside rank 1" in lines[1]
+    assert "rank 0 calls all_reduce [3] float32 at spmd.py, line" in lines[2]
+
+
+def test_a_collective_without_elements_waits_and_every_dtype_crosses(lines):
+    """gloo itself does not wait where there is nothing to gather, and knows no int16, which it called a lost rank."""
+    assert lines[3] == "all dtypes"
 
 
 def test_a_lost_rank_is_named_with_the_line(tmp_path):
     done = torchrun(tmp_path,
-                    "import os\njoin_torchrun(timeout=5)\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n")
+                    "import os\njoin_torchrun()\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n")
     assert done.returncode != 0
     assert "rank 0 waited in all_reduce [2] float32 at line 6 of spmd.py" in done.stderr
 

@@ -13,12 +13,13 @@ import sys
 from tplab.pool.shared_file import SharedFile
 
 SHOWN_BYTES = 64 * 1024  # of one rank in one run
+libc = ctypes.CDLL(None)
 
 
 class Output(io.BufferedIOBase):
     """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the beginning, counts the rest.
 
-    `note` is told the number of bytes so far after every write.
+    `note` is called with the number of bytes so far after every write.
     """
 
     def __init__(self, note):
@@ -51,17 +52,14 @@ def redirect(memory: SharedFile, note) -> Output:
     os.dup2(memory.fd, 1)
     os.dup2(memory.fd, 2)
     output = Output(note)
-    sys.stdout = io.TextIOWrapper(output, encoding="utf-8", errors="backslashreplace", write_through=True)
-    sys.stderr = io.TextIOWrapper(output, encoding="utf-8", errors="backslashreplace", write_through=True)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(output, encoding="utf-8", errors="backslashreplace", write_through=True) for _ in range(2))
     return output
 
 
 def flush() -> None:
     """Push out what C's stdio still holds back."""
-    _libc.fflush(None)
-
-
-_libc = ctypes.CDLL(None)
+    libc.fflush(None)
 
 
 class Reader:
@@ -71,7 +69,7 @@ class Reader:
         self.memory = memory
         self.dropped = 0
 
-    def relieve(self) -> None:
+    def trim(self) -> None:
         """Throw away what exceeds any use, so that a flood from C code cannot fill the memory."""
         length = self.memory.length()
         if length > 64 * SHOWN_BYTES:

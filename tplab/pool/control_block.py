@@ -1,4 +1,4 @@
-"""The notice board of a pool: one shared mapping that the parent and every rank read and write.
+"""The control block of a pool: one shared mapping that the parent and every rank read and write.
 
 Commands, answers, progress and the op logs are plain numbers at fixed places, so they can be read at any moment,
 also when a rank is stuck in C++ or dead, and an interrupted reader loses nothing: pipes carry only wake-up bytes.
@@ -10,10 +10,8 @@ from typing import NamedTuple
 from tplab.pool.shared_file import SharedFile
 from tplab.ranks.oplog import LOG_BYTES, OpLog
 
-# Commands of the parent.
-JOIN, SETUP, RUN, DROP = 1, 2, 3, 4  # DROP: close gloo's connections; it has no answer
-# Outcomes of a command.
-OK, FAILED = 1, 2
+JOIN, SETUP, RUN, DROP = 1, 2, 3, 4  # the parent's commands; DROP: close gloo's connections; it has no answer
+OK, FAILED = 1, 2  # outcomes of a command
 
 # Words of the pool's block.
 ABANDONED = 0  # ranks of this epoch, or an earlier one, leave every collective
@@ -39,7 +37,7 @@ class Command(NamedTuple):
     length: int
 
 
-class Board:
+class ControlBlock:
     """Fixed layout: pool block, a block per rank, a log per rank, two data slots per rank."""
 
     def __init__(self, memory: SharedFile, size: int):
@@ -47,10 +45,9 @@ class Board:
         self.map = memory.map()
         self.bytes = memoryview(self.map)
         self.words = self.bytes[: _logs_at(size)].cast("q")
-        self.logs = [
-            OpLog(self.bytes[_logs_at(size) + r * LOG_BYTES : _logs_at(size) + (r + 1) * LOG_BYTES])
-            for r in range(size)
-        ]
+        logs = self.bytes[_logs_at(size) : _logs_at(size) + size * LOG_BYTES]
+        self.logs = [OpLog(logs[r * LOG_BYTES : (r + 1) * LOG_BYTES]) for r in range(size)]
+        logs.release()
 
     @staticmethod
     def bytes_needed(size: int) -> int:
@@ -102,18 +99,15 @@ def _slots_at(size: int) -> int:
     return -(-(_logs_at(size) + size * LOG_BYTES) // 4096) * 4096
 
 
-_gate = threading.Lock()
-_gate.acquire()
+_lock = threading.Lock()
 
 
 def fence() -> None:
     """Order memory accesses before this call against those after it.
 
-    Python has no fence. A release followed by an acquire of a lock is one, on processors (ARM) that reorder writes.
+    Python has no fence. Locks are: two acquisitions, one after the other, also on processors (ARM) that reorder writes.
     """
-    with _fence_guard:
-        _gate.release()
-        _gate.acquire()
-
-
-_fence_guard = threading.Lock()
+    with _lock:
+        pass
+    with _lock:
+        pass

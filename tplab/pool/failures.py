@@ -1,9 +1,9 @@
-"""Telling what went wrong in a command: from what a `Watch` knows to one `RankError`."""
+"""What went wrong in a command: from what a `Watch` knows to one `RankError`."""
 
-from tplab.pool import control_block as words
 from tplab.pool import transfer
+from tplab.pool.control_block import ANSWERED_AT
 from tplab.pool.rank_process import gloo_call, in_gloo, snapshot
-from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place
+from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place, waiting
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -13,9 +13,7 @@ def failure(watch) -> RankError:
     if watch.pool.closed:
         watch.stop()
         return RankError("the pool was closed while it was running this")
-    causes = _unfinished(watch)
-    for cause in causes:
-        cause.consequence = True
+    causes = _unfinished(watch, consequence=True)
     causes += [_finished(watch, r) for r, status in enumerate(watch.status) if status != "running"]
     first = min(causes, key=lambda cause: (cause.consequence or cause.kind == "returned", cause.at))
     if isinstance(first.exception, CollectiveMismatch):
@@ -27,9 +25,8 @@ def failure(watch) -> RankError:
 def skipped(watch) -> RankError:
     """Some ranks have returned, and others wait in a collective for them."""
     causes = _unfinished(watch) + _returned(watch)
-    gone = [f"rank {cause.rank} returned" for cause in causes if cause.kind == "returned"]
-    held = [f"rank {cause.rank} {cause.text}" for cause in causes if cause.kind != "returned"]
-    return _error(watch, "; ".join(gone + held), causes)
+    summary = "; ".join(f"rank {c.rank} {c.text}" for c in sorted(causes, key=lambda c: c.kind != "returned"))
+    return _error(watch, summary, causes)
 
 
 def too_late(watch) -> RankError:
@@ -39,27 +36,23 @@ def too_late(watch) -> RankError:
     return _error(watch, summary, sorted(causes, key=lambda cause: cause.kind != "running"))
 
 
-def _unfinished(watch) -> list[Cause]:
+def _unfinished(watch, consequence=False) -> list[Cause]:
     """Where the ranks are that have not finished."""
     ops = {r: watch.waits_in(r) for r in watch.running()}
-    causes = [_in_collective(r, record) for r, record in ops.items() if record is not None]
-    stacks = snapshot([watch.members[r] for r, record in ops.items() if record is None])
-    return causes + [_in_code(r, frames) for r, frames in stacks.items()]
+    causes = [waiting(r, record, consequence=consequence) for r, record in ops.items() if record is not None]
+    stacks = snapshot([watch.processes[r] for r, record in ops.items() if record is None])
+    return causes + [_in_code(r, frames, consequence) for r, frames in stacks.items()]
 
 
-def _in_collective(r, record):
-    text = f"waits in {record.op} at {place(record.file, record.line)}"
-    return Cause(r, "waiting", text, [Frame(record.file, record.line, "")])
-
-
-def _in_code(r, frames):
+def _in_code(r, frames, consequence):
     lines = learner_frames(frames)
-    if not lines:
-        return Cause(r, "running", "is still running, in code that does not say where")
-    at = place(lines[-1].file, lines[-1].line)
-    if in_gloo(frames):
-        return Cause(r, "waiting", f"waits in torch.distributed.{gloo_call(frames)} at {at}", lines)
-    return Cause(r, "running", f"is still running at {at}", lines)
+    kind, text = "running", "is still running, in code that does not say where"
+    if lines:
+        at = place(lines[-1].file, lines[-1].line)
+        text = f"is still running at {at}"
+        if in_gloo(frames):
+            kind, text = "waiting", f"waits in torch.distributed.{gloo_call(frames)} at {at}"
+    return Cause(r, kind, text, lines, consequence=consequence)
 
 
 def _returned(watch):
@@ -72,23 +65,22 @@ def _finished(watch, r):
         return Cause(r, "returned", "returned")
     if status == "dead":
         return _death(watch, r)
-    at = watch.board.word(r, words.ANSWERED_AT)
+    at = watch.control.word(r, ANSWERED_AT)
     if report.kind == "stopped":
         record = watch.waits_in(r)
         line = report.frames[-1] if report.frames else None
         text = f"stopped in {record.op}" if record else "stopped"
         text += f" at {place(line.file, line.line)}" if line else ""
         return Cause(r, "stopped", text, report.frames, at=at, consequence=True)
-    exception = _exception(report.exception)
     lost = any(sign in report.text for sign in _LOST)
-    return Cause(r, "raised", f"raised {report.text}", report.frames, exception, at, lost)
+    return Cause(r, "raised", f"raised {report.text}", report.frames, _exception(report.exception), at, lost)
 
 
 def _death(watch, r):
-    """How and where a rank died; a rank killed from outside can tell its last collective only."""
-    member, record = watch.members[r], watch.last_op(r)
-    frames = learner_frames(member.stack(crash=True))
-    text = f"died ({member.death()})"
+    """How and where a rank died; a rank killed from outside leaves its last collective only."""
+    process, record = watch.processes[r], watch.last_op(r)
+    frames = learner_frames(process.stack(crash=True))
+    text = f"died ({process.death()})"
     if frames:
         text += f" at {place(frames[-1].file, frames[-1].line)}"
     elif record is not None:
@@ -105,7 +97,7 @@ def _error(watch, summary, causes, kind=RankError):
     dead = [r for r, status in enumerate(watch.status) if status == "dead"]
     watch.stop()
     # Read when all ranks are at rest: logs that still grow would seem to differ.
-    logs = [log.records(before) for log, before in zip(watch.board.logs, watch.before)]
+    logs = [log.records(before) for log, before in zip(watch.control.logs, watch.before)]
     notes = []
     if watch.ended:
         notes.append(f"{_ranks(watch.ended)} did not stop and had to be ended.")
@@ -120,10 +112,8 @@ def _ranks(numbers) -> str:
 
 
 def _exception(pickled):
-    """The exception object, where its class is known here too; its text has been told in any case."""
-    if pickled is None:
-        return None
+    """The exception object, where its class is known here too; its text has come in any case."""
     try:
-        return transfer.loads(pickled)
+        return None if pickled is None else transfer.loads(pickled)
     except Exception:
         return None

@@ -34,9 +34,8 @@ def start(spec: worker.Spec):
         task.unwanted = True
         raise
     if task.error is not None:
-        raise RankError(
-            f"rank {spec.rank} could not be started: {task.error} (temporary folder: {spec.folder})"
-        ) from task.error
+        raise RankError(f"rank {spec.rank} could not be started: {task.error} (temporary folder: {spec.folder})"
+                        ) from task.error
     return task.process
 
 
@@ -51,7 +50,7 @@ class _Start(threading.Thread):
     def run(self):
         try:
             self.process = self._process()
-        except Exception as error:  # told by `start`, in the thread that asked for this
+        except Exception as error:  # raised by `start`, in the thread that asked for this
             self.error = error
         finally:
             self.spec.close()
@@ -61,15 +60,14 @@ class _Start(threading.Thread):
             self.process.join()
 
     def _process(self):
-        if sys.platform.startswith("linux"):
-            context = mp.get_context("forkserver")
-            context.set_forkserver_preload(_PRELOAD)
-        else:
-            context = mp.get_context("spawn")
+        linux = sys.platform.startswith("linux")
+        context = mp.get_context("forkserver" if linux else "spawn")
         name = f"{_NAME}{self.spec.rank}"
         process = context.Process(target=worker.main, args=(self.spec,), name=name, daemon=True)
         with _lock, _without_main():
             _find_server()
+            if linux:
+                context.set_forkserver_preload(_PRELOAD)
             process.start()
         return process
 
@@ -79,7 +77,7 @@ def forget() -> None:
     global _lock
     if (alive := forkserver._forkserver._forkserver_alive_fd) is not None:
         os.close(alive)
-    _another_server()
+    forkserver._forkserver.__init__()
     current_process()._config.pop("tempdir", None)  # where the parent's server listens
     _lock = threading.Lock()
 
@@ -93,14 +91,7 @@ def _find_server() -> None:
     if address is not None and not os.path.exists(address):
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(address), 0o700)  # multiprocessing listens there again, and removes it at exit
-        _another_server()
-
-
-def _another_server() -> None:
-    server = forkserver._forkserver
-    preload = server._preload_modules
-    server.__init__()
-    server.set_forkserver_preload(preload)
+        forkserver._forkserver.__init__()
 
 
 @contextmanager

@@ -49,8 +49,7 @@ class _Cell:
     """The source of a cell, as a function on a rank."""
 
     def __init__(self, source: str, label: str):
-        self.source = source
-        self.label = label
+        self.source, self.label = source, label
 
     def __call__(self, notebook: dict) -> None:
         """Run in the rank's namespace and print the last expression, as Jupyter would."""
@@ -59,10 +58,9 @@ class _Cell:
         tree = ast.parse(self.source, self.label)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, self.label, "exec"), scope)
-        if last is not None:
-            value = eval(compile(ast.Expression(last.value), self.label, "eval"), scope)
-            if value is not None:
-                print(repr(value))
+        value = eval(compile(ast.Expression(last.value), self.label, "eval"), scope) if last is not None else None
+        if value is not None:
+            print(repr(value))
 
     @property
     def __code__(self):
@@ -93,11 +91,8 @@ def _namespace() -> dict:
 
 def _global_names(table) -> set[str]:
     """Names that the code reads as globals, in functions and classes too."""
-    here = {
-        symbol.get_name()
-        for symbol in table.get_symbols()
-        if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global())
-    }
+    module = table.get_type() == "module"
+    here = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (module or s.is_global())}
     return here.union(*map(_global_names, table.get_children()))
 
 
@@ -111,7 +106,7 @@ def _parse(line: str):
     parser.add_argument("size", nargs="?", type=int)
     parser.add_argument("--timeout", type=float)
     try:
-        words = shlex.split(line)
+        arguments = shlex.split(line)
     except ValueError as error:  # an unclosed quote
         parser.error(f"{line.strip()!r}: {error}")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)

@@ -13,9 +13,8 @@ from contextlib import suppress
 from tplab.checks import shown, whole_number
 from tplab.patch import in_force
 from tplab.pool import capture, launcher, transfer
-from tplab.pool import control_block as words
-from tplab.pool.control_block import JOIN, RUN, SETUP, Board, Command
-from tplab.pool.rank_process import Member, end_all
+from tplab.pool.control_block import ANSWERED, JOIN, PRINTED, RUN, SETUP, Command, ControlBlock
+from tplab.pool.rank_process import RankProcess, end_all
 from tplab.pool.shared_file import SharedFile, no_room
 from tplab.pool.watch import Watch
 from tplab.ranks import context
@@ -43,8 +42,7 @@ class RankPool:
         self.timeout = seconds(timeout)
         self.strict = strict
         self.closed = False
-        self._lock = threading.Lock()
-        self._owner = None  # the thread that runs at the moment
+        self._lock, self._owner = threading.Lock(), None  # the thread that runs at the moment
         self._pid = os.getpid()
         self._made = next(_births)
         self._number = self._epoch = 0
@@ -52,10 +50,10 @@ class RankPool:
         self._set_up = self._watch = None
         self._folder = _private_folder()
         try:
-            self._memory = SharedFile("board", self._folder, Board.bytes_needed(size))
+            self._memory = SharedFile("control-block", self._folder, ControlBlock.bytes_needed(size))
             self._inbox = SharedFile("inbox", self._folder)
-            self._board = Board(self._memory, size)
-            self._members = [Member(self, r) for r in range(size)]
+            self._control = ControlBlock(self._memory, size)
+            self._processes = [RankProcess(self, r) for r in range(size)]
             _open_pools.add(self)
             self._owner = threading.get_ident()
             self._ready()
@@ -76,7 +74,7 @@ class RankPool:
     @property
     def pids(self) -> list[int | None]:
         """Process numbers of the ranks, in rank order; None for one that the next run will start."""
-        return [None if member.dead() else member.process.pid for member in self._members]
+        return [None if process.dead() else process.child.pid for process in self._processes]
 
     def run(self, fn, *args, timeout: float | None = None, **kwargs) -> list:
         """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
@@ -103,7 +101,7 @@ class RankPool:
         if self.closed or self._pid != os.getpid():
             return
         self.closed = True
-        end_all(getattr(self, "_members", []))
+        end_all(getattr(self, "_processes", []))
         shutil.rmtree(self._folder, ignore_errors=True)
         _open_pools.discard(self)
         # A run in another thread sees its ranks die and leaves; only then may the memory go.
@@ -121,7 +119,7 @@ class RankPool:
     # Commands.
 
     def _run(self, kind, payload, timeout, fn):
-        before = [log.last_seq() for log in self._board.logs]
+        before = [log.last_seq() for log in self._control.logs]
         self._fresh = True  # until all ranks have answered well
         self._watch = Watch(self, before, timeout, fn, self._number + 1)
         try:
@@ -132,23 +130,22 @@ class RankPool:
             self._watch.stop()
             self._print()
             raise
-        self._watch = None
-        self._fresh = False
-        for memory in (self._inbox, *(member.outbox for member in self._members)):
-            memory.truncate()
+        self._watch, self._fresh = None, False
+        for file in (self._inbox, *(process.outbox for process in self._processes)):
+            file.truncate()
         self._print()
-        return [self._read(r, answer) for r, answer in enumerate(answers)]
+        return [_read(r, answer) for r, answer in enumerate(answers)]
 
     def _post(self, kind, length=0):
         self._number += 1
-        self._board.post(Command(self._number, kind, self._epoch, length))
-        for member in self._members:
-            if not member.dead():
-                member.wake()
+        self._control.post(Command(self._number, kind, self._epoch, length))
+        for process in self._processes:
+            if not process.dead():
+                process.wake()
 
     def _ready(self):
         """All ranks alive, in one epoch, looking for modules where this process does."""
-        if self._fresh or any(member.dead() for member in self._members):
+        if self._fresh or any(process.dead() for process in self._processes):
             self._join()
         folder = _working_folder()
         if self._set_up != (sys.path, folder):
@@ -159,56 +156,47 @@ class RankPool:
         """Bring all ranks into a new epoch, dead ones started afresh."""
         if self._watch is not None:
             self._watch.stop()  # an interrupt may have cut the last attempt short
-            self._watch = None
         self._epoch += 1
-        self._fresh, self._set_up = True, None
+        self._fresh, self._set_up, self._watch = True, None, None
         _empty(self._folder)
-        dead = [member for member in self._members if member.dead()]
-        for member in dead:
-            self._board.clear_rank(member.rank, self._epoch)
+        dead = [process for process in self._processes if process.dead()]
+        for process in dead:
+            self._control.clear_rank(process.rank, self._epoch)
         # Posted first: a rank that starts must find this command and no older one.
         self._post(JOIN)
         try:
-            for member in dead:
-                member.start(self)
+            for process in dead:
+                process.start(self)
             Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
         except BaseException:
             # Those that have not joined sit in gloo's rendezvous and wait for the missing ones.
-            end_all([m for m in self._members if self._board.word(m.rank, words.ANSWERED) != self._number])
+            end_all([m for m in self._processes if self._control.word(m.rank, ANSWERED) != self._number])
             raise
         finally:
-            for member in self._members:
-                member.reader.take(0)  # what libraries say while they start is no learner's output
+            for process in self._processes:
+                process.reader.take(0)  # what libraries say while they start is no learner's output
         self._fresh = False
 
-    def _read(self, rank, answer):
-        try:
-            return transfer.loads(answer)
-        except Exception as error:
-            raise RankError(f"the result of rank {rank} cannot be read here: {error}") from error
-
     def _print(self):
-        for member in self._members:
-            capture.show(member.rank, *member.reader.take(self._board.word(member.rank, words.PRINTED)))
-            self._board.set_word(member.rank, words.PRINTED, 0)
+        for process in self._processes:
+            capture.show(process.rank, *process.reader.take(self._control.word(process.rank, PRINTED)))
+            self._control.set_word(process.rank, PRINTED, 0)
 
     # Ends.
 
     def _refuse_unusable(self):
         if self._pid != os.getpid():
-            raise RankError(
-                f"this pool belongs to process {self._pid}, of which this process ({os.getpid()}) is a fork; "
-                "make a RankPool here"
-            )
+            raise RankError(f"this pool belongs to process {self._pid}, of which this process ({os.getpid()}) is a "
+                            "fork; make a RankPool here")
         if self.closed:
             raise RankError(f"this pool of {self.size} ranks is closed; make a new one: RankPool({self.size})")
         if self._owner == threading.get_ident():
             raise RankError("RankPool.run was called while this thread is already in a run of the same pool")
 
     def _release(self):
-        for member in getattr(self, "_members", []):
-            member.release()
-        for name in ("_board", "_memory", "_inbox"):
+        for process in getattr(self, "_processes", []):
+            process.release()
+        for name in ("_control", "_memory", "_inbox"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
@@ -224,29 +212,32 @@ def shared_pool(size: int = 2) -> RankPool:
 
 def latest_pool() -> RankPool:
     """The open pool made last, else a shared one of two ranks."""
-    pools = sorted((p for p in _open_pools if not p.closed), key=lambda p: p._made)
-    return pools[-1] if pools else shared_pool(2)
+    latest = max((pool for pool in _open_pools if not pool.closed), key=lambda pool: pool._made, default=None)
+    return latest or shared_pool(2)
 
 
+@atexit.register
 def _close_all() -> None:
     for pool in list(_open_pools):
         pool.close()
 
 
-atexit.register(_close_all)
-
-
 def _disown() -> None:
     """In a fork of this process: the ranks are the parent's, so let go of them without a word to them."""
-    for pool in list(_open_pools):
-        for member in pool._members:
-            member.disown()
+    for process in (process for pool in _open_pools for process in pool._processes):
+        process.disown()
     if len(_open_pools):
         launcher.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_disown)
+
+
+def _read(rank, answer):
+    try:
+        return transfer.loads(answer)
+    except Exception as error:
+        raise RankError(f"the result of rank {rank} cannot be read here: {error}") from error
 
 
 def _pool_size(size) -> int:
@@ -258,10 +249,8 @@ def _pool_size(size) -> int:
 
 def _refuse_inside_rank(what: str) -> None:
     if context.inside_rank():
-        raise RankError(
-            f"{what} was called inside rank {context.rank()}; a rank works with the other ranks by collectives and "
-            "starts no ranks of its own"
-        )
+        raise RankError(f"{what} was called inside rank {context.rank()}; a rank works with the other ranks by "
+                        "collectives and starts no ranks of its own")
 
 
 def _working_folder() -> str | None:
@@ -272,13 +261,12 @@ def _working_folder() -> str | None:
 
 
 def _private_folder() -> str:
-    """A folder of mode 0700 for gloo's rendezvous; its name tells whose it is (see `nursery`)."""
+    """A folder of mode 0700 for gloo's rendezvous; its name tells whose it is (see `preload`)."""
     folder = None
     try:
         folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
-        with open(os.path.join(folder, "probe"), "wb") as probe:
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
             probe.write(bytes(64 * 1024))
-        os.unlink(probe.name)
         return folder
     except OSError as error:
         if folder is not None:

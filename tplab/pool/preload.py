@@ -1,9 +1,8 @@
 """Loaded by the fork server before it forks ranks, and by nobody else.
 
-What every rank should already have: the modules below take seconds to import. Here that happens once, and each rank,
-also one that takes the place of a dead one, starts in some tens of milliseconds with all of them.
-
-And what is left to do after a sudden end of the notebook: this process notices it, whatever its ranks are doing.
+The modules below take seconds to import. Here that happens once, and each rank, also one that takes the place of a dead
+one, starts in some tens of milliseconds with all of them. And after a sudden end of the notebook this process, which
+notices it whatever its ranks are doing, removes what is left.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""The parent's handle on one rank: its process, its files, the signals it understands."""
+"""The parent's side of one rank: its process, its files, the signals it understands."""
 
 import os
 import re
@@ -17,33 +17,27 @@ from tplab.ranks.errors import Frame
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-class Member:
+class RankProcess:
     """One rank as seen from the parent."""
 
     def __init__(self, pool, rank: int):
-        self.board = pool._board
-        self.rank = rank
-        self.process = None
-        self.pipe = None
-        self.outbox, self.output, self.stacks = (
-            SharedFile(f"{label}-{rank}", pool._folder) for label in ("outbox", "output", "stacks")
-        )
+        self.control, self.rank = pool._control, rank
+        self.child = self.pipe = None
+        self.files = [SharedFile(f"{label}-{rank}", pool._folder) for label in ("outbox", "output", "stacks")]
+        self.outbox, self.output, self.stacks = self.files
         self.reader = Reader(self.output)
 
     def start(self, pool) -> None:
         """Start the process, in place of a dead one."""
         self.release_process()
-        for memory in (self.outbox, self.output, self.stacks):
-            memory.truncate()
+        for file in self.files:
+            file.truncate()
         self.pipe, theirs = Pipe()
-        self.process = launcher.start(
-            Spec(
-                rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
-                birth=pool._epoch, memory=pool._memory.duplicate(), inbox=pool._inbox.duplicate(),
-                outbox=self.outbox.duplicate(), output=self.output.duplicate(), stacks=self.stacks.duplicate(),
-                wake=theirs,
-            )  # fmt: skip
-        )
+        memory, inbox, outbox, output, stacks = (
+            file.duplicate() for file in (pool._memory, pool._inbox, *self.files))
+        self.child = launcher.start(Spec(
+            rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
+            birth=pool._epoch, memory=memory, inbox=inbox, outbox=outbox, output=output, stacks=stacks, wake=theirs))
 
     def wake(self) -> None:
         try:
@@ -51,7 +45,7 @@ class Member:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it has just died, which the sentinel tells better
 
-    def calm(self) -> bool:
+    def drain(self) -> bool:
         """Take in the wake-up bytes that the rank has sent; False at the end of the pipe."""
         try:
             return bool(os.read(self.pipe.fileno(), 4096))
@@ -59,26 +53,23 @@ class Member:
             return False
 
     def dead(self) -> bool:
-        return self.process is None or not self.process.is_alive()
+        return self.child is None or not self.child.is_alive()
 
     def is_up(self) -> bool:
         """Whether the process has come as far as taking commands; before that a signal would end it."""
-        return self.board.word(self.rank, STARTED) > 0 and not self.dead()
+        return self.control.word(self.rank, STARTED) > 0 and not self.dead()
 
     def signal(self, number: int) -> None:
         if self.is_up():
-            os.kill(self.process.pid, number)
+            os.kill(self.child.pid, number)
 
     def death(self) -> str:
         """How a dead process ended: ``SIGKILL`` or ``exit code 3``."""
-        self.process.join(5)
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            try:
-                return signal.Signals(-code).name
-            except ValueError:
-                return f"signal {-code}"
-        return f"exit code {code}"
+        self.child.join(5)
+        code = self.child.exitcode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
 
     def stack(self, crash: bool = False) -> list[Frame]:
         """The lines that faulthandler has written, innermost last; with `crash` only those of a fatal error."""
@@ -88,56 +79,54 @@ class Member:
         return [Frame(file, int(line), name) for file, line, name in reversed(_FRAME.findall(text))]
 
     def release_process(self) -> None:
-        if self.process is not None:
+        if self.child is not None:
             end_all([self])
-            self.process.close()
-            self.process = None
+            self.child.close()
         if self.pipe is not None:
             self.pipe.close()
-            self.pipe = None
+        self.child = self.pipe = None
 
     def disown(self) -> None:
         """In a fork of the parent: close this end of the pipe, and do not end the process when this one exits."""
-        if self.process is not None:
-            _children.discard(self.process)
+        if self.child is not None:
+            _children.discard(self.child)
         if self.pipe is not None:
             self.pipe.close()
 
     def release(self) -> None:
         self.release_process()
-        for memory in (self.outbox, self.output, self.stacks):
-            memory.close()
+        for file in self.files:
+            file.close()
 
 
-def end_all(members) -> None:
+def end_all(processes) -> None:
     """Kill these processes, all at once, and wait until they are gone."""
-    processes = [member.process for member in members if member.process is not None]
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(5)
+    children = [process.child for process in processes if process.child is not None]
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(5)
 
 
-def snapshot(members) -> dict[int, list[Frame]]:
+def snapshot(processes) -> dict[int, list[Frame]]:
     """Where these ranks are at this moment, innermost line last; an empty list for one that does not say.
 
     faulthandler answers from a signal handler in C, so also when a rank is stuck in C++ with the GIL held.
     """
-    asked = [member for member in members if member.is_up()]
-    for member in asked:
-        member.stacks.truncate()
-        member.signal(signal.SIGUSR2)
-    end = time.monotonic() + 0.15
-    lengths = None
+    asked = [process for process in processes if process.is_up()]
+    for process in asked:
+        process.stacks.truncate()
+        process.signal(signal.SIGUSR2)
+    end, lengths = time.monotonic() + 0.15, None
     while time.monotonic() < end:
-        seen = [member.stacks.length() for member in asked]
+        seen = [process.stacks.length() for process in asked]
         if seen == lengths and all(seen):
             break
         lengths = seen
         time.sleep(0.003)
-    found = {member.rank: member.stack() if member in asked else [] for member in members}
-    for member in asked:
-        member.stacks.truncate()
+    found = {process.rank: process.stack() if process in asked else [] for process in processes}
+    for process in asked:
+        process.stacks.truncate()
     return found
 
 

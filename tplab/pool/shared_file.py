@@ -31,11 +31,11 @@ class SharedFile:
         os.ftruncate(self.fd, size)
 
     def __reduce__(self):
-        return _adopt, (reduction.DupFd(self.fd), self.size)
+        return _arrive, (reduction.DupFd(self.fd), self.size)
 
     def duplicate(self) -> "SharedFile":
         """The same file under a descriptor of its own, which can be closed apart."""
-        return _adopted(os.dup(self.fd), self.size)
+        return _adopt(os.dup(self.fd), self.size)
 
     def map(self) -> mmap.mmap:
         return mmap.mmap(self.fd, self.size)
@@ -77,17 +77,15 @@ def no_room(error: OSError, folder: str | None) -> RankError:
     """What to say when a temporary folder is missing, full or not ours to write."""
     if folder is not None and error.filename is None:
         error.filename = folder
-    return RankError(
-        f"the ranks need a little room in a temporary folder and cannot have it: {error}. "
-        "Set TMPDIR to a folder that can be written and has space"
-    )
+    return RankError(f"the ranks need a little room in a temporary folder and cannot have it: {error}. "
+                     "Set TMPDIR to a folder that can be written and has space")
 
 
-def _adopt(duplicate, size):
-    return _adopted(duplicate.detach(), size)
+def _arrive(duplicate, size):
+    return _adopt(duplicate.detach(), size)
 
 
-def _adopted(fd, size):
+def _adopt(fd, size):
     shared = object.__new__(SharedFile)
     shared.fd, shared.size = fd, size
     return shared

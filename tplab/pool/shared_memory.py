@@ -1,8 +1,8 @@
 """The group of a pool's processes: pieces travel through shared memory.
 
-Measured here, an all-reduce of 4 KB between two ranks takes gloo several hundred microseconds (threads and sockets
-between the two) and this some tens. Each rank has two slots and uses them in turn: a rank that has published step
-n + 1 has finished reading step n, so slot n may be written again at step n + 2 without any further signal.
+An all-reduce of 4 KB between two ranks takes gloo several hundred microseconds (threads and sockets) and this some
+tens. Each rank has two slots and uses them in turn: a rank that has published step n + 1 has finished reading step n,
+so slot n may be written again at step n + 2 without any further signal.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from tplab.pool.control_block import ABANDONED, BLOCK_WORDS, SLOT_BYTES, STEP, Board, fence
+from tplab.pool.control_block import ABANDONED, BLOCK_WORDS, SLOT_BYTES, STEP, ControlBlock, fence
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group
 from tplab.ranks.oplog import SAME_FROM, SAME_TO
@@ -25,18 +25,16 @@ _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 class SharedMemoryGroup(Group):
     """One rank process of a pool."""
 
-    def __init__(self, rank: int, board: Board, strict: bool):
-        super().__init__(rank, board.size, board.logs[rank])
-        self.board = board
-        self.words = board.words
+    def __init__(self, rank: int, control: ControlBlock, strict: bool):
+        super().__init__(rank, control.size, control.logs[rank])
+        self.control = control
+        self.words = control.words
         self.strict = strict
         self.others = [r for r in range(self.size) if r != rank]
         self.step_at = [BLOCK_WORDS * (r + 1) + STEP for r in range(self.size)]
-        self.epoch = 0
-        self.step = 0
-        self.checked = 0
+        self.epoch = self.step = self.checked = 0
         with torch.inference_mode(False):
-            self.memory = torch.frombuffer(board.map, dtype=torch.uint8)
+            self.memory = torch.frombuffer(control.map, dtype=torch.uint8)
         self.views = {}
 
     def begin_epoch(self, epoch: int) -> None:
@@ -79,26 +77,22 @@ class SharedMemoryGroup(Group):
         at = self.log.at
         mine = self.log.memory[at + SAME_FROM : at + SAME_TO]
         for other in self.others:
-            if self.board.logs[other].memory[at + SAME_FROM : at + SAME_TO] != mine:
+            if self.control.logs[other].memory[at + SAME_FROM : at + SAME_TO] != mine:
                 raise CollectiveMismatch.of(self._records())
         if self.strict and len({(record.file, record.line) for record in self._records()}) > 1:
             raise CollectiveMismatch.of(self._records(), "strict: the ranks meet from different lines")
 
     def _records(self):
-        return [log.record(self.log.seq) for log in self.board.logs]
+        return [log.record(self.log.seq) for log in self.control.logs]
 
     def _slots(self, parity, dtype, counts):
         key = (parity, dtype, counts)
-        slots = self.views.get(key)
-        if slots is None:
+        if (slots := self.views.get(key)) is None:
             if len(self.views) > 512:
                 self.views.clear()
             each = [counts] * self.size if isinstance(counts, int) else counts
+            begins = [self.control.slot_offset(r, parity) for r in range(self.size)]
             with torch.inference_mode(False):
-                slots = [self._slot(r, parity, dtype, n) for r, n in enumerate(each)]
+                slots = [self.memory[at : at + n * dtype.itemsize].view(dtype) for at, n in zip(begins, each)]
             self.views[key] = slots
         return slots
-
-    def _slot(self, rank, parity, dtype, count):
-        at = self.board.slot_offset(rank, parity)
-        return self.memory[at : at + count * dtype.itemsize].view(dtype)

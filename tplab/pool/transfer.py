@@ -22,16 +22,12 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _plain(t):
-    return (
-        t.layout == torch.strided and t.device.type == "cpu" and not t.requires_grad and not t.is_quantized
-        and not t.is_conj() and not t.is_neg()
-    )  # fmt: skip
+    dense = t.layout == torch.strided and t.device.type == "cpu" and not t.is_quantized
+    return dense and not t.requires_grad and not t.is_conj() and not t.is_neg()
 
 
 def _tensor(raw, dtype, shape):
-    if not raw:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
 def dumps(obj) -> bytes:
@@ -47,14 +43,14 @@ def dumps_call(fn, args, kwargs, patches=()) -> bytes:
     try:
         return dumps((fn, args, kwargs, patches))
     except Exception as error:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
         parts = [(f"argument {i} ", value) for i, value in enumerate(args)]
-        parts += [(f"argument {key}", value) for key, value in kwargs.items()] + [(f"function {_name(fn)}", fn)]
+        parts += [(f"argument {key}", value) for key, value in kwargs.items()] + [(f"function {name}", fn)]
         parts += [(f"the replacement for {patch.target}", patch.replacement) for patch in patches]
         found = next((found for path, value in parts if (found := find_unsendable(value, path.strip()))), None)
         path, value, why = found or ("the call", fn, error)
-        raise RankError(
-            f"{path} ({type(value).__name__}) cannot be sent to the ranks: {why}. No rank has been touched."
-        ) from None
+        raise RankError(f"{path} ({type(value).__name__}) cannot be sent to the ranks: {why}. No rank has been touched."
+                        ) from None
 
 
 def find_unsendable(value, path: str, depth: int = 4):
@@ -65,8 +61,7 @@ def find_unsendable(value, path: str, depth: int = 4):
     except Exception as error:
         why = error
     for name, part in _parts(value) if depth else ():
-        found = find_unsendable(part, path + name, depth - 1)
-        if found:
+        if found := find_unsendable(part, path + name, depth - 1):
             return found
     return path, value, why
 
@@ -80,7 +75,3 @@ def _parts(value):
         scope = inspect.getclosurevars(value)
         return [(f" uses {name}", part) for name, part in {**scope.nonlocals, **scope.globals}.items()]
     return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
-
-
-def _name(fn) -> str:
-    return getattr(fn, "__qualname__", type(fn).__name__)

@@ -4,20 +4,19 @@ import select
 import signal
 import time
 
-from tplab.pool import control_block as words
 from tplab.pool import failures, transfer
-from tplab.pool.control_block import DROP
+from tplab.pool.control_block import ABANDONED, ANSWER_LENGTH, ANSWERED, DROP, OK, OUTCOME, STARTED, fence
 from tplab.pool.rank_process import end_all, in_gloo, snapshot
 from tplab.ranks.oplog import OpRecord
 
 _TICK = 0.05
 _PATIENCE = 0.25  # after a first failure, for ranks that fail or finish by themselves
 _STOP = 0.4  # for a rank to leave what it is doing before it is ended
-_LOOSEN = 0.05  # after which ranks that hang in gloo are helped out
+_DROP_GLOO = 0.05  # after which ranks that hang in gloo are helped out
 _GLOO_SAMPLE, _GLOO_STUCK = 0.5, 2.5
 
-RUNNING, RETURNED, FAILED, DEAD = "running", "returned", "failed", "dead"
-IDLE = "idle"  # an interrupt came before the rank had begun
+# A rank is idle when an interrupt came before it had begun.
+RUNNING, RETURNED, FAILED, DEAD, IDLE = "running", "returned", "failed", "dead", "idle"
 
 
 class Watch:
@@ -28,21 +27,16 @@ class Watch:
     """
 
     def __init__(self, pool, before, timeout: float, fn, number: int):
-        self.pool = pool
-        self.board = pool._board
-        self.members = pool._members
-        self.number = number
-        self.before = before
-        self.timeout = timeout
-        self.fn = fn
+        self.pool, self.control, self.processes = pool, pool._control, pool._processes
+        self.before, self.timeout, self.fn, self.number = before, timeout, fn, number
         self.status = [RUNNING] * pool.size
         self.reports = [None] * pool.size
         self.died_at = [0] * pool.size  # time.monotonic_ns
         self.ended = set()  # ranks that had to be killed
         self._gone = set()  # ranks whose process has ended
         self._gloo_since = {}
-        self._pipes = {member.pipe.fileno(): member for member in self.members}
-        self._sentinels = {member.process.sentinel: member for member in self.members}
+        self._pipes = {process.pipe.fileno(): process for process in self.processes}
+        self._sentinels = {process.child.sentinel: process for process in self.processes}
         self._poll = select.poll()
         for fd in (*self._pipes, *self._sentinels):
             self._poll.register(fd, select.POLLIN)
@@ -74,31 +68,28 @@ class Watch:
                 raise failures.too_late(self)
             self._pause(min(_TICK, deadline - now))
         if set(self.status) == {RETURNED}:
-            return [m.outbox.get(self.board.word(m.rank, words.ANSWER_LENGTH)) for m in self.members]
+            return [self._answer(r) for r in range(self.pool.size)]
         raise failures.failure(self)
 
     def stop(self) -> None:
-        """Bring every rank to rest: by the board, by a signal, by closing gloo's connections, at last by SIGKILL."""
-        self.board.words[words.ABANDONED] = self.pool._epoch
+        """Bring every rank to rest: by the control block, a signal, closing gloo's connections, at last by SIGKILL."""
+        self.control.words[ABANDONED] = self.pool._epoch
         self._look()
         for r in self.running():
-            self.members[r].signal(signal.SIGUSR1)
-        begin = time.monotonic()
-        loosened = False
+            self.processes[r].signal(signal.SIGUSR1)
+        begin, dropped = time.monotonic(), False
         while RUNNING in self.status and (now := time.monotonic() - begin) < _STOP:
-            if now >= _LOOSEN and not loosened:
-                loosened = True
+            if now >= _DROP_GLOO and not dropped:
+                dropped = True
                 self.pool._post(DROP)
             self._pause(0.01)
             self._look()
             for r in self.running():
-                if self.board.word(r, words.STARTED) > self.number:
+                if self.control.word(r, STARTED) > self.number:
                     self.status[r] = IDLE
-        stubborn = self.running()
-        end_all([self.members[r] for r in stubborn])
-        for r in stubborn:
-            self.ended.add(r)
-            self.status[r] = DEAD
+        self.ended.update(self.running())
+        end_all([self.processes[r] for r in self.running()])
+        self.status = [DEAD if status == RUNNING else status for status in self.status]
 
     def running(self) -> list[int]:
         return [r for r, status in enumerate(self.status) if status == RUNNING]
@@ -110,21 +101,23 @@ class Watch:
 
     def last_op(self, r: int) -> OpRecord | None:
         """The newest collective of rank `r` in this command."""
-        log = self.board.logs[r]
+        log = self.control.logs[r]
         seq = log.last_seq()
         return log.record(seq) if seq > self.before[r] else None
+
+    def _answer(self, r):
+        return self.processes[r].outbox.get(self.control.word(r, ANSWER_LENGTH))
 
     def _look(self):
         for r in self.running():
             # An answer counts even if the rank died right after giving it, so death is looked at second.
-            if self.board.word(r, words.ANSWERED) == self.number:
-                words.fence()
-                if self.board.word(r, words.OUTCOME) == words.OK:
+            if self.control.word(r, ANSWERED) == self.number:
+                fence()
+                if self.control.word(r, OUTCOME) == OK:
                     self.status[r] = RETURNED
                 else:
                     self.status[r] = FAILED
-                    answer = self.members[r].outbox.get(self.board.word(r, words.ANSWER_LENGTH))
-                    self.reports[r] = transfer.loads(answer)
+                    self.reports[r] = transfer.loads(self._answer(r))
             elif r in self._gone:
                 self.status[r] = DEAD
                 self.died_at[r] = time.monotonic_ns()
@@ -133,20 +126,20 @@ class Watch:
         for fd, _event in self._poll.poll(max(0.0, seconds) * 1000):
             if fd in self._sentinels:
                 self._gone.add(self._sentinels[fd].rank)
-            elif self._pipes[fd].calm():
+            elif self._pipes[fd].drain():
                 continue
             self._poll.unregister(fd)  # what has ended stays readable for ever
-        for member in self.members:
-            member.reader.relieve()
+        for process in self.processes:
+            process.reader.trim()
 
     def _never_met(self):
         """Whether a rank waits in a collective that another one has returned without: nothing can end that."""
-        returned = [self.board.logs[r].last_seq() for r, s in enumerate(self.status) if s == RETURNED]
+        returned = [self.control.logs[r].last_seq() for r, s in enumerate(self.status) if s == RETURNED]
         return any((record := self.waits_in(r)) and record.seq > min(returned) for r in self.running())
 
     def _stuck_in_gloo(self, now):
         """The same for code that calls `torch.distributed` itself, where only the stack can tell."""
-        stacks = snapshot([self.members[r] for r in self.running()])
+        stacks = snapshot([self.processes[r] for r in self.running()])
         for r, frames in stacks.items():
             if not in_gloo(frames):
                 self._gloo_since.pop(r, None)

@@ -1,6 +1,5 @@
-"""The process of one rank: obeys the board, runs functions, answers, and goes when its parent is gone."""
+"""The process of one rank: obeys the control block, runs functions, answers, and goes when its parent is gone."""
 
-import ctypes
 import faulthandler
 import fcntl
 import multiprocessing
@@ -10,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, parent_process
@@ -19,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from tplab.patch import applied
-from tplab.pool import capture, transfer
-from tplab.pool import control_block as words
-from tplab.pool.control_block import DROP, JOIN, SETUP, Board, fence
+from tplab.pool import capture, control_block, transfer
+from tplab.pool.control_block import ControlBlock, fence
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
 from tplab.ranks import context
-from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_frames
+from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
 
 
 @dataclass
@@ -37,8 +34,8 @@ class Spec:
     strict: bool
     folder: str  # the pool's private one
     parent_pid: int
-    birth: int  # see `board.BIRTH`
-    memory: SharedFile  # the board
+    birth: int  # see `control_block.BIRTH`
+    memory: SharedFile  # the control block
     inbox: SharedFile  # the parent's payload, the same for all ranks
     outbox: SharedFile  # this rank's answer
     output: SharedFile  # what this rank prints
@@ -53,8 +50,8 @@ class Spec:
 def main(spec: Spec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     _die_with_parent(spec)
-    board = Board(spec.memory, spec.size)
-    output = capture.redirect(spec.output, lambda count: board.set_word(spec.rank, words.PRINTED, count))
+    control = ControlBlock(spec.memory, spec.size)
+    output = capture.redirect(spec.output, lambda count: control.set_word(spec.rank, control_block.PRINTED, count))
     fcntl.fcntl(spec.stacks.fd, fcntl.F_SETFL, fcntl.fcntl(spec.stacks.fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.enable(spec.stacks.fd, all_threads=False)
     faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
@@ -63,7 +60,7 @@ def main(spec: Spec) -> None:
     # that Python would miss, and warn about, after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
-    _Rank(spec, board, output).serve()
+    _Rank(spec, control, output).serve()
 
 
 def _die_with_parent(spec: Spec) -> None:
@@ -85,10 +82,7 @@ def _die_with_parent(spec: Spec) -> None:
 
 def _end_with_starter() -> None:
     if sys.platform.startswith("linux"):
-        _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-_libc = ctypes.CDLL(None)
+        capture.libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _watch_parent(spec: Spec) -> None:
@@ -107,11 +101,9 @@ def _watch_parent(spec: Spec) -> None:
 
 
 class _Rank:
-    def __init__(self, spec: Spec, board: Board, output: capture.Output):
-        self.spec = spec
-        self.board = board
-        self.output = output
-        self.group = SharedMemoryGroup(spec.rank, board, spec.strict)
+    def __init__(self, spec: Spec, control: ControlBlock, output: capture.Output):
+        self.spec, self.control, self.output = spec, control, output
+        self.group = SharedMemoryGroup(spec.rank, control, spec.strict)
         self.group.thread = threading.get_ident()
         context.set_process_group(self.group)
         self.interruptible = False
@@ -135,40 +127,38 @@ class _Rank:
     def serve(self) -> None:
         done = 0
         while True:
-            command = self.board.command()
-            if self.board.word(self.spec.rank, words.BIRTH) != self.spec.birth:
+            command = self.control.command()
+            if self.control.word(self.spec.rank, control_block.BIRTH) != self.spec.birth:
                 return  # an interrupt cut this rank's start short, and another process has its place
             if command.number == done:
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
                 continue
             done = command.number
-            if command.kind == DROP:
+            if command.kind == control_block.DROP:
                 _leave_gloo()
-            self.board.set_word(self.spec.rank, words.STARTED, done)
-            if command.kind == DROP:
+            self.control.set_word(self.spec.rank, control_block.STARTED, done)
+            if command.kind == control_block.DROP:
                 continue
             try:
                 outcome, answer = self._obey(command)
             except Abandoned:  # it arrived just as the function ended
-                outcome, answer = words.FAILED, transfer.dumps(Report.of(Abandoned()))
+                outcome, answer = _failed(Abandoned())
             if os.getpid() != self.pid:  # a fork has come to the function's end; the rank answers for itself
-                if outcome == words.FAILED:
+                if outcome == control_block.FAILED:
                     print(f"a fork of this rank: {transfer.loads(answer).text}", file=sys.stderr)
-                os._exit(outcome != words.OK)
+                os._exit(outcome != control_block.OK)
             self._answer(done, outcome, answer)
 
     def _obey(self, command):
         try:
-            if command.kind == JOIN:
+            if command.kind == control_block.JOIN:
                 return self._run(command.epoch, self._join, (command.epoch,))
-            payload = self.spec.inbox.get(command.length)
-            fn, args, kwargs, patches = transfer.loads(payload)
-            del payload
+            fn, args, kwargs, patches = transfer.loads(self.spec.inbox.get(command.length))
         except Exception as error:
             error.add_note("The call could not be read on the rank.")
-            return words.FAILED, transfer.dumps(Report.of(error))
-        if command.kind == SETUP:
+            return _failed(error)
+        if command.kind == control_block.SETUP:
             return self._run(command.epoch, _set_up, args)
         return self._run(command.epoch, fn, args, kwargs, patches)
 
@@ -176,41 +166,43 @@ class _Rank:
         self.output.restart()
         try:
             self.interruptible = True
-            if self.board.words[words.ABANDONED] >= epoch:
+            if self.control.words[control_block.ABANDONED] >= epoch:
                 raise Abandoned
             with applied(*patches):
                 result = fn(*args, **(kwargs or {}))
             self.interruptible = False
         except BaseException as error:
             self.interruptible = False
-            return words.FAILED, transfer.dumps(Report.of(error))
+            return _failed(error)
         try:
-            return words.OK, transfer.dumps(result)
+            return control_block.OK, transfer.dumps(result)
         except Exception as error:
             path, value, why = transfer.find_unsendable(result, "result") or ("result", result, error)
             text = f"{path} ({type(value).__name__}) of rank {self.spec.rank} cannot be sent back: {why}"
-            return words.FAILED, transfer.dumps(Report.of(RankError(text)))
+            return _failed(RankError(text))
 
     def _join(self, epoch: int) -> None:
-        """Become part of a new epoch: counters at zero, and a fresh gloo group for code that uses `torch.distributed`.
-        """
+        """Become part of a new epoch: counters at zero, a fresh gloo group for code that uses `torch.distributed`."""
         _leave_gloo()
         self.group.begin_epoch(epoch)
-        store = dist.FileStore(os.path.join(self.spec.folder, f"gloo-{epoch}"), self.spec.size)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.spec.rank, world_size=self.spec.size, timeout=timedelta(minutes=30)
-        )
+        rank, size = self.spec.rank, self.spec.size
+        store = dist.FileStore(os.path.join(self.spec.folder, f"gloo-{epoch}"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
 
     def _answer(self, number: int, outcome: int, answer: bytes) -> None:
         capture.flush()
-        board, rank = self.board, self.spec.rank
         self.spec.outbox.put(answer)
-        board.set_word(rank, words.OUTCOME, outcome)
-        board.set_word(rank, words.ANSWER_LENGTH, len(answer))
-        board.set_word(rank, words.ANSWERED_AT, time.monotonic_ns())
+        control, rank = self.control, self.spec.rank
+        control.set_word(rank, control_block.OUTCOME, outcome)
+        control.set_word(rank, control_block.ANSWER_LENGTH, len(answer))
+        control.set_word(rank, control_block.ANSWERED_AT, time.monotonic_ns())
         fence()
-        board.set_word(rank, words.ANSWERED, number)
+        control.set_word(rank, control_block.ANSWERED, number)
         os.write(self.spec.wake.fileno(), b"a")
+
+
+def _failed(error):
+    return control_block.FAILED, transfer.dumps(Report.of(error))
 
 
 def _leave_gloo() -> None:
@@ -236,8 +228,7 @@ class Report:
 
     @classmethod
     def of(cls, error: BaseException) -> "Report":
-        stack = traceback.extract_tb(error.__traceback__)
-        frames = learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
+        frames = learner_stack(error)
         if isinstance(error, Abandoned):
             return cls("stopped", "stopped", frames, None)
         try:

@@ -12,9 +12,8 @@ _HOMES = {
     "RankError": "errors", "CollectiveMismatch": "errors",
     "rank": "context", "world_size": "context", "state": "context",
     "all_reduce": "comm", "all_gather": "comm", "broadcast": "comm", "barrier": "comm", "op_log": "comm",
-    "OpRecord": "oplog", "logical_ranks": "logical", "join_torchrun": "torchrun",
-    "under_torchrun": "torchrun",
-}  # fmt: skip
+    "OpRecord": "oplog", "logical_ranks": "logical", "join_torchrun": "torchrun", "under_torchrun": "torchrun",
+}
 __all__ = list(_HOMES)
 
 

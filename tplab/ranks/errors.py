@@ -4,6 +4,7 @@ import linecache
 import math
 import os
 import sys
+import traceback
 from dataclasses import dataclass, field, replace
 
 from tplab.checks import number, shown
@@ -80,25 +81,31 @@ class CollectiveMismatch(RankError):
     def of(cls, records, why="the ranks meet in different collectives"):
         """From each rank's `OpRecord` of the same number."""
         records = list(records)
-        causes = [
-            Cause(r, "waiting", f"calls {record} at {place(record.file, record.line)}",
-                  [Frame(record.file, record.line, "")])
-            for r, record in enumerate(records)
-        ]  # fmt: skip
+        causes = [waiting(r, record, f"calls {record}") for r, record in enumerate(records)]
         error = cls(why + ": " + "; ".join(f"rank {c.rank} {c.text}" for c in causes), causes)
-        error._told_from = records, why
+        error._made_of = records, why
         return error
 
     def __reduce__(self):
-        # Told anew where it arrives: a rank does not know the number of the cell that a line stands in.
-        return (type(self).of, self._told_from) if hasattr(self, "_told_from") else super().__reduce__()
+        # Made again where it arrives: a rank does not know the number of the cell that a line stands in.
+        return (type(self).of, self._made_of) if hasattr(self, "_made_of") else super().__reduce__()
+
+
+def waiting(rank: int, record, text: str = "", consequence: bool = False) -> Cause:
+    """The cause of a rank that is in the collective of this `OpRecord`."""
+    text = f"{text or f'waits in {record.op}'} at {place(record.file, record.line)}"
+    return Cause(rank, "waiting", text, [Frame(record.file, record.line, "")], consequence=consequence)
+
+
+def learner_stack(error: BaseException) -> list[Frame]:
+    """The learner's lines that led to an exception, innermost last."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
 
 
 def render(error: RankError) -> str:
     """The whole message: headline, the first cause with its lines, the other ranks, the op logs side by side."""
-    lines = [error.summary]
-    if error.first is not None:
-        lines += source_lines(error.first.frames)
+    lines = [error.summary, *(source_lines(error.first.frames) if error.first is not None else ())]
     for cause in error.causes.values():
         if cause is error.first:
             continue
@@ -125,11 +132,9 @@ def describe(error: BaseException, most: int = 4000) -> str:
 def source_lines(frames) -> list[str]:
     lines = []
     for frame in frames:
-        function = f", in {frame.function}" if frame.function else ""
-        lines.append(f"  {place(frame.file, frame.line)}{function}")
+        lines.append(f"  {place(frame.file, frame.line)}" + (f", in {frame.function}" if frame.function else ""))
         linecache.checkcache(frame.file)  # it may have been edited since its lines were last shown
-        source = linecache.getline(frame.file, frame.line).strip()
-        if source:
+        if source := linecache.getline(frame.file, frame.line).strip():
             lines.append(f"    {source}")
     return lines
 

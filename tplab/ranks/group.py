@@ -2,8 +2,7 @@
 
 Every rank contributes a flat piece, sees the pieces of all ranks, and adds or joins them in rank order, so that all
 ranks get the same bits and one machine's result does not depend on timing. How the pieces travel is a subclass's
-matter: shared memory between processes (`shm.py`), references between threads (`logical.py`), gloo under torchrun
-(`torchrun.py`).
+matter: shared memory between the processes of a pool, references between threads, gloo under torchrun.
 """
 
 import math
@@ -14,7 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from tplab.ranks.errors import RankError
-from tplab.ranks.oplog import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DTYPE_CODES, MAX_DIMS, OpLog
+from tplab.ranks.oplog import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DTYPE_CODES, MAX_DIMS, OPS, OpLog
 
 
 class Group:
@@ -29,8 +28,6 @@ class Group:
         self.thread = None  # ident of the only thread that may call collectives; None: any
         self.disowned = False  # in a fork of the rank's process
 
-    # What a subclass provides.
-
     def swap(self, piece: torch.Tensor, counts=None) -> list[torch.Tensor]:
         """Give `piece` (flat) to all ranks and get every rank's, in rank order, valid until the next but one swap.
 
@@ -42,8 +39,6 @@ class Group:
     def chunk(self, dtype: torch.dtype) -> int:
         """How many elements one `swap` takes."""
         return 1 << 62
-
-    # The collectives.
 
     def all_reduce(self, t, frame):
         self._enter(ALL_REDUCE, t, 0, frame)
@@ -60,31 +55,25 @@ class Group:
         return t
 
     def all_gather(self, t, dim, sizes, frame):
-        self._check_tensor(t, "all_gather")
+        self._check_tensor(t, "all_gather")  # before its shape is looked at
         if not -t.ndim <= dim < t.ndim:
             raise RankError(f"all_gather: dim {dim} does not exist in a tensor of shape {list(t.shape)}")
         dim %= t.ndim
         shape = list(t.shape)
-        if sizes is None:
-            detail = dim
-            shapes = [shape] * self.size
-        else:
+        logged, detail, shapes = shape, dim, [shape] * self.size
+        if sizes is not None:
             sizes = [int(n) for n in sizes]
             if len(sizes) != self.size or sizes[self.rank] != shape[dim]:
-                raise RankError(
-                    f"all_gather: sizes {sizes} do not fit {self.size} ranks of which rank {self.rank} "
-                    f"has {shape[dim]} along dim {dim} (shape {shape})"
-                )
+                raise RankError(f"all_gather: sizes {sizes} do not fit {self.size} ranks of which rank {self.rank} "
+                                f"has {shape[dim]} along dim {dim} (shape {shape})")
             # In the log the total stands for this dimension, so that ranks with different lengths still agree.
+            *shapes, logged = [[*shape[:dim], n, *shape[dim + 1 :]] for n in [*sizes, sum(sizes)]]
             detail = dim + 256 * zlib.crc32(repr(sizes).encode())
-            shapes = [[*shape[:dim], n, *shape[dim + 1 :]] for n in sizes]
-        logged = shape if sizes is None else [*shape[:dim], sum(sizes), *shape[dim + 1 :]]
         self._enter(ALL_GATHER, t, detail, frame, logged)
         if self.size == 1:
             out = t.detach().clone()
         else:
-            counts = [math.prod(s) for s in shapes]
-            parts = self._collect(_flat(t), counts)
+            parts = self._collect(_flat(t), [math.prod(s) for s in shapes])
             out = torch.cat([part.view(s) for part, s in zip(parts, shapes)], dim)
         self.log.leave()
         return out
@@ -112,35 +101,26 @@ class Group:
             self.swap(_NOTHING)
         self.log.leave()
 
-    # Parts of them.
-
     def _enter(self, op, t, detail, frame, shape=None):
-        name = "all_reduce" if op == ALL_REDUCE else "broadcast" if op == BROADCAST else "all_gather"
-        if op != ALL_GATHER:
-            self._check_tensor(t, name)
-        self._check_thread(name)
+        self._check_tensor(t, OPS[op])
+        self._check_thread(OPS[op])
         self.log.enter(op, t.shape if shape is None else shape, DTYPE_CODES[t.dtype], detail, frame)
 
     def _check_tensor(self, t, name):
         if not isinstance(t, torch.Tensor):
             raise RankError(f"{name} takes a tensor, not {type(t).__name__}")
         if t.dtype not in DTYPE_CODES or t.ndim > MAX_DIMS or t.device.type != "cpu" or t.layout != torch.strided:
-            raise RankError(
-                f"{name} takes a dense CPU tensor of at most {MAX_DIMS} dimensions and a plain dtype, "
-                f"not {t.dtype} {list(t.shape)} on {t.device}"
-            )
+            raise RankError(f"{name} takes a dense CPU tensor of at most {MAX_DIMS} dimensions and a plain dtype, "
+                            f"not {t.dtype} {list(t.shape)} on {t.device}")
 
     def _check_thread(self, name):
         if self.disowned:
-            raise RankError(
-                f"{name} was called in a fork of rank {self.rank}, which is no rank; only the process that runs the "
-                "function may call collectives"
-            )
+            raise RankError(f"{name} was called in a fork of rank {self.rank}, which is no rank; only the process that "
+                            "runs the function may call collectives")
         if self.thread is not None and threading.get_ident() != self.thread:
-            raise RankError(
-                f"{name} was called from thread {threading.current_thread().name!r} of rank {self.rank}; "
-                "only the thread that runs the function may call collectives, or their order would be left to chance"
-            )
+            raise RankError(f"{name} was called from thread {threading.current_thread().name!r} of rank {self.rank}; "
+                            "only the thread that runs the function may call collectives, or their order would be left "
+                            "to chance")
 
     def _pieces(self, flat):
         step = self.chunk(flat.dtype)

@@ -1,13 +1,12 @@
 """Logical ranks: the same SPMD function on threads of one process, for sweeps too wide for processes."""
 
 import threading
-import traceback
 
 import torch
 
 from tplab.checks import shown, whole_number
 from tplab.ranks import context
-from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, place
+from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, RankError, describe, learner_stack, waiting
 from tplab.ranks.group import Group
 
 
@@ -23,12 +22,11 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
     if context.inside_rank():
         raise RankError(f"logical_ranks was called inside rank {context.rank()}; a rank starts no ranks of its own")
     meeting = _Meeting(size)
-    groups = [_LogicalGroup(r, meeting) for r in range(size)]
-    meeting.groups = groups
+    meeting.groups = groups = [_LogicalGroup(r, meeting) for r in range(size)]
     results = [None] * size
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-    def work(group):
+    def run(group):
         context.set_thread_group(group)
         group.thread = threading.get_ident()
         try:
@@ -40,7 +38,7 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
         else:
             meeting.returned(group.rank)
 
-    threads = [threading.Thread(target=work, args=(g,), name=f"logical rank {g.rank}", daemon=True) for g in groups]
+    threads = [threading.Thread(target=run, args=(g,), name=f"logical rank {g.rank}", daemon=True) for g in groups]
     try:
         for thread in threads:
             thread.start()
@@ -63,10 +61,8 @@ class _Meeting:
         self.steps = [0] * size
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
         self.gone = set()
-        self.errors = {}
-        self.order = []
-        self.stuck = None
-        self.over = False
+        self.errors = {}  # by rank, the first one first
+        self.stuck = self.over = False  # stuck: a rank waits for one that has returned
         self.groups = []
 
     def meet(self, rank: int, piece) -> list:
@@ -90,7 +86,6 @@ class _Meeting:
     def failed(self, rank: int, error: BaseException) -> None:
         with self.change:
             self.errors[rank] = error
-            self.order.append(rank)
             self.gone.add(rank)
             self.over = True
             self.change.notify_all()
@@ -103,38 +98,24 @@ class _Meeting:
     def _check(self) -> None:
         """A rank waits for ever if another one has returned after fewer steps."""
         if self.gone and not self.over and max(self.steps) > min(self.steps[r] for r in self.gone):
-            self.stuck = sorted(self.gone)
-            self.over = True
+            self.stuck = self.over = True
 
     def error(self) -> RankError:
         logs = [group.log.records() for group in self.groups]
         mismatch = next((e for e in self.errors.values() if isinstance(e, CollectiveMismatch)), None)
         if mismatch is not None:
             return CollectiveMismatch(mismatch.summary, mismatch.causes.values(), logs)
-        raised = [r for r in self.order if not isinstance(self.errors[r], Abandoned)]
-        causes = [self._raised(r) for r in raised]
+        raised = {r: error for r, error in self.errors.items() if not isinstance(error, Abandoned)}
+        causes = [Cause(r, "raised", f"raised {describe(e)}", learner_stack(e), e) for r, e in raised.items()]
         stopped = [r for r in range(self.size) if isinstance(self.errors.get(r), Abandoned)]
-        causes += [self._stopped(r, logs[r], not self.stuck) for r in stopped]
+        causes += [waiting(r, logs[r][-1], consequence=not self.stuck) for r in stopped]
         causes += [Cause(r, "returned", "returned") for r in range(self.size) if r not in self.errors]
         if raised:
-            error = RankError(f"rank {raised[0]} {causes[0].text}", causes, logs)
-            error.__cause__ = self.errors[raised[0]]
+            error = RankError(f"rank {causes[0].rank} {causes[0].text}", causes, logs)
+            error.__cause__ = causes[0].exception
             return error
-        gone = [f"rank {r} returned" for r in self.stuck]
-        held = [f"rank {c.rank} {c.text}" for c in causes if c.kind == "waiting"]
-        return RankError("; ".join(gone + held), causes, logs)
-
-    def _raised(self, r):
-        error = self.errors[r]
-        stack = traceback.extract_tb(error.__traceback__)
-        frames = learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
-        return Cause(r, "raised", f"raised {describe(error)}", frames, error)
-
-    def _stopped(self, r, log, consequence):
-        record = log[-1]
-        text = f"waits in {record.op} at {place(record.file, record.line)}"
-        frame = Frame(record.file, record.line, "")
-        return Cause(r, "waiting", text, [frame], consequence=consequence)
+        summary = "; ".join(f"rank {c.rank} {c.text}" for c in sorted(causes, key=lambda c: c.kind != "returned"))
+        return RankError(summary, causes, logs)
 
 
 class _LogicalGroup(Group):
@@ -150,6 +131,5 @@ class _LogicalGroup(Group):
         if self.checked != self.log.seq:
             self.checked = self.log.seq
             if len({group.log.signature(self.log.seq) for group in self.meeting.groups}) > 1:
-                records = [group.log.record(self.log.seq) for group in self.meeting.groups]
-                raise CollectiveMismatch.of(records)
+                raise CollectiveMismatch.of(group.log.record(self.log.seq) for group in self.meeting.groups)
         return list(pieces)

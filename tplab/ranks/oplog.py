@@ -17,7 +17,7 @@ ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER = 1, 2, 3, 4
 DTYPES = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
+)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 MAX_DIMS = 8
 
@@ -136,17 +136,11 @@ class OpLog:
 _NO_RECORD = bytes(8)
 _ZEROS = (0,) * MAX_DIMS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MACHINERY = tuple(
-    folder + os.sep
-    for folder in (
-        os.path.join(_PACKAGE, "ranks"),
-        os.path.join(_PACKAGE, "pool"),
-        os.path.join(_PACKAGE, "shard"),
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.__file__) + os.sep + "multiprocessing",
-    )
-)
-_MACHINERY_FILES = (os.path.join(os.path.dirname(os.__file__), "threading.py"), "<string>", "<frozen runpy>")
+_LIBRARY = os.path.dirname(os.__file__)
+_MACHINERY = tuple(os.path.join(folder, "") for folder in (
+    *(os.path.join(_PACKAGE, room) for room in ("ranks", "pool", "shard")), os.path.dirname(torch.__file__),
+    os.path.join(_LIBRARY, "multiprocessing")))
+_MACHINERY_FILES = (os.path.join(_LIBRARY, "threading.py"), "<string>", "<frozen runpy>")
 
 
 def is_machinery(file: str) -> bool:

@@ -85,7 +85,5 @@ class GlooGroup(Group):
             fn(*args)
         except RuntimeError as error:
             record = self.log.record(self.log.seq)
-            raise RankError(
-                f"rank {self.rank} waited in {record} at line {record.line} of {os.path.basename(record.file)} "
-                f"(collective #{record.seq}) and lost the other ranks: {error}"
-            ) from error
+            at = f"line {record.line} of {os.path.basename(record.file)} (collective #{record.seq})"
+            raise RankError(f"rank {self.rank} waited in {record} at {at} and lost the other ranks: {error}") from error
