@@ -11,12 +11,6 @@ from tplab.pool import RankPool, shared_pool
 from tplab.ranks import RankError, all_reduce, rank, state
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
-
-
 def test_results_come_in_rank_order(pool):
     assert pool.run(lambda: rank()) == [0, 1]
 

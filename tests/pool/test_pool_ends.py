@@ -97,12 +97,14 @@ def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
 
 
 def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
-    """A bare script works, beside this process and its ranks; its fork can neither use nor end its ranks, and can have
-    ranks of its own."""
+    """A bare script works, beside this process and its ranks, with one thread a rank; its fork can neither use nor end
+    its ranks, and can have ranks of its own."""
     process = script(
         tmp_path,
         """
-        import os, sys, time, torch
+        import os, sys, time
+        os.environ["OMP_NUM_THREADS"] = "2"  # the tests set 1, so that torch and numpy would seem to obey us
+        import torch
         from tplab.pool import RankPool
         from tplab.ranks import RankError, all_reduce, rank
 
@@ -110,6 +112,11 @@ def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
         pool = RankPool(2)
         def fn():
             return all_reduce(torch.ones(1)).item() + rank()
+        def threads():
+            import ctypes, glob, numpy
+            libraries = glob.glob(os.path.dirname(numpy.__file__) + ".libs/libscipy_openblas64_*")
+            return torch.get_num_threads(), *(ctypes.CDLL(l).scipy_openblas_get_num_threads64_() for l in libraries)
+        print({n for counts in pool.run(threads) for n in counts})
         print(pool.run(fn))
         child = os.fork()
         if child == 0:
@@ -132,12 +139,12 @@ def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
     )
     lines = []
     with RankPool(2) as beside:
-        while len(lines) < 6:
+        while len(lines) < 7:
             lines.append(process.stdout.readline().strip())
             assert beside.run(rank) == [0, 1]
-    assert lines[:5] == ["begin", "[2.0, 3.0]", "a fork of", "[2.0, 3.0]", "0 [2.0, 3.0]"], lines
+    assert lines[:6] == ["begin", "{1}", "[2.0, 3.0]", "a fork of", "[2.0, 3.0]", "0 [2.0, 3.0]"], lines
     process.wait()
-    ranks = [psutil.Process(int(pid)) for pid in lines[5].split()[1:] if psutil.pid_exists(int(pid))]
+    ranks = [psutil.Process(int(pid)) for pid in lines[6].split()[1:] if psutil.pid_exists(int(pid))]
     assert not left_of(ranks, 2.0)
     os.killpg(process.pid, signal.SIGKILL)
 

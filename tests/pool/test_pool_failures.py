@@ -1,6 +1,5 @@
 """What a learner reads, and within how many seconds, when ranks fail; and that the pool works afterwards."""
 
-import itertools
 import os
 import re
 import signal
@@ -10,48 +9,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.failing import SOON, fails, kept
 
-from tplab.pool import RankPool
 from tplab.pool.control_block import ANSWERED, NUMBER
 from tplab.pool.watch import Watch
-from tplab.ranks import CollectiveMismatch, RankError, all_gather, all_reduce, barrier, broadcast, op_log, rank, state
+from tplab.ranks import RankError, all_reduce, barrier, rank
 from tplab.ranks.context import current
 
-SOON = 20  # seconds: nobody waits for the pool's 60. On a quiet machine it is one, which `test_how_soon` measures
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(autouse=True)
-def usable_afterwards(pool):
-    pool.run(lambda: state.update(kept=rank()))
-    yield
-    begin = time.monotonic()
-    assert pool.run(lambda: float(all_reduce(torch.ones(())))) == [2.0, 2.0]
-    pool.run(lambda: dist.all_reduce(torch.ones(())))
-    assert time.monotonic() - begin < SOON, "the pool took too long to be usable again"
-
-
-def fails(pool, fn, *patterns, **options):
-    """Run `fn`; it must raise a RankError before the pool's timeout whose text has all patterns."""
-    begin = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        pool.run(fn, **options)
-    took = time.monotonic() - begin
-    text = str(caught.value)
-    for pattern in patterns:
-        assert re.search(pattern, text), f"{pattern!r} is not in:\n{text}"
-    assert took < SOON, f"took {took:.2f} s:\n{text}"
-    return caught.value
-
-
-def kept(pool):
-    """Which ranks still have what they were told before the failure."""
-    return pool.run(lambda: "kept" in state)
+pytestmark = pytest.mark.usefixtures("usable_afterwards")
 
 
 @pytest.mark.parametrize("how", ["raises", "dies", "skips", "differs", "loops"])
@@ -256,6 +221,7 @@ def test_a_rank_that_answers_and_then_dies_has_answered(pool, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Watch, "_pause", pause)
         assert pool.run(fn) == [0, 1]
+    pool._processes[1].child.join(10)
     assert kept(pool) == [True, False]
 
 
@@ -274,188 +240,3 @@ def test_killed_in_gloo(pool):
         dist.all_reduce(torch.ones(4))
 
     fails(pool, fn, r"^rank 1 died \(SIGKILL\)", r"rank 0 (raised|waits).*\(a consequence\)")
-
-
-# Ranks that do not do the same.
-
-
-def test_skipped_collective(pool):
-    def fn():
-        all_reduce(torch.ones(2))
-        if rank() == 0:
-            all_reduce(torch.ones(4))
-
-    error = fails(
-        pool, fn, r"^rank 1 returned; rank 0 waits in all_reduce at .*line \d+", r"all_reduce\(torch.ones\(4\)\)",
-        r"≠ #\d+ +all_reduce \[4\] float32 @ .*line \d+ \(waits\) +returned",
-    )  # fmt: skip
-    assert [len(log) for log in error.logs] == [2, 1]
-    assert kept(pool) == [True, True]
-
-
-def test_skipped_while_a_third_rank_is_still_on_its_way():
-    def fn():
-        time.sleep(0.1 * (rank() == 2))
-        if rank() != 1:
-            barrier()
-
-    with RankPool(3) as three:
-        fails(three, fn, r"^rank 1 returned; rank 0 waits in barrier at .*; rank 2 waits in barrier at ")
-
-
-def test_skipped_in_gloo(pool):
-    def fn():
-        if rank() == 0:
-            dist.all_reduce(torch.ones(4))
-
-    fails(pool, fn, r"^rank 1 returned; rank 0 waits in torch.distributed.all_reduce at .*line \d+")
-    assert kept(pool) == [True, True]
-
-
-@pytest.mark.parametrize(
-    "one, other, told",
-    [
-        (lambda: all_reduce(torch.ones(4)), lambda: barrier(), ["all_reduce [4] float32", "barrier"]),
-        (lambda: all_reduce(torch.ones(4)), lambda: all_reduce(torch.ones(5)), ["[4]", "[5]"]),
-        (lambda: all_reduce(torch.ones(4)), lambda: all_reduce(torch.ones(4).double()), ["float32", "float64"]),
-        (lambda: all_reduce(torch.ones(4)), lambda: all_reduce(torch.ones(2, 2)), ["[4]", "[2, 2]"]),
-        (lambda: broadcast(torch.ones(4), 0), lambda: broadcast(torch.ones(4), 1), ["src 0", "src 1"]),
-        (lambda: all_gather(torch.ones(4)), lambda: all_gather(torch.ones(3)), ["all_gather [4]", "all_gather [3]"]),
-        (lambda: all_gather(torch.ones(2, 2), 0), lambda: all_gather(torch.ones(2, 2), 1), ["dim 0", "dim 1"]),
-        (lambda: all_reduce(torch.ones(300_000)), lambda: all_reduce(torch.ones(3)), ["[300000]", "[3]"]),
-    ],
-    ids=["operation", "shape", "dtype", "dims", "src", "gathered", "dim", "large"],
-)
-def test_different_collectives(pool, one, other, told):
-    def fn():
-        barrier()
-        t = torch.zeros(1)
-        return (one if rank() == 0 else other)(), t
-
-    error = fails(pool, fn, r"^the ranks meet in different collectives: rank 0 calls .* at .*line \d+; rank 1 calls")
-    assert isinstance(error, CollectiveMismatch)
-    assert all(part in error.summary for part in told)
-    assert kept(pool) == [True, True]
-
-
-@pytest.mark.parametrize("end", ["raises", "dies", "skips"])
-def test_after_a_failure_all_ranks_count_from_one(pool, end):
-    """Survivors and fresh ranks number their collectives alike, and those of a number seen before are compared too."""
-
-    def fn():
-        for _ in range(3):
-            barrier()
-        if rank() == 1:
-            1 / 0 if end == "raises" else os._exit(3) if end == "dies" else None
-        else:
-            all_reduce(torch.ones(1))
-
-    def differ():
-        for _ in range(2):
-            barrier()
-        barrier() if rank() else all_reduce(torch.ones(1))
-
-    def numbers():
-        for _ in range(3):
-            barrier()
-        return [record.seq for record in op_log()]
-
-    fails(pool, fn)
-    assert pool.run(numbers) == [[1, 2, 3]] * 2
-    fails(pool, fn)
-    assert isinstance(fails(pool, differ), CollectiveMismatch)
-
-
-def test_another_order(pool):
-    def fn():
-        for op in (all_reduce, all_gather) if rank() == 0 else (all_gather, all_reduce):
-            op(torch.ones(4))
-
-    fails(pool, fn, "rank 0 calls all_reduce .* rank 1 calls all_gather", r"≠ #\d")
-
-
-def test_a_mismatch_leaves_the_tensor_alone(pool):
-    def fn():
-        t = torch.ones(3 + rank())
-        try:
-            all_reduce(t)
-        except RankError:
-            return t.tolist()
-
-    assert pool.run(fn) == [[1.0] * 3, [1.0] * 4]
-
-
-def test_strict_wants_the_same_line(pool):
-    def fn():
-        if rank() == 0:
-            all_reduce(torch.ones(1))
-        else:
-            all_reduce(torch.zeros(1))
-
-    pool.run(fn)
-    with RankPool(2, strict=True) as strict:
-        fails(strict, fn, r"^strict: the ranks meet from different lines: rank 0 .*; rank 1 ")
-
-
-# No end.
-
-
-def test_endless_python_loop(pool):
-    def fn():
-        while True:
-            pass
-
-    fails(pool, fn, r"^not finished after 0.5 s: rank 0 is still running at .*line \d+; rank 1 is", "while True",
-          timeout=0.5)
-    assert kept(pool) == [True, True]
-
-
-def test_endless_loop_of_one_rank_while_the_other_waits(pool):
-    def fn():
-        while rank() == 1:
-            time.sleep(1)
-        all_reduce(torch.ones(1))
-
-    error = fails(pool, fn, r"rank 0 waits in all_reduce at", r"rank 1 is still running at", timeout=0.5)
-    assert error.first.rank == 1
-
-
-def test_endless_call_that_holds_the_interpreter(pool):
-    def fn():
-        if rank() == 1:
-            sum(itertools.repeat(1))  # in C for ever, without letting go of the GIL or looking for signals
-        barrier()
-
-    fails(
-        pool, fn, r"rank 1 is still running at", r"sum\(itertools", "rank 1 did not stop and had to be ended",
-        timeout=0.5,
-    )  # fmt: skip
-    assert kept(pool) == [True, False]
-
-
-def test_all_stuck_in_gloo(pool):
-    def fn():
-        dist.barrier() if rank() else dist.all_reduce(torch.ones(4))
-
-    fails(pool, fn, "rank 0 waits in torch.distributed.all_reduce", "rank 1 waits in torch.distributed.barrier",
-          timeout=0.5)
-
-
-def test_a_stopped_process(pool):
-    def fn():
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        barrier()
-
-    fails(pool, fn, "rank 1 is still running, in code that does not say where", timeout=0.5)
-
-
-def test_an_unstoppable_function(pool):
-    def fn():
-        while True:
-            try:
-                time.sleep(10)
-            except BaseException:
-                pass
-
-    fails(pool, fn, "ranks 0, 1 did not stop and had to be ended", timeout=0.5)

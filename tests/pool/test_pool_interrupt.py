@@ -11,14 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tplab.pool import RankPool
 from tplab.ranks import all_reduce, rank, state
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def interrupted(pool, fn, *args, after=0.3):

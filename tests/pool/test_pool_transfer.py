@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tplab.pool import RankPool
 from tplab.pool.transfer import dumps, loads
 from tplab.ranks import RankError, rank, state
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("dtype",

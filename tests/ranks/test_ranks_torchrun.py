@@ -90,7 +90,7 @@ def test_a_lost_rank_is_named_with_the_line(tmp_path):
     done = torchrun(tmp_path,
                     "import os\njoin_torchrun()\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n")
     assert done.returncode != 0
-    assert "rank 0 waited in all_reduce [2] float32 at line 6 of spmd.py" in done.stderr
+    assert "rank 0 waited in all_reduce [2] float32 at line 7 of spmd.py" in done.stderr
 
 
 def test_without_torchrun_it_says_what_is_missing(monkeypatch):

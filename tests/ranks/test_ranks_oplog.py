@@ -1,0 +1,63 @@
+"""The op log: order, shapes and call sites; what it keeps, and what it costs."""
+
+import time
+
+import torch
+
+from tplab.pool import RankPool
+from tplab.ranks import all_gather, all_reduce, barrier, op_log, rank
+
+
+def test_the_log_has_order_shapes_and_call_sites(run):
+    def fn():
+        before = len(op_log())
+        all_reduce(torch.ones(2, 3))
+        all_gather(torch.ones(4, dtype=torch.bfloat16), 0)
+        barrier()
+        return [(str(r), r.left, r.line, r.file) for r in op_log()[before:]]
+
+    first = fn.__code__.co_firstlineno
+    for records in run(fn):
+        assert [(text, left, line - first) for text, left, line, _ in records] == [
+            ("all_reduce [2, 3] float32", True, 2), ("all_gather [4] bfloat16 dim 0", True, 3), ("barrier", True, 4),
+        ]  # fmt: skip
+        assert {file for *_, file in records} == {__file__}
+
+
+def test_the_log_keeps_the_newest(run):
+    def fn():
+        for i in range(1500):
+            all_reduce(torch.ones(i % 5 + 1))
+        records = op_log()
+        return len(records), records[-1].shape, records[-1].seq - records[0].seq
+
+    assert run(fn) == [(1024, (5,), 1023)] * 3
+
+
+def test_the_log_knows_every_file(run):
+    """A notebook has hundreds of cells, and each is a file."""
+    def fn():
+        scope = {"barrier": barrier}
+        for i in range(300):
+            exec(compile("barrier()", f"<cell {i}>", "exec"), scope)
+        exec(compile("barrier()", "x" * 600, "exec"), scope)
+        return [record.file for record in op_log()[-301:]]
+
+    assert run(fn) == [[*(f"<cell {i}>" for i in range(300)), "x" * 511]] * 3
+
+
+def test_the_log_costs_little(pool):
+    """Under 5 % of a decode step: about 20 µs of Python per collective against 30 ms for SmolLM2's 61 of them."""
+
+    def fn():
+        log, frame = rank.__globals__["current"]().log, __import__("sys")._getframe()
+        begin = time.perf_counter()
+        for _ in range(2000):
+            log.enter(1, (1, 576), 1, 0, frame)
+            log.leave()
+        took = (time.perf_counter() - begin) / 2000
+        log.clear()
+        return took
+
+    with RankPool(1) as alone:
+        assert min(alone.run(fn)[0] for _ in range(3)) < 20e-6
