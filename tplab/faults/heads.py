@@ -66,8 +66,7 @@ FAULTS = (
           patches=(Patch("tplab.shard.embedding.local_ids", vocab_offset),),
           sightings=(
               ("At the other end of the model: Megatron-Bridge took positions in a rank's shard of the logits for "
-               "token "
-               "ids.", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4780"),
+               "token ids.", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4780"),
               ("exllamav3 wrote one device's logits to the front of the gathered row, whatever their offset.",
                "https://github.com/turboderp-org/exllamav3/issues/233"))),
     Fault("full_copy_on_every_rank", "every rank reads whole tensors and cuts afterwards",

@@ -61,23 +61,20 @@ FAULTS = (
           patches=(Patch("tplab.shard.linear.merged_shard", fused_one_block),),
           sightings=(
               ("litgpt's tensor-parallel generation splits the fused qkv weight with tensor_split along dim 0; that "
-               "was "
-               "right for the interleaved layout, which was given up for [q|k|v] in 2024.",
+               "was right for the interleaved layout, which was given up for [q|k|v] in 2024.",
                "https://github.com/Lightning-AI/litgpt/blob/main/litgpt/generate/tp.py"),
               ("vLLM's MiMo-V2 loader cut a fused qkv with chunk(tp, dim=0)[rank]; query rows landed in the places of "
                "keys and values, and nothing failed.", "https://github.com/vllm-project/vllm/issues/42803"),
               ("The same mistake backwards: nnsight joined the ranks' [q|k|v] pieces one behind the other. Against "
                "Hugging Face the difference was 18.188, after reordering 0.031; a test that compared rows as a "
-               "multiset "
-               "had passed.", "https://github.com/ndif-team/nnsight/pull/719"))),
+               "multiset had passed.", "https://github.com/ndif-team/nnsight/pull/719"))),
     Fault("qkv_order", "k and v change places when the fused output is split",
           symptom="Fluent nonsense: what is looked for is found by content, what is handed on is an address.",
           first_point="layers.0.k", notebook=_NOTEBOOK,
           patches=(Patch("tplab.shard.linear.QKVParallelLinear.split_heads", qkv_order),),
           sightings=(
               ("A first port of InternLM2 to vLLM read its grouped wqkv rows in the wrong order on two ranks: \"that "
-               "that "
-               "that that which which which …\".", "https://github.com/vllm-project/vllm/pull/2527"),
+               "that that that which which which …\".", "https://github.com/vllm-project/vllm/pull/2527"),
               ("Slapo split its qkv output with chunk(3), which means one layout on one rank and another on several.",
                "https://github.com/awslabs/slapo/pull/46"))),
     Fault("divided_twice", "the rank's offset is divided by the number of ranks once more",

@@ -76,12 +76,11 @@ def sees_the_future(case: Case) -> Diagnosis | None:
     """Does attention without a mask, or with one that is a step off, give these numbers?"""
     if explained(case, lambda query, key, keys: key < keys, with_future=True):
         return case.diagnosis("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No "
-                              "mask is applied.", relative=case.first.relative)
+                              "mask is applied.")
     for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
         if explained(case, lambda query, key, keys, shift=shift: (key < keys) & (key <= query + shift)
                      | (query + key == 0)):
             return case.diagnosis(None, f"The mask's diagonal is one off: {says}.", shift=shift)
-    return None
 
 
 @hypothesis("attn")
@@ -94,8 +93,7 @@ def copies_taken_for_heads(case: Case) -> Diagnosis | None:
     if explained(case, heads=torch.tensor(heads)):
         return case.diagnosis("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its "
                               "other ones should stand: keys and values were repeated for the query heads before they "
-                              "were stored.", relative=case.first.relative)
-    return None
+                              "were stored.")
 
 
 @hypothesis("attn")
@@ -107,4 +105,3 @@ def other_kv_heads(case: Case) -> Diagnosis | None:
         if plan.num_kv_heads > 1 and explained(case, heads=heads):
             return case.diagnosis(None, f"K and V are right, but {says}; in grouped attention, head h reads h // "
                                   "group.", group=plan.num_heads // plan.num_kv_heads)
-    return None

@@ -28,7 +28,7 @@ def stale_block_table(report: AlignReport) -> str:
 def stale_table(case: Case) -> Diagnosis | None:
     """Did the ranks work with the tables that the scheduler had?"""
     says = stale_block_table(case.report)
-    return case.diagnosis("stale_block_table", says, relative=case.first.relative) if says else None
+    return case.diagnosis("stale_block_table", says) if says else None
 
 
 @hypothesis("attn")
@@ -49,7 +49,6 @@ def written_too_early(case: Case) -> Diagnosis | None:
             return case.diagnosis("slot_off_by_one", f"Token {position} of prompt {prompt}, the first to be decoded, "
                                   "finds its own slot empty and its predecessor's overwritten with its own key: it was "
                                   "written one slot too early.", position=position)
-    return None
 
 
 @hypothesis("attn")

@@ -28,7 +28,6 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
                                  f"rank {rank} token {drawn.get(place)}: each decides by itself what only all of them "
                                  "together can know.", "drawn",
                                  {"rank": rank, "prompt": place[0], "position": place[1]})
-    return None
 
 
 @hypothesis(COST)

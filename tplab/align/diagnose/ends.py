@@ -20,7 +20,6 @@ def offset_not_subtracted(case: Case) -> Diagnosis | None:
         return case.diagnosis("vocab_offset", f"{wrong} of {len(case.ids)} tokens, all of ranks from 1 on, got another "
                               "token's embedding: the row number inside a rank's shard is the token id minus the "
                               "shard's first row.", tokens=wrong)
-    return None
 
 
 @hypothesis("embed")
@@ -48,7 +47,6 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
                         f"{ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike tokens.",
                         step=step.number, rank=ranks[0].rank)
         return None
-    return None
 
 
 @hypothesis("logits")
@@ -68,7 +66,6 @@ def ranks_exchanged(case: Case) -> Diagnosis | None:
     parts = [case.reference("logits")[:, shard.vocab.start:shard.vocab.stop] for shard in case.plan.ranks]
     if all(any(case.fits(held, part) for part in parts) for held in case.shards("logits")):
         return case.diagnosis(None, "Every rank's logits are right, but they stand in another rank's place.")
-    return None
 
 
 @hypothesis("logits")
@@ -80,4 +77,3 @@ def unrelated_head(case: Case) -> Diagnosis | None:
         return case.diagnosis("head_random", "The final norm is right, and the logits have nothing to do with Hugging "
                               f"Face's (correlation {likeness:.2f}): the head's weights are not the checkpoint's.",
                               correlation=likeness)
-    return None

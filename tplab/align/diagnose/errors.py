@@ -70,7 +70,6 @@ def standstill(error: TplabError) -> Diagnosis | None:
         return Diagnosis("block_leaked", f"{error.used} blocks count as used, but the sequences that are there hold "
                          f"{error.held}: {leaked} never came back from sequences that have ended.", "error",
                          {"leaked": leaked})
-    return None
 
 
 @hypothesis(ERROR)

@@ -34,9 +34,7 @@ def not_rotated(case: Case) -> Diagnosis | None:
     """Is q after RoPE what it was before?"""
     if case.fits(case.ours(case.point), _before_rope(case)):
         return case.diagnosis("rope_missing", f"{case.point} equals {case.point[0]}: nothing was rotated. RoPE is not "
-                              "called, or it fails and something swallows the exception.", "rope_swallowed",
-                              relative=case.first.relative)
-    return None
+                              "called, or it fails and something swallows the exception.", "rope_swallowed")
 
 
 @hypothesis("q_rope", "k_rope")
@@ -48,9 +46,7 @@ def rotated_in_pairs(case: Case) -> Diagnosis | None:
     a, b = _before_rope(case)[..., 0::2], _before_rope(case)[..., 1::2]
     if case.fits(case.ours(case.point), torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)):
         return case.diagnosis("rope_pairs", f"{case.point} is {case.point[0]} with numbers 0 and 1, 2 and 3, … turned "
-                              f"as pairs. This checkpoint pairs i with i + {half}, the two halves of a head.",
-                              relative=case.first.relative)
-    return None
+                              f"as pairs. This checkpoint pairs i with i + {half}, the two halves of a head.")
 
 
 @hypothesis("q_rope", "k_rope")
@@ -64,8 +60,7 @@ def rotated_by_head(case: Case) -> Diagnosis | None:
         if not case.fits(held, _rotated(case, x, cos[:, rows], sin[:, rows]).transpose(0, 1)):
             return None
     return case.diagnosis("rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of "
-                          "position h: cos and sin were broadcast over the heads instead of the tokens.",
-                          relative=case.first.relative)
+                          "position h: cos and sin were broadcast over the heads instead of the tokens.")
 
 
 @hypothesis("q_rope", "k_rope")
@@ -75,8 +70,7 @@ def default_theta(case: Case) -> Diagnosis | None:
     if theta != 10000.0 and case.fits(case.ours(case.point), _rotated(
             case, _before_rope(case), *_cos_sin(case, rope_theta=10000.0))):
         return case.diagnosis("rope_default_theta", f"{case.point} is right for theta 10000; the checkpoint says "
-                              f"{theta:g}.", theta=theta, relative=case.first.relative)
-    return None
+                              f"{theta:g}.", theta=theta)
 
 
 @hypothesis("q_rope", "k_rope")
@@ -86,8 +80,7 @@ def scaling_ignored(case: Case) -> Diagnosis | None:
     if kind != "default" and case.fits(case.ours(case.point), _rotated(
             case, _before_rope(case), *_cos_sin(case, rope_type="default"))):
         return case.diagnosis("rope_scaling_ignored", f"{case.point} is right for an unscaled RoPE; the checkpoint "
-                              f"scales it ({kind}).", relative=case.first.relative)
-    return None
+                              f"scales it ({kind}).")
 
 
 @hypothesis("q_rope", "k_rope")

@@ -18,7 +18,6 @@ def bias_on_every_rank(case: Case) -> Diagnosis | None:
         return case.diagnosis("row_bias_everywhere", "The sum of the ranks' parts is too large by the same vector for "
                               f"every token: {times:.2f} times the bias of {module}. It belongs to the sum, so one "
                               "rank adds it.", times=times)
-    return None
 
 
 @hypothesis("o_proj", "mlp")
@@ -40,4 +39,3 @@ def not_reduced(case: Case) -> Diagnosis | None:
     if all(case.fits(total * tp, case.reference(case.point)) for total in sums):
         return case.diagnosis(None, f"The result is 1/{tp} of the right one on every rank: the summands were averaged, "
                               "not added.", ranks=tp)
-    return None

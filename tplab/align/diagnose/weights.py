@@ -27,8 +27,7 @@ def k_and_v_exchanged(case: Case) -> Diagnosis | None:
     """Is k what v should be?"""
     if case.fits(case.ours(case.point), case.reference({"k": "v", "v": "k"}[case.point])):
         return case.diagnosis("qkv_order", "k holds the values and v the keys: the output of the fused projection was "
-                              "split in another order than [q|k|v].", relative=case.first.relative)
-    return None
+                              "split in another order than [q|k|v].")
 
 
 @hypothesis("k", "v")
@@ -37,8 +36,7 @@ def first_kv_rows(case: Case) -> Diagnosis | None:
     reference = case.reference(case.point).flatten(1)
     if _fits_on_all_ranks(case, lambda shard: reference[:, :len(_rows(case, shard, case.point))]):
         return case.diagnosis("kv_first_rows", f"Every rank holds the first rows of {case.point}_proj, whatever its "
-                              "rank: the KV heads of all ranks but rank 0 are missing.", relative=case.first.relative)
-    return None
+                              "rank: the KV heads of all ranks but rank 0 are missing.")
 
 
 @hypothesis("k", "v")
@@ -51,8 +49,7 @@ def replica_by_modulo(case: Case) -> Diagnosis | None:
         return reference[:, heads].flatten(1)
     if kv_heads < len(case.plan.ranks) and _fits_on_all_ranks(case, guess):
         return case.diagnosis("kv_replica_modulo", f"Rank r holds KV head r % {kv_heads}. Ranks that share a KV head "
-                              "are neighbours: the head of rank r is r // replicas.", relative=case.first.relative)
-    return None
+                              "are neighbours: the head of rank r is r // replicas.")
 
 
 @hypothesis("q", "k", "v")
@@ -66,9 +63,7 @@ def fused_cut_as_one_block(case: Case) -> Diagnosis | None:
         return fused.roll(-start, 1)[:, :len(_rows(case, shard, case.point))]
     if _fits_on_all_ranks(case, guess):
         return case.diagnosis("fused_one_block", f"Each rank's {case.point} is the right number of rows of [q|k|v], "
-                              "cut out of it as one block. Cut q, k and v apart first, then each for itself.",
-                              relative=case.first.relative)
-    return None
+                              "cut out of it as one block. Cut q, k and v apart first, then each for itself.")
 
 
 @hypothesis("q", "k", "v")
@@ -81,9 +76,7 @@ def offset_divided_twice(case: Case) -> Diagnosis | None:
         return reference[:, rows.start // tp:rows.start // tp + len(rows)]
     if _fits_on_all_ranks(case, guess):
         return case.diagnosis("divided_twice", f"Every rank has the right number of rows of {case.point}, but they "
-                              f"begin at the rank's offset divided by {tp}: the offset was this rank's already.",
-                              relative=case.first.relative)
-    return None
+                              f"begin at the rank's offset divided by {tp}: the offset was this rank's already.")
 
 
 @hypothesis("q", "k", "v")
@@ -100,8 +93,7 @@ def cut_along_dim1(case: Case) -> Diagnosis | None:
     if _fits_on_all_ranks(case, guess):
         return case.diagnosis("shard_dim1", f"{case.point} is what comes out when {name}.weight is taken for [in, out] "
                               "and cut along dim 1. A Linear's weight is [out_features, in_features]: a "
-                              "column-parallel layer keeps rows, dim 0.", relative=case.first.relative)
-    return None
+                              "column-parallel layer keeps rows, dim 0.")
 
 
 @hypothesis("q", "k", "v")
@@ -122,4 +114,3 @@ def rows_in_other_places(case: Case) -> Diagnosis | None:
                 f"{shard.rank} has row {int(rows[first])} of [q|k|v] where row {int(wanted[first])} belongs. The "
                 "weights are right, their order or their cut is not.",
                 rank=shard.rank, row=int(rows[first]), wanted=int(wanted[first]))
-    return None
