@@ -1,12 +1,14 @@
 """The benchmark command: all contestants run, the table says what it must."""
 
 import json
+import math
 
 import pytest
 from helpers.checkpoints import make_checkpoint
 
 from tplab.bench import BenchError, bench, run
-from tplab.bench.peers import Work
+from tplab.bench.peers import Timing, Work
+from tplab.checkpoint import open_checkpoint
 from tplab.cli import main
 
 
@@ -33,7 +35,35 @@ def test_loading_counts_what_each_rank_reads(folder):
     table = bench("load", str(folder), 2, show=lines.append)
     whole, first, second = table["rows"]
     assert whole["read_share"] == 1 and 0.4 < first["read_share"] < 0.7
+    assert [row["private_share"] for row in table["rows"]] == [
+        row["private"] / whole["private"] for row in table["rows"]]
     assert len(lines) == 2 + 3 and all(row["seconds"] > 0 for row in table["rows"])
+
+
+def test_each_benchmark_counts_what_it_is_about():
+    work, timing = Work([[1] * 30, [2] * 10], [4, 7]), Timing(first=2.0, total=10.0)
+    assert work.useful_tokens == 11
+    assert run._value("decode", work, timing) == 10 / 8, "the first token belongs to the prompt"
+    assert run._value("prefill", work, timing) == 40 / 2
+    assert run._value("batch", work, timing) == 11 / 10
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios():
+    values = {"ours": [10.0, 40.0, 30.0], "theirs": [5.0, 10.0, 10.0]}
+    table = run._table("decode", "m", 2, "float32", values, [20.0, 20.0, 20.0], {}, lambda line: None)
+    assert [(row["name"], row["ratio"]) for row in table["rows"]] == [
+        ("ours", 1), ("theirs", 3), ("limit: weights once from memory", 1.5)]
+    assert [(row["median"], row["low"], row["high"]) for row in table["rows"]][1] == (10, 5, 10)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_limit_reads_every_weight_once_and_an_embedding_only_as_the_head(tmp_path, tie, monkeypatch):
+    monkeypatch.setattr(run, "RankPool", lambda *args, **options: None)
+    monkeypatch.setattr(run, "bandwidth", lambda pool, size: 1e6)
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", "qwen2", tie=tie))
+    stored = sum(math.prod(info.shape) for info in ckpt.tensors.values())
+    aside = 0 if tie else math.prod(ckpt.tensors["model.embed_tokens.weight"].shape)
+    assert run.Limit(ckpt, 2, "bfloat16").measure() == 1e6 / (2 * (stored - aside))
 
 
 def test_what_is_no_benchmark(folder):

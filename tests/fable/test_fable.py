@@ -117,6 +117,19 @@ def test_a_missing_sentence_costs_its_references_only():
     assert [(a.kind, a.said) for a in wrong] == [("place", None), ("name", None)]
 
 
+def test_of_two_sentences_that_fit_a_beat_the_earlier_one_is_read():
+    story = default_story()
+    hero, friend, pet = (story.facts[kind] for kind in ("hero", "friend", "pet"))
+    reading = read(story, f" {hero} looked in every corner, but there was no {pet}."
+                          f" {friend} called and called, but no {pet} came.")
+    assert reading.answers[0].said == hero and not reading.grammatical
+
+
+def test_two_spaces_between_sentences_are_not_grammatical():
+    story = default_story()
+    assert not read(story, story.body.replace(". ", ".  ", 1)).grammatical
+
+
 @pytest.mark.parametrize("text", ["", " the the the the", "\ufffd\ufffd", " Once there was a boy named"])
 def test_gibberish_scores_nothing(text):
     reading = read(default_story(), text)
@@ -150,6 +163,9 @@ def test_recall_of_a_mixed_up_model_is_between(tokenizer):
     ids = [tokenizer.encode(b.replace("%", s.facts["friend"])).ids for b, s in zip(swapped, some, strict=True)]
     report = recall(lambda prompts, n: ids, some)
     assert report.percent("name") == 0 and report.percent("place") == 100 and report.grammatical == 100
+    right, of = (sum(column) for column in zip(*(pair for kind, pair in report.counts().items() if kind != "overall")))
+    assert report.counts()["overall"] == (right, of) and 0 < right < of
+    assert report.percent() == pytest.approx(100 * right / of, abs=1e-9)
 
 
 def test_recall_refuses_what_it_cannot_measure():

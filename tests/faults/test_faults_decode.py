@@ -44,6 +44,13 @@ def test_it_shows_where_it_says_and_is_named(name, case):
     assert nothing_is_patched()
 
 
+@pytest.mark.parametrize("name", [name for name in DECODE if fault(name).first_point != "error"])
+def test_on_one_rank_it_shows_exactly_where_it_names_no_reason_against_it(name):
+    ckpt = case_checkpoint("fable", None)
+    diagnosis = diagnose(run(name, ckpt, 1, [fault(name)], logical=True))
+    assert (diagnosis.fault == name) == (not fault(name).why_not(ckpt.config, 1)), diagnosis
+
+
 @pytest.mark.parametrize("name", DECODE)
 def test_the_clean_engine_passes_its_scenario(name, case):
     ckpt, tp = case

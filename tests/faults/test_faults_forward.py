@@ -3,10 +3,12 @@ after.
 """
 
 import pytest
+from helpers.checkpoints import make_checkpoint
 from helpers.faults import CASES, case_checkpoint, nothing_is_patched, over_floor, prompts
 
 from tplab.align import align, diagnose
 from tplab.align.floors import RELATIVE
+from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM, SEED, fault
 from tplab.patch import Patch
 
@@ -52,6 +54,18 @@ def test_where_a_fault_says_that_it_cannot_show_it_does_not(case):
         if fault(name).why_not(ckpt.config, size):
             assert align(ckpt, prompts(ckpt.config.vocab_size), tensor_parallel_size=size, patches=[fault(name)],
                          logical=True).ok, (name, size)
+
+
+@pytest.mark.parametrize("options, tp", [
+    ({"model_type": "qwen2"}, 1), ({"model_type": "llama", "heads": 4, "kv_heads": 1, "attention_bias": True}, 2),
+    ({"model_type": "llama", "heads": 6, "kv_heads": 6, "rope": "dynamic"}, 2),
+    ({"model_type": "llama", "heads": 6, "kv_heads": 2, "rope": "linear", "tie": True}, 3),
+], ids=["one rank", "one KV head", "a KV head each", "a KV head on two ranks"])
+def test_a_fault_shows_exactly_where_it_names_no_reason_against_it(options, tp, tmp_path):
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", **options, hidden=48))
+    for name in FORWARD:
+        report = align(ckpt, prompts(67), tensor_parallel_size=tp, patches=[fault(name)], logical=True)
+        assert report.ok == bool(fault(name).why_not(ckpt.config, tp)), (name, fault(name).why_not(ckpt.config, tp))
 
 
 @pytest.mark.parametrize("name", ["nan_mask", "shard_dim1", "all_reduce_dropped", "rope_default_theta", "head_random"])

@@ -9,5 +9,4 @@ from tplab.align.run import AlignError, align, reassemble
 from tplab.model.dtypes import DTYPES, parse_dtype
 
 __all__ = ["AlignError", "AlignReport", "DTYPES", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode",
-           "diagnose", "hf_greedy",
-           "parse_dtype", "reassemble"]
+           "diagnose", "hf_greedy", "parse_dtype", "reassemble"]

@@ -6,5 +6,4 @@ from tplab.faults.scenarios import scenario
 from tplab.faults.sizing import Sizing, multiplied_then_divided, sizing, sizing_table
 
 __all__ = ["MUSEUM", "SEED", "STEPS", "Fault", "FaultError", "Sizing", "applied", "fault", "multiplied_then_divided",
-           "scenario",
-           "sizing", "sizing_table"]
+           "scenario", "sizing", "sizing_table"]

@@ -27,9 +27,8 @@ class Fault:
         title: a few words for a table or a checkbox.
         symptom: what the user of the broken model notices, in a sentence.
         first_point: the trace point at which the fault must first show; or, where the numbers stay right, what shows
-        it:
-            ``"load"`` (bytes read), ``"steps"`` (tokens computed), ``"blocks"`` (blocks in use), ``"drawn"`` (tokens
-            drawn), ``"error"`` (it ends in an error).
+            it: ``"load"`` (bytes read), ``"steps"`` (tokens computed), ``"blocks"`` (blocks in use), ``"drawn"``
+            (tokens drawn), ``"error"`` (it ends in an error).
         notebook: the notebook that teaches it.
         patches: what is replaced by what.
         shows_in: what has to be run to see it: ``"forward"`` (:func:`tplab.align.align`) or ``"decode"``
