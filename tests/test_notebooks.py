@@ -46,6 +46,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tplab import faults
+from tplab.align import align, diagnose
+from tplab.checkpoint import open_checkpoint
+
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SERIES = sorted(FOLDER.glob("*.ipynb"))
 PARAMETERS = {"model", "tensor_parallel_size", "prompt", "dtype", "seed"}
@@ -216,3 +220,13 @@ def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path):
     )  # fmt: skip
     for check in tagged(done, "check"):
         assert says(check, "PASS") and not says(check, "NOT YET"), printed(check)
+
+
+def test_a_prompt_that_no_fault_of_notebook_07_can_reach_is_said_to_be_so(capsys):
+    """``hey`` is two tokens, both on rank 0: the offset of the vocabulary changes nothing."""
+    (source,) = [cell.source for cell in code_cells(load(FOLDER / "07_sharded_loading.ipynb"))
+                 if 'fault("vocab_offset")' in cell.source]
+    ckpt = open_checkpoint("fable")
+    exec(source, {"faults": faults, "diagnose": diagnose, "ckpt": ckpt, "tensor_parallel_size": 2,
+                  "diff": lambda *patches: align(ckpt, "hey", patches=patches, logical=True)})
+    assert capsys.readouterr().out.startswith("first outside the floor: nowhere, rank 0 holds all tokens")
