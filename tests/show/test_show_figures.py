@@ -48,6 +48,8 @@ def test_the_floor_is_a_band_that_ends_at_the_dtypes_floor(dtype, floor):
     figure = show.diff_figure({"fixed": make_report(dtype=dtype, quiet=floor / 100)})
     tops = [patch.get_y() + patch.get_height() for patch in figure.axes[0].patches]
     assert any(top == pytest.approx(math.log10(floor)) for top in tops)
+    assert [line.get_ydata()[0] for line in figure.axes[0].get_lines() if line.get_linestyle() == "-"
+            and list(line.get_xdata()) == [0, 1]] == pytest.approx([math.log10(floor)])
 
 
 def test_two_lines_of_nan_do_not_hide_each_other():
@@ -191,3 +193,26 @@ def test_figures_draw_without_a_warning_and_show_themselves_once_with_their_word
 def test_nothing_to_describe():
     with pytest.raises(show.ShowError, match="nothing to describe in int"):
         show.describe(3)
+
+
+def test_the_title_names_the_first_that_is_wrong_and_the_last_that_is_right():
+    reports = {"one": make_report({"layers.0.attn": NAN}), "two": make_report({"layers.1.q": 1.0}),
+               "three": make_report(), "four": make_report(), "five": make_report({"layers.2.q": 1.0})}
+    assert show.diff_figure(reports).get_suptitle() == "“one” leaves the floor at layers.0.attn; “four” never does"
+
+
+def test_every_layer_is_named_below_its_own_point():
+    ax = show.diff_figure({"fixed": make_report(layers=3)}).axes[0]
+    named = {int(at): label.get_text() for at, label in zip(ax.get_xticks(), ax.get_xticklabels())}
+    assert named == {0: "embed", 1: "0", 2: "1", 3: "2", 4: "norm", 5: "logits"}
+
+
+def test_heat_maps_share_one_scale_and_hatch_what_is_hidden_and_nothing_else():
+    scores = torch.arange(16.0).reshape(4, 4)
+    figure = show.mask_figure({"a": scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf), "b": 2 * scores})
+    hidden = {(round(patch.get_x() + 0.5), round(patch.get_y() + 0.5)) for patch in figure.axes[0].patches}
+    assert hidden == {(k, q) for q in range(4) for k in range(4) if k > q} and not figure.axes[1].patches
+    assert [ax.images[0].get_clim() for ax in figure.axes[:2]] == [(0.0, 30.0)] * 2
+    assert figure.get_suptitle() == "No NaN: what is not hidden is a number"
+    lost = show.mask_figure({"a": scores, "b": scores.masked_fill(scores > 12, NAN)})
+    assert lost.get_suptitle() == "“b” turns 3 of 16 entries into NaN"

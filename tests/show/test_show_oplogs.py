@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from tplab import lesson, show
 from tplab.ranks import CollectiveMismatch, RankError
@@ -99,3 +100,16 @@ def test_the_error_of_real_ranks():
 
     assert show.op_logs(lesson.caught(logical_ranks, 2, skips)).alt_text.endswith(
         "1 agrees, then rank 0 waits in all_reduce [3] float32; rank 1 returned.")
+
+
+def test_boxes_say_by_their_colour_who_met_who_waits_and_who_cannot():
+    def looks(figure):
+        boxes = [patch for patch in figure.axes[0].patches if type(patch).__name__ == "FancyBboxPatch"]
+        return [(to_hex(box.get_edgecolor()), box.get_hatch()) for box in boxes]
+
+    waiting = RankError("x", [died(1), waits(0)], [[call(1), call(2, left=False)], [call(1)]])
+    green, orange, red = ("#009e73", None), ("#e69f00", "////"), ("#d55e00", None)
+    assert looks(show.op_logs(waiting)) == [green, green, orange, red]
+    records = [call(1, left=False), call(1, shape=(5,), left=False)]
+    apart = CollectiveMismatch("x", CollectiveMismatch.of(records).causes.values(), [[r] for r in records])
+    assert looks(show.op_logs(apart)) == [red, red]

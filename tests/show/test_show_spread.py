@@ -1,5 +1,7 @@
 """The map of NaN: what is drawn and told is what happened on each rank."""
 
+import torch
+
 from tplab import lesson, show
 from tplab.faults import fault
 from tplab.model import trace
@@ -30,3 +32,16 @@ def test_the_nan_mask_takes_every_token_at_once():
 def test_a_healthy_model_has_an_empty_map():
     figure = show.nan_map(*lesson.trace_nan("fable", IDS, tensor_parallel_size=1))
     assert figure.alt_text.endswith("rank 0: none.")
+
+
+def test_shades_and_title_come_from_the_shares():
+    some, all_, none = torch.tensor([0, 0.5]), torch.ones(2), torch.zeros(2)
+    ranks = [{"embed": none, "layers.0.q": none, "layers.1.q": some, "layers.2.q": all_, "logits": all_},
+             {"embed": none, "layers.0.q": some, "layers.1.q": none, "layers.2.q": some, "logits": all_}]
+    figure = show.nan_map(["a", "b"], ranks, layers=2)
+    shades = [ax.images[0].get_array().tolist() for ax in figure.axes]
+    assert shades == [[[0, 0, 0, 2], [0, 0, 1, 2]], [[0, 0, 0, 2], [0, 1, 0, 2]]], "tokens down, points across"
+    assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == ["embed", "q", "q", "logits"]
+    assert figure.get_suptitle() == "NaN begins at layers.0.q, and nothing is left from logits on"
+    figure = show.nan_map(["a", "b"], [{"embed": none, "logits": some}] * 2)
+    assert figure.get_suptitle() == "NaN begins at logits" and "never everything" in figure.alt_text
