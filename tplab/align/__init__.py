@@ -6,7 +6,6 @@ from tplab.align.diagnose.case import Diagnosis
 from tplab.align.reference import hf_greedy
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
-from tplab.model.dtypes import DTYPES, parse_dtype
 
-__all__ = ["AlignError", "AlignReport", "DTYPES", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode",
-           "diagnose", "hf_greedy", "parse_dtype", "reassemble"]
+__all__ = ["AlignError", "AlignReport", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode", "diagnose",
+           "hf_greedy", "reassemble"]

@@ -73,9 +73,8 @@ class _ForcingExecutor:
     def whole_trace(self, rank: int) -> dict[str, torch.Tensor]:
         """One rank's points over all steps, rows in the order of sequence and position; the last computation counts."""
         names = dict.fromkeys(name for ranks in self.traces for name in ranks[rank])
-        return {name: torch.stack([self.traces[at][rank][name][row] for _,
-                                   (at, row) in sorted(self.places(name).items())])
-                for name in names}
+        return {name: torch.stack([self.traces[at][rank][name][row]
+                                   for _, (at, row) in sorted(self.places(name).items())]) for name in names}
 
     def places(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
         """``{(sequence, position): (step, row)}`` of a point."""
@@ -109,8 +108,8 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     texts = check_prompts(ckpt, prompts)
     shortest = min(map(len, texts))
     if whole_number(new_tokens, 1, shortest - 1) is None:
-        raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt "
-                         f"({shortest} tokens), not {shown(new_tokens)}")
+        raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt ({shortest} tokens), "
+                         f"not {shown(new_tokens)}")
     reference = hf_model(ckpt, dtype)
     block_size = from_one_up("block_size", block_size, AlignError)
     config = EngineConfig(

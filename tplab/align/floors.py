@@ -1,8 +1,7 @@
 """The rounding floors: how far two correct computations of the same thing may stand apart.
 
-A point is *inside the floor* when ``max |tplab - HF| <= floor * max |HF|`` at that point: the difference is measured
-against the reference's own scale. The numbers are upper bounds of what was measured on correct models, not wishes;
-``LOGITS`` bounds the logits absolutely as well.
+A point is *inside the floor* when ``max |tplab - HF| <= floor * max |HF|`` at that point. The numbers are upper bounds
+of what was measured on correct models, not wishes; ``LOGITS`` bounds the logits absolutely as well.
 
 Worst of all points (fable, SmolLM2-135M, and 25 random checkpoints in the head layouts of real models and with every
 RoPE; 1 to 4 ranks; up to 60 tokens):

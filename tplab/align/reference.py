@@ -16,10 +16,8 @@ _loaded: OrderedDict = OrderedDict()
 
 
 def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
-    """transformers' model of a checkpoint, eager attention, on the CPU; the last two are kept in memory, while
-    their files are as they were.
-
-    Eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
+    """transformers' model of a checkpoint on the CPU; the last two are kept in memory, while their files are as they
+    were. Eager attention, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
 
     Raises:
         CheckpointError: the files are no longer those that were opened, and the two sides would run different models.
@@ -63,9 +61,8 @@ def hf_greedy(ckpt: Checkpoint, input_ids: list[int], max_new_tokens: int, dtype
               ) -> list[int]:
     """What transformers' own ``generate`` writes: exactly ``max_new_tokens`` token ids, greedy, with its cache."""
     ids = torch.tensor([input_ids])
-    # No end of text: a comparison wants the same number of tokens from both sides.
     model = hf_model(ckpt, parse_dtype(dtype))
-    with _own_rope(model):
+    with _own_rope(model):  # no end of text: a comparison wants the same number of tokens from both sides
         found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens,
                                eos_token_id=None, pad_token_id=0)
     return found[0, len(input_ids):].tolist()
@@ -87,18 +84,6 @@ def _recorder(model):
     points: dict[str, torch.Tensor] = {}
     head_dim = model.model.layers[0].self_attn.head_dim
 
-    def keep(*names, heads=False):
-        def hook(module, args, output):
-            tensor = (output[0] if isinstance(output, tuple) else output)[0]
-            tensor = tensor.view(tensor.shape[0], -1, head_dim) if heads else tensor
-            points.update(dict.fromkeys(names, tensor.clone()))
-        return hook
-
-    def keep_input(name):
-        def hook(module, args):
-            points[name] = args[0][0].clone()
-        return hook
-
     modeling = import_module(type(model).__module__)
     eager = modeling.eager_attention_forward
 
@@ -111,11 +96,17 @@ def _recorder(model):
         return output, weights
 
     with ExitStack() as undo:
-        def after(module, *names, **options):
-            undo.callback(module.register_forward_hook(keep(*names, **options)).remove)
+        def after(module, *names, heads=False):
+            def hook(module, args, output):
+                tensor = (output[0] if isinstance(output, tuple) else output)[0]
+                tensor = tensor.view(tensor.shape[0], -1, head_dim) if heads else tensor
+                points.update(dict.fromkeys(names, tensor.clone()))
+            undo.callback(module.register_forward_hook(hook).remove)
 
         def before(module, name):
-            undo.callback(module.register_forward_pre_hook(keep_input(name)).remove)
+            def hook(module, args):
+                points[name] = args[0][0].clone()
+            undo.callback(module.register_forward_pre_hook(hook).remove)
 
         undo.enter_context(mock.patch.object(modeling, "eager_attention_forward", recording_attention))
         after(model.model.embed_tokens, "embed")

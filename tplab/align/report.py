@@ -20,27 +20,19 @@ from tplab.shard import ShardPlan
 
 @dataclass(frozen=True)
 class PointDiff:
-    """One trace point, tplab against Hugging Face.
-
-    Attributes:
-        max_abs, mean_abs: of the difference, over entries that are finite on both sides.
-        relative: ``max_abs`` divided by the reference's largest magnitude.
-        nan, inf: how many entries of tplab's tensor are NaN or infinite, of ``size``.
-        spread: largest disagreement between ranks about what they all hold.
-        inside: explained by rounding, and finite, and the ranks agree bit for bit or within the floor.
-    """
+    """One trace point, tplab against Hugging Face."""
 
     name: str
     layout: str
     shape: tuple[int, ...]
-    max_abs: float
+    max_abs: float  # of the difference, over entries that are finite on both sides
     mean_abs: float
-    relative: float
-    nan: int
+    relative: float  # max_abs divided by the reference's largest magnitude
+    nan: int  # entries of tplab's tensor, of `size`
     inf: int
     size: int
-    spread: float
-    inside: bool
+    spread: float  # largest disagreement between ranks about what they all hold
+    inside: bool  # explained by rounding, and finite, and the ranks agree bit for bit or within the floor
 
 
 def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: float, dtype: torch.dtype,
@@ -54,9 +46,9 @@ def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: floa
     max_abs = diff.max().item() if diff.numel() else float("nan")
     nan, inf = int(torch.isnan(ours).sum()), int(torch.isinf(ours).sum())
     good = nan == inf == 0 and all(inside(name, value, scale, dtype, decode) for value in (max_abs, spread))
-    return PointDiff(name, layout(name), tuple(ours.shape), max_abs,
-                     diff.mean().item() if diff.numel() else float("nan"),
-                     max_abs / scale if scale else max_abs, nan, inf, ours.numel(), spread, good)
+    mean_abs = diff.mean().item() if diff.numel() else float("nan")
+    return PointDiff(name, layout(name), tuple(ours.shape), max_abs, mean_abs, max_abs / scale if scale else max_abs,
+                     nan, inf, ours.numel(), spread, good)
 
 
 class Evidence(NamedTuple):
@@ -69,55 +61,33 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeFacts:
-    """What the engine did on the way, for questions that no tensor answers.
+    """What the engine did on the way, for questions that no tensor answers."""
 
-    Attributes:
-        steps: what the ranks were told in each step.
-        tables: per step ``{sequence: its block table in the scheduler}``.
-        drawn: per rank ``{(sequence, position): the token it drew there}``, before it was given the right one.
-        block_size: tokens per block.
-        blocks_left: blocks that were still in use after the last sequence had ended.
-        preemptions: how often a sequence lost its blocks and had to begin again.
-    """
-
-    steps: tuple[StepInput, ...]
-    tables: tuple[dict[int, tuple[int, ...]], ...]
-    drawn: tuple[dict[tuple[int, int], int], ...]
-    block_size: int
-    blocks_left: int
-    preemptions: int
+    steps: tuple[StepInput, ...]  # what was sent to the ranks
+    tables: tuple[dict[int, tuple[int, ...]], ...]  # per step {sequence: its block table in the scheduler}
+    drawn: tuple[dict[tuple[int, int], int], ...]  # per rank {(sequence, position): its own token, before it got ours}
+    block_size: int  # tokens per block
+    blocks_left: int  # still in use after the last sequence had ended
+    preemptions: int  # how often a sequence lost its blocks and had to begin again
 
 
 @dataclass
 class AlignReport:
-    """What :func:`tplab.align.align` found. ``ok`` says whether everything is inside the floor.
-
-    Attributes:
-        points: one :class:`PointDiff` per trace point, in the order of the forward pass.
-        ids: the prompts' token ids.
-        evidence: :class:`Evidence` of the points of the first divergent layer and of the ends of the model.
-        shapes: per rank, the shapes of layer 0's q, k and v weights.
-        patches: the dotted names that were replaced during the run.
-        op_logs: per rank, the collectives of the forward pass in order.
-        load_stats: per rank, the bytes read and held.
-        computed: per prompt, the positions that the rows of the points belong to; all of them if None.
-        checkpoint: what ran, for the diagnosis.
-        decode: :class:`DecodeFacts` of :func:`tplab.align.align_decode`.
-    """
+    """What :func:`tplab.align.align` found. ``ok`` says whether everything is inside the floor."""
 
     model: str
     plan: ShardPlan
     dtype: torch.dtype
-    ids: list[list[int]]
-    points: list[PointDiff]
-    evidence: dict[str, Evidence] = field(repr=False)
-    shapes: list[dict[str, tuple[int, ...]]] = field(repr=False)
-    patches: tuple[str, ...] = ()
-    op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)
-    load_stats: list[LoadStats] = field(default_factory=list, repr=False)
-    computed: list[list[int]] | None = field(default=None, repr=False)
-    decode: DecodeFacts | None = field(default=None, repr=False)
-    checkpoint: Checkpoint | None = field(default=None, repr=False)
+    ids: list[list[int]]  # the prompts' token ids
+    points: list[PointDiff]  # in the order of the forward pass
+    evidence: dict[str, Evidence] = field(repr=False)  # of the first divergent layer and of the ends of the model
+    shapes: list[dict[str, tuple[int, ...]]] = field(repr=False)  # per rank, of layer 0's q, k and v weights
+    patches: tuple[str, ...] = ()  # the dotted names that were replaced during the run
+    op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)  # per rank, of the forward pass, in order
+    load_stats: list[LoadStats] = field(default_factory=list, repr=False)  # per rank, the bytes read and held
+    computed: list[list[int]] | None = field(default=None, repr=False)  # per prompt, the rows' positions; None: all
+    decode: DecodeFacts | None = field(default=None, repr=False)  # of align_decode
+    checkpoint: Checkpoint | None = field(default=None, repr=False)  # what ran, for the diagnosis
 
     @property
     def tp_logits(self) -> torch.Tensor:
@@ -144,11 +114,7 @@ class AlignReport:
         return next((point for point in self.points if not point.inside), None)
 
     def __getitem__(self, name: str) -> PointDiff:
-        return self._by_name[name]
-
-    @cached_property
-    def _by_name(self) -> dict[str, PointDiff]:
-        return {point.name: point for point in self.points}
+        return {point.name: point for point in self.points}[name]
 
     @property
     def max_abs_diff(self) -> float:
@@ -176,9 +142,8 @@ class AlignReport:
         """A pandas table of the points; without ``every_layer``, the layers' outputs and the ends of the model only."""
         import pandas as pd
 
-        chosen = [p for p in self.points if every_layer
-                  or p.name.rpartition(".")[2] in ("embed", "output", "norm", "logits")]
-        return pd.DataFrame([asdict(p) for p in chosen]).set_index("name")
+        return pd.DataFrame([asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
+                             in ("embed", "output", "norm", "logits")]).set_index("name")
 
     def top_tokens(self, tokenizer, k: int = 5):
         """The k likeliest next tokens after the last prompt, Hugging Face and tplab side by side (a pandas table)."""

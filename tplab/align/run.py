@@ -109,9 +109,8 @@ def build_report(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, ids: lis
             evidence[name] = Evidence(ours, theirs, shards)
     shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
                **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
-    return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes,
-                       patches=tuple(patch.target for patch in patches),
-                       checkpoint=ckpt, **more)
+    return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes, checkpoint=ckpt,
+                       patches=tuple(patch.target for patch in patches), **more)
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:

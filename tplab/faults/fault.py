@@ -20,32 +20,19 @@ def two_ranks(config, tensor_parallel_size: int) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """One bug of the museum.
-
-    Attributes:
-        name: its key, as ``faults.fault(name)`` takes it.
-        title: a few words for a table or a checkbox.
-        symptom: what the user of the broken model notices, in a sentence.
-        first_point: the trace point at which the fault must first show; or, where the numbers stay right, what shows
-            it: ``"load"`` (bytes read), ``"steps"`` (tokens computed), ``"blocks"`` (blocks in use), ``"drawn"``
-            (tokens drawn), ``"error"`` (it ends in an error).
-        notebook: the notebook that teaches it.
-        patches: what is replaced by what.
-        shows_in: what has to be run to see it: ``"forward"`` (:func:`tplab.align.align`) or ``"decode"``
-            (:func:`tplab.align.align_decode`).
-        sightings: where it happened, as ``(what happened, link)``.
-        needs: ``(config, tensor_parallel_size)`` → why the fault cannot show there; empty if it can.
-    """
+    """One bug of the museum: its key, and a few words for a table or a checkbox."""
 
     name: str
     title: str
-    symptom: str
+    symptom: str  # what the user of the broken model notices, in a sentence
+    # The trace point at which it must first show; or, where the numbers stay right, what shows it: "load" (bytes read),
+    # "steps" (tokens computed), "blocks" (blocks in use), "drawn" (tokens drawn), "error" (it ends in an error).
     first_point: str
-    notebook: str
+    notebook: str  # the one that teaches it
     patches: tuple[Patch, ...]
-    shows_in: str = "forward"
-    sightings: tuple[tuple[str, str], ...] = ()
-    needs: Callable[[object, int], str] = anywhere
+    shows_in: str = "forward"  # what has to be run to see it: tplab.align.align; or align_decode if "decode"
+    sightings: tuple[tuple[str, str], ...] = ()  # where it happened: (what happened, link)
+    needs: Callable[[object, int], str] = anywhere  # (config, tensor_parallel_size) → as why_not
 
     def why_not(self, config, tensor_parallel_size: int = 2) -> str:
         """Why this fault changes nothing on a model with this many ranks; the empty string where it does."""
@@ -67,6 +54,13 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.title}"
+
+
+def bug(target: str, replacement: Callable, title: str, symptom: str, *sightings: tuple[str, str],
+        more: tuple[Patch, ...] = (), **facts) -> Fault:
+    """A :class:`Fault` called as its replacement of ``target`` is; ``more``: patches beside that one."""
+    return Fault(replacement.__name__, title, symptom, patches=(Patch(target, replacement), *more),
+                 sightings=sightings, **facts)
 
 
 def _source(function: Callable) -> str:

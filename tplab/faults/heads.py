@@ -2,7 +2,7 @@
 
 import torch
 
-from tplab.faults.fault import Fault, two_ranks
+from tplab.faults.fault import bug, two_ranks
 from tplab.patch import Patch
 from tplab.ranks import rank
 
@@ -42,42 +42,36 @@ def _tied(config, tensor_parallel_size: int) -> str:
 _HEAD = "tplab.shard.embedding.ParallelLMHead"
 
 FAULTS = (
-    Fault("head_random", "the LM head is left random",
-          symptom="One meaningless token for ever, or a few in turn, whatever the prompt.",
-          first_point="logits", notebook="06_full_tp_generate",
-          patches=(Patch(f"{_HEAD}.load", head_random), Patch(f"{_HEAD}.tie_weights", head_random_untied)),
-          sightings=(
-              ("Ministral 3 wrote gibberish in transformers: the outer config did not say that the head is tied, so it "
-               "was initialised at random.", "https://github.com/huggingface/transformers/pull/43429"),
-              ("picotron always makes a new head, tied or not, before it trains.",
-               "https://github.com/huggingface/picotron/blob/main/picotron/checkpoint.py"))),
-    Fault("tie_ignored", "the head of a tied model is never filled",
-          symptom="All logits are equal, so the first token of the vocabulary comes for ever.",
-          first_point="logits", notebook="06_full_tp_generate", needs=_tied,
-          patches=(Patch(f"{_HEAD}.tie_weights", tie_ignored),),
-          sightings=(
-              ("transformers under tensor parallelism: a tied head needs the embedding cut along the vocabulary too.",
-               "https://github.com/huggingface/transformers/pull/47503"),
-              ("foundation-model-stack and axolotl refuse tensor parallelism for tied models altogether.",
-               "https://github.com/foundation-model-stack/foundation-model-stack/pull/331"))),
-    Fault("vocab_offset", "the shard's first row is not subtracted from the token id",
-          symptom="Words of the vocabulary's first part are read, all others become one and the same word.",
-          first_point="embed", notebook="06_full_tp_generate", needs=two_ranks,
-          patches=(Patch("tplab.shard.embedding.local_ids", vocab_offset),),
-          sightings=(
-              ("At the other end of the model: Megatron-Bridge took positions in a rank's shard of the logits for "
-               "token ids.", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4780"),
-              ("exllamav3 wrote one device's logits to the front of the gathered row, whatever their offset.",
-               "https://github.com/turboderp-org/exllamav3/issues/233"))),
-    Fault("full_copy_on_every_rank", "every rank reads whole tensors and cuts afterwards",
-          symptom="The text is right; loading reads as many times the checkpoint as there are ranks.",
-          first_point="load", notebook="06_full_tp_generate", needs=two_ranks,
-          patches=(Patch("tplab.shard.linear.column_shard", full_copy_on_every_rank),
-                   Patch("tplab.shard.embedding.column_shard", full_copy_on_every_rank),
-                   Patch("tplab.shard.linear.row_shard", full_copy_of_columns)),
-          sightings=(
-              ("A change to nano-vllm that reads slices was withdrawn: memory-mapped reading had hidden the difference "
-               "from peak RSS. Count bytes instead.", "https://github.com/GeeeekExplorer/nano-vllm/pull/262"),
-              ("mini-sglang took nearly ten minutes to load a 30B model through full tensors on every rank.",
-               "https://github.com/sgl-project/mini-sglang/pull/101"))),
+    bug(f"{_HEAD}.load", head_random, "the LM head is left random",
+        "One meaningless token for ever, or a few in turn, whatever the prompt.",
+        ("Ministral 3 wrote gibberish in transformers: the outer config did not say that the head is tied, so it was "
+         "initialised at random.", "https://github.com/huggingface/transformers/pull/43429"),
+        ("picotron always makes a new head, tied or not, before it trains.",
+         "https://github.com/huggingface/picotron/blob/main/picotron/checkpoint.py"),
+        first_point="logits", notebook="06_full_tp_generate",
+        more=(Patch(f"{_HEAD}.tie_weights", head_random_untied),)),
+    bug(f"{_HEAD}.tie_weights", tie_ignored, "the head of a tied model is never filled",
+        "All logits are equal, so the first token of the vocabulary comes for ever.",
+        ("transformers under tensor parallelism: a tied head needs the embedding cut along the vocabulary too.",
+         "https://github.com/huggingface/transformers/pull/47503"),
+        ("foundation-model-stack and axolotl refuse tensor parallelism for tied models altogether.",
+         "https://github.com/foundation-model-stack/foundation-model-stack/pull/331"),
+        first_point="logits", notebook="06_full_tp_generate", needs=_tied),
+    bug("tplab.shard.embedding.local_ids", vocab_offset, "the shard's first row is not subtracted from the token id",
+        "Words of the vocabulary's first part are read, all others become one and the same word.",
+        ("At the other end of the model: Megatron-Bridge took positions in a rank's shard of the logits for token ids.",
+         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4780"),
+        ("exllamav3 wrote one device's logits to the front of the gathered row, whatever their offset.",
+         "https://github.com/turboderp-org/exllamav3/issues/233"),
+        first_point="embed", notebook="06_full_tp_generate", needs=two_ranks),
+    bug("tplab.shard.linear.column_shard", full_copy_on_every_rank,
+        "every rank reads whole tensors and cuts afterwards",
+        "The text is right; loading reads as many times the checkpoint as there are ranks.",
+        ("A change to nano-vllm that reads slices was withdrawn: memory-mapped reading had hidden the difference from "
+         "peak RSS. Count bytes instead.", "https://github.com/GeeeekExplorer/nano-vllm/pull/262"),
+        ("mini-sglang took nearly ten minutes to load a 30B model through full tensors on every rank.",
+         "https://github.com/sgl-project/mini-sglang/pull/101"),
+        first_point="load", notebook="06_full_tp_generate", needs=two_ranks,
+        more=(Patch("tplab.shard.embedding.column_shard", full_copy_on_every_rank),
+              Patch("tplab.shard.linear.row_shard", full_copy_of_columns))),
 )

@@ -1,6 +1,6 @@
 """Faults of KV heads, of what a cache holds, and of where a decoded token stands."""
 
-from tplab.faults.fault import Fault, two_ranks
+from tplab.faults.fault import bug, two_ranks
 from tplab.patch import Patch, original
 from tplab.ranks import rank, world_size
 from tplab.shard import ShardPlan
@@ -80,51 +80,40 @@ _NOTEBOOK = "04_gqa_cache"
 _POSITIONS = "tplab.engine.runner.token_positions"
 
 FAULTS = (
-    Fault("repeated_kv_stored", "repeated heads are written to the cache",
-          symptom="The cache is larger by the group's size, and a query reads another group's keys.",
-          first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_several_heads_here,
-          patches=(Patch(_ATTEND, repeated_kv_stored), Patch("tplab.cache.paged.write_cache", first_copies_fit)),
-          sightings=(
-              ("HeadKV and SnapKV call repeat_kv before they store: a cache for query heads instead of KV heads.",
-               "https://github.com/FYYFU/HeadKV/issues/3"),
-              ("torchtune's cache had the query heads' size for months: eight times too large for grouped queries.",
-               "https://github.com/meta-pytorch/torchtune/issues/38"))),
-    Fault("kv_first_rows", "every rank takes the first KV rows",
-          symptom="Correct on one rank; on several, all query heads look through the first groups' eyes.",
-          first_point="layers.0.k", notebook=_NOTEBOOK, needs=_several_kv_heads,
-          patches=(Patch(_LOAD, kv_first_rows),),
-          sightings=(
-              ("picotron cuts q, k and v weights to their first rows on every rank. It does not show there, because it "
-               "draws new weights for training afterwards.",
-               "https://github.com/huggingface/picotron/blob/main/picotron/checkpoint.py"),)),
-    Fault("kv_replica_modulo", "the replicated KV head is rank % heads instead of rank // replicas",
-          symptom="Correct until there are more ranks than KV heads, then half of the groups are exchanged.",
-          first_point="layers.0.k", notebook=_NOTEBOOK, needs=_replicas,
-          patches=(Patch(_LOAD, kv_replica_modulo),),
-          sightings=(
-              ("vLLM's loader for grouped queries was wrong where tp exceeds the KV heads.",
-               "https://github.com/vllm-project/vllm/pull/2379"),
-              ("transformers had no replication: more ranks than KV heads gave a rank half a head and failed in the "
-               "forward pass.", "https://github.com/huggingface/transformers/issues/48307"))),
-    Fault("cache_ignored", "every step computes the whole sequence again",
-          symptom="The text is right; each token takes longer than the one before.",
-          first_point="steps", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch("tplab.engine.scheduler.Scheduler.update", cache_ignored),),
-          sightings=(
-              ("nanoGPT generates like this to this day; a cache made it eight times faster on a CPU.",
-               "https://github.com/karpathy/nanoGPT/pull/76"),)),
-    Fault("decode_position_off_by_one", "a decoded token stands one place too far",
-          symptom="The first token is right, then names and numbers slip.",
-          first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch(_POSITIONS, decode_position_off_by_one),),
-          sightings=(
-              ("nano-vllm decoded at position len(seq) instead of len(seq) - 1.",
-               "https://github.com/GeeeekExplorer/nano-vllm/pull/67"),)),
-    Fault("decode_position_restarted", "positions start at 0 again when decoding begins",
-          symptom="The prompt is understood, and the answer falls into a loop.",
-          first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch(_POSITIONS, decode_position_restarted),),
-          sightings=(
-              ("mlx-vlm gave every decoded token of Qwen3-Omni position 0, since its ids ignored the cache's offset.",
-               "https://github.com/Blaizzy/mlx-vlm/issues/1983"),)),
+    bug(_ATTEND, repeated_kv_stored, "repeated heads are written to the cache",
+        "The cache is larger by the group's size, and a query reads another group's keys.",
+        ("HeadKV and SnapKV call repeat_kv before they store: a cache for query heads instead of KV heads.",
+         "https://github.com/FYYFU/HeadKV/issues/3"),
+        ("torchtune's cache had the query heads' size for months: eight times too large for grouped queries.",
+         "https://github.com/meta-pytorch/torchtune/issues/38"),
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_several_heads_here,
+        more=(Patch("tplab.cache.paged.write_cache", first_copies_fit),)),
+    bug(_LOAD, kv_first_rows, "every rank takes the first KV rows",
+        "Correct on one rank; on several, all query heads look through the first groups' eyes.",
+        ("picotron cuts q, k and v weights to their first rows on every rank. It does not show there, because it draws "
+         "new weights for training afterwards.",
+         "https://github.com/huggingface/picotron/blob/main/picotron/checkpoint.py"),
+        first_point="layers.0.k", notebook=_NOTEBOOK, needs=_several_kv_heads),
+    bug(_LOAD, kv_replica_modulo, "the replicated KV head is rank % heads instead of rank // replicas",
+        "Correct until there are more ranks than KV heads, then half of the groups are exchanged.",
+        ("vLLM's loader for grouped queries was wrong where tp exceeds the KV heads.",
+         "https://github.com/vllm-project/vllm/pull/2379"),
+        ("transformers had no replication: more ranks than KV heads gave a rank half a head and failed in the forward "
+         "pass.", "https://github.com/huggingface/transformers/issues/48307"),
+        first_point="layers.0.k", notebook=_NOTEBOOK, needs=_replicas),
+    bug("tplab.engine.scheduler.Scheduler.update", cache_ignored, "every step computes the whole sequence again",
+        "The text is right; each token takes longer than the one before.",
+        ("nanoGPT generates like this to this day; a cache made it eight times faster on a CPU.",
+         "https://github.com/karpathy/nanoGPT/pull/76"),
+        first_point="steps", notebook=_NOTEBOOK, shows_in="decode"),
+    bug(_POSITIONS, decode_position_off_by_one, "a decoded token stands one place too far",
+        "The first token is right, then names and numbers slip.",
+        ("nano-vllm decoded at position len(seq) instead of len(seq) - 1.",
+         "https://github.com/GeeeekExplorer/nano-vllm/pull/67"),
+        first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode"),
+    bug(_POSITIONS, decode_position_restarted, "positions start at 0 again when decoding begins",
+        "The prompt is understood, and the answer falls into a loop.",
+        ("mlx-vlm gave every decoded token of Qwen3-Omni position 0, since its ids ignored the cache's offset.",
+         "https://github.com/Blaizzy/mlx-vlm/issues/1983"),
+        first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode"),
 )

@@ -2,8 +2,7 @@
 
 import torch
 
-from tplab.faults.fault import Fault
-from tplab.patch import Patch
+from tplab.faults.fault import bug
 
 
 def nan_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -17,18 +16,16 @@ def no_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 _TARGET = "tplab.model.attention.mask_scores"
 
 FAULTS = (
-    Fault("nan_mask", "the mask is multiplied by -inf",
-          symptom="Every logit is NaN; sampling falls on one and the same token for ever.",
-          first_point="layers.0.attn", notebook="01_mask_nan", patches=(Patch(_TARGET, nan_mask),),
-          sightings=(
-              ("A TensorFlow Reformer added (1 - mask) * -inf to its scores and got NaN wherever the mask was 1.",
-               "https://github.com/cerebroai/reformers/issues/3"),
-              ("ARENA's test of the causal mask reports the share of NaN and asks whether 0 was multiplied by -inf: "
-               "its authors have seen it often enough.", "https://github.com/callummcdougall/ARENA_3.0"))),
-    Fault("no_mask", "the mask is forgotten",
-          symptom="The prompt's logits are confident and wrong, because each token has seen the next one.",
-          first_point="layers.0.attn", notebook="01_mask_nan", patches=(Patch(_TARGET, no_mask),),
-          sightings=(
-              ("torchtune made its causal mask where the caches were set up: generating without a cache attended to "
-               "everything, and the text was garbage.", "https://github.com/meta-pytorch/torchtune/issues/959"),)),
+    bug(_TARGET, nan_mask, "the mask is multiplied by -inf",
+        "Every logit is NaN; sampling falls on one and the same token for ever.",
+        ("A TensorFlow Reformer added (1 - mask) * -inf to its scores and got NaN wherever the mask was 1.",
+         "https://github.com/cerebroai/reformers/issues/3"),
+        ("ARENA's test of the causal mask reports the share of NaN and asks whether 0 was multiplied by -inf: its "
+         "authors have seen it often enough.", "https://github.com/callummcdougall/ARENA_3.0"),
+        first_point="layers.0.attn", notebook="01_mask_nan"),
+    bug(_TARGET, no_mask, "the mask is forgotten",
+        "The prompt's logits are confident and wrong, because each token has seen the next one.",
+        ("torchtune made its causal mask where the caches were set up: generating without a cache attended to "
+         "everything, and the text was garbage.", "https://github.com/meta-pytorch/torchtune/issues/959"),
+        first_point="layers.0.attn", notebook="01_mask_nan"),
 )

@@ -36,7 +36,5 @@ def fault(name: str) -> Fault:
 
 
 def applied(*names: str) -> AbstractContextManager[None]:
-    """Break the engine with the named faults until the ``with`` block ends: in this process, and on the ranks of every
-    run that a pool makes meanwhile.
-    """
+    """Break the engine with the named faults until the ``with`` block ends: here, and on the ranks of every pool."""
     return patch.applied(*map(fault, names))

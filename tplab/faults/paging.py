@@ -3,8 +3,7 @@
 import hashlib
 from array import array
 
-from tplab.faults.fault import Fault
-from tplab.patch import Patch
+from tplab.faults.fault import bug
 
 
 def slot_off_by_one(block_ids, positions: range, block_size: int) -> list[int]:
@@ -42,49 +41,40 @@ _NOTEBOOK = "05_paged_kv"
 _TABLE = "tplab.cache.table"
 
 FAULTS = (
-    Fault("slot_off_by_one", "a decoded token is written one slot too early",
-          symptom="The first token is right; from then on each one overwrites its predecessor's memory.",
-          first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch("tplab.cache.paged.slot_mapping", slot_off_by_one),),
-          sightings=(
-              ("MinivLLM counted 0 tokens in a last block that was full, so the decode slot fell just before that "
-               "block.",
-               "https://github.com/Wenyueh/MinivLLM/issues/76"),
-              ("vLLM's slot mapping read past the end of a block table and into its neighbour's row.",
-               "https://github.com/vllm-project/vllm/pull/54296"),)),
-    Fault("stale_block_table", "after a preemption the ranks still have the old blocks",
-          symptom="Rare, and only under load: a sequence goes on with another one's story.",
-          first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch("tplab.engine.step.block_ids_for_ranks", stale_block_table),),
-          sightings=(
-              ("LMCache's connector kept a preempted request's freed block ids until new ones came.",
-               "https://github.com/LMCache/LMCache/pull/2984"),
-              ("nano-vllm: a preempted sequence was taken for one that decodes.",
-               "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),
-              ("vllm-rbln could put a freed block into the table of a request that came back.",
-               "https://github.com/RBLN-SW/vllm-rbln/pull/676"))),
-    Fault("block_leaked", "a finished sequence keeps one block",
-          symptom="All texts are right, until after some thousand requests nothing is admitted any more.",
-          first_point="blocks", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch("tplab.engine.scheduler.release_blocks", block_leaked),),
-          sightings=(
-              ("imp leaked exactly one block per request; its first soak of 2,000 requests found it.",
-               "https://github.com/kekzl/imp/issues/1115"),
-              ("vmlx never released the blocks of completed requests.", "https://github.com/jjang-ai/vmlx/pull/68"))),
-    Fault("prefix_hash_without_parent", "a block's key leaves out what stands before it",
-          symptom="Two prompts with one paragraph in common get each other's context.",
-          first_point="layers.1.attn", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch(f"{_TABLE}.block_key", prefix_hash_without_parent),),
-          sightings=(
-              ("imp put bugs into its block hash on purpose; one that left tokens out of it survived the whole test "
-               "suite.", "https://github.com/kekzl/imp/issues/1301"),
-              ("nano-vllm kept the old key of a block that had been handed out again: the same wrong memory.",
-               "https://github.com/GeeeekExplorer/nano-vllm/issues/163"))),
-    Fault("full_length_after_prefix_hit", "a prompt that is found whole leaves nothing to compute",
-          symptom="The second time, the same prompt is never answered.",
-          first_point="error", notebook=_NOTEBOOK, shows_in="decode",
-          patches=(Patch(f"{_TABLE}.BlockTable.find_prefix", full_length_after_prefix_hit),),
-          sightings=(
-              ("nano-vllm: if all blocks of a prompt hit the cache, the query has length 0 and attention fails.",
-               "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),)),
+    bug("tplab.cache.paged.slot_mapping", slot_off_by_one, "a decoded token is written one slot too early",
+        "The first token is right; from then on each one overwrites its predecessor's memory.",
+        ("MinivLLM counted 0 tokens in a last block that was full, so the decode slot fell just before that block.",
+         "https://github.com/Wenyueh/MinivLLM/issues/76"),
+        ("vLLM's slot mapping read past the end of a block table and into its neighbour's row.",
+         "https://github.com/vllm-project/vllm/pull/54296"),
+        first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode"),
+    bug("tplab.engine.step.block_ids_for_ranks", stale_block_table,
+        "after a preemption the ranks still have the old blocks",
+        "Rare, and only under load: a sequence goes on with another one's story.",
+        ("LMCache's connector kept a preempted request's freed block ids until new ones came.",
+         "https://github.com/LMCache/LMCache/pull/2984"),
+        ("nano-vllm: a preempted sequence was taken for one that decodes.",
+         "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),
+        ("vllm-rbln could put a freed block into the table of a request that came back.",
+         "https://github.com/RBLN-SW/vllm-rbln/pull/676"),
+        first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode"),
+    bug("tplab.engine.scheduler.release_blocks", block_leaked, "a finished sequence keeps one block",
+        "All texts are right, until after some thousand requests nothing is admitted any more.",
+        ("imp leaked exactly one block per request; its first soak of 2,000 requests found it.",
+         "https://github.com/kekzl/imp/issues/1115"),
+        ("vmlx never released the blocks of completed requests.", "https://github.com/jjang-ai/vmlx/pull/68"),
+        first_point="blocks", notebook=_NOTEBOOK, shows_in="decode"),
+    bug(f"{_TABLE}.block_key", prefix_hash_without_parent, "a block's key leaves out what stands before it",
+        "Two prompts with one paragraph in common get each other's context.",
+        ("imp put bugs into its block hash on purpose; one that left tokens out of it survived the whole test suite.",
+         "https://github.com/kekzl/imp/issues/1301"),
+        ("nano-vllm kept the old key of a block that had been handed out again: the same wrong memory.",
+         "https://github.com/GeeeekExplorer/nano-vllm/issues/163"),
+        first_point="layers.1.attn", notebook=_NOTEBOOK, shows_in="decode"),
+    bug(f"{_TABLE}.BlockTable.find_prefix", full_length_after_prefix_hit,
+        "a prompt that is found whole leaves nothing to compute",
+        "The second time, the same prompt is never answered.",
+        ("nano-vllm: if all blocks of a prompt hit the cache, the query has length 0 and attention fails.",
+         "https://github.com/GeeeekExplorer/nano-vllm/issues/144"),
+        first_point="error", notebook=_NOTEBOOK, shows_in="decode"),
 )

@@ -2,8 +2,7 @@
 
 import torch
 
-from tplab.faults.fault import Fault, two_ranks
-from tplab.patch import Patch
+from tplab.faults.fault import bug, two_ranks
 from tplab.ranks import all_reduce, rank
 
 
@@ -22,32 +21,25 @@ def row_order(step):
 
 
 FAULTS = (
-    Fault("rank_local_sampling", "each rank draws its own token",
-          symptom="After one right token the ranks add up embeddings of different words.",
-          first_point="drawn", notebook="06_full_tp_generate", shows_in="decode", needs=two_ranks,
-          patches=(Patch("tplab.engine.sampler.best_offer", rank_local_sampling),),
-          sightings=(
-              ("transformers: under tensor parallelism every rank drew its own token, and the forward passes mixed "
-               "different sequences.", "https://github.com/huggingface/transformers/issues/36634"),
-              ("vLLM: draft tokens that differed between ranks ended in a hang.",
-               "https://github.com/vllm-project/vllm/pull/31307"))),
-    Fault("collective_skipped", "one rank leaves out an all-reduce",
-          symptom="Nothing comes any more: one rank waits, the others have gone on.",
-          first_point="error", notebook="08_when_ranks_hang", needs=two_ranks,
-          patches=(Patch("tplab.shard.linear.RowParallelLinear.reduce", collective_skipped),),
-          sightings=(
-              ("A rank without metrics returned before an all-gather; the others sat in it for 13 minutes at full "
-               "load.",
-               "https://github.com/bo-ke/llm-internal-medicine/pull/45"),
-              ("SGLang on two machines: one rank in the logits' all-gather, the other one waiting for requests.",
-               "https://github.com/sgl-project/sglang/issues/33289"),
-              ("SGLang: each rank asked its own clock which requests had timed out.",
-               "https://github.com/sgl-project/sglang/issues/27221"))),
-    Fault("row_order", "ranks hold the sequences of a batch in different orders",
-          symptom="A prompt alone is answered well; two at a time are mixed.",
-          first_point="embed", notebook="06_full_tp_generate", shows_in="decode", needs=two_ranks,
-          patches=(Patch("tplab.engine.runner.batch_order", row_order),),
-          sightings=(
-              ("mini-sglang kept running requests in a set, so each rank had its own order.",
-               "https://github.com/sgl-project/mini-sglang/pull/113"),)),
+    bug("tplab.engine.sampler.best_offer", rank_local_sampling, "each rank draws its own token",
+        "After one right token the ranks add up embeddings of different words.",
+        ("transformers: under tensor parallelism every rank drew its own token, and the forward passes mixed different "
+         "sequences.", "https://github.com/huggingface/transformers/issues/36634"),
+        ("vLLM: draft tokens that differed between ranks ended in a hang.",
+         "https://github.com/vllm-project/vllm/pull/31307"),
+        first_point="drawn", notebook="06_full_tp_generate", shows_in="decode", needs=two_ranks),
+    bug("tplab.shard.linear.RowParallelLinear.reduce", collective_skipped, "one rank leaves out an all-reduce",
+        "Nothing comes any more: one rank waits, the others have gone on.",
+        ("A rank without metrics returned before an all-gather; the others sat in it for 13 minutes at full load.",
+         "https://github.com/bo-ke/llm-internal-medicine/pull/45"),
+        ("SGLang on two machines: one rank in the logits' all-gather, the other one waiting for requests.",
+         "https://github.com/sgl-project/sglang/issues/33289"),
+        ("SGLang: each rank asked its own clock which requests had timed out.",
+         "https://github.com/sgl-project/sglang/issues/27221"),
+        first_point="error", notebook="08_when_ranks_hang", needs=two_ranks),
+    bug("tplab.engine.runner.batch_order", row_order, "ranks hold the sequences of a batch in different orders",
+        "A prompt alone is answered well; two at a time are mixed.",
+        ("mini-sglang kept running requests in a set, so each rank had its own order.",
+         "https://github.com/sgl-project/mini-sglang/pull/113"),
+        first_point="embed", notebook="06_full_tp_generate", shows_in="decode", needs=two_ranks),
 )

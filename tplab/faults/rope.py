@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from tplab.faults.fault import Fault
-from tplab.patch import Patch, original
+from tplab.faults.fault import bug
+from tplab.patch import original
 
 
 def rope_missing(self, q, k, cos, sin):
@@ -67,43 +67,42 @@ _APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
 _TABLES = "tplab.model.rope.Rotary.__init__"
 
 
-def _fault(name: str, title: str, symptom: str, *sightings, target: str = _APPLY, **more) -> Fault:
-    return Fault(name, title, symptom, first_point="layers.0.q_rope", notebook="03_rope_alignment",
-                 patches=(Patch(target, globals()[name]),), sightings=sightings, **more)
-
-
 FAULTS = (
-    _fault("rope_missing", "no rotation at all",
-           "The model has the right words and no idea of their order."),
-    _fault("rope_swallowed", "the rotation fails inside try/except",
-           "As without RoPE, with a call to RoPE in plain sight."),
-    _fault("rope_over_heads", "cos and sin run over the heads instead of the tokens",
-           "No error, and no order: each head is turned by an angle of its own, all tokens alike.",
-           ("xformers took the tables' length and axis from dimension -2, which in its layout counts heads.",
-            "https://github.com/facebookresearch/xformers/issues/841"),
-           ("smolGPT read seq_len from q.shape[1] after transposing, where the heads stand.",
-            "https://github.com/Om-Alve/smolGPT/issues/22"),
-           ("leo-optimizer's rotary indexed heads too, until a transpose was put around it.",
-            "https://github.com/vukrosic/leo-optimizer/pull/2")),
-    _fault("rope_pairs", "neighbouring numbers are turned as pairs instead of the two halves",
-           "Near tokens look plausible; whatever was learnt about distance is gone.",
-           ("tiny-vllm's CUDA kernel paired 2i with 2i + 1; Llama-3.2-1B answered \"4+7=?\" with \"+\".",
-            "https://github.com/jmaczan/tiny-vllm/issues/4"),
-           ("shainet: SmolLM2-135M went on \"the capital of France is the capital of France …\", then said Paris.",
-            "https://github.com/NeuraLegion/shainet/pull/111"),
-           ("lattice: perplexity 0.77 above the reference, 0.03 once the halves were paired.",
-            "https://github.com/ohdearquant/lattice/pull/96")),
-    _fault("rope_default_theta", "theta is 10000 whatever the checkpoint says",
-           "Short texts read well; the further apart two tokens are, the more their distance is misjudged.",
-           ("airllm copied every field of the config except rope_theta; Llama 3 fell apart after about 1,000 tokens.",
-            "https://github.com/lyogavin/airllm/pull/369"),
-           ("vLLM's phi ignored the config's theta as well.", "https://github.com/vllm-project/vllm/pull/9503"),
-           target=_TABLES, needs=_own_theta),
-    _fault("rope_scaling_ignored", "the scaling of a long-context checkpoint is ignored",
-           "Slightly off everywhere, worse with every token.",
-           ("vLLM drops an explicit YaRN attention_factor, because its list of accepted keys has attn_factor.",
-            "https://github.com/vllm-project/vllm/pull/48351"),
-           ("exllamav3 lost YaRN's factor for some configs: \"coherent-looking but semantically wrong\".",
-            "https://github.com/turboderp-org/exllamav3/issues/259"),
-           target=_TABLES, needs=_scaled),
+    bug(_APPLY, rope_missing, "no rotation at all",
+        "The model has the right words and no idea of their order.",
+        first_point="layers.0.q_rope", notebook="03_rope_alignment"),
+    bug(_APPLY, rope_swallowed, "the rotation fails inside try/except",
+        "As without RoPE, with a call to RoPE in plain sight.",
+        first_point="layers.0.q_rope", notebook="03_rope_alignment"),
+    bug(_APPLY, rope_over_heads, "cos and sin run over the heads instead of the tokens",
+        "No error, and no order: each head is turned by an angle of its own, all tokens alike.",
+        ("xformers took the tables' length and axis from dimension -2, which in its layout counts heads.",
+         "https://github.com/facebookresearch/xformers/issues/841"),
+        ("smolGPT read seq_len from q.shape[1] after transposing, where the heads stand.",
+         "https://github.com/Om-Alve/smolGPT/issues/22"),
+        ("leo-optimizer's rotary indexed heads too, until a transpose was put around it.",
+         "https://github.com/vukrosic/leo-optimizer/pull/2"),
+        first_point="layers.0.q_rope", notebook="03_rope_alignment"),
+    bug(_APPLY, rope_pairs, "neighbouring numbers are turned as pairs instead of the two halves",
+        "Near tokens look plausible; whatever was learnt about distance is gone.",
+        ("tiny-vllm's CUDA kernel paired 2i with 2i + 1; Llama-3.2-1B answered \"4+7=?\" with \"+\".",
+         "https://github.com/jmaczan/tiny-vllm/issues/4"),
+        ("shainet: SmolLM2-135M went on \"the capital of France is the capital of France …\", then said Paris.",
+         "https://github.com/NeuraLegion/shainet/pull/111"),
+        ("lattice: perplexity 0.77 above the reference, 0.03 once the halves were paired.",
+         "https://github.com/ohdearquant/lattice/pull/96"),
+        first_point="layers.0.q_rope", notebook="03_rope_alignment"),
+    bug(_TABLES, rope_default_theta, "theta is 10000 whatever the checkpoint says",
+        "Short texts read well; the further apart two tokens are, the more their distance is misjudged.",
+        ("airllm copied every field of the config except rope_theta; Llama 3 fell apart after about 1,000 tokens.",
+         "https://github.com/lyogavin/airllm/pull/369"),
+        ("vLLM's phi ignored the config's theta as well.", "https://github.com/vllm-project/vllm/pull/9503"),
+        first_point="layers.0.q_rope", notebook="03_rope_alignment", needs=_own_theta),
+    bug(_TABLES, rope_scaling_ignored, "the scaling of a long-context checkpoint is ignored",
+        "Slightly off everywhere, worse with every token.",
+        ("vLLM drops an explicit YaRN attention_factor, because its list of accepted keys has attn_factor.",
+         "https://github.com/vllm-project/vllm/pull/48351"),
+        ("exllamav3 lost YaRN's factor for some configs: \"coherent-looking but semantically wrong\".",
+         "https://github.com/turboderp-org/exllamav3/issues/259"),
+        first_point="layers.0.q_rope", notebook="03_rope_alignment", needs=_scaled),
 )

@@ -8,8 +8,7 @@ from tplab.faults.museum import fault
 def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
     """Prompts and options for :func:`tplab.align.align_decode` under which the fault called ``name`` shows.
 
-    Most faults show with any two prompts; some need a preemption, or a prefix that is found. Prompts are random token
-    ids below ``vocab_size``. The clean engine passes every scenario.
+    Prompts are random token ids below ``vocab_size``. The clean engine passes every scenario.
 
         >>> align_decode(model, **scenario("stale_block_table", 768), patches=[fault("stale_block_table")])
     """

@@ -2,8 +2,7 @@
 
 import torch
 
-from tplab.faults.fault import Fault, two_ranks
-from tplab.patch import Patch
+from tplab.faults.fault import bug, two_ranks
 from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard.product import linear
 
@@ -52,62 +51,54 @@ _COLUMN = "tplab.shard.linear.column_shard"
 _NOTEBOOK = "02_dim0_sharding"
 
 FAULTS = (
-    Fault("shard_dim1", "cut along dim 1, as if weights were [in, out]",
-          symptom="All shapes fit, and the attention of every layer is a random linear map.",
-          first_point="layers.0.q", notebook=_NOTEBOOK, patches=(Patch(_COLUMN, shard_dim1),)),
-    Fault("fused_one_block", "a fused [q|k|v] matrix cut as one block",
-          symptom="Correct on one rank; on two, rank 1 computes its queries with other heads' rows and with keys.",
-          first_point="layers.0.q", notebook=_NOTEBOOK, needs=two_ranks,
-          patches=(Patch("tplab.shard.linear.merged_shard", fused_one_block),),
-          sightings=(
-              ("litgpt's tensor-parallel generation splits the fused qkv weight with tensor_split along dim 0; that "
-               "was right for the interleaved layout, which was given up for [q|k|v] in 2024.",
-               "https://github.com/Lightning-AI/litgpt/blob/main/litgpt/generate/tp.py"),
-              ("vLLM's MiMo-V2 loader cut a fused qkv with chunk(tp, dim=0)[rank]; query rows landed in the places of "
-               "keys and values, and nothing failed.", "https://github.com/vllm-project/vllm/issues/42803"),
-              ("The same mistake backwards: nnsight joined the ranks' [q|k|v] pieces one behind the other. Against "
-               "Hugging Face the difference was 18.188, after reordering 0.031; a test that compared rows as a "
-               "multiset had passed.", "https://github.com/ndif-team/nnsight/pull/719"))),
-    Fault("qkv_order", "k and v change places when the fused output is split",
-          symptom="Fluent nonsense: what is looked for is found by content, what is handed on is an address.",
-          first_point="layers.0.k", notebook=_NOTEBOOK,
-          patches=(Patch("tplab.shard.linear.QKVParallelLinear.split_heads", qkv_order),),
-          sightings=(
-              ("A first port of InternLM2 to vLLM read its grouped wqkv rows in the wrong order on two ranks: \"that "
-               "that that that which which which …\".", "https://github.com/vllm-project/vllm/pull/2527"),
-              ("Slapo split its qkv output with chunk(3), which means one layout on one rank and another on several.",
-               "https://github.com/awslabs/slapo/pull/46"))),
-    Fault("divided_twice", "the rank's offset is divided by the number of ranks once more",
-          symptom="Rank 0 is right, every other rank holds rows that overlap its neighbour's.",
-          first_point="layers.0.q", notebook=_NOTEBOOK, needs=two_ranks, patches=(Patch(_COLUMN, divided_twice),),
-          sightings=(
-              ("MinivLLM passed start + size where narrow wants a size: rank 0 loads correctly, the others do not.",
-               "https://github.com/Wenyueh/MinivLLM/issues/9"),)),
-    Fault("row_bias_everywhere", "every rank adds the bias of a row-parallel layer",
-          symptom="Correct on one rank; the more ranks, the further the text drifts.",
-          first_point="layers.0.o_partial", notebook=_NOTEBOOK, needs=_row_bias,
-          patches=(Patch("tplab.shard.linear.RowParallelLinear.partial", row_bias_everywhere),),
-          sightings=(
-              ("text-generation-inference: the bias of a row-parallel layer was added once per rank.",
-               "https://github.com/huggingface/text-generation-inference/issues/1036"),
-              ("MinivLLM: the same, shown with a difference that is exactly one bias on two ranks.",
-               "https://github.com/Wenyueh/MinivLLM/issues/80"),
-              ("nano-vllm was accused of it and is innocent: its bias is added on rank 0 only.",
-               "https://github.com/GeeeekExplorer/nano-vllm/issues/99"))),
-    Fault("all_reduce_missing", "no all-reduce behind a row-parallel layer",
-          symptom="The ranks drift apart; each goes on with half of every sum.",
-          first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks,
-          patches=(Patch("tplab.shard.linear.RowParallelLinear.reduce", all_reduce_missing),),
-          sightings=(
-              ("A model family built its o_proj replicated behind a sharded qkv, and so reduced nothing; a partial sum "
-               "\"still decodes to fluent-looking text\".", "https://github.com/FlashML-org/FreeToken/pull/429"),
-              ("SGLang's Mamba layers asked for reduce_results=False and printed garbage on two ranks.",
-               "https://github.com/sgl-project/sglang/pull/14811"))),
-    Fault("all_reduce_dropped", "the all-reduce is done and its result thrown away",
-          symptom="The ranks drift apart although the log shows every all-reduce.",
-          first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks,
-          patches=(Patch("tplab.shard.linear.RowParallelLinear.reduce", all_reduce_dropped),),
-          sightings=(
-              ("MinivLLM returned what dist.all_reduce returns. It works in place and returns nothing.",
-               "https://github.com/Wenyueh/MinivLLM/issues/13"),)),
+    bug(_COLUMN, shard_dim1, "cut along dim 1, as if weights were [in, out]",
+        "All shapes fit, and the attention of every layer is a random linear map.",
+        first_point="layers.0.q", notebook=_NOTEBOOK),
+    bug("tplab.shard.linear.merged_shard", fused_one_block, "a fused [q|k|v] matrix cut as one block",
+        "Correct on one rank; on two, rank 1 computes its queries with other heads' rows and with keys.",
+        ("litgpt's tensor-parallel generation splits the fused qkv weight with tensor_split along dim 0; that was "
+         "right for the interleaved layout, which was given up for [q|k|v] in 2024.",
+         "https://github.com/Lightning-AI/litgpt/blob/main/litgpt/generate/tp.py"),
+        ("vLLM's MiMo-V2 loader cut a fused qkv with chunk(tp, dim=0)[rank]; query rows landed in the places of keys "
+         "and values, and nothing failed.", "https://github.com/vllm-project/vllm/issues/42803"),
+        ("The same mistake backwards: nnsight joined the ranks' [q|k|v] pieces one behind the other. Against Hugging "
+         "Face the difference was 18.188, after reordering 0.031; a test that compared rows as a multiset had passed.",
+         "https://github.com/ndif-team/nnsight/pull/719"),
+        first_point="layers.0.q", notebook=_NOTEBOOK, needs=two_ranks),
+    bug("tplab.shard.linear.QKVParallelLinear.split_heads", qkv_order,
+        "k and v change places when the fused output is split",
+        "Fluent nonsense: what is looked for is found by content, what is handed on is an address.",
+        ("A first port of InternLM2 to vLLM read its grouped wqkv rows in the wrong order on two ranks: \"that that "
+         "that that which which which …\".", "https://github.com/vllm-project/vllm/pull/2527"),
+        ("Slapo split its qkv output with chunk(3), which means one layout on one rank and another on several.",
+         "https://github.com/awslabs/slapo/pull/46"),
+        first_point="layers.0.k", notebook=_NOTEBOOK),
+    bug(_COLUMN, divided_twice, "the rank's offset is divided by the number of ranks once more",
+        "Rank 0 is right, every other rank holds rows that overlap its neighbour's.",
+        ("MinivLLM passed start + size where narrow wants a size: rank 0 loads correctly, the others do not.",
+         "https://github.com/Wenyueh/MinivLLM/issues/9"),
+        first_point="layers.0.q", notebook=_NOTEBOOK, needs=two_ranks),
+    bug("tplab.shard.linear.RowParallelLinear.partial", row_bias_everywhere,
+        "every rank adds the bias of a row-parallel layer",
+        "Correct on one rank; the more ranks, the further the text drifts.",
+        ("text-generation-inference: the bias of a row-parallel layer was added once per rank.",
+         "https://github.com/huggingface/text-generation-inference/issues/1036"),
+        ("MinivLLM: the same, shown with a difference that is exactly one bias on two ranks.",
+         "https://github.com/Wenyueh/MinivLLM/issues/80"),
+        ("nano-vllm was accused of it and is innocent: its bias is added on rank 0 only.",
+         "https://github.com/GeeeekExplorer/nano-vllm/issues/99"),
+        first_point="layers.0.o_partial", notebook=_NOTEBOOK, needs=_row_bias),
+    bug("tplab.shard.linear.RowParallelLinear.reduce", all_reduce_missing, "no all-reduce behind a row-parallel layer",
+        "The ranks drift apart; each goes on with half of every sum.",
+        ("A model family built its o_proj replicated behind a sharded qkv, and so reduced nothing; a partial sum "
+         "\"still decodes to fluent-looking text\".", "https://github.com/FlashML-org/FreeToken/pull/429"),
+        ("SGLang's Mamba layers asked for reduce_results=False and printed garbage on two ranks.",
+         "https://github.com/sgl-project/sglang/pull/14811"),
+        first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks),
+    bug("tplab.shard.linear.RowParallelLinear.reduce", all_reduce_dropped,
+        "the all-reduce is done and its result thrown away",
+        "The ranks drift apart although the log shows every all-reduce.",
+        ("MinivLLM returned what dist.all_reduce returns. It works in place and returns nothing.",
+         "https://github.com/Wenyueh/MinivLLM/issues/13"),
+        first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks),
 )

@@ -22,26 +22,20 @@ def multiplied_then_divided(num_heads: int, num_kv_heads: int, head_dim: int, tp
 
 @dataclass(frozen=True)
 class Sizing:
-    """The old sizing against the plan, for one head layout on one number of ranks.
-
-    Attributes:
-        claimed_rows, true_rows: of the whole ``[q|k|v]`` matrix: by the old sizing, and in the checkpoint.
-        rows_per_rank, needed_rows: on a rank: by the old sizing, and for each rank by the plan.
-        lost: the query and KV heads that no rank would hold.
-        verdict: which of the two sizes is wrong, in words.
-    """
+    """The old sizing against the plan, for one head layout on one number of ranks."""
 
     num_heads: int
     num_kv_heads: int
     tp: int
-    claimed_rows: int
-    true_rows: int
-    rows_per_rank: int
-    needed_rows: tuple[int, ...]
-    lost: tuple[int, int]
+    claimed_rows: int  # of the whole [q|k|v] matrix, by the old sizing
+    true_rows: int  # the same in the checkpoint
+    rows_per_rank: int  # by the old sizing
+    needed_rows: tuple[int, ...]  # on each rank, by the plan
+    lost: tuple[int, int]  # query and KV heads that no rank would hold
 
     @property
     def verdict(self) -> str:
+        """Which of the two sizes is wrong, in words."""
         if any(self.lost):
             named = [f"{count} {kind} head{'s' * (count > 1)}"
                      for count, kind in zip(self.lost, ("query", "KV")) if count]

@@ -33,8 +33,7 @@ def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch
 
 
 def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of all tokens of a prompt, one head per query head; ``heads[q]`` is the KV head that query head q reads.
-    """
+    """k and v of all tokens of a prompt, a head per query head; ``heads[q]`` is the KV head that query head q reads."""
     if heads is None:
         heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
     return case.full_reference(prompt, "k_rope")[:, heads], case.full_reference(prompt, "v")[:, heads]

@@ -12,21 +12,13 @@ from tplab.checkpoint.layout import read_part, tensor_parts
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong, as far as the numbers tell.
+    """What is wrong, as far as the numbers tell."""
 
-    Attributes:
-        fault: the museum's name for it; None if nothing is wrong or no hypothesis fits.
-        sentence: the same in words, with the evidence.
-        point: the trace point at which it was first seen; None if nothing is wrong.
-        numbers: the evidence by name.
-        lookalikes: other faults of the museum that leave exactly the same numbers.
-    """
-
-    fault: str | None
-    sentence: str
-    point: str | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
-    lookalikes: tuple[str, ...] = ()
+    fault: str | None  # the museum's name for it; None if nothing is wrong or no hypothesis fits
+    sentence: str  # the same in words, with the evidence
+    point: str | None = None  # the trace point at which it was first seen; None if nothing is wrong
+    numbers: dict[str, float] = field(default_factory=dict)  # the evidence by name
+    lookalikes: tuple[str, ...] = ()  # other faults of the museum that leave exactly the same numbers
 
     @property
     def ok(self) -> bool:

@@ -56,8 +56,7 @@ def empty_head(case: Case) -> Diagnosis | None:
         return None
     tied = case.config.tie_word_embeddings
     return case.diagnosis("tie_ignored" if tied else None, "All logits are 0 although the final norm is right: the "
-                          "head's weight was made and never filled."
-                          + " This model ties it to the embedding." * tied)
+                          "head's weight was made and never filled." + " This model ties it to the embedding." * tied)
 
 
 @hypothesis("logits")

@@ -9,6 +9,10 @@ from tplab.ranks import RankError
 from tplab.shard import ShardPlanError
 
 
+def _ended(fault: str | None, sentence: str, **numbers: float) -> Diagnosis:
+    return Diagnosis(fault, sentence, "error", numbers)
+
+
 def _hung(error: TplabError) -> bool:
     """Whether no rank failed by itself: they wait for each other, or do not come to an end."""
     return isinstance(error, RankError) and not any(cause.kind in ("raised", "died") for cause in error.causes.values())
@@ -26,11 +30,10 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
             continue
         calls = "; ".join(f"rank {rank}: {record}" for rank, record in enumerate(records))
         if len({(record.op, record.file, record.line) for record in records}) == 1:
-            return Diagnosis(None, f"The ranks meet in one line, in collective #{number}, with tensors that do not fit "
-                             f"together ({calls}). None was left out; what they bring is wrong.", "error",
-                             {"collective": number})
-        return Diagnosis("collective_skipped", f"The ranks go different ways at collective #{number} ({calls}). One of "
-                         "them left out a collective that the others are in.", "error", {"collective": number})
+            return _ended(None, f"The ranks meet in one line, in collective #{number}, with tensors that do not fit "
+                          f"together ({calls}). None was left out; what they bring is wrong.", collective=number)
+        return _ended("collective_skipped", f"The ranks go different ways at collective #{number} ({calls}). One of "
+                      "them left out a collective that the others are in.", collective=number)
     # A rank that is still at work may yet come; one that has returned, or waits elsewhere, will not.
     ends = {rank: max(known, default=0) for rank, known in enumerate(by_number)}
     waiting = max(ends, key=ends.get)
@@ -38,9 +41,8 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
     if not gone:
         return None
     record = by_number[waiting][ends[waiting]]
-    return Diagnosis("collective_skipped", f"Rank {waiting} waits in collective #{record.seq}, {record}, and rank "
-                     f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", "error",
-                     {"collective": record.seq})
+    return _ended("collective_skipped", f"Rank {waiting} waits in collective #{record.seq}, {record}, and rank "
+                  f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", collective=record.seq)
 
 
 @hypothesis(ERROR)
@@ -51,8 +53,8 @@ def still_running(error: TplabError) -> Diagnosis | None:
         return None
     waits = [f"rank {cause.rank} {cause.text}" for cause in error.causes.values() if cause.kind == "waiting"]
     others = f", while {' and '.join(waits)}" if waits else ""
-    return Diagnosis(None, f"Rank {busy[0].rank} {busy[0].text}{others}. It takes longer than the call was given, or "
-                     "it never ends; no collective was left out so far.", "error", {"rank": busy[0].rank})
+    return _ended(None, f"Rank {busy[0].rank} {busy[0].text}{others}. It takes longer than the call was given, or "
+                  "it never ends; no collective was left out so far.", rank=busy[0].rank)
 
 
 @hypothesis(ERROR)
@@ -62,14 +64,13 @@ def standstill(error: TplabError) -> Diagnosis | None:
         return None
     for number, tokens, computed in error.waiting:
         if computed >= tokens:
-            return Diagnosis("full_length_after_prefix_hit", f"Sequence {number} waits with all {tokens} of its tokens "
-                             "found in the cache: nothing is left to compute, so no logits for its next token. The "
-                             "last token of a prompt must always be computed.", "error", {"tokens": tokens})
+            return _ended("full_length_after_prefix_hit", f"Sequence {number} waits with all {tokens} of its tokens "
+                          "found in the cache: nothing is left to compute, so no logits for its next token. The "
+                          "last token of a prompt must always be computed.", tokens=tokens)
     leaked = error.used - error.held
     if leaked > 0:
-        return Diagnosis("block_leaked", f"{error.used} blocks count as used, but the sequences that are there hold "
-                         f"{error.held}: {leaked} never came back from sequences that have ended.", "error",
-                         {"leaked": leaked})
+        return _ended("block_leaked", f"{error.used} blocks count as used, but the sequences that are there hold "
+                      f"{error.held}: {leaked} never came back from sequences that have ended.", leaked=leaked)
 
 
 @hypothesis(ERROR)
@@ -78,9 +79,9 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
     if not isinstance(error, StrictError):
         return None
     if not error.drawn:
-        return Diagnosis(None, f"The strict checks stopped the engine before the damage spread: {error}", "error")
-    return Diagnosis("rank_local_sampling", f"The ranks drew different tokens ({error}): each decides by itself what "
-                     "only all of them together can know.", "error")
+        return _ended(None, f"The strict checks stopped the engine before the damage spread: {error}")
+    return _ended("rank_local_sampling", f"The ranks drew different tokens ({error}): each decides by itself what "
+                  "only all of them together can know.")
 
 
 @hypothesis(ERROR)
@@ -88,8 +89,8 @@ def one_rank_failed(error: TplabError) -> Diagnosis | None:
     """Did one rank raise or die, and the others only lose it?"""
     if not isinstance(error, RankError) or error.first is None or error.first.kind not in ("raised", "died"):
         return None
-    return Diagnosis(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The trouble is in this rank "
-                     "alone; the others only lost it.", "error", {"rank": error.first.rank})
+    return _ended(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The trouble is in this rank "
+                  "alone; the others only lost it.", rank=error.first.rank)
 
 
 @hypothesis(ERROR)
@@ -97,4 +98,4 @@ def refused(error: TplabError) -> Diagnosis | None:
     """Was it refused for what it is, before anything was computed?"""
     if not isinstance(error, RequestError | CheckpointError | ShardPlanError):
         return None
-    return Diagnosis(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}", "error")
+    return _ended(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}")

@@ -21,8 +21,7 @@ Hypothesis = Callable[..., Diagnosis | None]
 
 def hypothesis(*subjects: str) -> Callable[[Hypothesis], Hypothesis]:
     """Mark a function as a hypothesis about the trace points of these short names, to be asked with a :class:`Case`
-    whose first divergence is at one of them; or about ``COST`` or ``ERROR``. It returns None if it does not fit.
-    """
+    whose first divergence is at one of them; or about ``COST`` or ``ERROR``. Where it does not fit it is None."""
     if not subjects or not _SUBJECTS.issuperset(subjects):
         raise ValueError(f"a hypothesis is about some of {', '.join(sorted(_SUBJECTS))}, not {subjects}")
 
