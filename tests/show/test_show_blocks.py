@@ -117,3 +117,23 @@ def test_mistakes_are_told(folder, run):
         llm.add_request(PROMPTS[0], PARAMS)
         with pytest.raises(show.ShowError, match="unfinished"):
             show.record(llm, PROMPTS, PARAMS)
+
+
+def test_a_step_of_one_sequence_is_drawn_as_it_was(folder):
+    """Eleven tokens are read in the first step, one is written in each of the next."""
+    run = recorded(folder, prompts=PROMPTS[:1])
+    for step, computed in ((1, 11), (2, 12), (3, 13)):
+        moment = run.moment(step)
+        assert len(moment.fresh) == (11 if step == 1 else 1)
+        drawn = ET.fromstring(show.blocks_figure(run, [step]).svg)
+        shown = [node.text for node in drawn.iter(f"{SVG}text")]
+        assert f"running, {computed} tokens" in shown and f"{-(-computed // 4)} of 12 blocks used" in shown
+        frames = [node.get("fill") for node in drawn.iter(f"{SVG}rect") if node.get("stroke") == "#222"]
+        assert frames.count("none") == len(moment.fresh)
+
+
+def test_shared_blocks_are_used_once_and_what_a_freed_block_held_is_shown_only_where_it_can_be_found(folder, run):
+    assert "4 of 12 blocks used" in texts(show.blocks_figure(run, [2]).svg), "two of them have two users"
+    run = recorded(folder, prompts=[[50, 51, 52, 53, 54]], enable_prefix_caching=False)
+    drawn = texts(show.blocks_figure(run).svg)
+    assert run.moments[-1].contents[0][0] == "50" and not any(run.moments[-1].findable) and "50" not in drawn

@@ -9,6 +9,7 @@ from tplab import show
 from tplab.ranks import logical_ranks, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
 from tplab.show.drawings.shards import ShardedWeight
+from tplab.show.drawings.svg import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [(2, 14, 2), (2, 9, 3), (2, 8, 2), (4, 8, 2), (3, 14, 2), (1, 9, 3), (8, 64, 8)]
@@ -100,3 +101,41 @@ def test_a_plan_is_drawn_whatever_its_size():
     many = ShardPlan.make(tensor_parallel_size=32, num_heads=128, num_kv_heads=8, head_dim=8, hidden_size=64,
                           intermediate_size=127, vocab_size=32003)
     assert "rank 31" in texts(many._repr_svg_())
+
+
+def boxes(svg):
+    """``(x, y, width, height, fill, stroke, title)`` of every rectangle."""
+    drawn = [node for node in ET.fromstring(svg).iter(f"{SVG}rect") if node.get("x")]
+    return [(*(float(node.get(name)) for name in ("x", "y", "width", "height")), node.get("fill"), node.get("stroke"),
+             getattr(node.find(f"{SVG}title"), "text", "")) for node in drawn]
+
+
+def test_every_part_of_a_plan_stands_in_its_ranks_row_and_colour_below_what_reads_it():
+    made = plan(3, 9, 3)
+    drawn = boxes(made._repr_svg_())
+    for shard in made.ranks:
+        fill, top = colour(shard.rank)[0], 62 + 62 * shard.rank
+        row = [one for one in drawn if top <= one[1] < top + 62]
+        held = {one[6]: one for one in row if one[4] == fill}
+        assert {title for title in held if "query" in title} == {f"query head {head}" for head in shard.q_heads}
+        for kv in shard.kv_heads:
+            reads = [head for head in shard.q_heads if head // 3 == kv]
+            (box,) = [one for one in row if one[6] == f"KV head {kv}, read by query heads {reads}" and one[5] == fill]
+            first, last = held[f"query head {reads[0]}"], held[f"query head {reads[-1]}"]
+            assert (box[0], box[0] + box[2]) == pytest.approx((first[0] + 1, last[0] + last[2] - 1))
+        for part, total in ((shard.mlp, made.intermediate_size), (shard.vocab, made.vocab_size)):
+            (whole,) = [one for one in row if one[2] == 108 and one[0] < held[str(part)][0] + 0.01 < one[0] + 108]
+            assert held[str(part)][0] == pytest.approx(whole[0] + 108 * part.start / total, abs=1e-2)
+            assert held[str(part)][2] == pytest.approx(108 * len(part) / total, abs=1e-2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_strips_of_a_weight_lie_along_its_dimension_in_their_holders_colours(dim):
+    parts = split_evenly(128, 2)
+    drawn = boxes(ShardedWeight("w", (128, 128), dim, [[part] for part in parts])._repr_svg_())
+    strips = [one for one in drawn if one[6].startswith(("rows", "columns")[dim])]
+    assert [one[6].split()[1] for one in strips] == ["0–63", "64–127"]
+    (a, b), along, across = strips, dim == 0, dim == 1
+    assert a[along] + a[2 + along] == pytest.approx(b[along]) and a[across] == b[across] and a[2 + along] == 95
+    colours = [one[4] for one in drawn if one[2:4] == pytest.approx((190.5, 95) if dim == 0 else (95.5, 190))]
+    assert colours == [colour(0)[0], colour(1)[0]]

@@ -59,7 +59,8 @@ def test_top_tokens_of_nan_are_not_tokens():
 def test_top_tokens_mark_where_the_sides_differ():
     report = make_report()
     report.evidence["logits"] = report.evidence["logits"]._replace(
-        ours=torch.tensor([[0.0, 5.0, 3.0]]), reference=torch.tensor([[4.0, 5.0, 0.0]]))
+        ours=torch.tensor([[9.0, 0.0, 0.0], [0.0, 5.0, 3.0]]),
+        reference=torch.tensor([[9.0, 0.0, 0.0], [4.0, 5.0, 0.0]]))
     text = str(show.top_tokens(report, Letters(), k=2))
     assert "'b' 73 %" in text and "✗ 'b' 88 %" in text and "✗ 'c' 12 %" in text
 
@@ -67,3 +68,13 @@ def test_top_tokens_mark_where_the_sides_differ():
 def test_any_rows_make_a_table():
     table = show.table([{"rank": 0, "rows": "0–3"}, {"rank": 1, "rows": "4–7"}], index="rank")
     assert "4–7" in bundle(table)["text/html"] and "✗" not in str(table)
+
+
+def test_a_row_of_the_layer_table_is_about_its_own_point():
+    report = make_report({"layers.1.attn": math.nan}, layers=12)
+    frame = show.layer_table(report, layer=1).frame
+    assert {name.rpartition(".")[0] for name in frame.index} == {"layers.1"}, "layers.10 is another one"
+    held = dict(frame["held by"])
+    assert held["layers.1.q"] == "ranks, by query head" and held["layers.1.k_rope"] == "ranks, by KV head"
+    assert held["layers.1.input_norm"] == "every rank" and held["layers.1.o_proj"] == "every rank"
+    assert dict(frame["NaN"])["layers.1.v"] == "0 %" and dict(frame["NaN"])["layers.1.attn"] == "36 %"

@@ -48,3 +48,16 @@ def test_the_drawing_has_a_cell_per_slice_and_words_for_each_sequence(busy):
     assert all(f"seq {number}" in drawn for number in range(4)) and "the pool has 10 blocks" in drawn
     assert "sequence 1: reads 1 in step 1, reads 8 in step 2, one token in steps 3–9, finished" in figure.alt_text
     assert "At most 10 of 10 blocks in use." in figure.alt_text
+
+
+def test_every_cell_stands_below_its_step_and_every_bar_says_how_many_blocks_were_used(busy):
+    figure = show.timeline_figure(busy)
+    nodes = [(float(n.get("x")), float(n.get("y")), n.text) for n in ET.fromstring(figure.svg).iter(f"{SVG}text")]
+    column = {int(text): x for x, y, text in nodes if y == 36 and text.isdigit()}
+    assert list(column) == list(range(1, len(busy.history) + 1))
+    for line, row in enumerate(slices(busy).values()):
+        cells = {x: text for x, y, text in nodes if y == 44 + 30 * line + 13 and x >= 62}
+        assert cells == {column[at]: "✗" if part.kind == "preempted" else str(part.tokens)
+                         for at, part in row.items() if part.kind != "waiting"}
+    used = {x: text for x, y, text in nodes if y > 44 + 30 * 4 + 30 and text.isdigit()}
+    assert used == {column[at]: str(record.used_blocks) for at, record in enumerate(busy.history, 1)}

@@ -1,5 +1,7 @@
 """Where in the text a run goes wrong, and the judge of a learner's slot mapping."""
 
+import xml.etree.ElementTree as ET
+
 import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.reports import make_report
@@ -70,3 +72,22 @@ def test_wrong_slots_are_told_in_the_learners_terms(learners, told, capsys):
 def test_right_slots_pass_on_the_ranks(folder, capsys):
     assert lesson.check_slots(right, folder, [list(range(13)), list(range(20, 34))]).ok
     assert capsys.readouterr().out.startswith("PASS  right: ")
+
+
+def test_wrong_tokens_are_marked_below_and_a_bar_stands_where_decoding_begins(folder):
+    report = align_decode(folder, [list(range(13))], new_tokens=4, logical=True)
+    ours, reference, more = report.evidence["norm"]
+    scale = report.floor * reference.abs().max()
+    ours = reference.clone()
+    ours[2, 0], ours[4, 0], ours[6, 0] = reference[2, 0] + 2 * scale, float("nan"), reference[6, 0] + scale / 2
+    report.evidence["norm"] = report.evidence["norm"]._replace(ours=ours)
+    figure = show.token_grid_figure(report, Letters, "norm")
+    assert figure.alt_text.endswith("prompt 0: first wrong at position 2 ('c').")
+    nodes = list(ET.fromstring(figure.svg).iter())
+    at = {n.text: float(n.get("x")) for n in nodes if n.tag.endswith("text") and len(n.text) == 1}
+    rects = [(float(n.get("x")), float(n.get("width")), float(n.get("height")), n.get("fill"))
+             for n in nodes if n.tag.endswith("rect") and n.get("x") and float(n.get("y")) > 24]
+    marks = sorted(x + wide / 2 for x, wide, high, fill in rects if (high, fill) == (3, "#D55E00"))
+    assert marks == pytest.approx([at["c"], at["e"]], abs=0.01)
+    (bar,) = [x for x, wide, high, fill in rects if fill == "#222"]
+    assert at["i"] < bar < at["j"], "nine tokens are read at once, four one by one"
