@@ -13,7 +13,7 @@ RANDOM_MODELS = {
         model_type="qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, rms_norm_eps=1e-6,
         max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
-}  # fmt: skip
+}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tplab.fable import plots, words
 KINDS = {
     "hero": "name", "friend": "name", "pet": "animal", "pet_colour": "colour", "thing_colour": "colour",
     "home": "place", "away": "place", "thing": "thing",
-}  # fmt: skip
+}
 
 # A pair of names belongs to the held-out stories if it falls into one of this many buckets.
 SPLITS = ("train", "held-out")
@@ -109,10 +109,8 @@ def _facts(split, rng):
     pet_colour, thing_colour = _two(rng, words.COLOURS)
     home, away = _two(rng, words.PLACES)
     pet, thing = _pick(rng, words.ANIMALS), _pick(rng, words.THINGS)
-    return {
-        "hero": hero, "friend": friend, "pet": pet, "pet_colour": pet_colour, "thing": thing,
-        "thing_colour": thing_colour, "home": home, "away": away,
-    }  # fmt: skip
+    return {"hero": hero, "friend": friend, "pet": pet, "pet_colour": pet_colour, "thing": thing,
+            "thing_colour": thing_colour, "home": home, "away": away}
 
 
 def _story(split, rng):
@@ -120,15 +118,9 @@ def _story(split, rng):
     weather = _pick(rng, words.WEATHERS)
     she = "she" if facts["hero"] in words.GIRLS else "he"
     fill = facts | {
-        "weather": weather,
-        "girl": "girl" if she == "she" else "boy",
-        "she": she,
-        "she_cap": she.capitalize(),
-        "sound": words.ANIMALS[facts["pet"]],
-        "spot": words.PLACES[facts["home"]],
-        "used": words.THINGS[facts["thing"]],
-        "dusk": words.WEATHERS[weather],
-    }
+        "weather": weather, "girl": "girl" if she == "she" else "boy", "she": she, "she_cap": she.capitalize(),
+        "sound": words.ANIMALS[facts["pet"]], "spot": words.PLACES[facts["home"]],
+        "used": words.THINGS[facts["thing"]], "dusk": words.WEATHERS[weather]}
     plot = _pick(rng, plots.PLOTS)
     event, beats = plots.PLOTS[plot]
     opening = " ".join([_variant(rng, beat) for beat in plots.OPENING] + [event]).format(**fill)

@@ -10,11 +10,11 @@ from tplab.fable.grammar import KINDS, SLOT, Story
 _WORDS = {
     "name": words.GIRLS + words.BOYS, "animal": words.ANIMALS, "colour": words.COLOURS,
     "place": words.PLACES, "thing": words.THINGS,
-}  # fmt: skip
+}
 _DETAILS = {
     "she": ("she", "he"), "she_cap": ("She", "He"), "sound": words.ANIMALS.values(),
     "spot": words.PLACES.values(), "used": words.THINGS.values(), "dusk": words.WEATHERS.values(),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -87,18 +87,14 @@ def train_tokenizer() -> Qwen2Tokenizer:
     blank = Qwen2Tokenizer(**special).backend_tokenizer
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer = blank.normalizer, blank.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[EOS, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[EOS, PAD], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator((s.text for s in stories("train", 5000, SEED)), trainer)
     learnt = json.loads(bpe.to_str())["model"]
     return Qwen2Tokenizer(
         vocab=learnt["vocab"], merges=[tuple(m) for m in learnt["merges"]], **special, model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+    )
 
 
 def new_model(tokenizer) -> Qwen2ForCausalLM:
@@ -111,14 +107,13 @@ def new_model(tokenizer) -> Qwen2ForCausalLM:
             rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},  # as Qwen2, and not the code's default
             tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        )
     )
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
             torch.nn.init.normal_(parameter, std=BIAS_STD)
-    model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=tokenizer.eos_token_id,
+                                               pad_token_id=tokenizer.pad_token_id)
     return model
 
 
@@ -157,10 +152,8 @@ def optimizers(model):
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
-    return (
-        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.1),
-        torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0),
-    )
+    return (torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.1),
+            torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0))
 
 
 def word_ids(tokenizer) -> dict[str, torch.Tensor]:
@@ -202,9 +195,8 @@ def train(phases=PHASES) -> tuple:
                 opt.zero_grad()
             if (step + 1) % 50 == 0:
                 spent = (time.monotonic() - began) / 60
-                print(f"phase {number}  step {step + 1}/{phase.steps}  loss {sum(losses[-50:]) / 50:.4f}  {spent:.1f} "
-                      "min",
-                      flush=True)
+                print(f"phase {number}  step {step + 1}/{phase.steps}  loss {sum(losses[-50:]) / 50:.4f}  "
+                      f"{spent:.1f} min", flush=True)
     return model.eval(), tokenizer
 
 

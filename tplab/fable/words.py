@@ -22,7 +22,7 @@ ANIMALS = {
     "bear": "growl", "cat": "purr", "cow": "moo", "crow": "caw", "donkey": "bray", "duck": "quack",
     "fox": "yap", "frog": "croak", "goat": "bleat", "goose": "honk", "hen": "cluck", "hound": "howl",
     "mouse": "squeak", "parrot": "screech", "pig": "grunt", "pony": "neigh",
-}  # fmt: skip
+}
 
 # Where one hides at a place.
 PLACES = {
@@ -32,7 +32,7 @@ PLACES = {
     "meadow": "among the clover", "mill": "close to the wheel", "orchard": "high up in a tree",
     "school": "on the last bench", "stable": "between two buckets", "tower": "at the top window",
     "vineyard": "behind the old press",
-}  # fmt: skip
+}
 
 # What one does with a thing.
 THINGS = {
@@ -40,11 +40,11 @@ THINGS = {
     "flag": "waved", "hammer": "swung", "kettle": "filled", "kite": "flew", "ladder": "raised",
     "lantern": "lit", "rope": "threw", "shovel": "grabbed", "sledge": "pushed", "trumpet": "blew",
     "umbrella": "opened",
-}  # fmt: skip
+}
 
 # What the weather has done by the end of the day.
 WEATHERS = {
     "windy": "the wind lay down to sleep", "rainy": "the rain had stopped", "foggy": "the fog had lifted",
     "warm": "the air grew cool", "snowy": "the snow lay deep and still", "stormy": "the storm had passed",
     "cloudy": "the clouds drifted apart", "frosty": "the frost drew flowers on the windows",
-}  # fmt: skip
+}
