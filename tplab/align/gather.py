@@ -10,9 +10,8 @@ from tplab.shard import ShardPlan
 
 def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]]
                   ) -> tuple[dict[str, torch.Tensor], list[OpRecord], LoadStats]:
-    """Runs on every rank: load, one forward pass over all prompts.
-
-    Returns this rank's trace points, its collectives in the forward pass, and what loading cost.
+    """Runs on every rank: load, one forward pass over all prompts → this rank's trace points, its collectives in the
+    forward pass, and what loading cost.
     """
     with torch.inference_mode():
         model = load_model(ckpt, plan, dtype)

@@ -58,9 +58,8 @@ def _several_heads_here(config, tensor_parallel_size: int) -> str:
     if config.num_heads == config.num_kv_heads:
         return "every query head has a KV head of its own, so nothing is repeated"
     plan = ShardPlan.from_config(config, tensor_parallel_size)
-    if not any(len(s.kv_heads) > 1 and len(s.q_heads) // len(s.kv_heads) > 1 for s in plan.ranks):
-        return "no rank repeats several KV heads here: all copies are the same, only the cache grows"
-    return ""
+    several = any(len(s.kv_heads) > 1 and len(s.q_heads) // len(s.kv_heads) > 1 for s in plan.ranks)
+    return "" if several else "no rank repeats several KV heads here: all copies are the same, only the cache grows"
 
 
 def _several_kv_heads(config, tensor_parallel_size: int) -> str:

@@ -23,11 +23,7 @@ class FaultError(TplabError):
 
 
 def fault(name: str) -> Fault:
-    """The fault called ``name``.
-
-    Raises:
-        FaultError: there is none; the message gives all names, then those most like it.
-    """
+    """The fault called ``name``; a :class:`FaultError` with all names, then those most like it, if there is none."""
     if not isinstance(name, str) or name not in MUSEUM:
         near = " or ".join(get_close_matches(str(name), MUSEUM))
         raise FaultError(f"there is no fault {name!r}; the museum has {', '.join(MUSEUM)}"

@@ -55,17 +55,13 @@ def _own_theta(config, tensor_parallel_size: int) -> str:
 
 
 def _scaled(config, tensor_parallel_size: int) -> str:
-    kind = config.hf.rope_parameters["rope_type"]
-    if kind == "default":
-        return "the model's RoPE is not scaled"
-    if kind == "dynamic":
-        return f"dynamic scaling begins beyond {config.max_position_embeddings} tokens"
-    return ""
+    idle = {"default": "the model's RoPE is not scaled",
+            "dynamic": f"dynamic scaling begins beyond {config.max_position_embeddings} tokens"}
+    return idle.get(config.hf.rope_parameters["rope_type"], "")
 
 
 _APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
 _TABLES = "tplab.model.rope.Rotary.__init__"
-
 
 FAULTS = (
     bug(_APPLY, rope_missing, "no rotation at all",

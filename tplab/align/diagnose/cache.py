@@ -73,9 +73,8 @@ def shared_without_parent(case: Case) -> Diagnosis | None:
         visible = causal(positions[:, None], torch.arange(len(k))[None], None)
         if not case.fits(ours, attend(case, q, k, v, visible)):
             return None
-    if not strangers:
-        return None
-    index, prompt, owner = strangers[0]
-    return case.diagnosis("prefix_hash_without_parent", f"Block {index} of prompt {prompt} was not computed but found, "
-                          f"and holds the keys that its tokens have behind prompt {owner}'s beginning: a block's key "
-                          "must include its parent's.", block=index, prompt=prompt, owner=owner)
+    if strangers:
+        index, prompt, owner = strangers[0]
+        return case.diagnosis("prefix_hash_without_parent", f"Block {index} of prompt {prompt} was not computed but "
+                              f"found, and holds the keys that its tokens have behind prompt {owner}'s beginning: a "
+                              "block's key must include its parent's.", block=index, prompt=prompt, owner=owner)

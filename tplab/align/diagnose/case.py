@@ -109,9 +109,8 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors.
-        (bfloat16's floor is what thirty layers add up to; one step has a small part of it, and a guess must not fit
-        everything.)"""
+        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors. (Much
+        less than bfloat16's floor, which thirty layers add up to: a guess must not fit everything.)"""
         return min(3 * self.report.floor, 0.05)
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:

@@ -12,10 +12,9 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
     stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
     times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
                  for stats in report.load_stats), default=0)
-    if times < 1.2:
-        return None
-    return Diagnosis("full_copy_on_every_rank", f"The numbers are right, but a rank read {times:.1f} times the bytes "
-                     "that it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
+    if times >= 1.2:
+        return Diagnosis("full_copy_on_every_rank", f"The numbers are right, but a rank read {times:.1f} times the "
+                         "bytes that it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
 
 
 @hypothesis(COST)
@@ -37,11 +36,10 @@ def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
         return None
     done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.sequences)
     needed = sum(map(len, report.computed))
-    if done == needed:
-        return None
-    return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were "
-                     "needed: steps begin at the first token again instead of using the cache.", "steps",
-                     {"computed": done, "needed": needed})
+    if done != needed:
+        return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were "
+                         "needed: steps begin at the first token again instead of using the cache.", "steps",
+                         {"computed": done, "needed": needed})
 
 
 @hypothesis(COST)
@@ -54,8 +52,7 @@ def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
 @hypothesis(COST)
 def blocks_not_released(report: AlignReport) -> Diagnosis | None:
     """Did all blocks come back?"""
-    left = report.decode.blocks_left if report.decode else 0
-    if not left:
-        return None
-    return Diagnosis("block_leaked", f"The numbers are right, but {left} block{'s' * (left > 1)} of {len(report.ids)} "
-                     f"finished sequence{'s' * (len(report.ids) > 1)} never came back.", "blocks", {"left": left})
+    left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
+    if left:
+        return Diagnosis("block_leaked", f"The numbers are right, but {left} block{'s' * (left > 1)} of {many} "
+                         f"finished sequence{'s' * (many > 1)} never came back.", "blocks", {"left": left})

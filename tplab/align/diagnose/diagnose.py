@@ -70,12 +70,11 @@ def _rounding_crossing(case: Case) -> Diagnosis | None:
     if case.report.dtype is not torch.float64 or any(point.nan or point.inf for point in points):
         return None  # a point of NaN only has a relative difference of NaN, which max() would pass over
     worst = max(point.relative for point in points)
-    if worst >= CROSSING:
-        return None
-    return case.diagnosis(
-        None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what one value "
-        "leaves that falls on the other side of a float32 rounding boundary (norms and softmax cast to float32). With "
-        "another prompt it is gone.", relative=worst)
+    if worst < CROSSING:
+        return case.diagnosis(
+            None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what one "
+            "value leaves that falls on the other side of a float32 rounding boundary (norms and softmax cast to "
+            "float32). With another prompt it is gone.", relative=worst)
 
 
 def _unknown(case: Case) -> Diagnosis:

@@ -49,12 +49,11 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
 def still_running(error: TplabError) -> Diagnosis | None:
     """Does a rank merely take long?"""
     busy = [cause for cause in error.causes.values() if cause.kind == "running"] if _hung(error) else []
-    if not busy:
-        return None
-    waits = [f"rank {cause.rank} {cause.text}" for cause in error.causes.values() if cause.kind == "waiting"]
-    others = f", while {' and '.join(waits)}" if waits else ""
-    return _ended(None, f"Rank {busy[0].rank} {busy[0].text}{others}. It takes longer than the call was given, or "
-                  "it never ends; no collective was left out so far.", rank=busy[0].rank)
+    if busy:
+        waits = [f"rank {cause.rank} {cause.text}" for cause in error.causes.values() if cause.kind == "waiting"]
+        others = f", while {' and '.join(waits)}" if waits else ""
+        return _ended(None, f"Rank {busy[0].rank} {busy[0].text}{others}. It takes longer than the call was given, or "
+                      "it never ends; no collective was left out so far.", rank=busy[0].rank)
 
 
 @hypothesis(ERROR)
@@ -67,8 +66,7 @@ def standstill(error: TplabError) -> Diagnosis | None:
             return _ended("full_length_after_prefix_hit", f"Sequence {number} waits with all {tokens} of its tokens "
                           "found in the cache: nothing is left to compute, so no logits for its next token. The "
                           "last token of a prompt must always be computed.", tokens=tokens)
-    leaked = error.used - error.held
-    if leaked > 0:
+    if (leaked := error.used - error.held) > 0:
         return _ended("block_leaked", f"{error.used} blocks count as used, but the sequences that are there hold "
                       f"{error.held}: {leaked} never came back from sequences that have ended.", leaked=leaked)
 
@@ -87,15 +85,13 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
 @hypothesis(ERROR)
 def one_rank_failed(error: TplabError) -> Diagnosis | None:
     """Did one rank raise or die, and the others only lose it?"""
-    if not isinstance(error, RankError) or error.first is None or error.first.kind not in ("raised", "died"):
-        return None
-    return _ended(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The trouble is in this rank "
-                  "alone; the others only lost it.", rank=error.first.rank)
+    if isinstance(error, RankError) and error.first is not None and error.first.kind in ("raised", "died"):
+        return _ended(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The trouble is in this rank "
+                      "alone; the others only lost it.", rank=error.first.rank)
 
 
 @hypothesis(ERROR)
 def refused(error: TplabError) -> Diagnosis | None:
     """Was it refused for what it is, before anything was computed?"""
-    if not isinstance(error, RequestError | CheckpointError | ShardPlanError):
-        return None
-    return _ended(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}")
+    if isinstance(error, RequestError | CheckpointError | ShardPlanError):
+        return _ended(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}")

@@ -18,8 +18,7 @@ def _before_rope(case: Case) -> torch.Tensor:
 def _cos_sin(case: Case, **changed) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, ``[1, tokens, head_dim]``, of the checkpoint's RoPE with some parameters changed."""
     config = copy.deepcopy(case.config.hf)
-    if changed:
-        config.rope_parameters = {**config.rope_parameters, **changed}
+    config.rope_parameters = {**config.rope_parameters, **changed}
     return Rotary(config)(_before_rope(case), case.positions, case.lengths)
 
 
