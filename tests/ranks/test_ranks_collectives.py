@@ -214,14 +214,15 @@ def test_only_the_ranks_own_thread_may_call(run):
 def test_a_view_that_is_not_contiguous_is_written(run):
     def fn():
         table = torch.zeros(4, 6) + rank()
-        assert broadcast(table[:, ::2], 1).shape == (4, 3)
-        copy = torch.zeros(BIG, 2) + rank()
-        broadcast(copy[:, 1], 2)
-        return table, copy[:, 0].unique(), copy[:, 1].unique()
+        assert broadcast(table.T[1:3], 1).shape == (2, 4)  # whose elements no single stride reaches
+        long, column = torch.zeros(2, BIG, 2) + rank(), torch.zeros(BIG, 2) + rank()
+        broadcast(long[0].T, 2)
+        broadcast(column[:, 1], 2)
+        return table, [t.unique().tolist() for t in (*long, *column.T)]
 
-    for r, (table, kept, given) in enumerate(run(fn)):
-        assert (table[:, ::2] == 1).all() and (table[:, 1::2] == r).all()
-        assert kept.tolist() == [r] and given.tolist() == [2]
+    for r, (table, values) in enumerate(run(fn)):
+        assert (table[:, 1:3] == 1).all() and (table[:, [0, 3, 4, 5]] == r).all()
+        assert values == [[2], [r], [r], [2]]
 
 
 # Outside, inside, and in threads.

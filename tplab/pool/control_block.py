@@ -107,7 +107,6 @@ def fence() -> None:
 
     Python has no fence. Locks are: two acquisitions, one after the other, also on processors (ARM) that reorder writes.
     """
-    with _lock:
-        pass
-    with _lock:
-        pass
+    for _ in range(2):
+        with _lock:
+            pass

@@ -3,7 +3,7 @@
 from tplab.pool import transfer
 from tplab.pool.control_block import ANSWERED_AT
 from tplab.pool.rank_process import gloo_call, in_gloo, snapshot
-from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, place, waiting
+from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, waiting
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -46,12 +46,9 @@ def _unfinished(watch, consequence=False) -> list[Cause]:
 
 def _in_code(r, frames, consequence):
     lines = learner_frames(frames)
-    kind, text = "running", "is still running, in code that does not say where"
-    if lines:
-        at = place(lines[-1].file, lines[-1].line)
-        text = f"is still running at {at}"
-        if in_gloo(frames):
-            kind, text = "waiting", f"waits in torch.distributed.{gloo_call(frames)} at {at}"
+    kind, text = "running", "is still running" + (f" at {lines[-1]}" if lines else ", in code that does not say where")
+    if in_gloo(frames):
+        kind, text = "waiting", f"waits in torch.distributed.{gloo_call(frames)} at {lines[-1]}"
     return Cause(r, kind, text, lines, consequence=consequence)
 
 
@@ -67,10 +64,8 @@ def _finished(watch, r):
         return _death(watch, r)
     at = watch.control.word(r, ANSWERED_AT)
     if report.kind == "stopped":
-        record = watch.waits_in(r)
-        line = report.frames[-1] if report.frames else None
-        text = f"stopped in {record.op}" if record else "stopped"
-        text += f" at {place(line.file, line.line)}" if line else ""
+        text = f"stopped in {record.op}" if (record := watch.waits_in(r)) else "stopped"
+        text += f" at {report.frames[-1]}" if report.frames else ""
         return Cause(r, "stopped", text, report.frames, at=at, consequence=True)
     lost = any(sign in report.text for sign in _LOST)
     return Cause(r, "raised", f"raised {report.text}", report.frames, _exception(report.exception), at, lost)
@@ -82,10 +77,10 @@ def _death(watch, r):
     frames = learner_frames(process.stack(crash=True))
     text = f"died ({process.death()})"
     if frames:
-        text += f" at {place(frames[-1].file, frames[-1].line)}"
+        text += f" at {frames[-1]}"
     elif record is not None:
-        text += f" {'after' if record.left else 'in'} {record.op} at {place(record.file, record.line)}"
         frames = [Frame(record.file, record.line, "")]
+        text += f" {'after' if record.left else 'in'} {record.op} at {frames[0]}"
     elif hasattr(watch.fn, "__code__"):
         code = watch.fn.__code__
         text += f" in {code.co_name}, before any collective"

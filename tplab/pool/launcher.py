@@ -1,7 +1,6 @@
 """Starting rank processes with torch.multiprocessing: fork server with torch loaded on Linux, spawn elsewhere.
 
-The fork server is Python's own. It belongs to the process that made the first pool, is kept for the next pool or the
-next rank (so that these start in milliseconds), and ends with that process.
+The fork server is Python's own. It serves all pools of a process, so ranks start in milliseconds, and ends with it.
 """
 
 import os
@@ -23,8 +22,7 @@ _lock = threading.Lock()
 def start(spec: worker.Spec):
     """Start one rank; returns its process object. The files of `spec` are closed here when they have been sent.
 
-    The work is done on a thread of its own, where no interrupt can cut it short: half a request would bring down the
-    fork server, and all ranks with it.
+    On a thread of its own, where no interrupt can cut it short: half a request would bring down the fork server.
     """
     task = _Start(spec)
     try:
@@ -96,11 +94,10 @@ def _find_server() -> None:
 
 @contextmanager
 def _without_main():
-    """Keep a rank from importing the learner's script.
+    """Keep a rank from importing the learner's script, whose functions travel by value.
 
     multiprocessing runs the parent's main module again in every child, so a script without an
-    ``if __name__ == "__main__"`` guard would start pools from inside pools. Functions of ``__main__`` travel by value,
-    so a rank has no use for it.
+    ``if __name__ == "__main__"`` guard would start pools from inside pools.
     """
     prepare = spawn.get_preparation_data
 

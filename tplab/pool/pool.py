@@ -39,12 +39,9 @@ class RankPool:
     def __init__(self, size: int = 2, timeout: float = 60.0, strict: bool = False):
         _refuse_inside_rank("RankPool")
         self.size = size = _pool_size(size)
-        self.timeout = seconds(timeout)
-        self.strict = strict
-        self.closed = False
+        self.timeout, self.strict, self.closed = seconds(timeout), strict, False
         self._lock, self._owner = threading.Lock(), None  # the thread that runs at the moment
-        self._pid = os.getpid()
-        self._made = next(_births)
+        self._pid, self._made = os.getpid(), next(_births)
         self._number = self._epoch = 0
         self._fresh = True  # the ranks must join before the next run
         self._set_up = self._watch = None
@@ -107,7 +104,11 @@ class RankPool:
         # A run in another thread sees its ranks die and leaves; only then may the memory go.
         waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
         try:
-            self._release()
+            for process in getattr(self, "_processes", []):
+                process.release()
+            for name in ("_control", "_memory", "_inbox"):
+                if hasattr(self, name):
+                    getattr(self, name).close()
         finally:
             if waited:
                 self._lock.release()
@@ -115,8 +116,6 @@ class RankPool:
     def __del__(self):
         if hasattr(self, "_folder"):
             self.close()
-
-    # Commands.
 
     def _run(self, kind, payload, timeout, fn):
         before = [log.last_seq() for log in self._control.logs]
@@ -182,8 +181,6 @@ class RankPool:
             capture.show(process.rank, *process.reader.take(self._control.word(process.rank, PRINTED)))
             self._control.set_word(process.rank, PRINTED, 0)
 
-    # Ends.
-
     def _refuse_unusable(self):
         if self._pid != os.getpid():
             raise RankError(f"this pool belongs to process {self._pid}, of which this process ({os.getpid()}) is a "
@@ -192,13 +189,6 @@ class RankPool:
             raise RankError(f"this pool of {self.size} ranks is closed; make a new one: RankPool({self.size})")
         if self._owner == threading.get_ident():
             raise RankError("RankPool.run was called while this thread is already in a run of the same pool")
-
-    def _release(self):
-        for process in getattr(self, "_processes", []):
-            process.release()
-        for name in ("_control", "_memory", "_inbox"):
-            if hasattr(self, name):
-                getattr(self, name).close()
 
 
 def shared_pool(size: int = 2) -> RankPool:

@@ -113,10 +113,8 @@ class Watch:
             # An answer counts even if the rank died right after giving it, so death is looked at second.
             if self.control.word(r, ANSWERED) == self.number:
                 fence()
-                if self.control.word(r, OUTCOME) == OK:
-                    self.status[r] = RETURNED
-                else:
-                    self.status[r] = FAILED
+                self.status[r] = RETURNED if self.control.word(r, OUTCOME) == OK else FAILED
+                if self.status[r] == FAILED:
                     self.reports[r] = transfer.loads(self._answer(r))
             elif r in self._gone:
                 self.status[r] = DEAD

@@ -66,9 +66,8 @@ def main(spec: Spec) -> None:
 def _die_with_parent(spec: Spec) -> None:
     """No rank outlives the notebook, however it ended and whatever the rank is doing.
 
-    A thread waits for the parent's end, which works while the rank sits in gloo or in Python. For C++ code that never
-    lets go of the interpreter there is a second string on Linux: the parent's death ends the fork server, and the
-    kernel then kills its children.
+    A thread waits for the parent's end, which works while the rank sits in gloo or in Python. On Linux also C++ code
+    that never lets go of the interpreter ends: the parent's death ends the fork server, and the kernel its children.
     """
     _end_with_starter()
     if sys.platform.startswith("linux"):

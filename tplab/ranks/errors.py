@@ -35,6 +35,9 @@ class Frame:
     line: int
     function: str
 
+    def __str__(self):
+        return place(self.file, self.line)
+
 
 @dataclass
 class Cause:
@@ -109,8 +112,7 @@ def render(error: RankError) -> str:
     for cause in error.causes.values():
         if cause is error.first:
             continue
-        mark = " (a consequence)" if cause.consequence else ""
-        lines.append(f"rank {cause.rank} {cause.text}{mark}")
+        lines.append(f"rank {cause.rank} {cause.text}" + (" (a consequence)" if cause.consequence else ""))
         if not cause.consequence and cause.kind in ("raised", "died", "running"):
             lines += source_lines(cause.frames)
     if any(error.logs):
@@ -132,7 +134,7 @@ def describe(error: BaseException, most: int = 4000) -> str:
 def source_lines(frames) -> list[str]:
     lines = []
     for frame in frames:
-        lines.append(f"  {place(frame.file, frame.line)}" + (f", in {frame.function}" if frame.function else ""))
+        lines.append(f"  {frame}" + (f", in {frame.function}" if frame.function else ""))
         linecache.checkcache(frame.file)  # it may have been edited since its lines were last shown
         if source := linecache.getline(frame.file, frame.line).strip():
             lines.append(f"    {source}")

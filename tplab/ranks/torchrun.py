@@ -23,7 +23,7 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
     """Make this process the rank that torchrun's environment says it is; returns (rank, world size).
 
     A collective that has not come about after `timeout` seconds raises. ``strict=True`` compares what the ranks are
-    about to do before each collective, at the price of one more exchange.
+    about to do before each collective, which costs one more exchange.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
