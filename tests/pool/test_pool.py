@@ -61,6 +61,11 @@ def test_round_trip_with_a_small_all_reduce_is_short(pool):
     assert sorted(times)[50] < 0.1, "over sockets it would be worse; on a quiet machine it is a millisecond"
 
 
+def test_a_pool_has_its_own_timeout():
+    with RankPool(1, timeout=0.2) as own, pytest.raises(RankError, match="^not finished after 0.2 s"):
+        own.run(lambda: time.sleep(30))
+
+
 @pytest.mark.parametrize("size", [True, 0, 65, 2.0, "2", None, [], 10**5000], ids=lambda size: type(size).__name__)
 def test_a_size_that_no_pool_has(size):
     for make in (RankPool, shared_pool):

@@ -1,8 +1,10 @@
 """What a learner reads, and within how many seconds, when ranks fail; and that the pool works afterwards."""
 
+import io
 import os
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -85,6 +87,37 @@ def test_all_ranks_raise_and_all_are_shown(pool):
 
     error = fails(pool, fn, "KeyError: 'of rank 0'", "KeyError: 'of rank 1'")
     assert not any(cause.consequence for cause in error.causes.values())
+
+
+def test_a_rank_that_catches_everything_leaves_its_next_collective(pool):
+    def fn():
+        if rank() == 1:
+            raise ValueError("over")
+        try:
+            barrier()
+        except BaseException:
+            barrier()
+
+    fails(pool, fn, "^rank 1 raised ValueError: over")
+    assert kept(pool) == [True, True]
+
+
+def test_the_first_to_fail_stands_on_top(pool):
+    def fn():
+        time.sleep(0.1 * (rank() == 0))
+        raise ValueError(f"of rank {rank()}")
+
+    fails(pool, fn, "^rank 1 raised ValueError: of rank 1")
+
+
+def test_a_run_within_itself(pool, monkeypatch):
+    class Again(io.StringIO):
+        def write(self, text):
+            pool.run(rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Again())
+        fails(pool, lambda: print("x"), "^RankPool.run was called while this thread is already in a run of the same")
 
 
 def test_a_rank_that_computes_while_another_raises_is_stopped(pool):

@@ -91,6 +91,13 @@ def test_size_and_timeout(cell):
         assert isinstance(error, RankError) and nonsense.split()[-1].lstrip("-") in str(error), nonsense
 
 
+def test_the_pool_made_last_is_taken():
+    with RankPool(1) as first:
+        with RankPool(1) as second:
+            assert latest_pool() is second
+        assert latest_pool() is first
+
+
 def test_names_of_the_notebook_are_at_hand(cell, shell):
     shell.run_cell("limit = 5\ndef triple(x):\n    return 3 * x + limit")
     assert cell("%%ranks\ntriple(rank())")[0] == "[rank 0] 5\n[rank 1] 8\n"

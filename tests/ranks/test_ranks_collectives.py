@@ -232,7 +232,8 @@ def test_alone():
     assert (rank(), world_size()) == (0, 1)
     t = torch.ones(3)
     assert all_reduce(t) is t and t.sum() == 3
-    assert torch.equal(all_gather(t), t) and broadcast(t) is t and barrier() is None
+    assert torch.equal(whole := all_gather(t), t) and broadcast(t) is t and barrier() is None
+    assert whole.data_ptr() != t.data_ptr()
     assert [str(record) for record in op_log()[-4:]] == [
         "all_reduce [3] float32", "all_gather [3] float32 dim 0", "broadcast [3] float32 src 0", "barrier",
     ]  # fmt: skip
@@ -279,22 +280,24 @@ def test_a_logical_rank_that_raises():
             raise ValueError("mine")
         all_reduce(torch.ones(1))
 
-    text = within(1, fn)
+    text = within(20, fn)
     assert text.startswith("rank 1 raised ValueError: mine") and "rank 0 waits in all_reduce" in text
 
 
-def test_a_logical_rank_that_skips():
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_logical_rank_that_skips(late):
+    """Before the other one waits for it, or after."""
     def fn():
+        time.sleep(0.1 * (rank() == late))
         if rank() == 0:
             all_reduce(torch.ones(1))
 
-    assert within(1,
-                  fn).startswith("rank 1 returned; rank 0 waits in all_reduce at "
-                                 "tests/ranks/test_ranks_collectives.py, line")
+    assert within(20, fn).startswith("rank 1 returned; rank 0 waits in all_reduce at "
+                                     "tests/ranks/test_ranks_collectives.py, line")
 
 
 def test_logical_ranks_that_differ():
-    text = within(1, lambda: all_reduce(torch.ones(2 + rank())))
+    text = within(20, lambda: all_reduce(torch.ones(2 + rank())))
     assert "all_reduce [2]" in text and "all_reduce [3]" in text
 
 
@@ -341,5 +344,5 @@ def test_closing_a_pool_under_a_run():
     time.sleep(0.2)
     begin = time.monotonic()
     pool.close()
-    thread.join(5)
-    assert told == ["the pool was closed while it was running this"] and time.monotonic() - begin < 1
+    thread.join(20)
+    assert told == ["the pool was closed while it was running this"] and time.monotonic() - begin < 20

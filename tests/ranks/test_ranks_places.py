@@ -139,6 +139,6 @@ def test_no_host_name_no_ipv6_and_a_full_dev_shm(hostile):
 def test_a_temporary_folder_that_fills_up_while_the_pool_runs(hostile):
     """Runs and large values need no room there; and ranks that have to start again say what is missing."""
     assert hostile["large"] == [5e6, 5e6]
-    assert hostile["took"] < 2
+    assert hostile["took"] < 20
     assert hostile["without room"] == GOOD or "No space left on device" in hostile["without room"]
     assert hostile["again"] == GOOD
