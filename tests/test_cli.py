@@ -7,16 +7,20 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from helpers.checkpoints import make_checkpoint
+from helpers.reports import make_report
 from safetensors import safe_open
 
 import tplab.align
 import tplab.llm
 from tplab import cli
+from tplab.model import LoadStats
 
 BAD = [
     ("plan no_such_folder", "no folder 'no_such_folder'"),
@@ -239,3 +243,40 @@ def test_the_whole_way_on_real_ranks(model, tmp_path):
 def test_a_reader_that_leaves_early_is_no_crash():
     done = subprocess.run([f"{sys.executable} -m tplab faults | head -1"], shell=True, capture_output=True, text=True)
     assert done.stdout == "01_mask_nan\n" and done.stderr == ""
+
+
+def test_generate_hands_over_what_was_asked_for(capsys, monkeypatch):
+    class Fake:
+        plan = SimpleNamespace(tensor_parallel_size=3)
+
+        def chat_prompt(self, messages):
+            return f"chat of {messages[0]['content']}"
+
+        def stream(self, prompt, params):
+            asked.append((prompt, params.max_tokens, params.temperature, params.seed))
+            metrics = SimpleNamespace(num_output_tokens=1, time_to_first_token=0.5, tokens_per_second=2.0)
+            chunk = type("Chunk", (str,), {"output": SimpleNamespace(metrics=metrics)})("well")
+            yield chunk
+
+    asked = []
+    monkeypatch.setattr("tplab.llm.open_llm", lambda *given: asked.append(given) or nullcontext(Fake()))
+    line = "generate m --tp 3 --prompt Hi --seed 7 --temperature 0.5 --max-tokens 4 --dtype float64"
+    assert run(line, capsys) == (0, "well\n", "[1 tokens, first after 0.50 s, 2 tokens/s, 3 ranks]\n")
+    assert run(f"{line} --chat", capsys)[0] == 0
+    assert asked == [("m", 3, "float64"), ("Hi", 4, 0.5, 7), ("m", 3, "float64"), ("chat of Hi", 4, 0.5, 7)]
+
+
+def test_bench_hands_over_what_was_asked_for(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: {"given": given, **options})
+    line = f"bench prefill --model m --tp 3 --rounds 7 --dtype bfloat16 --json {tmp_path}/t.json"
+    assert run(line, capsys)[0] == 0
+    written = json.loads((tmp_path / "t.json").read_text())
+    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16"}
+
+
+def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
+    report = make_report()
+    report.load_stats = [LoadStats(1_500_000, 1), LoadStats(2_500_000, 1)]
+    monkeypatch.setattr(tplab.align, "align", lambda *args, **options: report)
+    code, out, _ = run(f"align {model} --ids 1,2", capsys)
+    assert code == 0 and "read from the checkpoint: 1.5 MB by rank 0, 2.5 MB by rank 1\n" in out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from helpers.checkpoints import make_checkpoint
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from tplab.lab import batch
@@ -85,6 +86,8 @@ def test_batch_goes_on_after_a_failure_and_reports_every_notebook(tmp_path, caps
          "no notebook has a parameter 'tp'; there are: fast, model, prompt, scale, tensor_parallel_size"),
         ({"parameters": [["tensor_parallel_size", "two"]]},
          "parameter tensor_parallel_size is int (default 2), not 'two'"),
+        ({"parameters": [["tensor_parallel_size", "2.5"]]},
+         "parameter tensor_parallel_size is int (default 2), not '2.5'"),
         ({"parameters": [["fast", "1"]]}, "parameter fast is bool"),
         ({"parameters": [["model", "no-such-model"]]}, "no-such-model"),
     ],
@@ -274,3 +277,18 @@ def test_a_full_disk_in_the_middle_of_a_run_is_one_line(tmp_path, capsys, monkey
 def test_a_name_of_300_letters_is_no_notebook(capsys):
     assert run(["a" * 300 + ".ipynb"], None) == 2
     assert "no notebook 'aaa" in capsys.readouterr().err
+
+
+def test_a_models_folder_is_handed_over_as_a_path_that_holds_anywhere(tmp_path, monkeypatch):
+    handed = {}
+
+    def seen(notebook, parameters, target):
+        handed.update(parameters)
+        return batch.Outcome(notebook, target, 0.0, None)
+
+    make_checkpoint(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(batch, "run_notebook", seen)
+    notebook = write_notebook(tmp_path / "own.ipynb")
+    assert run([notebook], tmp_path / "out", ("model", "mine")) == 0 and handed["model"] == str(tmp_path / "mine")
+    assert run([notebook], tmp_path / "out", ("model", "fable")) == 0 and handed["model"] == "fable"

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 
@@ -320,3 +321,29 @@ def test_doctor_before_the_install_says_how_to_install(tmp_path):
     assert answer.returncode == 1
     assert "./launch installs it" in answer.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("finding, code", [
+    (doctor.Finding("all is well"), 0), (doctor.Finding("no model", "fetch it", essential=False), 0),
+    (doctor.Finding("no torch", "install it"), 1)])
+def test_doctor_fails_for_what_the_lab_cannot_do_without(finding, code, monkeypatch, capsys):
+    for examine in ("machine", "packages", "kernel", "ranks"):
+        monkeypatch.setattr(doctor, examine, lambda: [doctor.Finding("fine")])
+    monkeypatch.setattr(doctor, "models", lambda: [finding])
+    assert doctor.main() == code
+    said = capsys.readouterr().out
+    assert str(finding) in said and ("The lab is ready." in said) == (code == 0)
+
+
+def test_doctor_notices_ranks_that_cannot_add_and_another_pythons_kernel(monkeypatch):
+    class Pool:
+        def run(self, fn):
+            return [3.0, 2.0]
+
+    monkeypatch.setattr("tplab.pool.RankPool", lambda size: nullcontext(Pool()))
+    (found,) = doctor.ranks()
+    assert "get 3 and 2" in str(found) and found.remedy and found.essential
+    spec = type("Spec", (), {"argv": ["/bin/sh", "-m", "ipykernel"]})()
+    monkeypatch.setattr("jupyter_client.kernelspec.KernelSpecManager.get_kernel_spec", lambda self, name: spec)
+    (found,) = doctor.kernel()
+    assert "runs /bin/sh" in str(found) and found.remedy.endswith("ipykernel install --sys-prefix")

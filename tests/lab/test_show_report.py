@@ -4,6 +4,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tplab.lab.batch import Outcome, write_report
+from tplab.lab.report import figures
 
 
 def test_a_pictures_data_stay_data(tmp_path):
@@ -12,3 +13,23 @@ def test_a_pictures_data_stay_data(tmp_path):
     nbformat.write(new_notebook(cells=[new_code_cell("", outputs=[picture])]), tmp_path / "own.ipynb")
     index = write_report([Outcome(tmp_path / "own.ipynb", tmp_path / "own.ipynb", 1.0, None)], {}, tmp_path)
     assert "<script>" not in index.read_text() and "iVBOR&quot;&gt;&lt;script" in index.read_text()
+
+
+def test_the_index_sums_the_seconds_and_escapes_what_the_user_gave(tmp_path):
+    outcomes = [Outcome(tmp_path / f"{name}.ipynb", tmp_path / f"{name}.ipynb", seconds, failure)
+                for name, seconds, failure in (("a", 1.5, None), ("b", 2.25, "cell [1]: ValueError: <b>"))]
+    text = write_report(outcomes, {"prompt": "<i>Once</i>"}, tmp_path).read_text()
+    assert "prompt = &lt;i&gt;Once&lt;/i&gt; · 3.8 s" in text and "tplab run: 1 of 2 failed" in text
+    assert '<td>a</td><td class="passed">passed</td><td class="seconds">1.5</td>' in text, "no page, no link"
+    assert '<td>b</td><td class="failed">failed: cell [1]: ValueError: &lt;b&gt;</td>' in text
+
+
+def test_each_picture_of_a_cell_has_the_line_that_stands_for_it(tmp_path):
+    def cell(pictures, *lines):
+        shown = [new_output("display_data", data={mime: mime}) for mime in pictures]
+        return new_code_cell("", outputs=[*shown, new_output("stream", text="\n".join(lines))])
+
+    cells = [cell(["image/png", "image/svg+xml"], "other", "Figure: one", "more", "Figure: two"), cell(["image/png"]),
+             cell([], "Figure: of no picture"), cell(["image/png"], "Figure: last")]
+    book = new_notebook(cells=cells)
+    assert [figure.alt_text for figure in figures(book)] == ["Figure: one", "Figure: two", "", "Figure: last"]

@@ -1,5 +1,7 @@
 """Answers with nothing hidden."""
 
+from types import SimpleNamespace
+
 from tplab import LLM, lesson, open_checkpoint
 from tplab.faults import fault
 
@@ -17,3 +19,16 @@ def test_chat_models_are_asked_and_fable_goes_on_with_a_story():
     chat = type("Chat", (), {"name": "chat", "tokenizer": lambda self: type("T", (), {"chat_template": "{{ x }}"})})()
     assert lesson.default_question(chat).endswith("?")
 
+
+def test_what_is_asked_for_reaches_the_sampler():
+    class Fake:
+        tokenizer = SimpleNamespace(chat_template=None, decode=str)
+
+        def generate(self, prompt, params, use_tqdm):
+            asked.append((prompt, params.temperature, params.max_tokens, params.ignore_eos, params.seed))
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[4, 2])])]
+
+    asked = []
+    assert lesson.ask(Fake(), "Once") == "[4, 2]"
+    lesson.ask(Fake(), "Twice", 3, ignore_eos=True, temperature=1, seed=5)
+    assert asked == [("Once", 0, 40, False, None), ("Twice", 1, 3, True, 5)]

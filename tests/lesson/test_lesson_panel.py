@@ -132,3 +132,12 @@ def test_the_number_of_ranks_at_the_start_is_among_the_choices(asked, fable_stan
     one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=8, tensor_parallel_sizes=(1, 2),
                        prompt="Hi")
     assert list(one._tp.options) == [1, 2, 8]
+
+
+def test_the_title_is_the_last_runs_finding_and_the_reason_that_of_its_ranks(made, monkeypatch):
+    made._boxes[0].value, made._boxes[2].value, made._tp.value = False, True, 3
+    seen = []
+    monkeypatch.setattr(type(made._faults[2]), "why_not", lambda fault, config, ranks: seen.append(ranks) or "no bias")
+    made._button.click()
+    assert made.figure.get_suptitle() == "Only rounding is left: every point is inside the floor"
+    assert seen == [3] and "no bias" in made._verdict.value
