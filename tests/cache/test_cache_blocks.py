@@ -10,9 +10,9 @@ from tplab.patch import Patch, applied
 
 def table_of(pool, tokens, computed=None):
     table = BlockTable(pool)
-    table.take_prefix(table.find_prefix(tokens))
-    table.grow(len(tokens))
-    table.register(tokens, len(tokens) if computed is None else computed)
+    table.add_computed_blocks(table.get_computed_blocks(tokens))
+    table.allocate_slots(len(tokens))
+    table.cache_blocks(tokens, len(tokens) if computed is None else computed)
     return table
 
 
@@ -38,84 +38,84 @@ def test_equal_beginnings_share_blocks_and_nothing_else():
     first = table_of(pool, [1, 2, 3, 4, 5])
     second = table_of(pool, [1, 2, 3, 4, 6, 7])
     other = table_of(pool, [9, 2, 3, 4, 5])
-    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
-    assert not set(other.blocks) & set(first.blocks)
-    assert [pool.ref_counts[b] for b in first.blocks] == [2, 2, 1]
-    pool.check([first.blocks, second.blocks, other.blocks])
+    assert second.block_ids[:2] == first.block_ids[:2] and second.block_ids[2] != first.block_ids[2]
+    assert not set(other.block_ids) & set(first.block_ids)
+    assert [pool.ref_counts[b] for b in first.block_ids] == [2, 2, 1]
+    pool.check([first.block_ids, second.block_ids, other.block_ids])
 
 
 def test_a_block_behind_another_beginning_is_another_block():
     """[3, 4] behind [1, 2] and behind [9, 9]: each sequence finds its own."""
     pool = BlockPool(8, 2)
     first, second = table_of(pool, [1, 2, 3, 4, 5]), table_of(pool, [9, 9, 3, 4, 5])
-    assert BlockTable(pool).find_prefix([9, 9, 3, 4, 7]) == second.blocks[:2] != first.blocks[:2]
+    assert BlockTable(pool).get_computed_blocks([9, 9, 3, 4, 7]) == second.block_ids[:2] != first.block_ids[:2]
 
 
 def test_what_is_computed_again_can_be_found_again():
     pool = BlockPool(4, 2)
     table = table_of(pool, [1, 2, 3, 4])
-    table.release()
-    pool.release([pool.allocate() for _ in range(4)])  # somebody else had all blocks meanwhile
-    table.grow(4)
-    table.register([1, 2, 3, 4], 4)
-    assert BlockTable(pool).find_prefix([1, 2, 3, 4, 5]) == table.blocks
+    table.free()
+    pool.free_blocks([pool.get_new_block() for _ in range(4)])  # somebody else had all blocks meanwhile
+    table.allocate_slots(4)
+    table.cache_blocks([1, 2, 3, 4], 4)
+    assert BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5]) == table.block_ids
 
 
 def test_the_last_token_is_never_covered():
     """Its logits are needed, so it must be computed even where everything is in the cache."""
     pool = BlockPool(8, 2)
     table_of(pool, [1, 2, 3, 4])
-    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4])) == 1
-    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4, 5])) == 2
+    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4])) == 1
+    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5])) == 2
 
 
 def test_only_computed_blocks_are_found():
     pool = BlockPool(8, 2)
     table_of(pool, [1, 2, 3, 4, 5, 6], computed=3)
-    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4, 5, 6, 7])) == 1
+    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5, 6, 7])) == 1
 
 
 def test_without_prefix_caching_nothing_is_found():
     pool = BlockPool(8, 2, enable_prefix_caching=False)
     table_of(pool, [1, 2, 3, 4])
-    assert BlockTable(pool).find_prefix([1, 2, 3, 4, 5]) == [] and pool.num_cached == 0
+    assert BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5]) == [] and pool.num_cached == 0
 
 
 def test_cached_blocks_are_free_and_evicted_oldest_and_last_first():
     pool = BlockPool(4, 1)
     table = table_of(pool, [1, 2, 3])
-    table.release()
+    table.free()
     assert pool.num_free == 4 and pool.num_cached == 3
-    pool.allocate()  # the one that was never used
-    pool.allocate()  # evicts the end of the sequence, not its beginning
-    assert len(BlockTable(pool).find_prefix([1, 2, 3, 4])) == 2
+    pool.get_new_block()  # the one that was never used
+    pool.get_new_block()  # evicts the end of the sequence, not its beginning
+    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4])) == 2
 
 
 def test_a_found_block_outlives_its_first_user():
     pool = BlockPool(4, 1)
     first = table_of(pool, [1, 2])
     second = table_of(pool, [1, 3])
-    first.release()
-    pool.check([second.blocks])
-    assert not pool.is_free(second.blocks[0])
+    first.free()
+    pool.check([second.block_ids])
+    assert not pool.is_free(second.block_ids[0])
 
 
 def test_a_sequence_alone_lies_in_one_piece():
     pool = BlockPool(9, 4)
     table = BlockTable(pool)
     for tokens in range(1, 37):
-        table.grow(tokens)
-    assert table.blocks == list(range(table.blocks[0], table.blocks[0] + 9))
+        table.allocate_slots(tokens)
+    assert table.block_ids == list(range(table.block_ids[0], table.block_ids[0] + 9))
 
 
 def test_what_the_pool_refuses():
     pool = BlockPool(1, 2)
-    block = pool.allocate()
+    block = pool.get_new_block()
     with pytest.raises(CacheError, match="all 1 blocks are in use"):
-        pool.allocate()
-    pool.release([block])
+        pool.get_new_block()
+    pool.free_blocks([block])
     with pytest.raises(CacheError, match="released, but nobody used it"):
-        pool.release([block])
+        pool.free_blocks([block])
     for sizes in ((0, 4), (4, 0), (-1, 4), (2.5, 4), (True, 4)):
         with pytest.raises(CacheError, match="whole number"):
             BlockPool(*sizes)
@@ -127,7 +127,7 @@ def test_check_names_what_is_wrong():
     with pytest.raises(CacheError, match="block 0 is leaked"):
         pool.check([])
     with pytest.raises(CacheError, match="block 0 is counted 1 times, but stands in 2 tables"):
-        pool.check([table.blocks, table.blocks])
+        pool.check([table.block_ids, table.block_ids])
 
 
 def test_a_hash_without_parent_is_a_wrong_hit():
@@ -136,7 +136,7 @@ def test_a_hash_without_parent_is_a_wrong_hit():
         pool = BlockPool(8, 2)
         first = table_of(pool, [1, 2, 3, 4, 5])
         table_of(pool, [9, 9])
-        assert BlockTable(pool).find_prefix([9, 9, 3, 4, 5])[1:] == [first.blocks[1]]
+        assert BlockTable(pool).get_computed_blocks([9, 9, 3, 4, 5])[1:] == [first.block_ids[1]]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["new", "grow", "end"]), st.integers(0, 99), st.integers(1, 12)),
@@ -148,17 +148,17 @@ def test_accounts_hold_whatever_happens(actions, size, prefix):
         if action == "new":
             tokens = ([1, 2, 1, 1, 2] * 3)[which % 3:][:number]
             table = BlockTable(pool)
-            table.take_prefix(table.find_prefix(tokens))
+            table.add_computed_blocks(table.get_computed_blocks(tokens))
             tables.append((table, tokens))
         elif tables:
             table, tokens = tables[which % len(tables)]
             if action == "end":
-                table.release()
+                table.free()
                 tables.remove((table, tokens))
-            elif table.missing(len(tokens)) <= pool.num_free:
-                table.grow(len(tokens))
-                table.register(tokens, len(tokens))
-        pool.check([table.blocks for table, _ in tables])
+            elif table.num_blocks_to_allocate(len(tokens)) <= pool.num_free:
+                table.allocate_slots(len(tokens))
+                table.cache_blocks(tokens, len(tokens))
+        pool.check([table.block_ids for table, _ in tables])
         assert pool.num_free + pool.num_used == 7
 
 
@@ -166,51 +166,51 @@ def test_empty_blocks_are_handed_out_before_cached_ones():
     """Whatever the order in which they were given back."""
     pool = BlockPool(5, 1)
     cached, empty = table_of(pool, [1, 2]), table_of(pool, [3, 4], computed=0)
-    empty_blocks, cached_blocks = list(empty.blocks), list(cached.blocks)
-    empty.release()
-    cached.release()
-    assert {pool.allocate() for _ in range(3)} == {4, *empty_blocks} and pool.num_cached == 2
+    empty_blocks, cached_blocks = list(empty.block_ids), list(cached.block_ids)
+    empty.free()
+    cached.free()
+    assert {pool.get_new_block() for _ in range(3)} == {4, *empty_blocks} and pool.num_cached == 2
     pool = BlockPool(5, 1)
     cached, empty = table_of(pool, [1, 2]), table_of(pool, [3, 4], computed=0)
-    cached.release()
-    empty.release()
-    assert not {pool.allocate() for _ in range(3)} & set(cached_blocks) and pool.num_cached == 2
+    cached.free()
+    empty.free()
+    assert not {pool.get_new_block() for _ in range(3)} & set(cached_blocks) and pool.num_cached == 2
 
 
 def test_the_longest_unused_is_evicted_first():
     """Being found and taken is a use."""
     pool = BlockPool(3, 1)
     tables = [table_of(pool, [token], computed=1) for token in (1, 2)]
-    first, second = (table.blocks[0] for table in tables)
+    first, second = (table.block_ids[0] for table in tables)
     for table in tables:
-        table.release()
+        table.free()
     again = BlockTable(pool)
-    again.take_prefix(again.find_prefix([1, 9]))
-    assert again.blocks == [first]
-    again.release()
-    assert [pool.allocate() for _ in range(3)][1:] == [second, first]
+    again.add_computed_blocks(again.get_computed_blocks([1, 9]))
+    assert again.block_ids == [first]
+    again.free()
+    assert [pool.get_new_block() for _ in range(3)][1:] == [second, first]
 
 
 def test_a_neighbour_is_taken_only_where_it_is_free_and_empty():
     pool = BlockPool(4, 1)
-    assert pool.allocate(after=1) == 2 and pool.allocate(after=1) == 0, "2 is in use, so the first free one"
-    assert pool.allocate(after=3) == 1, "there is none behind the last"
-    pool.register(1, b"key")
-    pool.release([1])
-    assert pool.num_cached == 1 and pool.allocate(after=0) == 3, "1 is kept for who may look for it"
-    assert pool.allocate(after=0) == 1 and pool.num_cached == 0, "until nothing else is left"
+    assert pool.get_new_block(after=1) == 2 and pool.get_new_block(after=1) == 0, "2 is in use, so the first free one"
+    assert pool.get_new_block(after=3) == 1, "there is none behind the last"
+    pool.cache_full_block(1, b"key")
+    pool.free_blocks([1])
+    assert pool.num_cached == 1 and pool.get_new_block(after=0) == 3, "1 is kept for who may look for it"
+    assert pool.get_new_block(after=0) == 1 and pool.num_cached == 0, "until nothing else is left"
 
 
 def test_counts_of_a_pool():
     pool = BlockPool(4, 2)
-    block = pool.allocate()
-    pool.share(block)
+    block = pool.get_new_block()
+    pool.touch(block)
     assert (pool.num_free, pool.num_used, pool.ref_counts[block], pool.times_allocated[block]) == (3, 1, 2, 1)
-    pool.release([block])
+    pool.free_blocks([block])
     assert not pool.is_free(block) and pool.num_used == 1
-    pool.release([block])
+    pool.free_blocks([block])
     assert pool.is_free(block) and pool.num_used == 0
-    while pool.allocate() != block:
+    while pool.get_new_block() != block:
         pass
     assert pool.times_allocated[block] == 2 and pool.ref_counts[block] == 1
 
@@ -219,11 +219,11 @@ def test_missing_is_what_grow_allocates():
     pool = BlockPool(9, 4)
     table = BlockTable(pool)
     for tokens, missing, blocks in ((0, 0, 0), (1, 1, 1), (4, 0, 1), (5, 1, 2), (17, 3, 5), (3, 0, 5)):
-        assert table.missing(tokens) == missing
-        table.grow(tokens)
-        assert len(table) == blocks and table.missing(tokens) == 0 and pool.num_used == blocks
-    table.release()
-    assert table.blocks == [] and pool.num_free == 9
+        assert table.num_blocks_to_allocate(tokens) == missing
+        table.allocate_slots(tokens)
+        assert len(table) == blocks and table.num_blocks_to_allocate(tokens) == 0 and pool.num_used == blocks
+    table.free()
+    assert table.block_ids == [] and pool.num_free == 9
 
 
 def damaged(damage):
@@ -231,16 +231,18 @@ def damaged(damage):
     table = table_of(pool, [1, 2])
     damage(pool, table)
     with pytest.raises(CacheError) as caught:
-        pool.check([table.blocks])
+        pool.check([table.block_ids])
     return str(caught.value)
 
 
 def test_check_sees_every_kind_of_damage():
     """A block that nobody uses and that is not free either is lost for ever: no table names it."""
     assert damaged(lambda pool, table: pool._free.popitem()) == "block 3 has 0 users and is not free"
-    assert damaged(lambda pool, table: pool._free.update({table.blocks[0]: None})) == "block 0 has 1 users and is free"
-    assert damaged(lambda pool, table: table.blocks.pop()).startswith("block 1 is leaked: counted 1 times")
-    assert damaged(lambda pool, table: table.blocks.append(3)) == "block 3 is counted 0 times, but stands in 1 tables"
+    assert damaged(lambda pool, table: pool._free.update({table.block_ids[0]: None})
+                   ) == "block 0 has 1 users and is free"
+    assert damaged(lambda pool, table: table.block_ids.pop()).startswith("block 1 is leaked: counted 1 times")
+    assert damaged(lambda pool, table: table.block_ids.append(3)
+                   ) == "block 3 is counted 0 times, but stands in 1 tables"
     assert damaged(lambda pool, table: pool.keys.insert(0, pool.keys.pop(1))) == \
         "block 0 is found under a key that is not its own", "two of them changed places"
     assert damaged(lambda pool, table: pool.keys.reverse()) == "block 0 is found under a key that is not its own"

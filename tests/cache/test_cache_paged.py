@@ -43,16 +43,16 @@ def test_paged_attention_equals_the_oracle(name, block_size, dtype):
     """Steps that mix prefill, chunks and decoding of three sequences in scattered blocks."""
     shard, generator = SHARDS[name], torch.Generator().manual_seed(block_size)
     pool = BlockPool(60, block_size)
-    spare = [pool.allocate() for _ in range(20)]
-    pool.release(spare[::3])  # holes, so that tables do not lie in one piece
+    spare = [pool.get_new_block() for _ in range(20)]
+    pool.free_blocks(spare[::3])  # holes, so that tables do not lie in one piece
     cache = PagedKVCache(1, 60, block_size, len(shard.kv_heads), HEAD_DIM, dtype)
     tables, done = [BlockTable(pool) for _ in range(3)], [0, 0, 0]
     for counts in ([5, 0, 3], [1, 4, 1], [1, 1, 1], [2, 1, 1], [0, 1, 0], [1, 0, 1]):
         segments = []
         for i, count in enumerate(counts):
             if count:
-                tables[i].grow(done[i] + count)
-                segments.append(Segment(done[i], count, tuple(tables[i].blocks), 5))
+                tables[i].allocate_slots(done[i] + count)
+                segments.append(Segment(done[i], count, tuple(tables[i].block_ids), 5))
                 done[i] += count
         q, k, v = (torch.randn(sum(counts), heads, HEAD_DIM, generator=generator, dtype=dtype)
                    for heads in (len(shard.q_heads), len(shard.kv_heads), len(shard.kv_heads)))

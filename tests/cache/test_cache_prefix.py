@@ -15,13 +15,13 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0
 def computed(pool, tokens, count=None):
     """A table with ``tokens``, the first ``count`` of them computed."""
     table = BlockTable(pool)
-    table.grow(len(tokens))
-    table.register(tokens, len(tokens) if count is None else count)
+    table.allocate_slots(len(tokens))
+    table.cache_blocks(tokens, len(tokens) if count is None else count)
     return table
 
 
 def found(pool, tokens):
-    return BlockTable(pool).find_prefix(tokens)
+    return BlockTable(pool).get_computed_blocks(tokens)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -29,9 +29,9 @@ def test_a_prefix_ends_at_the_first_hole(lost):
     """Blocks behind one that was handed out again are of no use, though they are still there."""
     pool = BlockPool(8, 2)
     table = computed(pool, [1, 2, 3, 4, 5, 6, 7])
-    blocks = list(table.blocks)
-    pool.release([blocks[lost]])
-    taken = [pool.allocate() for _ in range(pool.num_free)]  # all that are free, the one given back among them
+    blocks = list(table.block_ids)
+    pool.free_blocks([blocks[lost]])
+    taken = [pool.get_new_block() for _ in range(pool.num_free)]  # all that are free, the one given back among them
     assert blocks[lost] in taken and pool.num_cached == 2
     assert found(pool, [1, 2, 3, 4, 5, 6, 7]) == blocks[:lost]
 
@@ -42,12 +42,12 @@ def test_only_whole_computed_blocks_are_found(size, count):
     pool, tokens = BlockPool(16, size), [3, 1, 4, 1, 5, 9, 2, 6, 5]
     table = computed(pool, tokens, count)
     assert pool.num_cached == count // size == len(table.keys)
-    assert found(pool, [*tokens, 7, 7, 7, 7]) == table.blocks[:count // size]
+    assert found(pool, [*tokens, 7, 7, 7, 7]) == table.block_ids[:count // size]
     # Token by token it is the same as at once.
     one_by_one = BlockTable(other := BlockPool(16, size))
     for n in range(1, count + 1):
-        one_by_one.grow(n)
-        one_by_one.register(tokens[:n], n)
+        one_by_one.allocate_slots(n)
+        one_by_one.cache_blocks(tokens[:n], n)
     assert one_by_one.keys == table.keys and other.num_cached == pool.num_cached
 
 
@@ -61,72 +61,72 @@ def test_keys_follow_what_the_tokens_have_become():
     """A prompt's keys are made when it is admitted, those of the output as blocks fill; both are one chain."""
     pool = BlockPool(8, 2)
     table = BlockTable(pool)
-    assert table.find_prefix([1, 2, 3]) == []
-    table.grow(4)
-    table.register([1, 2, 3, 4], 4)
-    assert found(pool, [1, 2, 3, 4, 5]) == table.blocks
-    assert found(pool, [1, 2, 3, 5, 5]) == table.blocks[:1] and found(pool, [2, 1, 3, 4, 5]) == []
+    assert table.get_computed_blocks([1, 2, 3]) == []
+    table.allocate_slots(4)
+    table.cache_blocks([1, 2, 3, 4], 4)
+    assert found(pool, [1, 2, 3, 4, 5]) == table.block_ids
+    assert found(pool, [1, 2, 3, 5, 5]) == table.block_ids[:1] and found(pool, [2, 1, 3, 4, 5]) == []
 
 
 def test_the_first_block_with_a_key_keeps_it():
     pool = BlockPool(8, 2)
     first, second = computed(pool, [1, 2]), computed(pool, [1, 2])
-    assert found(pool, [1, 2, 3]) == first.blocks and pool.num_cached == 1
-    second.release()
-    assert found(pool, [1, 2, 3]) == first.blocks
-    pool.check([first.blocks])
+    assert found(pool, [1, 2, 3]) == first.block_ids and pool.num_cached == 1
+    second.free()
+    assert found(pool, [1, 2, 3]) == first.block_ids
+    pool.check([first.block_ids])
 
 
 def test_a_block_has_one_key():
     pool = BlockPool(2, 1)
-    block = pool.allocate()
-    pool.register(block, b"one")
-    pool.register(block, b"other")
-    assert (pool.find(b"one"), pool.find(b"other"), pool.num_cached) == (block, None, 1)
+    block = pool.get_new_block()
+    pool.cache_full_block(block, b"one")
+    pool.cache_full_block(block, b"other")
+    assert (pool.get_cached_block(b"one"), pool.get_cached_block(b"other"), pool.num_cached) == (block, None, 1)
     pool.check([[block]])
 
 
 def test_what_was_handed_out_again_is_not_found_under_its_old_name():
     pool = BlockPool(1, 2)
-    computed(pool, [1, 2]).release()
+    computed(pool, [1, 2]).free()
     assert found(pool, [1, 2, 3]) == [0]
-    block = pool.allocate()
+    block = pool.get_new_block()
     assert found(pool, [1, 2, 3]) == [] and pool.num_cached == 0 and pool.keys == [None]
-    pool.register(block, block_key(b"", [5, 6]))
+    pool.cache_full_block(block, block_key(b"", [5, 6]))
     assert found(pool, [5, 6, 7]) == [0]
 
 
 def test_nothing_is_found_after_the_contents_were_lost():
     pool = BlockPool(4, 2)
     table = computed(pool, [1, 2, 3, 4])
-    pool.forget_all()
+    pool.reset_prefix_cache()
     assert pool.num_cached == 0 and pool.keys == [None] * 4 and found(pool, [1, 2, 3, 4, 5]) == []
-    table.release()
-    table.grow(4)
-    table.register([1, 2, 3, 4], 4)
-    assert found(pool, [1, 2, 3, 4, 5]) == table.blocks, "computed again, found again"
+    table.free()
+    table.allocate_slots(4)
+    table.cache_blocks([1, 2, 3, 4], 4)
+    assert found(pool, [1, 2, 3, 4, 5]) == table.block_ids, "computed again, found again"
 
 
 def test_taking_a_prefix_makes_one_user_more_of_each():
     pool = BlockPool(4, 1)
     table = computed(pool, [1, 2, 3])
-    table.release()
+    table.free()
     free = pool.num_free
     other = BlockTable(pool)
-    other.take_prefix(other.find_prefix([1, 2, 3]))
-    assert [pool.ref_counts[b] for b in other.blocks] == [1, 1] and pool.num_free == free - 2
+    other.add_computed_blocks(other.get_computed_blocks([1, 2, 3]))
+    assert [pool.ref_counts[b] for b in other.block_ids] == [1, 1] and pool.num_free == free - 2
     third = BlockTable(pool)
-    third.take_prefix(third.find_prefix([1, 2, 3]))
-    assert [pool.ref_counts[b] for b in third.blocks] == [2, 2] and pool.num_free == free - 2
-    assert not pool.is_free(third.blocks[0])
+    third.add_computed_blocks(third.get_computed_blocks([1, 2, 3]))
+    assert [pool.ref_counts[b] for b in third.block_ids] == [2, 2] and pool.num_free == free - 2
+    assert not pool.is_free(third.block_ids[0])
     with pytest.raises(AssertionError, match="only stand at the beginning"):
-        third.take_prefix(other.blocks)
+        third.add_computed_blocks(other.block_ids)
 
 
 def test_a_table_finds_nothing_where_nothing_may_be_found():
     pool = BlockPool(4, 1, enable_prefix_caching=False)
-    pool.register(pool.allocate(), block_key(b"", [1]))
-    assert found(pool, [1, 2]) == [] and pool.find(block_key(b"", [1])) is None and pool.num_cached == 0
+    pool.cache_full_block(pool.get_new_block(), block_key(b"", [1]))
+    assert found(pool, [1, 2]) == [] and pool.get_cached_block(block_key(b"", [1])) is None and pool.num_cached == 0
 
 
 def test_an_output_is_found_by_a_prompt_that_repeats_it():

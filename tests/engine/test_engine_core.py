@@ -10,7 +10,7 @@ from tplab.checkpoint import open_checkpoint
 from tplab.engine import EngineError, RequestError
 from tplab.engine.config import EngineConfig, bytes_per_token, longest_sequence
 from tplab.engine.errors import StandstillError, StrictError
-from tplab.engine.step import StepOutput
+from tplab.engine.step import ModelRunnerOutput
 from tplab.llm import SamplingParams
 from tplab.shard import ShardPlan
 
@@ -89,7 +89,7 @@ def test_requests_keep_their_own_tokens_and_numbers():
     sequences = [engine.add(prompt, endless(max_tokens=2)) for _ in range(2)]
     prompt.append(3)
     engine.step()
-    assert [s.number for s in sequences] == [0, 1] and [s.prompt_token_ids for s in sequences] == [[1, 2]] * 2
+    assert [s.request_id for s in sequences] == [0, 1] and [s.prompt_token_ids for s in sequences] == [[1, 2]] * 2
     assert sequences[0].output_token_ids == one_at_a_time([1, 2], 1, ignore_eos=True)
 
 
@@ -105,7 +105,7 @@ def standstill(engine):
 
 def test_a_standstill_for_want_of_blocks_that_nobody_holds_is_a_leak():
     engine = make_engine(num_blocks=4, block_size=2)
-    engine.pool.allocate()
+    engine.pool.get_new_block()
     engine.add([1, 2, 3, 4, 5, 6, 7], endless(max_tokens=1))
     error = standstill(engine)
     assert (error.used, error.held, error.waiting) == (1, 0, [(0, 7, 0)])
@@ -116,8 +116,8 @@ def test_blocks_that_waiting_sequences_hold_are_no_leak():
     """Three blocks belong to sequences that wait, one of them to two: nothing has leaked, whatever else is wrong."""
     engine = make_engine(num_blocks=4, block_size=2)
     _, holds, shares = (engine.add([1, 2, 3, 4, 5, 6, 7], endless(max_tokens=1)) for _ in range(3))
-    holds.table.grow(6)
-    shares.table.take_prefix(holds.table.blocks[:1])
+    holds.block_table.allocate_slots(6)
+    shares.block_table.add_computed_blocks(holds.block_table.block_ids[:1])
     error = standstill(engine)
     assert error.used == error.held == 3 and [number for number, _, _ in error.waiting] == [0, 1, 2]
     assert diagnose(error).fault != "block_leaked"
@@ -133,17 +133,18 @@ def test_an_engine_with_nothing_to_do_does_nothing():
 
 def answered(engine, change):
     """The ranks' answers to every step, changed by ``change(outputs)``."""
-    execute = engine.executor.execute
-    engine.executor.execute = lambda step: change(execute(step))
+    execute = engine.executor.execute_model
+    engine.executor.execute_model = lambda step: change(execute(step))
 
 
 @pytest.mark.parametrize("change,message", [
-    (lambda o: [o[0], StepOutput({0: (o[1].token_ids[0] + 1) % VOCAB}, {}, o[1].slots)], "rank 0 drew .*, rank 1 drew"),
-    (lambda o: [o[0], StepOutput(o[1].token_ids, {}, [[slot + 1 for slot in slots] for slots in o[1].slots])],
+    (lambda o: [o[0], ModelRunnerOutput({0: (o[1].sampled_token_ids[0] + 1) % VOCAB}, {}, o[1].slots)],
+     "rank 0 drew .*, rank 1 drew"),
+    (lambda o: [o[0], o[1]._replace(slots=[[slot + 1 for slot in slots] for slots in o[1].slots])],
      r"rank 0 wrote slots \[\[0, 1\]\], rank 1 wrote \[\[1, 2\]\]"),
-    (lambda o: [StepOutput(a.token_ids, {}, [[slot + 4 for slot in slots] for slots in a.slots]) for a in o],
+    (lambda o: [a._replace(slots=[[slot + 4 for slot in slots] for slots in a.slots]) for a in o],
      r"sequence 0 wrote slot 4 \(block 1, place 0\), but its blocks are \[0\]"),
-    (lambda o: [StepOutput(a.token_ids, {}, [[0] * len(slots) for slots in a.slots]) for a in o],
+    (lambda o: [a._replace(slots=[[0] * len(slots) for slots in a.slots]) for a in o],
      r"sequence 0 wrote slot 0 \(block 0, place 0\), which was written before"),
 ], ids=["tokens", "slots", "stranger's block", "twice"])
 def test_strict_names_what_ranks_do_wrong(change, message):
@@ -159,12 +160,12 @@ def test_strict_sees_a_write_into_a_shared_block_and_a_leak():
     engine = make_engine(strict=True)
     sequence = engine.add([1, 2], endless())
     engine.step()
-    engine.pool.share(sequence.table.blocks[0])
+    engine.pool.touch(sequence.block_table.block_ids[0])
     with pytest.raises(StrictError, match="which 2 sequences share"):
         engine.step()
     engine = make_engine(strict=True)
     engine.add([1, 2], endless())
-    engine.pool.allocate()
+    engine.pool.get_new_block()
     with pytest.raises(StrictError, match="step 1: block 0 is leaked"):
         engine.step()
 
@@ -172,7 +173,7 @@ def test_strict_sees_a_write_into_a_shared_block_and_a_leak():
 def test_strict_counts_what_waiting_sequences_hold():
     engine = make_engine(max_num_seqs=1, strict=True)
     engine.add([1, 2], endless(max_tokens=3))
-    engine.add([1, 2], endless(max_tokens=3)).table.grow(2)
+    engine.add([1, 2], endless(max_tokens=3)).block_table.allocate_slots(2)
     assert engine.step()
 
 

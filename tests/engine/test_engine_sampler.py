@@ -9,7 +9,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from tplab.engine import sampler
 from tplab.engine.sampler import gumbel_noise, sample
-from tplab.engine.step import Draw
+from tplab.engine.step import SamplingMetadata
 from tplab.ranks import all_gather, logical_ranks, rank
 from tplab.shard import split_evenly
 
@@ -19,7 +19,7 @@ FILTERS = [(0, 1.0, 0.0), (-1, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (10**6, 
            (0, 1e-9, 0.0), (0, 1.0, 0.02), (0, 1.0, 0.4), (0, 1.0, 1.0), (7, 0.8, 0.0), (9, 1.0, 0.1), (0, 0.95, 0.05),
            (12, 0.97, 0.02)]
 TEMPERATURES = [0.3, 1.0, 2.5]
-DRAWS = [Draw(temperature, *filters, seed, 2, None)
+DRAWS = [SamplingMetadata(temperature, *filters, seed, 2, None)
          for seed, (temperature, filters) in enumerate((t, f) for t in TEMPERATURES for f in FILTERS)]
 
 
@@ -100,7 +100,7 @@ def test_the_most_probable_token_in_any_place(vocabulary, dtype):
     logits = some_logits(len(ids) + 1, vocabulary, dtype)
     for row, token in enumerate(sorted(ids)):
         logits[row, token] = 30.0
-    greedy = Draw(0.0, 0, 1.0, 0.0, 0, 0, None)
+    greedy = SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None)
     draws = [greedy] * len(ids) + [DRAWS[0]]
     for tp in (1, 2, 3):
         assert sampled(tp, logits, draws)[0][:-1] == sorted(ids), f"tp {tp}"
@@ -116,7 +116,7 @@ def test_an_exact_tie_at_top_p(monkeypatch, kept, above):
     assert together == pytest.approx((0.5, 0.75)[kept - 1], abs=1e-15)
     monkeypatch.setattr(sampler, "gumbel_noise", lambda seed, position, vocab_size: -1000 * logits[0].clamp(min=-50))
     for tp in (1, 2, 3):
-        tokens, _ = sampled(tp, logits, [Draw(1.0, 0, together + above, 0.0, 0, 0, None)])
+        tokens, _ = sampled(tp, logits, [SamplingMetadata(1.0, 0, together + above, 0.0, 0, 0, None)])
         assert tokens == [order[kept - 1 + bool(above)]]
 
 
@@ -124,7 +124,7 @@ def test_an_exact_tie_at_top_p(monkeypatch, kept, above):
 def test_an_exact_tie_at_min_p(min_p):
     """A token exactly that fraction as probable as the most probable one stays; a billionth less, and it is out."""
     edge = torch.tensor(min_p, dtype=torch.float64).log()
-    draws = [Draw(1.0, 0, 1.0, min_p, seed, 0, None) for seed in range(60)]
+    draws = [SamplingMetadata(1.0, 0, 1.0, min_p, seed, 0, None) for seed in range(60)]
     for shift, kept in ((0.0, {1, 3}), (-1e-9, {1})):
         logits = torch.tensor([[-50.0, 2.0, -50.0, 2.0 + edge + shift, -50.0]], dtype=torch.float64).expand(60, -1)
         assert set(sampled(2, logits - 2.0, draws)[0]) == kept
@@ -139,7 +139,7 @@ def test_log_probabilities_are_the_models_before_temperature_and_filters(tempera
     logits = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in counts]).double() / vocabulary * 6
     logits = logits.to(dtype)
     narrow = {"top_k": 4, "top_p": 0.7, "min_p": 0.05} if temperature else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    draws = [Draw(temperature=temperature, seed=9, position=i, logprobs=count, **narrow)
+    draws = [SamplingMetadata(temperature=temperature, seed=9, position=i, logprobs=count, **narrow)
              for i, count in enumerate(counts)]
     for tp in (1, 3):
         tokens, found = sampled(tp, logits, draws)
@@ -158,7 +158,7 @@ def test_log_probabilities_are_the_models_before_temperature_and_filters(tempera
 def test_more_log_probabilities_than_there_are_tokens():
     logits = some_logits(1, 13, torch.float32)
     for tp in (1, 2):
-        _, found = sampled(tp, logits, [Draw(1.0, 0, 1.0, 0.0, 0, 0, 100)])
+        _, found = sampled(tp, logits, [SamplingMetadata(1.0, 0, 1.0, 0.0, 0, 0, 100)])
         assert [token for token, _, _ in found[0][1:]] == logits[0].argsort(descending=True).tolist()
 
 
@@ -173,8 +173,9 @@ def test_only_rows_that_need_it_are_gathered(monkeypatch):
     """The whole vocabulary of a row crosses the ranks for filters and log probabilities only."""
     gathered = []
     logits = some_logits(5, 40, torch.float32)
-    draws = [Draw(0.0, 0, 1.0, 0.0, 0, 0, None), Draw(1.0, 0, 1.0, 0.0, 0, 0, None), Draw(1.0, 0, 1.0, 0.1, 0, 0, None),
-             Draw(0.0, 0, 1.0, 0.0, 0, 0, 0), Draw(1.0, -1, 1.0, 0.0, 0, 0, None)]
+    draws = [SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None), SamplingMetadata(1.0, 0, 1.0, 0.0, 0, 0, None),
+             SamplingMetadata(1.0, 0, 1.0, 0.1, 0, 0, None),
+             SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, 0), SamplingMetadata(1.0, -1, 1.0, 0.0, 0, 0, None)]
 
     def gather(part):
         gathered.append(part.clone())
@@ -205,7 +206,7 @@ def test_no_two_draws_share_their_noise():
 
 def test_rows_draw_by_their_own_seed_and_position():
     logits = torch.zeros(1, 1000)
-    draw = Draw(1.0, 0, 1.0, 0.0, 3, 0, None)
+    draw = SamplingMetadata(1.0, 0, 1.0, 0.0, 3, 0, None)
     draws = [draw._replace(seed=seed, position=position) for seed in (0, 1, 2) for position in (0, 1, 2)]
     tokens = [sampled(2, logits, [one])[0][0] for one in draws]
     assert len(set(tokens)) == 9

@@ -4,6 +4,7 @@ import pytest
 from helpers.engine import make_engine
 
 from tplab.engine import EngineError
+from tplab.engine.step import ModelRunnerOutput
 from tplab.llm import SamplingParams
 
 
@@ -24,9 +25,9 @@ class Steps:
     def step(self):
         """One step; its record."""
         scheduled = self.scheduler.schedule()
-        due = {s.number: 7 for s, count in scheduled if s.num_computed_tokens + count == s.num_tokens}
-        advanced = self.scheduler.update(scheduled, due)
-        assert [s.number for s in advanced] == list(due)
+        due = {r.request_id: 7 for r in scheduled.requests if r.sampling is not None}
+        advanced = self.scheduler.update_from_output(scheduled, ModelRunnerOutput(due, {}))
+        assert [s.request_id for s in advanced] == list(due)
         return self.record
 
     @property
@@ -37,10 +38,10 @@ class Steps:
         return [self.step() for _ in range(count)]
 
     def waiting(self):
-        return [s.number for s in self.scheduler.waiting]
+        return [s.request_id for s in self.scheduler.waiting]
 
     def running(self):
-        return [s.number for s in self.scheduler.running]
+        return [s.request_id for s in self.scheduler.running]
 
 
 def test_one_budget_for_all():
@@ -51,7 +52,7 @@ def test_one_budget_for_all():
                                            {0: 1, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}]
     assert [r.admitted for r in records] == [(0, 1), (), (2,), (), (), (), ()]
     assert [r.prefill for r in records] == [(0, 1), (1,), (1, 2), (2,), (2,), (), ()]
-    assert [r.number for r in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [r.step_number for r in records] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_budget_smaller_than_the_number_running():
@@ -79,9 +80,9 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
     assert [r.preempted for r in records] == [(), (), (1,)]
     small = run.add(1)
     assert records[2].tokens == {0: 1} and records[2].admitted == ()
-    assert second.num_computed_tokens == 0 and not second.table.blocks and second.metrics.preemptions == 1
+    assert second.num_computed_tokens == 0 and not second.block_table.block_ids and second.metrics.preemptions == 1
     assert first.metrics.preemptions == 0 and second.num_tokens == 5, "its tokens are kept"
-    assert run.waiting() == [1, small.number], "and it stands before those who came later"
+    assert run.waiting() == [1, small.request_id], "and it stands before those who came later"
     assert run.pool.num_used == 3 == records[2].used_blocks
 
 
@@ -108,11 +109,11 @@ def test_no_newcomer_overtakes_a_preempted_one():
 def test_a_sequence_that_runs_last_loses_its_own_place():
     run = Steps(4, 4, num_blocks=5, block_size=2, enable_prefix_caching=False)
     run.step()
-    run.engine.pool.allocate()  # somebody else has the last one
+    run.engine.pool.get_new_block()  # somebody else has the last one
     run.engine.finish(run.sequences[0], "abort")
-    held = [run.pool.allocate() for _ in range(run.pool.num_free)]
+    held = [run.pool.get_new_block() for _ in range(run.pool.num_free)]
     assert run.step().preempted == (1,) and run.record.tokens == {}
-    run.pool.release(held)
+    run.pool.free_blocks(held)
     assert run.step().admitted == (1,)
 
 
@@ -152,13 +153,14 @@ def test_ones_own_blocks_are_no_prefix_hit():
     run = Steps(9, block_size=4)
     run.steps(4)
     run.scheduler.reset()
-    run.pool.forget_all()
+    run.pool.reset_prefix_cache()
     run.steps(2)
     (sequence,) = run.sequences
-    sequence_blocks = list(sequence.table.blocks)
+    sequence_blocks = list(sequence.block_table.block_ids)
     run.scheduler._preempt(run.scheduler.running.pop())
     record = run.step()
-    assert sequence.table.blocks[:3] == sequence_blocks[:3] and record.tokens == {0: sequence.num_tokens - 1 - 12}
+    assert sequence.block_table.block_ids[:3] == sequence_blocks[:3]
+    assert record.tokens == {0: sequence.num_tokens - 1 - 12}
     assert sequence.metrics.prefix_hit_tokens == 0 and sequence.metrics.preemptions == 2
 
 
@@ -168,9 +170,9 @@ def test_a_prefix_hit_is_counted_and_not_computed_again():
     other = run.add([1, 2, 3, 4, 5, 6, 7, 8])  # the block with the last token is never taken
     longer = run.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 9])
     record = run.step()
-    assert record.tokens == {0: 1, other.number: 4, longer.number: 2}
+    assert record.tokens == {0: 1, other.request_id: 4, longer.request_id: 2}
     assert other.metrics.prefix_hit_tokens == 4 and longer.metrics.prefix_hit_tokens == 8
-    assert other.table.blocks[0] == run.sequences[0].table.blocks[0]
+    assert other.block_table.block_ids[0] == run.sequences[0].block_table.block_ids[0]
 
 
 def test_found_blocks_that_nobody_uses_cannot_be_handed_out_as_well():
@@ -179,12 +181,12 @@ def test_found_blocks_that_nobody_uses_cannot_be_handed_out_as_well():
     run.step()
     run.engine.finish(run.sequences[0], "abort")
     assert run.pool.num_free == 5 and run.pool.num_cached == 3
-    stranger = run.pool.allocate()
+    stranger = run.pool.get_new_block()
     too_long = run.add([1, 2, 3, 4, 5, 6, 9, 9, 9])
-    assert run.step().tokens == {} and run.waiting() == [too_long.number] and run.pool.num_free == 4
-    assert too_long.table.blocks == [] and too_long.num_computed_tokens == 0
-    run.pool.release([stranger])
-    assert run.step().tokens == {too_long.number: 3} and run.pool.num_free == 0
+    assert run.step().tokens == {} and run.waiting() == [too_long.request_id] and run.pool.num_free == 4
+    assert too_long.block_table.block_ids == [] and too_long.num_computed_tokens == 0
+    run.pool.free_blocks([stranger])
+    assert run.step().tokens == {too_long.request_id: 3} and run.pool.num_free == 0
 
 
 def test_found_blocks_in_use_cost_nothing():
@@ -192,7 +194,7 @@ def test_found_blocks_in_use_cost_nothing():
     run = Steps(list(range(1, 8)), num_blocks=5, block_size=2)
     run.step()
     other = run.add([1, 2, 3, 4, 5, 6, 9])
-    assert run.step().tokens == {0: 1, other.number: 1} and run.pool.num_free == 0
+    assert run.step().tokens == {0: 1, other.request_id: 1} and run.pool.num_free == 0
 
 
 def test_only_the_first_in_line_is_looked_at():
@@ -220,7 +222,8 @@ def test_after_a_restart_of_the_ranks_everybody_waits_in_order():
 
 def test_every_step_is_remembered():
     run = Steps(1)
-    assert [r.number for r in run.steps(40)] == [r.number for r in run.scheduler.history] == list(range(1, 41))
+    found = [[r.step_number for r in records] for records in (run.steps(40), run.scheduler.history)]
+    assert found == [list(range(1, 41))] * 2
 
 
 def test_ending_gives_back_what_it_held_wherever_it_stands():
@@ -242,7 +245,7 @@ def test_most_blocks_are_counted_over_all_lives():
     run = Steps(6, block_size=2)
     run.steps(4)
     assert run.sequences[0].metrics.blocks_used == 5
-    run.sequences[0].table.release()
+    run.sequences[0].block_table.free()
     run.sequences[0].num_computed_tokens = 0
     run.scheduler.running.clear()
     run.sequences[0].token_ids = run.sequences[0].token_ids[:3]
@@ -255,7 +258,7 @@ def test_full_blocks_are_found_as_soon_as_they_are_computed_and_not_before():
     run = Steps([1, 2, 3, 4, 5, 6, 7, 8, 9], block_size=2, max_num_batched_tokens=5)
     scheduled = run.scheduler.schedule()
     assert run.pool.num_cached == 0
-    run.scheduler.update(scheduled, {})
+    run.scheduler.update_from_output(scheduled, ModelRunnerOutput({}, {}))
     assert run.pool.num_cached == 2
 
 

@@ -58,19 +58,20 @@ class Load(RuleBasedStateMachine):
 
     def one_step(self):
         """A step, and whether what its record tells is what happened, and all that could happen."""
-        running, computed = {s.number for s in self.scheduler.running}, {}
+        running, computed = {s.request_id for s in self.scheduler.running}, {}
         for s in self.expected:
-            computed[s.number] = s.num_computed_tokens
+            computed[s.request_id] = s.num_computed_tokens
         advanced = self.engine.step()
         STEPS["engine steps"] += 1
         record, spare = self.scheduler.history[-1], self.scheduler.max_num_batched_tokens
-        assert record.number == self.scheduler.step_number == self.ranks.told[-1].number
+        assert record.step_number == self.scheduler.step_number == self.ranks.told[-1].step_number
         spare -= sum(record.tokens.values())
         assert spare >= 0 and min(record.tokens.values()) > 0, "the budget of a step"
-        assert len(record.tokens) <= self.scheduler.max_num_seqs and {s.number for s in advanced} <= set(record.tokens)
+        assert len(record.tokens) <= self.scheduler.max_num_seqs
+        assert {s.request_id for s in advanced} <= set(record.tokens)
         assert set(record.admitted) == set(record.tokens) - running and not set(record.preempted) & set(record.tokens)
         assert not (record.admitted and record.preempted), "blocks were missing, and somebody was admitted"
-        by_number = {s.number: s for s in self.expected}
+        by_number = {s.request_id: s for s in self.expected}
         for number, count in record.tokens.items():
             sequence = by_number[number]
             begun = sequence.num_computed_tokens - count
@@ -128,7 +129,7 @@ class Load(RuleBasedStateMachine):
     def nobody_is_overtaken(self):
         """First come, first served: who lost its place stands before everybody who came later."""
         if hasattr(self, "engine"):
-            numbers = [s.number for s in (*self.scheduler.running, *self.scheduler.waiting)]
+            numbers = [s.request_id for s in (*self.scheduler.running, *self.scheduler.waiting)]
             assert numbers == sorted(numbers) and len(self.scheduler.running) <= self.scheduler.max_num_seqs
 
     @invariant()
@@ -136,7 +137,7 @@ class Load(RuleBasedStateMachine):
         """Every user of a block is counted, every other block is free; what is found by key stands on every rank."""
         if not hasattr(self, "engine"):
             return
-        users = Counter(block for s in self.expected for block in s.table.blocks)
+        users = Counter(block for s in self.expected for block in s.block_table.block_ids)
         assert self.pool.ref_counts == [users[block] for block in range(self.pool.num_blocks)]
         assert all(self.pool.is_free(block) == (not users[block]) for block in range(self.pool.num_blocks))
         assert self.pool.num_used == len(users) and self.pool.num_free == self.pool.num_blocks - len(users)
@@ -150,7 +151,7 @@ class Load(RuleBasedStateMachine):
                     full.append(before := content(before, token))
                 contents[key := block_key(key, tokens)] = full
         for key, full in contents.items():
-            block = self.pool.find(key)
+            block = self.pool.get_cached_block(key)
             if block is not None:
                 found += 1
                 assert all(memory[block * size:(block + 1) * size] == full for memory in self.ranks.memory)

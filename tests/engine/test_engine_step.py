@@ -6,7 +6,7 @@ from helpers.engine import RanksFailed, make_engine, one_at_a_time
 
 from tplab.cache import Segment
 from tplab.engine import sampler
-from tplab.engine.step import Draw, SequenceStep, StepInput
+from tplab.engine.step import SamplingMetadata, ScheduledRequest, SchedulerOutput
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
 from tplab.ranks import RankError, rank
@@ -18,7 +18,7 @@ def endless(**params):
 
 def told(engine):
     """What the ranks were told last, by sequence."""
-    return {part.number: part for part in engine.executor.told[-1].sequences}
+    return {part.request_id: part for part in engine.executor.told[-1].requests}
 
 
 # What is said.
@@ -33,18 +33,20 @@ def test_every_parameter_of_a_draw_arrives():
         engine.add([1, 2], p)
     for position in range(3):
         engine.step()
-        assert [part.draw for part in told(engine).values()] == [
-            Draw(0.7, 5, 0.9, 0.2, 0, position, 2), Draw(1.3, -1, 0.8, 0.1, 2**62, position, None),
-            Draw(0.0, 1, 1.0, 0.0, 7, position, 0)]
+        assert [part.sampling for part in told(engine).values()] == [
+            SamplingMetadata(0.7, 5, 0.9, 0.2, 0, position, 2),
+            SamplingMetadata(1.3, -1, 0.8, 0.1, 2**62, position, None),
+            SamplingMetadata(0.0, 1, 1.0, 0.0, 7, position, 0)]
 
 
 def test_a_step_survives_the_wire():
-    draw = Draw(0.5, 3, 0.25, 0.125, 2**62 + 1, 7, 0)
-    step = StepInput(3, (SequenceStep(4, Segment(2, 1, [5, 1], 3), (), draw),
-                         SequenceStep(6, Segment(0, 2, [0], 9), (8, 1), None)))
-    back = StepInput.from_json(step.to_json())
-    assert back == step and isinstance(back.sequences[0].segment, Segment) and isinstance(back.sequences[0].draw, Draw)
-    assert isinstance(back.sequences[1].token_ids, tuple)
+    draw = SamplingMetadata(0.5, 3, 0.25, 0.125, 2**62 + 1, 7, 0)
+    step = SchedulerOutput(3, (ScheduledRequest(4, Segment(2, 1, [5, 1], 3), (), draw),
+                         ScheduledRequest(6, Segment(0, 2, [0], 9), (8, 1), None)))
+    back = SchedulerOutput.from_json(step.to_json())
+    assert back == step and isinstance(back.requests[0].segment, Segment)
+    assert isinstance(back.requests[0].sampling, SamplingMetadata)
+    assert isinstance(back.requests[1].token_ids, tuple)
 
 
 def test_seed_0_is_a_seed_and_no_seed_is_another_one_every_time():
@@ -52,7 +54,7 @@ def test_seed_0_is_a_seed_and_no_seed_is_another_one_every_time():
     seeds = [engine.add([1], SamplingParams(seed=seed)).seed for seed in (0, 0, 5, None, None)]
     assert seeds[:3] == [0, 0, 5] and len({*seeds[3:], 0}) == 3
     engine.step()
-    assert [part.draw.seed for part in told(engine).values()] == seeds, "also the ones that nobody gave"
+    assert [part.sampling.seed for part in told(engine).values()] == seeds, "also the ones that nobody gave"
 
 
 def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
@@ -60,15 +62,15 @@ def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
     sequence = engine.add([5, 6, 7, 8, 9, 1], endless())
     engine.step()
     (part,) = told(engine).values()
-    assert part.token_ids == (5, 6, 7, 8) and part.draw is None and part.segment == Segment(0, 4, [0], 6)
+    assert part.token_ids == (5, 6, 7, 8) and part.sampling is None and part.segment == Segment(0, 4, [0], 6)
     engine.step()
     (part,) = told(engine).values()
-    assert part.token_ids == (9, 1) and part.draw.position == 0 and part.segment == Segment(4, 2, [0, 1], 6)
+    assert part.token_ids == (9, 1) and part.sampling.position == 0 and part.segment == Segment(4, 2, [0, 1], 6)
     for position in (1, 2):
         engine.step()
         (part,) = told(engine).values()
-        assert part.token_ids == () and part.draw.position == position
-        assert part.segment == Segment(5 + position, 1, sequence.table.blocks, 6)
+        assert part.token_ids == () and part.sampling.position == position
+        assert part.segment == Segment(5 + position, 1, sequence.block_table.block_ids, 6)
 
 
 def test_one_token_that_nobody_drew_is_told():
@@ -130,7 +132,7 @@ def test_an_output_that_is_read_again_in_chunks_draws_nothing_before_its_end():
     for position in range(5):
         engine.step()
         (part,) = told(engine).values()
-        assert part.token_ids == tokens[position:position + 1] and (part.draw is None) == (position < 4)
+        assert part.token_ids == tokens[position:position + 1] and (part.sampling is None) == (position < 4)
     while engine.scheduler.has_unfinished:
         engine.step()
     assert sequence.output_token_ids == one_at_a_time([1, 2], 9, ignore_eos=True)
@@ -146,8 +148,8 @@ def test_after_losing_its_place_everything_is_told_again():
     engine.recompute()
     engine.step()
     (part,) = told(engine).values()
-    assert part.token_ids == tokens and part.segment == Segment(0, 4, sequence.table.blocks, 2)
-    assert part.draw.position == 2
+    assert part.token_ids == tokens and part.segment == Segment(0, 4, sequence.block_table.block_ids, 2)
+    assert part.sampling.position == 2
 
 
 # What a rank remembers, with a model.
@@ -204,11 +206,11 @@ def test_a_step_that_fails_on_one_rank_changes_no_token(folder, broken_rank, whe
 def test_every_rank_computes_every_step_once(folder, strict):
     """And answers with the slots it wrote only where somebody looks at them."""
     seen = []
-    patch = Patch("tplab.engine.runner.batch_order", lambda step: seen.append(step.number) or step.sequences)
+    patch = Patch("tplab.engine.runner.batch_order", lambda step: seen.append(step.step_number) or step.requests)
     with LLM(folder, 2, logical=True, patches=[patch], strict=strict) as llm:
         executor, answers = llm.engine.executor, []
-        execute = executor.execute
-        executor.execute = lambda step: answers.append(execute(step)) or answers[-1]
+        execute = executor.execute_model
+        executor.execute_model = lambda step: answers.append(execute(step)) or answers[-1]
         llm.generate(PROMPTS, endless(max_tokens=2))
         assert seen == [1, 1, 2, 2] and len(answers) == 2
         assert all((output.slots is not None) == strict for outputs in answers for output in outputs)

@@ -6,7 +6,7 @@ from tplab.cache import slot_mapping
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.runner import token_positions
-from tplab.engine.step import StepInput, StepOutput
+from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 
 VOCAB, EOS = 11, 0
 NOTHING = None
@@ -57,7 +57,7 @@ class TokenRanks:
     def __init__(self, size: int, num_blocks: int, block_size: int):
         self.size, self.num_slots, self.block_size = size, num_blocks * block_size, block_size
         self.carry_out = None
-        self.told: list[StepInput] = []
+        self.told: list[SchedulerOutput] = []
         self.lose_everything()
 
     def lose_everything(self) -> None:
@@ -65,9 +65,9 @@ class TokenRanks:
         self.memory = [[NOTHING] * self.num_slots for _ in range(self.size)]
         self.drawn = [{} for _ in range(self.size)]
 
-    def execute(self, step: StepInput) -> list[StepOutput]:
+    def execute_model(self, step: SchedulerOutput) -> list[ModelRunnerOutput]:
         # Over JSON, so that what is sent to other machines is tested on the way.
-        step = StepInput.from_json(step.to_json())
+        step = SchedulerOutput.from_json(step.to_json())
         self.told.append(step)
         carry_out, self.carry_out = self.carry_out, None
         ranks = range(self.size) if carry_out is None else sorted(carry_out)
@@ -78,16 +78,16 @@ class TokenRanks:
 
     def _rank(self, step, memory, rank):
         drawn, slots = {}, []
-        for number, segment, token_ids, draw in step.sequences:
-            new = token_ids or (self.drawn[rank][number],)
+        for request_id, segment, token_ids, sampling in step.requests:
+            new = token_ids or (self.drawn[rank][request_id],)
             assert len(new) == segment.count
             slots.append(slot_mapping(segment.block_ids, token_positions(segment), self.block_size))
             seen = slot_mapping(segment.block_ids, range(segment.start + segment.count), self.block_size)
             for position, slot, token in zip(token_positions(segment), slots[-1], new, strict=True):
                 memory[slot] = content(memory[seen[position - 1]] if position else b"", token)
             contents = [memory[slot] for slot in seen]
-            assert NOTHING not in contents, f"sequence {number} reads a slot that was never written"
-            if draw is not None:
-                drawn[number] = next_token(contents)
+            assert NOTHING not in contents, f"sequence {request_id} reads a slot that was never written"
+            if sampling is not None:
+                drawn[request_id] = next_token(contents)
         self.drawn[rank] = drawn
-        return StepOutput(drawn, {}, slots)
+        return ModelRunnerOutput(drawn, {}, slots)

@@ -78,7 +78,7 @@ def test_what_ended_in_a_generate_is_handed_out_by_the_next_step(llm):
 def test_a_step_that_fails_for_one_caller_costs_the_others_nothing(llm, monkeypatch):
     expected = alone(llm, A, LONG)
     llm.add_request(A, LONG)
-    execute, calls = llm.engine.executor.execute, []
+    execute, calls = llm.engine.executor.execute_model, []
 
     def fails_once(step):
         calls.append(step)
@@ -86,7 +86,7 @@ def test_a_step_that_fails_for_one_caller_costs_the_others_nothing(llm, monkeypa
             raise RankError("rank 1 died")
         return execute(step)
 
-    monkeypatch.setattr(llm.engine.executor, "execute", fails_once)
+    monkeypatch.setattr(llm.engine.executor, "execute_model", fails_once)
     with pytest.raises(GenerationError, match="rank 1 died\n4 tokens had been generated") as caught:
         llm.generate(B, LONG)
     assert len(tokens(caught.value.outputs[0])) == 4
@@ -133,14 +133,14 @@ def test_a_stream_left_at_a_prompt_that_cannot_run(llm):
 def test_a_stream_thrown_away_in_the_middle_of_a_step(llm, monkeypatch):
     """As the garbage collector does, at any moment, in whatever thread it runs."""
     expected = alone(llm, B, SHORT)
-    stream, execute = llm.stream(A, LONG), llm.engine.executor.execute
+    stream, execute = llm.stream(A, LONG), llm.engine.executor.execute_model
     next(stream)
 
     def throws_away(step):
         stream.close()
         return execute(step)
 
-    monkeypatch.setattr(llm.engine.executor, "execute", throws_away)
+    monkeypatch.setattr(llm.engine.executor, "execute_model", throws_away)
     assert alone(llm, B, SHORT) == expected
 
 
@@ -188,13 +188,13 @@ def test_a_second_thread_is_served_while_the_first_one_steps(llm, monkeypatch):
     """It does not wait until a long generation is over."""
     order, begun = [], threading.Event()
     alone(llm, B, SHORT)
-    execute = llm.engine.executor.execute
+    execute = llm.engine.executor.execute_model
 
     def executes(step):
         begun.set()
         return execute(step)
 
-    monkeypatch.setattr(llm.engine.executor, "execute", executes)
+    monkeypatch.setattr(llm.engine.executor, "execute_model", executes)
 
     def work(name, prompt, params):
         llm.generate(prompt, params)
@@ -210,13 +210,13 @@ def test_a_second_thread_is_served_while_the_first_one_steps(llm, monkeypatch):
 
 
 def test_a_call_in_the_middle_of_a_step_is_refused(llm, monkeypatch):
-    execute = llm.engine.executor.execute
+    execute = llm.engine.executor.execute_model
 
     def calls_back(step):
         llm.add_request(A, SHORT)
         return execute(step)
 
-    monkeypatch.setattr(llm.engine.executor, "execute", calls_back)
+    monkeypatch.setattr(llm.engine.executor, "execute_model", calls_back)
     with pytest.raises(EngineError, match="in the middle of a call of the same thread"):
         llm.generate(B, SHORT)
 
@@ -234,9 +234,9 @@ def test_a_standstill_leaves_a_clean_queue(tmp_path):
     """A prompt whose every token was found in the cache waits with blocks in its table."""
     def all_of_it(self, token_ids):
         self.extend_keys(token_ids, len(token_ids))
-        return [block for key in self.keys if (block := self.pool.find(key)) is not None]
+        return [block for key in self.keys if (block := self.pool.get_cached_block(key)) is not None]
 
-    patch = Patch("tplab.cache.table.BlockTable.find_prefix", all_of_it)
+    patch = Patch("tplab.cache.table.BlockTable.get_computed_blocks", all_of_it)
     with LLM(make_checkpoint(tmp_path / "m"), 1, logical=True, block_size=4, num_blocks=10, patches=[patch]) as llm:
         llm.generate([1, 2, 3, 4], SHORT)
         for _ in range(2):

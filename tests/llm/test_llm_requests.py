@@ -197,7 +197,7 @@ def test_default_sizes(folder):
 
 def test_leaked_blocks_come_to_light(folder):
     """With a scheduler that never gives blocks back, strict mode names the block; without, the engine stands still."""
-    leak = Patch("tplab.engine.scheduler.release_blocks", lambda sequence: None)
+    leak = Patch("tplab.engine.scheduler.free", lambda sequence: None)
     with LLM(folder, 1, logical=True, strict=True, patches=[leak]) as llm:
         with pytest.raises(EngineError, match="block 0 is leaked"):
             llm.generate([[1, 2]], GREEDY)

@@ -13,14 +13,14 @@ from helpers.checkpoints import make_checkpoint
 from tplab.checks import shown
 from tplab.engine import RequestError
 from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer, sample
-from tplab.engine.step import Draw
+from tplab.engine.step import SamplingMetadata
 from tplab.faults import fault
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
 from tplab.ranks import all_gather, logical_ranks, rank
 from tplab.shard import split_evenly
 
-GREEDY = Draw(0.0, 0, 1.0, 0.0, 0, 0, None)
+GREEDY = SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None)
 
 
 def on_ranks(tp, logits, draws):
@@ -64,8 +64,9 @@ def test_greedy_gathers_two_numbers_per_rank_not_the_vocabulary():
 
 
 @pytest.mark.parametrize("draw", [
-    Draw(1.0, 0, 1.0, 0.0, 5, 3, None), Draw(0.7, 4, 1.0, 0.0, 5, 3, None), Draw(1.3, 0, 0.8, 0.0, 5, 3, None),
-    Draw(2.0, 0, 1.0, 0.2, 5, 3, None), Draw(0.9, 6, 0.9, 0.05, 5, 3, 4)], ids=str)
+    SamplingMetadata(1.0, 0, 1.0, 0.0, 5, 3, None), SamplingMetadata(0.7, 4, 1.0, 0.0, 5, 3, None),
+    SamplingMetadata(1.3, 0, 0.8, 0.0, 5, 3, None),
+    SamplingMetadata(2.0, 0, 1.0, 0.2, 5, 3, None), SamplingMetadata(0.9, 6, 0.9, 0.05, 5, 3, 4)], ids=str)
 def test_a_draw_does_not_depend_on_the_ranks_nor_on_its_neighbours(draw):
     logits = torch.randn(3, 29, generator=torch.Generator().manual_seed(1))
     alone = on_ranks(1, logits[1:2], [draw])[0][0]
@@ -76,7 +77,7 @@ def test_a_draw_does_not_depend_on_the_ranks_nor_on_its_neighbours(draw):
 
 def test_frequencies_are_the_softmax():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0, 0.5]])
-    draws = [Draw(0.8, 0, 1.0, 0.0, 11, i, None) for i in range(4000)]
+    draws = [SamplingMetadata(0.8, 0, 1.0, 0.0, 11, i, None) for i in range(4000)]
     tokens = torch.tensor(on_ranks(2, logits.expand(4000, -1), draws)[0][0])
     expected = (logits[0] / 0.8).softmax(-1)
     counted = torch.bincount(tokens, minlength=6) / 4000
@@ -104,7 +105,7 @@ def test_filters_keep_what_hugging_face_keeps(top_k, top_p, min_p):
             kept = TopPLogitsWarper(top_p)(None, kept)
         if min_p > 0:
             kept = MinPLogitsWarper(min_p)(None, kept)
-        lowest = lowest_allowed(logits[0], Draw(1.0, top_k, top_p, min_p, 0, 0, None))
+        lowest = lowest_allowed(logits[0], SamplingMetadata(1.0, top_k, top_p, min_p, 0, 0, None))
         assert torch.equal(logits[0] >= lowest, kept[0].isfinite())
 
 
@@ -197,8 +198,9 @@ def test_a_greedy_token_has_rank_1_and_equals_share_a_rank():
             assert [(t, r) for t, _, r in top] == [(t, int((logits[row] > logits[row, t]).sum()) + 1) for t in best]
 
 
-@pytest.mark.parametrize("draw", [Draw(1.0, 0, 1.0, 0.0, 5, 3, None), Draw(0.5, 4, 1.0, 0.0, 5, 3, 2),
-                                  Draw(1.0, 0, 0.5, 0.0, 5, 3, None), Draw(1.0, 0, 1.0, 0.1, 5, 3, 0)], ids=str)
+@pytest.mark.parametrize("draw", [
+    SamplingMetadata(1.0, 0, 1.0, 0.0, 5, 3, None), SamplingMetadata(0.5, 4, 1.0, 0.0, 5, 3, 2),
+    SamplingMetadata(1.0, 0, 0.5, 0.0, 5, 3, None), SamplingMetadata(1.0, 0, 1.0, 0.1, 5, 3, 0)], ids=str)
 @pytest.mark.parametrize("where", [slice(None), slice(3, 4), slice(12, 13)], ids=["all", "one", "last"])
 def test_nothing_is_drawn_from_nan(draw, where):
     """Whichever rank has it; greedy goes on as argmax does, and so do the neighbours."""

@@ -17,8 +17,8 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown, whole_number
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
-from tplab.engine.runner import drop_runners, load_runner, run_step
-from tplab.engine.step import StepInput, StepOutput
+from tplab.engine.runner import drop_runners, execute_model, load_runner
+from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.llm.executor import LogicalExecutor
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
@@ -31,10 +31,10 @@ from tplab.shard import ShardPlan
 _KEY = "align decode"
 
 
-def traced_step(step: StepInput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
+def traced_step(step: SchedulerOutput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
     """On a rank: one step with all trace points; the rank is made to believe that it drew ``forced``."""
     with recording() as points:
-        drawn = dict(run_step(_KEY, step).token_ids)  # a copy: the rank's own is overwritten next
+        drawn = dict(execute_model(_KEY, step).sampled_token_ids)  # a copy: the rank's own is overwritten next
     state[_KEY].drawn.update(forced)
     return points, drawn
 
@@ -48,27 +48,27 @@ class _ForcingExecutor:
         self.logit_rows: dict[tuple[int, int], tuple[int, int]] = {}
         self.traces: list[list[dict]] = []
         self.scheduler = None
-        self.steps: list[StepInput] = []
+        self.steps: list[SchedulerOutput] = []
         self.tables: list[dict[int, tuple[int, ...]]] = []
         self.drawn: list[dict[tuple[int, int], int]] = []
 
-    def execute(self, step: StepInput) -> list[StepOutput]:
-        due = [s for s in step.sequences if s.draw is not None]
-        forced = {s.number: self.texts[s.number][s.segment.start + s.segment.count] for s in due}
+    def execute_model(self, step: SchedulerOutput) -> list[ModelRunnerOutput]:
+        due = [s for s in step.requests if s.sampling is not None]
+        forced = {s.request_id: self.texts[s.request_id][s.segment.start + s.segment.count] for s in due}
         answers = self.run(traced_step, step, forced)
         at = len(self.traces)
         self.traces.append([points for points, _ in answers])
-        computed = [(s.number, position) for s in step.sequences
+        computed = [(s.request_id, position) for s in step.requests
                     for position in range(s.segment.start, s.segment.start + s.segment.count)]
         self.rows.update({key: (at, row) for row, key in enumerate(computed)})
-        ends = {s.number: s.segment.start + s.segment.count - 1 for s in due}
+        ends = {s.request_id: s.segment.start + s.segment.count - 1 for s in due}
         self.logit_rows.update({(number, ends[number]): (at, row) for row, number in enumerate(ends)})
         self.steps.append(step)
-        self.tables.append({s.number: tuple(s.table.blocks) for s in self.scheduler.running})
+        self.tables.append({s.request_id: tuple(s.block_table.block_ids) for s in self.scheduler.running})
         self.drawn = self.drawn or [{} for _ in answers]
         for known, (_, drawn) in zip(self.drawn, answers):
             known.update({(number, ends[number]): token for number, token in drawn.items()})
-        return [StepOutput(forced, {}) for _ in answers]
+        return [ModelRunnerOutput(forced, {}) for _ in answers]
 
     def whole_trace(self, rank: int) -> dict[str, torch.Tensor]:
         """One rank's points over all steps, rows in the order of sequence and position; the last computation counts."""

@@ -10,7 +10,7 @@ import torch
 
 from tplab.align.floors import inside, relative_floor
 from tplab.checkpoint import Checkpoint
-from tplab.engine.step import StepInput
+from tplab.engine.step import SchedulerOutput
 from tplab.files import write_file
 from tplab.model import LoadStats
 from tplab.model.trace import layout
@@ -63,7 +63,7 @@ class Evidence(NamedTuple):
 class DecodeFacts:
     """What the engine did on the way, for questions that no tensor answers."""
 
-    steps: tuple[StepInput, ...]  # what was sent to the ranks
+    steps: tuple[SchedulerOutput, ...]  # what was sent to the ranks
     tables: tuple[dict[int, tuple[int, ...]], ...]  # per step {sequence: its block table in the scheduler}
     drawn: tuple[dict[tuple[int, int], int], ...]  # per rank {(sequence, position): its own token, before it got ours}
     block_size: int  # tokens per block

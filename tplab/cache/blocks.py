@@ -68,7 +68,7 @@ class BlockPool:
         """Whether nobody uses ``block``."""
         return block in self._free
 
-    def allocate(self, after: int | None = None) -> int:
+    def get_new_block(self, after: int | None = None) -> int:
         """A block for one user; what it contained is forgotten.
 
         Args:
@@ -85,27 +85,27 @@ class BlockPool:
             del self._free[block]
         else:
             block, _ = self._free.popitem(last=False)
-        self._forget(block)
+        self._evict(block)
         self.ref_counts[block] = 1
         self.times_allocated[block] += 1
         return block
 
-    def find(self, key: bytes) -> int | None:
-        """The block with these contents, or None. Taking it is :meth:`share`."""
+    def get_cached_block(self, key: bytes) -> int | None:
+        """The block with these contents, or None. Taking it is :meth:`touch`."""
         return self._by_key.get(key) if self.enable_prefix_caching else None
 
-    def share(self, block: int) -> None:
+    def touch(self, block: int) -> None:
         """One user more for a block that was found."""
         self._free.pop(block, None)
         self.ref_counts[block] += 1
 
-    def register(self, block: int, key: bytes) -> None:
+    def cache_full_block(self, block: int, key: bytes) -> None:
         """``block`` is full and computed: from now on it can be found. The first block with a key keeps it."""
         if self.enable_prefix_caching and self.keys[block] is None and key not in self._by_key:
             self.keys[block] = key
             self._by_key[key] = block
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def free_blocks(self, blocks: Iterable[int]) -> None:
         """One user fewer for each block. Give a sequence's blocks last first: ends are evicted before beginnings."""
         for block in blocks:
             if self.ref_counts[block] < 1:
@@ -116,15 +116,15 @@ class BlockPool:
                 if self.keys[block] is None:
                     self._free.move_to_end(block, last=False)  # empty ones are handed out before cached ones
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         if self.keys[block] is not None:
             del self._by_key[self.keys[block]]
             self.keys[block] = None
 
-    def forget_all(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Nothing can be found by key any more: the contents are gone."""
         for block in list(self._by_key.values()):
-            self._forget(block)
+            self._evict(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the counts with the tables of all sequences.

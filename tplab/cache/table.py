@@ -30,21 +30,21 @@ class BlockTable:
 
     def __init__(self, pool: BlockPool):
         self.pool = pool
-        self.blocks: list[int] = []
+        self.block_ids: list[int] = []
         self.keys: list[bytes] = []
         self._registered = 0
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.block_ids)
 
-    def missing(self, tokens: int) -> int:
+    def num_blocks_to_allocate(self, tokens: int) -> int:
         """Blocks that must be allocated before the sequence can hold ``tokens`` tokens."""
-        return max(0, blocks_needed(tokens, self.pool.block_size) - len(self.blocks))
+        return max(0, blocks_needed(tokens, self.pool.block_size) - len(self.block_ids))
 
-    def grow(self, tokens: int) -> None:
-        """Allocate blocks until ``tokens`` tokens fit. Ask :meth:`missing` first: the pool raises when it is empty."""
-        for _ in range(self.missing(tokens)):
-            self.blocks.append(self.pool.allocate(after=self.blocks[-1] if self.blocks else None))
+    def allocate_slots(self, tokens: int) -> None:
+        """Allocate blocks until ``tokens`` tokens fit; the pool raises when it is empty."""
+        for _ in range(self.num_blocks_to_allocate(tokens)):
+            self.block_ids.append(self.pool.get_new_block(after=self.block_ids[-1] if self.block_ids else None))
 
     def extend_keys(self, token_ids: Sequence[int], tokens: int) -> None:
         """Chain the keys of all blocks that the first ``tokens`` tokens fill."""
@@ -53,37 +53,37 @@ class BlockTable:
             parent = self.keys[-1] if self.keys else b""
             self.keys.append(block_key(parent, token_ids[start:start + size]))
 
-    def find_prefix(self, token_ids: Sequence[int]) -> list[int]:
+    def get_computed_blocks(self, token_ids: Sequence[int]) -> list[int]:
         """Computed blocks that begin as ``token_ids`` do. The last token is never covered: its logits are needed."""
         if not self.pool.enable_prefix_caching:
             return []
         self.extend_keys(token_ids, len(token_ids) - 1)
         found = []
         for key in self.keys[:(len(token_ids) - 1) // self.pool.block_size]:
-            block = self.pool.find(key)
+            block = self.pool.get_cached_block(key)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def take_prefix(self, blocks: Sequence[int]) -> None:
-        """Begin with shared blocks that :meth:`find_prefix` found."""
-        assert not self.blocks, "a shared prefix can only stand at the beginning"
+    def add_computed_blocks(self, blocks: Sequence[int]) -> None:
+        """Begin with shared blocks that :meth:`get_computed_blocks` found."""
+        assert not self.block_ids, "a shared prefix can only stand at the beginning"
         for block in blocks:
-            self.pool.share(block)
-        self.blocks.extend(blocks)
+            self.pool.touch(block)
+        self.block_ids.extend(blocks)
 
-    def register(self, token_ids: Sequence[int], computed: int) -> None:
+    def cache_blocks(self, token_ids: Sequence[int], computed: int) -> None:
         """Make the blocks findable that the first ``computed`` tokens fill. Call it when they *are* computed."""
         if not self.pool.enable_prefix_caching:
             return
         self.extend_keys(token_ids, computed)
         full = computed // self.pool.block_size
         for index in range(self._registered, full):
-            self.pool.register(self.blocks[index], self.keys[index])
+            self.pool.cache_full_block(self.block_ids[index], self.keys[index])
         self._registered = full
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give all blocks back, the last one first."""
-        self.pool.release(reversed(self.blocks))
-        self.blocks, self._registered = [], 0
+        self.pool.free_blocks(reversed(self.block_ids))
+        self.block_ids, self._registered = [], 0

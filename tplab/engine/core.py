@@ -9,7 +9,7 @@ from tplab.engine.config import EngineConfig
 from tplab.engine.errors import RequestError, StandstillError
 from tplab.engine.scheduler import Scheduler
 from tplab.engine.sequence import Sequence, Status
-from tplab.engine.step import StepOutput, describe
+from tplab.engine.step import ModelRunnerOutput
 from tplab.engine.strict import StrictChecks
 
 
@@ -80,34 +80,32 @@ class Engine:
             StrictError: an invariant does not hold.
             RankError: a rank failed. No sequence has lost a token; the next step computes the same again.
         """
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
+        scheduler_output = self.scheduler.schedule()
+        if not scheduler_output.requests:
             self._refuse_standstill()
             return []
-        step = describe(self.scheduler.step_number, scheduled)
-        outputs: list[StepOutput] = self.executor.execute(step)
+        outputs: list[ModelRunnerOutput] = self.executor.execute_model(scheduler_output)
         if self.checks:
-            self.checks.after(step, outputs)
-        advanced = self.scheduler.update(scheduled, outputs[0].token_ids)
+            self.checks.after(scheduler_output, outputs)
+        advanced = self.scheduler.update_from_output(scheduler_output, outputs[0])
         now = time.perf_counter()
         for sequence in advanced:
-            sequence.logprobs.append(outputs[0].logprobs.get(sequence.number))
             self._advance(sequence, now)
-        for number in outputs[0].nan:
-            self._end_for_nan(next(s for s, _ in scheduled if s.number == number))
+        for request_id in outputs[0].nan:
+            self._end_for_nan(self.scheduler.requests[request_id])
         if self.checks:
             self.checks.accounts()
         return advanced
 
     def _refuse_standstill(self) -> None:
         if self.scheduler.has_unfinished:
-            used = {block for s in self.scheduler.running for block in s.table.blocks}
+            used = {block for s in self.scheduler.running for block in s.block_table.block_ids}
             waiting = self.scheduler.waiting
             raise StandstillError(
                 f"no sequence can go on: {self.pool.num_used} of {self.pool.num_blocks} blocks are in use, but running "
                 f"sequences hold only {len(used)} of them",
-                self.pool.num_used, len(used.union(*(s.table.blocks for s in waiting))),
-                [(s.number, s.num_tokens, s.num_computed_tokens) for s in waiting])
+                self.pool.num_used, len(used.union(*(s.block_table.block_ids for s in waiting))),
+                [(s.request_id, s.num_tokens, s.num_computed_tokens) for s in waiting])
 
     def _advance(self, sequence: Sequence, now: float) -> None:
         metrics, params, token = sequence.metrics, sequence.params, sequence.token_ids[-1]
@@ -125,7 +123,7 @@ class Engine:
     def _end_for_nan(self, sequence: Sequence) -> None:
         new = sequence.num_tokens - sequence.num_prompt_tokens
         sequence.error = RequestError(
-            f"request {sequence.number} cannot go on: the logits for its token {sequence.num_tokens + 1} "
+            f"request {sequence.request_id} cannot go on: the logits for its token {sequence.num_tokens + 1} "
             f"({sequence.num_prompt_tokens} of the prompt and {new} new ones stand before it) are NaN, and temperature "
             f"{sequence.params.temperature} has nothing to draw from; align(model, prompt) shows at which point NaN "
             "begins")

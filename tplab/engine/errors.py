@@ -29,7 +29,7 @@ class StandstillError(EngineError):
     Attributes:
         used: how many blocks were in use.
         held: how many blocks belonged to a sequence.
-        waiting: ``(number, tokens, tokens already computed)`` of every sequence that waited.
+        waiting: ``(request_id, tokens, tokens already computed)`` of every sequence that waited.
     """
 
     def __init__(self, message: str, used: int, held: int, waiting: list[tuple[int, int, int]]):

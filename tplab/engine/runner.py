@@ -9,7 +9,7 @@ from tplab.cache import PagedKVCache, Segment
 from tplab.engine.config import EngineConfig
 from tplab.engine.errors import EngineError
 from tplab.engine.sampler import sample
-from tplab.engine.step import SequenceStep, StepInput, StepOutput
+from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from tplab.model import load_model
 from tplab.ranks import state
 from tplab.shard import ShardPlan
@@ -20,9 +20,9 @@ def token_positions(segment: Segment) -> range:
     return range(segment.start, segment.start + segment.count)
 
 
-def batch_order(step: StepInput) -> tuple[SequenceStep, ...]:
+def batch_order(scheduler_output: SchedulerOutput) -> tuple[ScheduledRequest, ...]:
     """The sequences in the order of their rows. It must be the same on all ranks, or they add up unlike rows."""
-    return step.sequences
+    return scheduler_output.requests
 
 
 class ModelRunner:
@@ -40,35 +40,35 @@ class ModelRunner:
                                   len(self.model.shard.kv_heads), plan.head_dim, config.dtype)
         self.drawn: dict[int, int] = {}
 
-    def new_tokens(self, sequences: tuple[SequenceStep, ...]) -> list[int]:
+    def new_tokens(self, requests: tuple[ScheduledRequest, ...]) -> list[int]:
         """The flattened input: from the description, or what this rank knows was drawn a step ago."""
         tokens: list[int] = []
-        for sequence in sequences:
-            tokens.extend(sequence.token_ids or (self.drawn[sequence.number],))
+        for request in requests:
+            tokens.extend(request.token_ids or (self.drawn[request.request_id],))
         return tokens
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step: one forward pass over all new tokens of all sequences, then one token for each that is due."""
-        sequences = batch_order(step)
-        segments = [sequence.segment for sequence in sequences]
+        requests = batch_order(scheduler_output)
+        segments = [request.segment for request in requests]
         context = self.cache.context(segments)
         positions = torch.tensor([position for segment in segments for position in token_positions(segment)])
-        hidden = self.model(torch.tensor(self.new_tokens(sequences)), positions, context)
+        hidden = self.model(torch.tensor(self.new_tokens(requests)), positions, context)
         last_rows, due, row = [], [], -1
-        for sequence in sequences:
-            row += sequence.segment.count
-            if sequence.draw is not None:
+        for request in requests:
+            row += request.segment.count
+            if request.sampling is not None:
                 last_rows.append(row)
-                due.append(sequence)
+                due.append(request)
         self.drawn, logprobs, nan = {}, {}, ()
         if due:
             logits_here = self.model.compute_logits(hidden[last_rows])
-            tokens, by_row = sample(self.model, logits_here, [sequence.draw for sequence in due])
-            self.drawn = {sequence.number: token for sequence, token in zip(due, tokens) if token is not None}
-            logprobs = {due[row].number: found for row, found in by_row.items()}
-            nan = tuple(sequence.number for sequence, token in zip(due, tokens) if token is None)
-        return StepOutput(self.drawn, logprobs, context.slots if self.config.strict else None, nan)
+            tokens, by_row = sample(self.model, logits_here, [request.sampling for request in due])
+            self.drawn = {request.request_id: token for request, token in zip(due, tokens) if token is not None}
+            logprobs = {due[row].request_id: found for row, found in by_row.items()}
+            nan = tuple(request.request_id for request, token in zip(due, tokens) if token is None)
+        return ModelRunnerOutput(self.drawn, logprobs, context.slots if self.config.strict else None, nan)
 
 
 def load_runner(key: str, forget: list[str], *arguments) -> dict:
@@ -95,7 +95,7 @@ def has_runner(key: str) -> bool:
     return key in state
 
 
-def run_step(key: str, step: StepInput) -> StepOutput:
+def execute_model(key: str, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
     """On a rank: one step of the engine ``key``.
 
     Raises:
@@ -103,9 +103,9 @@ def run_step(key: str, step: StepInput) -> StepOutput:
     """
     if key not in state:
         raise EngineError("this rank was restarted and has lost its weights and its cache")
-    return state[key].execute(step)
+    return state[key].execute_model(scheduler_output)
 
 
-def run_described_step(key: str, description: bytes) -> StepOutput:
-    """On a rank: :func:`run_step` for a step that came over the wire, as :meth:`StepInput.to_json` wrote it."""
-    return run_step(key, StepInput.from_json(description))
+def execute_model_from_json(key: str, data: bytes) -> ModelRunnerOutput:
+    """On a rank: :func:`execute_model` for a step that came over the wire."""
+    return execute_model(key, SchedulerOutput.from_json(data))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tplab.engine.step import Draw
+from tplab.engine.step import SamplingMetadata
 from tplab.ranks import all_gather
 
 
@@ -45,7 +45,7 @@ def best_offer(offer_here: torch.Tensor) -> torch.Tensor:
     return offers[..., 1].gather(-1, best)[:, 0].long()
 
 
-def lowest_allowed(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+def lowest_allowed(logits: torch.Tensor, draw: SamplingMetadata) -> torch.Tensor:
     """The smallest logit that top-k, top-p and min-p let through; in this order, as in Hugging Face.
 
     Args:
@@ -80,7 +80,8 @@ def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[i
     return [(t, logprobs[t].item(), int((logprobs > logprobs[t]).sum()) + 1) for t in tokens]
 
 
-def sample(model, logits_here: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int | None], dict[int, list]]:
+def sample(model, logits_here: torch.Tensor, draws: Sequence[SamplingMetadata]
+           ) -> tuple[list[int | None], dict[int, list]]:
     """Draw one token per row. Called on every rank with its own logits; every rank gets the same answer.
 
     Args:

@@ -11,20 +11,20 @@ from typing import NamedTuple
 from tplab.cache import BlockPool
 from tplab.engine.config import EngineConfig
 from tplab.engine.sequence import Sequence, Status
+from tplab.engine.step import ModelRunnerOutput, SchedulerOutput, scheduled_request
 
 
 class StepRecord(NamedTuple):
     """What one step did, for tables and timelines.
 
     Attributes:
-        number: of the step.
-        tokens: ``{sequence: new tokens computed}``.
+        tokens: ``{request_id: new tokens computed}``.
         prefill: those of them that were still reading their prompt (or reading it again).
         preempted, admitted: sequences that lost or got their place.
         used_blocks: after scheduling.
     """
 
-    number: int
+    step_number: int
     tokens: dict[int, int]
     prefill: tuple[int, ...]
     preempted: tuple[int, ...]
@@ -42,9 +42,9 @@ def tokens_to_compute(num_tokens: int, num_computed_tokens: int) -> int:
     return num_tokens - num_computed_tokens
 
 
-def release_blocks(sequence: Sequence) -> None:
+def free(sequence: Sequence) -> None:
     """Give a sequence's blocks back: it has finished, was aborted, or is preempted."""
-    sequence.table.release()
+    sequence.block_table.free()
 
 
 class Scheduler:
@@ -60,6 +60,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig):
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.requests: dict[int, Sequence] = {}  # all that have not finished, by request_id
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.step_number = 0
@@ -68,14 +69,15 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self.waiting or self.running)
+        return bool(self.requests)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence behind all others."""
+        self.requests[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[tuple[Sequence, int]]:
-        """Choose the next step: ``(sequence, how many of its tokens to compute)``, with blocks allocated for them.
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes, and allocate blocks for it; nothing where nobody can go on.
 
         Sequences that run come first, in order of admission; waiting ones fill what is left of the budget. Nobody is
         admitted in a step in which somebody had to be preempted.
@@ -86,10 +88,11 @@ class Scheduler:
         while turn < len(self.running) and budget:
             sequence = self.running[turn]
             count = min(tokens_to_compute(sequence.num_tokens, sequence.num_computed_tokens), budget)
-            while self.pool.num_free < sequence.table.missing(sequence.num_computed_tokens + count):
+            needed = sequence.num_computed_tokens + count
+            while self.pool.num_free < sequence.block_table.num_blocks_to_allocate(needed):
                 victim = self.running.pop()
                 self._preempt(victim)
-                preempted.append(victim.number)
+                preempted.append(victim.request_id)
                 if victim is sequence:
                     break
             else:
@@ -104,54 +107,59 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self.running.append(sequence)
             self._give(sequence, count, scheduled)
-            admitted.append(sequence.number)
+            admitted.append(sequence.request_id)
             budget -= count
         self.history.append(StepRecord(
-            self.step_number, {s.number: count for s, count in scheduled},
-            tuple(s.number for s, _ in scheduled if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
+            self.step_number, {s.request_id: count for s, count in scheduled},
+            tuple(s.request_id for s, _ in scheduled
+                  if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
             tuple(preempted), tuple(admitted), self.pool.num_used))
-        return scheduled
+        return SchedulerOutput(self.step_number, tuple(scheduled_request(self.step_number, *pair)
+                                                       for pair in scheduled))
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
-        release_blocks(sequence)  # it holds some only if it found blocks last time and could not begin all the same
-        found = sequence.table.find_prefix(sequence.token_ids)
+        free(sequence)  # it holds some only if it found blocks last time and could not begin all the same
+        found = sequence.block_table.get_computed_blocks(sequence.token_ids)
         computed = computed_after_prefix_hit(len(found), self.pool.block_size)
         count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
-        missing = sequence.table.missing(computed + count) - len(found)
+        missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
         # Found blocks that nobody uses stand among the free ones, but cannot be handed out as well.
         if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
             return 0
-        sequence.table.take_prefix(found)
+        sequence.block_table.add_computed_blocks(found)
         sequence.num_computed_tokens = computed
         if sequence.status is Status.WAITING:
             sequence.metrics.prefix_hit_tokens = computed
         return count
 
     def _give(self, sequence: Sequence, count: int, scheduled: list) -> None:
-        sequence.table.grow(sequence.num_computed_tokens + count)
-        sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, len(sequence.table))
+        sequence.block_table.allocate_slots(sequence.num_computed_tokens + count)
+        sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, len(sequence.block_table))
         scheduled.append((sequence, count))
 
     def _preempt(self, sequence: Sequence) -> None:
-        release_blocks(sequence)
+        free(sequence)
         sequence.num_computed_tokens, sequence.sampled_in_step = 0, -1
         sequence.status = Status.PREEMPTED
         sequence.metrics.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def update(self, scheduled: list[tuple[Sequence, int]], token_ids: dict[int, int]) -> list[Sequence]:
+    def update_from_output(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+                           ) -> list[Sequence]:
         """Take in what a step computed: new tokens, and blocks that are full now.
 
         Returns:
             The sequences that got a token. Whether one has ended is the caller's to say (:meth:`finish`).
         """
         advanced = []
-        for sequence, count in scheduled:
-            sequence.num_computed_tokens += count
-            sequence.table.register(sequence.token_ids, sequence.num_computed_tokens)
-            if sequence.number in token_ids:
-                sequence.token_ids.append(token_ids[sequence.number])
+        for request_id, segment, *_ in scheduler_output.requests:
+            sequence = self.requests[request_id]
+            sequence.num_computed_tokens += segment.count
+            sequence.block_table.cache_blocks(sequence.token_ids, sequence.num_computed_tokens)
+            if request_id in runner_output.sampled_token_ids:
+                sequence.token_ids.append(runner_output.sampled_token_ids[request_id])
+                sequence.logprobs.append(runner_output.logprobs.get(request_id))
                 sequence.sampled_in_step = self.step_number
                 advanced.append(sequence)
         return advanced
@@ -162,20 +170,21 @@ class Scheduler:
             return
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
-        release_blocks(sequence)
+        del self.requests[sequence.request_id]
+        free(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 
     def reset(self) -> None:
         """The ranks have lost their caches: compute everything again, and find nothing by key any more."""
         while self.running:
             self._preempt(self.running.pop())
-        self.pool.forget_all()
+        self.pool.reset_prefix_cache()
 
     def rows(self) -> list[dict]:
         """One plain dictionary per unfinished sequence, ready for a table."""
-        return [{"sequence": s.number, "status": s.status.value, "prompt": s.num_prompt_tokens,
+        return [{"sequence": s.request_id, "status": s.status.value, "prompt": s.num_prompt_tokens,
                  "output": s.num_tokens - s.num_prompt_tokens, "computed": s.num_computed_tokens,
-                 "block table": list(s.table.blocks)} for s in (*self.running, *self.waiting)]
+                 "block table": list(s.block_table.block_ids)} for s in (*self.running, *self.waiting)]
 
     def __str__(self) -> str:
         head = (f"step {self.step_number}: {len(self.running)} running, {len(self.waiting)} waiting, "

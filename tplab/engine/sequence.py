@@ -19,7 +19,7 @@ class Sequence:
     """A prompt, what has been generated behind it, and where its keys and values are.
 
     Args:
-        number: the engine's number for it; grows with every request.
+        request_id: the engine's number for it; grows with every request.
         prompt_token_ids: the prompt, at least one token.
         params: how to go on.
         pool: where its blocks come from.
@@ -30,13 +30,13 @@ class Sequence:
     but the last one.
     """
 
-    def __init__(self, number: int, prompt_token_ids: list[int], params, pool: BlockPool,
+    def __init__(self, request_id: int, prompt_token_ids: list[int], params, pool: BlockPool,
                  max_tokens: int, seed: int = 0):
-        self.number, self.prompt_token_ids, self.params = number, prompt_token_ids, params
+        self.request_id, self.prompt_token_ids, self.params = request_id, prompt_token_ids, params
         self.max_tokens, self.seed = max_tokens, seed
         self.token_ids = list(prompt_token_ids)
         self.logprobs: list[list[tuple[int, float, int]] | None] = []  # per new token, where asked for
-        self.table = BlockTable(pool)
+        self.block_table = BlockTable(pool)
         self.num_computed_tokens = 0
         self.status = Status.WAITING
         self.finish_reason: str | None = None
@@ -61,6 +61,6 @@ class Sequence:
         return self.token_ids[len(self.prompt_token_ids):]
 
     def __repr__(self) -> str:
-        return (f"<Sequence {self.number}: {self.status.value}, {self.num_prompt_tokens} prompt tokens + "
+        return (f"<Sequence {self.request_id}: {self.status.value}, {self.num_prompt_tokens} prompt tokens + "
                 f"{self.num_tokens - self.num_prompt_tokens} new, {self.num_computed_tokens} computed, "
-                f"blocks {self.table.blocks}>")
+                f"blocks {self.block_table.block_ids}>")

@@ -1,4 +1,4 @@
-"""The compact description of one step: all that the ranks learn from the scheduler.
+"""What a step sends to the ranks, and what they answer.
 
 Plain numbers in tuples: it goes through a pipe to the ranks of a pool, and as JSON to ranks on other machines.
 """
@@ -10,7 +10,7 @@ from tplab.cache import Segment
 from tplab.engine.sequence import Sequence
 
 
-class Draw(NamedTuple):
+class SamplingMetadata(NamedTuple):
     """How a sequence's next token is chosen.
 
     Attributes:
@@ -28,51 +28,51 @@ class Draw(NamedTuple):
     logprobs: int | None
 
 
-class SequenceStep(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """One sequence's part of a step.
 
     Attributes:
-        number: the sequence.
         segment: which of its positions are computed, and its block table.
         token_ids: the new tokens; empty where it is the one token that the ranks drew in the step before.
-        draw: how its next token is drawn; None where its prompt is not done yet.
+        sampling: how its next token is drawn; None where its prompt is not done yet.
     """
 
-    number: int
+    request_id: int
     segment: Segment
     token_ids: tuple[int, ...]
-    draw: Draw | None
+    sampling: SamplingMetadata | None
 
 
-class StepInput(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """What a step computes, in the order of the flattened tokens."""
 
-    number: int
-    sequences: tuple[SequenceStep, ...]
+    step_number: int
+    requests: tuple[ScheduledRequest, ...]
 
     def to_json(self) -> bytes:
-        """For ranks that are reached over a socket."""
+        """For ranks that are reached over a pipe or a socket."""
         return json.dumps(self).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> "StepInput":
+    def from_json(cls, data: bytes) -> "SchedulerOutput":
         """The inverse of :meth:`to_json`."""
-        number, sequences = json.loads(data)
-        return cls(number, tuple(SequenceStep(n, Segment(*segment), tuple(token_ids), draw and Draw(*draw))
-                                 for n, segment, token_ids, draw in sequences))
+        step_number, requests = json.loads(data)
+        return cls(step_number, tuple(
+            ScheduledRequest(request_id, Segment(*segment), tuple(token_ids), sampling and SamplingMetadata(*sampling))
+            for request_id, segment, token_ids, sampling in requests))
 
 
-class StepOutput(NamedTuple):
-    """What a rank answers.
+class ModelRunnerOutput(NamedTuple):
+    """What a rank answers, by ``request_id``.
 
     Attributes:
-        token_ids: ``{sequence: drawn token}`` for the sequences that were to draw.
-        logprobs: ``{sequence: [(token, log probability, rank), …]}``, the drawn token first, where asked for.
-        slots: per sequence the slots it wrote, only under ``strict``.
+        sampled_token_ids: the drawn token of each sequence that was to draw.
+        logprobs: ``[(token, log probability, rank), …]``, the drawn token first, where asked for.
+        slots: in the order of the step, the slots that each sequence wrote; only under ``strict``.
         nan: sequences for which nothing could be drawn, since their logits are NaN.
     """
 
-    token_ids: dict[int, int]
+    sampled_token_ids: dict[int, int]
     logprobs: dict[int, list[tuple[int, float, int]]]
     slots: list[list[int]] | None = None
     nan: tuple[int, ...] = ()
@@ -80,22 +80,18 @@ class StepOutput(NamedTuple):
 
 def block_ids_for_ranks(sequence: Sequence) -> tuple[int, ...]:
     """The block table as the ranks will see it in this step."""
-    return tuple(sequence.table.blocks)
+    return tuple(sequence.block_table.block_ids)
 
 
-def describe(number: int, scheduled: list[tuple[Sequence, int]]) -> StepInput:
-    """What the ranks must know to compute ``count`` new tokens of each ``(sequence, count)``."""
-    return StepInput(number, tuple(_describe_one(number, *pair) for pair in scheduled))
-
-
-def _describe_one(number: int, sequence: Sequence, count: int) -> SequenceStep:
+def scheduled_request(step_number: int, sequence: Sequence, count: int) -> ScheduledRequest:
+    """All that the ranks must know to compute ``count`` new tokens of a sequence."""
     start, p = sequence.num_computed_tokens, sequence.params
     segment = Segment(start, count, block_ids_for_ranks(sequence), sequence.num_prompt_tokens)
     # Only from the very last step: after one that failed, ranks may remember different tokens.
-    drawn_just_now = count == 1 and sequence.sampled_in_step == number - 1
+    drawn_just_now = count == 1 and sequence.sampled_in_step == step_number - 1
     token_ids = () if drawn_just_now else tuple(sequence.token_ids[start:start + count])
-    draw = None
+    sampling = None
     if start + count == sequence.num_tokens:
-        draw = Draw(0.0 if p.greedy else p.temperature, p.top_k, p.top_p, p.min_p, sequence.seed,
-                    sequence.num_tokens - sequence.num_prompt_tokens, p.logprobs)
-    return SequenceStep(sequence.number, segment, token_ids, draw)
+        sampling = SamplingMetadata(0.0 if p.greedy else p.temperature, p.top_k, p.top_p, p.min_p, sequence.seed,
+                                    sequence.num_tokens - sequence.num_prompt_tokens, p.logprobs)
+    return ScheduledRequest(sequence.request_id, segment, token_ids, sampling)

@@ -3,7 +3,7 @@
 from tplab.cache import CacheError
 from tplab.engine.errors import StrictError
 from tplab.engine.scheduler import Scheduler
-from tplab.engine.step import StepInput, StepOutput
+from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 
 
 class StrictChecks:
@@ -22,24 +22,25 @@ class StrictChecks:
         """The caches were lost."""
         self.written.clear()
 
-    def after(self, step: StepInput, outputs: list[StepOutput]) -> None:
+    def after(self, step: SchedulerOutput, outputs: list[ModelRunnerOutput]) -> None:
         """All ranks have answered."""
         for rank, output in enumerate(outputs):
-            if output.token_ids != outputs[0].token_ids:
-                raise StrictError(f"step {step.number}: rank 0 drew {outputs[0].token_ids}, rank {rank} drew "
-                                  f"{output.token_ids}", [output.token_ids for output in outputs])
+            if output.sampled_token_ids != outputs[0].sampled_token_ids:
+                drawn = [output.sampled_token_ids for output in outputs]
+                raise StrictError(f"step {step.step_number}: rank 0 drew {drawn[0]}, rank {rank} drew {drawn[rank]}",
+                                  drawn)
             if output.slots != outputs[0].slots:
-                raise StrictError(f"step {step.number}: rank 0 wrote slots {outputs[0].slots}, rank {rank} wrote "
+                raise StrictError(f"step {step.step_number}: rank 0 wrote slots {outputs[0].slots}, rank {rank} wrote "
                                   f"{output.slots}")
-        for sequence, slots in zip(step.sequences, outputs[0].slots, strict=True):
+        for request, slots in zip(step.requests, outputs[0].slots, strict=True):
             for slot in slots:
-                self._written(step, sequence, slot)
+                self._written(step, request, slot)
 
-    def _written(self, step: StepInput, sequence, slot: int) -> None:
+    def _written(self, step: SchedulerOutput, request: ScheduledRequest, slot: int) -> None:
         block, place = divmod(slot, self.scheduler.pool.block_size)
-        who = f"step {step.number}: sequence {sequence.number} wrote slot {slot} (block {block}, place {place})"
-        if block not in sequence.segment.block_ids:
-            raise StrictError(f"{who}, but its blocks are {list(sequence.segment.block_ids)}")
+        who = f"step {step.step_number}: sequence {request.request_id} wrote slot {slot} (block {block}, place {place})"
+        if block not in request.segment.block_ids:
+            raise StrictError(f"{who}, but its blocks are {list(request.segment.block_ids)}")
         if self.scheduler.pool.ref_counts[block] > 1:
             raise StrictError(f"{who}, which {self.scheduler.pool.ref_counts[block]} sequences share")
         places = self.written.setdefault((block, self.scheduler.pool.times_allocated[block]), set())
@@ -49,7 +50,7 @@ class StrictChecks:
 
     def accounts(self) -> None:
         """The step has been taken in: do the block pool's accounts agree with the tables?"""
-        tables = [s.table.blocks for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        tables = [s.block_table.block_ids for s in (*self.scheduler.running, *self.scheduler.waiting)]
         try:
             self.scheduler.pool.check(tables)
         except CacheError as error:

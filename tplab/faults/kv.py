@@ -8,6 +8,7 @@ from tplab.shard.linear import MergedColumnParallelLinear
 
 _LOAD = "tplab.shard.linear.QKVParallelLinear.load"
 _ATTEND = "tplab.model.attention.TensorParallelAttention.attend_all"
+_UPDATE = "tplab.engine.scheduler.Scheduler.update_from_output"
 
 
 def repeated_kv_stored(self, q, k, v, context):
@@ -38,8 +39,8 @@ def kv_replica_modulo(self, parameter, *sources) -> None:
     self.ranges = q, k, v
 
 
-def cache_ignored(self, scheduled, token_ids):
-    advanced = original("tplab.engine.scheduler.Scheduler.update")(self, scheduled, token_ids)
+def cache_ignored(self, scheduler_output, runner_output):
+    advanced = original(_UPDATE)(self, scheduler_output, runner_output)
     for sequence in advanced:
         sequence.num_computed_tokens = 0                 # every step begins at the first token again
     return advanced
@@ -100,7 +101,7 @@ FAULTS = (
         ("transformers had no replication: more ranks than KV heads gave a rank half a head and failed in the forward "
          "pass.", "https://github.com/huggingface/transformers/issues/48307"),
         first_point="layers.0.k", notebook=_NOTEBOOK, needs=_replicas),
-    bug("tplab.engine.scheduler.Scheduler.update", cache_ignored, "every step computes the whole sequence again",
+    bug(_UPDATE, cache_ignored, "every step computes the whole sequence again",
         "The text is right; each token takes longer than the one before.",
         ("nanoGPT generates like this to this day; a cache made it eight times faster on a CPU.",
          "https://github.com/karpathy/nanoGPT/pull/76"),

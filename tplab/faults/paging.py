@@ -13,14 +13,14 @@ def slot_off_by_one(block_ids, positions: range, block_size: int) -> list[int]:
 
 def stale_block_table(sequence) -> tuple[int, ...]:
     sent = vars(sequence).setdefault("sent_blocks", [])
-    sent.extend(sequence.table.blocks[len(sent):])       # only what is new; a preemption changed the rest as well
+    sent.extend(sequence.block_table.block_ids[len(sent):])     # only what is new; a preemption changed the rest too
     return tuple(sent)
 
 
 def block_leaked(sequence) -> None:
-    table = sequence.table
-    table.pool.release(reversed(table.blocks[:-1]))      # the last block, half full, is forgotten
-    table.blocks = []
+    table = sequence.block_table
+    table.pool.free_blocks(reversed(table.block_ids[:-1]))    # the last block, half full, is forgotten
+    table.block_ids = []
 
 
 def prefix_hash_without_parent(parent: bytes, token_ids) -> bytes:
@@ -31,7 +31,7 @@ def full_length_after_prefix_hit(self, token_ids) -> list[int]:
     self.extend_keys(token_ids, len(token_ids))          # all of the prompt may be found ...
     found = []
     for key in self.keys:
-        if (block := self.pool.find(key)) is None:
+        if (block := self.pool.get_cached_block(key)) is None:
             break
         found.append(block)
     return found                                         # ... and then no token is left to compute logits from
@@ -58,7 +58,7 @@ FAULTS = (
         ("vllm-rbln could put a freed block into the table of a request that came back.",
          "https://github.com/RBLN-SW/vllm-rbln/pull/676"),
         first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode"),
-    bug("tplab.engine.scheduler.release_blocks", block_leaked, "a finished sequence keeps one block",
+    bug("tplab.engine.scheduler.free", block_leaked, "a finished sequence keeps one block",
         "All texts are right, until after some thousand requests nothing is admitted any more.",
         ("imp leaked exactly one block per request; its first soak of 2,000 requests found it.",
          "https://github.com/kekzl/imp/issues/1115"),
@@ -71,7 +71,7 @@ FAULTS = (
         ("nano-vllm kept the old key of a block that had been handed out again: the same wrong memory.",
          "https://github.com/GeeeekExplorer/nano-vllm/issues/163"),
         first_point="layers.1.attn", notebook=_NOTEBOOK, shows_in="decode"),
-    bug(f"{_TABLE}.BlockTable.find_prefix", full_length_after_prefix_hit,
+    bug(f"{_TABLE}.BlockTable.get_computed_blocks", full_length_after_prefix_hit,
         "a prompt that is found whole leaves nothing to compute",
         "The second time, the same prompt is never answered.",
         ("nano-vllm: if all blocks of a prompt hit the cache, the query has length 0 and attention fails.",

@@ -16,8 +16,9 @@ def collective_skipped(self, partial: torch.Tensor) -> torch.Tensor:
     return partial
 
 
-def row_order(step):
-    return tuple(reversed(step.sequences)) if rank() % 2 else step.sequences    # as if they had been kept in a set
+def row_order(scheduler_output):
+    requests = scheduler_output.requests
+    return tuple(reversed(requests)) if rank() % 2 else requests    # as if they had been kept in a set
 
 
 FAULTS = (

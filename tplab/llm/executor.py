@@ -9,8 +9,8 @@ import os
 import weakref
 from contextlib import suppress
 
-from tplab.engine.runner import drop_runners, has_runner, load_runner, run_described_step, run_step
-from tplab.engine.step import StepInput, StepOutput
+from tplab.engine.runner import drop_runners, execute_model, execute_model_from_json, has_runner, load_runner
+from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks, rank, state
 
@@ -58,9 +58,9 @@ class PoolExecutor:
         """Whether every rank still has it: a rank that had to be restarted does not."""
         return all(self.pool.run(has_runner, self.key))
 
-    def execute(self, step: StepInput) -> list[StepOutput]:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
         """One step on every rank."""
-        return self.pool.run(run_described_step, self.key, step.to_json())
+        return self.pool.run(execute_model_from_json, self.key, scheduler_output.to_json())
 
     def close(self) -> None:
         """Forget it on every rank. The pool stays open; with ranks that are gone already, there is nothing to do."""
@@ -106,9 +106,9 @@ class LogicalExecutor:
         """Whether every rank has it."""
         return all(self.run(has_runner, self.key))
 
-    def execute(self, step: StepInput) -> list[StepOutput]:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
         """One step on every rank."""
-        return self.run(run_step, self.key, step)
+        return self.run(execute_model, self.key, scheduler_output)
 
     def close(self) -> None:
         """Forget it."""

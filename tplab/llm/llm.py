@@ -206,7 +206,7 @@ class LLM:
                     yield seen
             finally:
                 self.requests.abandon(unfinished)
-        raise_or_warn(requests, [request for request in requests if request.number is not None],
+        raise_or_warn(requests, [request for request in requests if request.request_id is not None],
                        "ended early, the others did not")
 
     # Step by step.
@@ -214,7 +214,7 @@ class LLM:
     def add_request(self, prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for :meth:`step`; returns its number. Errors as in :meth:`generate`."""
         (request,), _ = self._add_all([parse_prompt(prompt)], sampling_params, self.requests.for_step)
-        return request.number
+        return request.request_id
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -57,7 +57,7 @@ class RequestQueue:
     def add(self, request: Request, inbox: Inbox) -> None:
         """Queue a request; what becomes of it is reported to ``inbox``."""
         request.sequence = self.engine.add(request.prompt_token_ids, request.params)
-        self.unfinished[request.number], self._inboxes[request.number] = request, inbox
+        self.unfinished[request.request_id], self._inboxes[request.request_id] = request, inbox
         self.unsure = True
 
     def step(self) -> None:
@@ -108,13 +108,13 @@ class RequestQueue:
             requests.clear()
 
     def _report(self, request: Request, tokens: int) -> None:
-        inbox = self._inboxes[request.number]
+        inbox = self._inboxes[request.request_id]
         inbox[request] = inbox.get(request, 0) + tokens
         if request.finished:
-            del self.unfinished[request.number], self._inboxes[request.number]
+            del self.unfinished[request.request_id], self._inboxes[request.request_id]
 
     def _end_abandoned(self) -> None:
         while self._abandoned:
             request = self._abandoned.popleft()
-            if request.number in self.unfinished:
-                self.abort(request.number)
+            if request.request_id in self.unfinished:
+                self.abort(request.request_id)

@@ -89,9 +89,9 @@ class Request:
         self._taken = 0  # tokens of the output that were taken in
 
     @property
-    def number(self) -> int:
+    def request_id(self) -> int:
         """The engine's number for it."""
-        return self.sequence.number
+        return self.sequence.request_id
 
     @property
     def finished(self) -> bool:
@@ -132,14 +132,14 @@ class Request:
         text = "" if self.detokenizer is None else self.detokenizer.text
         completion = CompletionOutput(0, text, s.output_token_ids, s.finish_reason, s.stop_reason,
                                       self.logprobs and list(self.logprobs))
-        return RequestOutput(s.number, self.prompt, list(self.prompt_token_ids), [completion], self.finished,
+        return RequestOutput(s.request_id, self.prompt, list(self.prompt_token_ids), [completion], self.finished,
                              replace(s.metrics), s.error)
 
 
 class rejected:
     """A request that cannot run, beside others that can."""
 
-    number = None
+    request_id = None
     finished = True
 
     def __init__(self, prompt, error: RequestError):

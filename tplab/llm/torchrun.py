@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tplab.engine.runner import load_runner, run_described_step, run_step
-from tplab.engine.step import StepInput, StepOutput
+from tplab.engine.runner import execute_model, execute_model_from_json, load_runner
+from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.llm.llm import LLM
 from tplab.patch import applied
 from tplab.ranks import broadcast, join_torchrun, rank, world_size
@@ -18,7 +18,7 @@ from tplab.ranks.torchrun import under_torchrun
 
 
 class TorchrunExecutor:
-    """One process's side of an engine under torchrun: rank 0 leads with :meth:`execute`, the others :meth:`follow`.
+    """One process's side of an engine under torchrun: rank 0 leads by :meth:`execute_model`, the others :meth:`follow`.
 
     Args:
         size: number of ranks, torchrun's own.
@@ -37,15 +37,15 @@ class TorchrunExecutor:
         """A process of torchrun's that was lost takes all others with it."""
         return True
 
-    def execute(self, step: StepInput) -> list[StepOutput]:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
         """On rank 0: one step on every rank; this rank's answer."""
-        _send(step.to_json())
-        return [run_step(self.key, step)]
+        _send(scheduler_output.to_json())
+        return [execute_model(self.key, scheduler_output)]
 
     def follow(self) -> None:
         """On the other ranks: carry out what rank 0 sends, until it sends nothing."""
-        while description := _receive():
-            run_described_step(self.key, description)
+        while data := _receive():
+            execute_model_from_json(self.key, data)
 
     def close(self) -> None:
         """On rank 0: let the others go."""

@@ -73,7 +73,7 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
             number = llm.add_request(coming.pop(0)[1], sampling_params)
             recording.arrivals[number], outputs[number] = len(recording.moments), None
         sequences = [*llm.scheduler.running, *llm.scheduler.waiting]
-        before = {s.number: list(s.table.blocks) for s in sequences}
+        before = {s.request_id: list(s.block_table.block_ids) for s in sequences}
         for output in llm.step():
             outputs[output.request_id] = output
         record = llm.scheduler.history[-1]
@@ -82,19 +82,19 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
                 handed_out[block], contents[block] = times, [""] * pool.block_size
         fresh = set()
         for s in sequences:
-            for position in range(s.num_computed_tokens - record.tokens.get(s.number, 0), s.num_computed_tokens):
+            for position in range(s.num_computed_tokens - record.tokens.get(s.request_id, 0), s.num_computed_tokens):
                 index, place = divmod(position, pool.block_size)
-                blocks = s.table.blocks or before[s.number]  # a finished sequence has given its blocks back
+                blocks = s.block_table.block_ids or before[s.request_id]  # who has finished has given its blocks back
                 if index < len(blocks):
                     block = blocks[index]
                     token = s.token_ids[position]
                     contents[block][place] = llm.tokenizer.decode([token]) if llm.tokenizer else str(token)
                     fresh.add((block, place))
-        there = sorted((s for s in sequences if s.finish_reason is None), key=lambda s: s.number)
+        there = sorted((s for s in sequences if s.finish_reason is None), key=lambda s: s.request_id)
         recording.history.append(record)
         recording.moments.append(Moment(
-            len(recording.moments) + 1, {s.number: tuple(s.table.blocks) for s in there},
-            {s.number: s.status.value for s in there}, {s.number: s.num_computed_tokens for s in there},
+            len(recording.moments) + 1, {s.request_id: tuple(s.block_table.block_ids) for s in there},
+            {s.request_id: s.status.value for s in there}, {s.request_id: s.num_computed_tokens for s in there},
             tuple(pool.ref_counts), tuple(key is not None for key in pool.keys), tuple(map(tuple, contents)),
             frozenset(fresh)))
     recording.outputs = [outputs[number] for number in recording.arrivals]

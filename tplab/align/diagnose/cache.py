@@ -11,8 +11,8 @@ from tplab.align.report import AlignReport, DecodeFacts
 def _block_tables(facts: DecodeFacts):
     """Step by step and sequence by sequence: the step, the sequence, the ranks' table, the scheduler's."""
     for step, tables in zip(facts.steps, facts.tables):
-        for sequence in step.sequences:
-            yield step.number, sequence.number, list(sequence.segment.block_ids), list(tables[sequence.number])
+        for request_id, segment, *_ in step.requests:
+            yield step.step_number, request_id, list(segment.block_ids), list(tables[request_id])
 
 
 def stale_block_table(report: AlignReport) -> str:

@@ -82,8 +82,8 @@ class Case:
     @cached_property
     def decoded(self) -> set[tuple[int, int]]:
         """The ``(prompt, position)`` that were computed alone, with a past behind them."""
-        return {(s.number, s.segment.start) for step in (self.report.decode.steps if self.report.decode else ())
-                for s in step.sequences if s.segment.count == 1 and s.segment.start}
+        return {(s.request_id, s.segment.start) for step in (self.report.decode.steps if self.report.decode else ())
+                for s in step.requests if s.segment.count == 1 and s.segment.start}
 
     def num_keys(self, prompt: int) -> torch.Tensor:
         """For each row of a prompt, how many of its keys existed when the row was computed: all of a plain pass's, the
@@ -91,7 +91,7 @@ class Case:
         if self.report.decode is None:
             return torch.full((self.lengths[prompt],), self.lengths[prompt])
         ends = {}
-        for segment in (s.segment for step in self.report.decode.steps for s in step.sequences if s.number == prompt):
+        for segment in (r.segment for s in self.report.decode.steps for r in s.requests if r.request_id == prompt):
             end = segment.start + segment.count
             ends.update(dict.fromkeys(range(segment.start, end), end))
         return torch.tensor([ends[position] for position in self.computed[prompt]])

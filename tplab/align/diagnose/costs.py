@@ -34,7 +34,7 @@ def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
     """Were tokens computed more than once?"""
     if report.decode is None or report.decode.preemptions:
         return None
-    done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.sequences)
+    done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
     needed = sum(map(len, report.computed))
     if done != needed:
         return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were "

@@ -28,7 +28,7 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
     weight, ours = case.weight("model.embed_tokens.weight"), case.ours("embed")
     row_of = {place: row for row, place in enumerate(case.places)}
     for step in case.report.decode.steps if case.report.decode else ():
-        sequences = [[(s.number, s.segment.start + i) for i in range(s.segment.count)] for s in step.sequences]
+        sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
         here = ours[[row_of[place] for places in sequences for place in places]]
         here_ids = case.token_ids(sum(sequences, []))
         if case.fits(here, weight[here_ids]):
@@ -43,9 +43,10 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
                 if case.fits(here, guess):
                     names = [[places[0][0] for places in some] for some in (sequences, order)]
                     return case.diagnosis(
-                        "row_order", f"In step {step.number} rank 0 holds the sequences in the order {names[0]}, rank "
-                        f"{ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike tokens.",
-                        step=step.number, rank=ranks[0].rank)
+                        "row_order", f"In step {step.step_number} rank 0 holds the sequences in the order {names[0]}, "
+                        f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike "
+                        "tokens.",
+                        step=step.step_number, rank=ranks[0].rank)
         return None
 
 

@@ -30,7 +30,7 @@ def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
         raise ShowError("token_grid_figure takes a report of align_decode")
     point = point or ("norm" if report.ok or report.first_divergence.name == "logits" else report.first_divergence.name)
     outside = iter(rows_outside(report, point))
-    decoding = {s.number: s.segment.prompt_length for step in report.decode.steps for s in step.sequences}
+    decoding = {s.request_id: s.segment.prompt_length for step in report.decode.steps for s in step.requests}
     body, y, details = write(8, 12, f"at {point}", bold=True), 30.0, []
     hits = any(computed[0] for computed in report.computed)
     body += _legend(40 + 8 * len(point), hits)
