@@ -251,7 +251,7 @@ def test_logits_with_the_other_sign_are_related():
 
 def test_an_order_that_all_ranks_but_the_first_have(folder):
     def batch_order(step):
-        return tuple(reversed(step.sequences)) if rank() else step.sequences
+        return tuple(reversed(step.requests)) if rank() else step.requests
 
     report = align_decode(folder, prompts(67), new_tokens=5, tensor_parallel_size=3, logical=True,
                           patches=[Patch("tplab.engine.runner.batch_order", batch_order)])

@@ -7,7 +7,7 @@ from helpers.faults import prompts
 
 from tplab.align import align, diagnose
 from tplab.align.diagnose.registry import COST, ERROR, hypotheses, hypothesis
-from tplab.model.trace import LAYER_POINTS
+from tplab.align.points import LAYER_POINTS
 from tplab.patch import Patch, original
 
 SPLIT = "tplab.shard.linear.QKVParallelLinear.split_heads"

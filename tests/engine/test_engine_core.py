@@ -226,7 +226,7 @@ def test_a_small_budget_of_bytes(folder, monkeypatch):
     """What fits is what is given, but for a length that was asked for."""
     config = open_checkpoint(folder).config
     plan = ShardPlan.from_config(config, 4)  # two KV heads on four ranks: each of them twice
-    per_token = bytes_per_token(config, plan, torch.bfloat16)
+    per_token = bytes_per_token(config, sum(plan.sizes("kv_heads")), torch.bfloat16)
     assert per_token == 2 * 1 * 4 * 8 * 2
     monkeypatch.setattr("tplab.engine.config.CACHE_BYTES", per_token * 16 * 2 + 1)
     assert sizes(config, plan, torch.bfloat16, 16, None, None, 9) == (32, 2, 16)

@@ -5,9 +5,9 @@ import math
 import torch
 
 from tplab.align.floors import RELATIVE
+from tplab.align.points import layout, point_names
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.model import LoadStats
-from tplab.model.trace import layout, point_names
 from tplab.shard import ShardPlan
 
 

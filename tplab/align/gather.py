@@ -1,9 +1,14 @@
 """The tplab side: run a prompt on the ranks, bring every trace point back, put the shards into HF's layout."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
-from tplab.model import LoadStats, NoCache, load_model, model_pieces
-from tplab.model.trace import layout, recording
+from tplab.align.points import layout
+from tplab.checkpoint.layout import by_parameter, tensor_parts
+from tplab.model import LoadStats, NoCache, TensorParallelCausalLM, load_model
+from tplab.model.trace import recording
 from tplab.ranks import OpRecord, op_log
 from tplab.shard import ShardPlan
 
@@ -52,6 +57,24 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if not torch.allclose(a.masked_fill(both, 0), b.masked_fill(both, 0), rtol=0, atol=0, equal_nan=True):
         return float("inf")
     return (a - b)[both].abs().max().item() if both.any() else 0.0
+
+
+class Piece(NamedTuple):
+    """One rank's part of one checkpoint tensor: ``tensor`` is ``[..., start:stop, ...]`` of it along ``dim``."""
+
+    name: str
+    dim: int
+    rows: range
+    tensor: torch.Tensor
+
+
+def model_pieces(model: TensorParallelCausalLM) -> Iterator[Piece]:
+    """Every parameter of this rank, cut into its pieces of the checkpoint's tensors, by Hugging Face's names."""
+    for path, parts in by_parameter(tensor_parts(model.config, ())).items():
+        parameter = model.get_parameter(path)
+        tensors = parameter.data.split([len(rows) for rows in parameter.ranges], parameter.dim)
+        for name, rows, tensor in zip(parts, parameter.ranges, tensors, strict=True):
+            yield Piece(name, parameter.dim, rows, tensor)
 
 
 def pieces_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype) -> list:

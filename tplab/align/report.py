@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from tplab.align.floors import inside, relative_floor
+from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
 from tplab.engine.step import SchedulerOutput
 from tplab.files import write_file
 from tplab.model import LoadStats
-from tplab.model.trace import layout
 from tplab.ranks import OpRecord
 from tplab.shard import ShardPlan
 

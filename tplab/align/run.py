@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tplab.align.gather import pieces_on_rank, trace_on_rank, whole_point
+from tplab.align.points import point_names
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, compare
 from tplab.checkpoint import Checkpoint, open_checkpoint
@@ -12,7 +13,6 @@ from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.checks import readable, shown, whole_number
 from tplab.errors import TplabError
 from tplab.model.dtypes import parse_dtype
-from tplab.model.trace import point_names
 from tplab.patch import Patch, applied, as_patches
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks

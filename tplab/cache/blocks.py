@@ -28,12 +28,7 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Hands out blocks and takes them back; counts who uses each.
-
-    Args:
-        num_blocks: blocks in the cache; each holds ``block_size`` tokens on every layer and rank.
-        block_size: tokens per block, from 1 up.
-        enable_prefix_caching: whether full blocks can be found by key after their sequence has gone.
+    """Hands out blocks of ``block_size`` tokens and takes them back; counts who uses each.
 
     A block that nobody uses is free; its contents stay findable until it is handed out again, the longest unused
     first. So cached prefixes cost nothing: every block they occupy counts as free.
@@ -69,14 +64,10 @@ class BlockPool:
         return block in self._free
 
     def get_new_block(self, after: int | None = None) -> int:
-        """A block for one user; what it contained is forgotten.
+        """A block for one user; what it contained is forgotten. CacheError if no block is free.
 
-        Args:
-            after: the sequence's previous block. Its right neighbour is preferred where that is free and empty, so
-                that a sequence alone in the cache lies in one piece and can be read without gathering.
-
-        Raises:
-            CacheError: no block is free.
+        The right neighbour of ``after``, the sequence's previous block, is preferred where it is free and empty, so
+        that a sequence alone in the cache lies in one piece and can be read without gathering.
         """
         if not self._free:
             raise CacheError(f"all {self.num_blocks} blocks are in use")
@@ -127,11 +118,7 @@ class BlockPool:
             self._evict(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare the counts with the tables of all sequences.
-
-        Raises:
-            CacheError: naming the first block that is leaked, used but free, or counted wrongly.
-        """
+        """Compare the counts with all tables. CacheError names the first block leaked, used but free, or miscounted."""
         users = Counter(block for table in tables for block in table)
         if self.num_free + self.num_used != self.num_blocks:
             raise CacheError(f"{self.num_free} free and {self.num_used} used blocks are not {self.num_blocks}")

@@ -62,15 +62,7 @@ def rope_parts(segment: Segment) -> list[tuple[int, int]]:
 
 
 class PagedKVCache:
-    """All layers' K and V blocks on this rank.
-
-    Args:
-        num_layers: decoder layers.
-        num_blocks, block_size: the pool's sizes.
-        kv_heads_here: KV heads that this rank holds.
-        head_dim: width of a head.
-        dtype: of the stored values.
-    """
+    """All layers' K and V blocks on this rank, in the sizes of the block pool."""
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, kv_heads_here: int, head_dim: int,
                  dtype: torch.dtype = torch.float32):
@@ -102,9 +94,7 @@ TOGETHER_BYTES = 1 << 19
 class PagedContext:
     """One step's view of a paged cache; everything that does not depend on the layer is made here, once.
 
-    Args:
-        cache: the rank's cache.
-        segments: the sequences of the step, in the order of the flattened tokens.
+    ``segments`` are the sequences of the step, in the order of the flattened tokens.
     """
 
     def __init__(self, cache: PagedKVCache, segments: Sequence[Segment]):

@@ -22,11 +22,7 @@ def blocks_needed(tokens: int, block_size: int) -> int:
 
 
 class BlockTable:
-    """The blocks of one sequence, in order, and the keys of those that are full.
-
-    Args:
-        pool: where blocks come from and go back to.
-    """
+    """The blocks of one sequence, in order, and the keys of those that are full."""
 
     def __init__(self, pool: BlockPool):
         self.pool = pool

@@ -4,7 +4,7 @@ from importlib import import_module
 
 _HOMES = {
     "Engine": "core", "EngineConfig": "config", "Scheduler": "scheduler", "Sequence": "sequence",
-    "RequestMetrics": "metrics",
+    "RequestMetrics": "sequence",
     "EngineError": "errors", "RequestError": "errors", "GenerationError": "errors", "StrictError": "errors",
 }
 __all__ = list(_HOMES)

@@ -21,7 +21,6 @@ class EngineConfig:
         vocab_size, eos_token_ids: of the model.
         max_model_len: longest prompt and output together.
         num_blocks: blocks in the cache (vLLM: ``num_gpu_blocks_override``), of ``block_size`` tokens each.
-        tensor_parallel_size: number of ranks.
         dtype: of weights, activations and cache.
         max_num_seqs: sequences that run at the same time, at most.
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are read in chunks.
@@ -54,11 +53,8 @@ class EngineConfig:
                   max_model_len: int | None = None, **options) -> "EngineConfig":
         """The user's ``options``, and what they leave open as it follows from the model.
 
-        Args:
-            model: :class:`tplab.checkpoint.ModelConfig`.
-            plan: the shard plan.
-            num_blocks: None: for ``max_num_seqs`` sequences of full length, but within 1 GiB over all ranks.
-            max_model_len: None: the model's own limit, or what the cache holds.
+        Without ``num_blocks`` there are enough for ``max_num_seqs`` sequences of full length, but within 1 GiB over all
+        ranks; without ``max_model_len`` it is the model's own limit, or what the cache holds.
 
         Raises:
             EngineError: a size that cannot be, or a cache whose part on a rank is larger than the memory.
@@ -76,14 +72,14 @@ class EngineConfig:
             config = replace(config, enable_prefix_caching=False)
         if num_blocks is None:
             needed = blocks_needed(max_model_len, config.block_size)
-            fits = max(1, CACHE_BYTES // (bytes_per_token(model, plan, dtype) * config.block_size))
-            num_blocks = min(config.max_num_seqs * needed, fits)
+            block_bytes = config.block_size * bytes_per_token(model, sum(plan.sizes("kv_heads")), dtype)
+            num_blocks = min(config.max_num_seqs * needed, max(1, CACHE_BYTES // block_bytes))
             if given is None:
                 max_model_len = min(longest, num_blocks * config.block_size)
             config = replace(config, max_model_len=max_model_len,
                              num_blocks=num_blocks if given is None else max(num_blocks, needed))
         # Memory is committed as it is used, so only what can never be is refused.
-        per_token = _bytes_per_token_on(model, max(plan.sizes("kv_heads")), dtype)
+        per_token = bytes_per_token(model, max(plan.sizes("kv_heads")), dtype)
         memory, needed = psutil.virtual_memory().total, config.num_blocks * config.block_size * per_token
         if needed > memory:
             raise EngineError(
@@ -94,25 +90,17 @@ class EngineConfig:
 
 
 def longest_sequence(model) -> int:
-    """Most tokens the model is made for. Dynamic RoPE counts its stretched length, as its config states the plain one.
-    """
+    """Most tokens the model is made for. Dynamic RoPE counts the stretched length; its config states the plain one."""
     rope = model.hf.rope_parameters
     stretch = rope["factor"] if rope["rope_type"] == "dynamic" else 1
     return int(model.max_position_embeddings * stretch)
 
 
 def depends_on_length(model) -> bool:
-    """Whether a token's key depends on how long its prompt is (rope types dynamic and longrope).
-
-    Then equal beginnings of unequal prompts have unequal keys, and prefixes cannot be shared.
-    """
+    """Whether a token's key depends on how long its prompt is, so that equal beginnings cannot be shared."""
     return model.hf.rope_parameters["rope_type"] in ("dynamic", "longrope")
 
 
-def bytes_per_token(model, plan: ShardPlan, dtype: torch.dtype) -> int:
-    """What one token's keys and values occupy over all layers and ranks; replicated KV heads count once per rank."""
-    return sum(_bytes_per_token_on(model, heads, dtype) for heads in plan.sizes("kv_heads"))
-
-
-def _bytes_per_token_on(model, kv_heads: int, dtype: torch.dtype) -> int:
+def bytes_per_token(model, kv_heads: int, dtype: torch.dtype) -> int:
+    """What one token's keys and values occupy over all layers; replicated KV heads count once per rank."""
     return 2 * model.num_layers * kv_heads * model.head_dim * dtype.itemsize

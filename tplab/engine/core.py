@@ -14,12 +14,7 @@ from tplab.engine.strict import StrictChecks
 
 
 class Engine:
-    """Steps sequences over an executor.
-
-    Args:
-        executor: where steps are carried out.
-        config: its sizes and options.
-    """
+    """Steps sequences over an executor: something that loads a model on ranks, and executes steps there."""
 
     def __init__(self, executor, config: EngineConfig):
         self.executor, self.config = executor, config
@@ -29,11 +24,7 @@ class Engine:
         self._count = 0
 
     def check_prompt(self, token_ids, params) -> int:
-        """Whether a request can run here; the most tokens it can generate.
-
-        Raises:
-            RequestError: naming what is wrong and what would work.
-        """
+        """The most tokens that a request can generate here. RequestError says why it cannot run, and what would."""
         vocab_size, max_model_len = self.config.vocab_size, self.config.max_model_len
         if not token_ids:
             raise RequestError("the prompt is empty; at least one token is needed")
@@ -70,10 +61,7 @@ class Engine:
         return sequence
 
     def step(self) -> list[Sequence]:
-        """One step: schedule, compute on the ranks, take the tokens in.
-
-        Returns:
-            The sequences that got a token, those that ended with it among them.
+        """One step: schedule, compute on the ranks, take the tokens in; the sequences that got a token.
 
         Raises:
             StandstillError: unfinished sequences, but none can go on: blocks are missing.

@@ -26,13 +26,7 @@ def batch_order(scheduler_output: SchedulerOutput) -> tuple[ScheduledRequest, ..
 
 
 class ModelRunner:
-    """One rank's part of an engine.
-
-    Args:
-        ckpt: the checkpoint.
-        plan: the shard plan.
-        config: of the engine.
-    """
+    """One rank's part of an engine."""
 
     def __init__(self, ckpt, plan: ShardPlan, config: EngineConfig):
         self.model, self.config = load_model(ckpt, plan, config.dtype), config
@@ -74,8 +68,7 @@ class ModelRunner:
 def load_runner(key: str, forget: list[str], *arguments) -> dict:
     """On a rank: make a :class:`ModelRunner` and keep it under ``key``; drop those that nobody needs any more.
 
-    Returns:
-        What it costs: ``bytes_read``, ``parameter_bytes``, ``cache_bytes``, ``cache_bytes_per_token``.
+    Returns what it costs: ``bytes_read``, ``parameter_bytes``, ``cache_bytes``, ``cache_bytes_per_token``.
     """
     drop_runners(forget)
     runner = state[key] = ModelRunner(*arguments)
@@ -96,11 +89,7 @@ def has_runner(key: str) -> bool:
 
 
 def execute_model(key: str, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-    """On a rank: one step of the engine ``key``.
-
-    Raises:
-        EngineError: this rank was restarted and holds nothing any more.
-    """
+    """On a rank: one step of the engine ``key``; EngineError if this rank was restarted since it was loaded."""
     if key not in state:
         raise EngineError("this rank was restarted and has lost its weights and its cache")
     return state[key].execute_model(scheduler_output)

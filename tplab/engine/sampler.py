@@ -24,11 +24,8 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
 
 
 def offer(scores_here: torch.Tensor, first: int) -> torch.Tensor:
-    """This rank's best token per row, ``[n, 2]``: its score and its global id, both exact in float64.
-
-    Args:
-        scores_here: ``[n, vocabulary here]``.
-        first: global id of this rank's first token.
+    """``[n, vocabulary here]`` scores → this rank's best token per row, ``[n, 2]``: its score and its global id, both
+    exact in float64. ``first`` is the global id of this rank's first token.
     """
     scores, ids = scores_here.max(dim=-1)
     return torch.stack([scores.double(), (ids + first).double()], dim=-1)
@@ -48,9 +45,7 @@ def best_offer(offer_here: torch.Tensor) -> torch.Tensor:
 def lowest_allowed(logits: torch.Tensor, draw: SamplingMetadata) -> torch.Tensor:
     """The smallest logit that top-k, top-p and min-p let through; in this order, as in Hugging Face.
 
-    Args:
-        logits: ``[vocab_size]`` in float64, divided by the temperature.
-        draw: the parameters.
+    ``logits`` are ``[vocab_size]`` in float64, divided by the temperature.
     """
     ordered = logits.sort(descending=True).values
     if ordered[0].isnan():
@@ -84,13 +79,8 @@ def sample(model, logits_here: torch.Tensor, draws: Sequence[SamplingMetadata]
            ) -> tuple[list[int | None], dict[int, list]]:
     """Draw one token per row. Called on every rank with its own logits; every rank gets the same answer.
 
-    Args:
-        model: for its vocabulary's shards.
-        logits_here: ``[n, vocabulary here]``.
-        draws: one per row.
-
-    Returns:
-        Token ids, None where the logits to draw from are NaN; and ``{row: log probabilities}`` for the rows that asked.
+    ``logits_here`` is ``[n, vocabulary here]``, with one of ``draws`` per row. Returns token ids, None where the
+    logits to draw from are NaN; and ``{row: log probabilities}`` for the rows that asked.
     """
     here = model.shard.vocab
     whole_rows = [row for row, d in enumerate(draws)

@@ -21,7 +21,6 @@ class StepRecord(NamedTuple):
         tokens: ``{request_id: new tokens computed}``.
         prefill: those of them that were still reading their prompt (or reading it again).
         preempted, admitted: sequences that lost or got their place.
-        used_blocks: after scheduling.
     """
 
     step_number: int
@@ -49,9 +48,6 @@ def free(sequence: Sequence) -> None:
 
 class Scheduler:
     """Two queues and a block pool.
-
-    Args:
-        config: of the engine.
 
     ``running`` stands in order of admission; the last one is preempted first when blocks run out, and goes to the
     head of ``waiting``. Its tokens are kept, and computed again when there is room (recompute, not swap).
@@ -149,8 +145,7 @@ class Scheduler:
                            ) -> list[Sequence]:
         """Take in what a step computed: new tokens, and blocks that are full now.
 
-        Returns:
-            The sequences that got a token. Whether one has ended is the caller's to say (:meth:`finish`).
+        Returns the sequences that got a token. Whether one has ended is the caller's to say (:meth:`finish`).
         """
         advanced = []
         for request_id, segment, *_ in scheduler_output.requests:

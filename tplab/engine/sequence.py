@@ -1,9 +1,42 @@
-"""``Sequence``: one request on its way through the engine."""
+"""``Sequence``: one request on its way through the engine, and what it cost."""
 
+from dataclasses import dataclass
 from enum import Enum
 
 from tplab.cache import BlockPool, BlockTable
-from tplab.engine.metrics import RequestMetrics
+
+
+@dataclass
+class RequestMetrics:
+    """What one request cost. Times in seconds, ``None`` until known.
+
+    Attributes:
+        arrival_time, first_token_time, finished_time: readings of one clock (``time.perf_counter``).
+        blocks_used: the most cache blocks it held at one time.
+        prefix_hit_tokens: prompt tokens whose keys and values were in the cache already, when it was first admitted.
+        preemptions: how often its blocks were taken away and its tokens computed again.
+    """
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    blocks_used: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """From arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens per second, from arrival to the end."""
+        if self.finished_time is None or self.finished_time == self.arrival_time:
+            return None
+        return self.num_output_tokens / (self.finished_time - self.arrival_time)
 
 
 class Status(Enum):
@@ -20,18 +53,14 @@ class Sequence:
 
     Args:
         request_id: the engine's number for it; grows with every request.
-        prompt_token_ids: the prompt, at least one token.
-        params: how to go on.
-        pool: where its blocks come from.
         max_tokens: ``params.max_tokens`` within what the model's length allows.
-        seed: of its stream of chance.
 
     ``num_computed_tokens`` of its ``num_tokens`` have their keys and values in the cache. While it decodes, that is all
     but the last one.
     """
 
-    def __init__(self, request_id: int, prompt_token_ids: list[int], params, pool: BlockPool,
-                 max_tokens: int, seed: int = 0):
+    def __init__(self, request_id: int, prompt_token_ids: list[int], params, pool: BlockPool, max_tokens: int,
+                 seed: int = 0):
         self.request_id, self.prompt_token_ids, self.params = request_id, prompt_token_ids, params
         self.max_tokens, self.seed = max_tokens, seed
         self.token_ids = list(prompt_token_ids)

@@ -7,9 +7,7 @@ from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutp
 
 
 class StrictChecks:
-    """The invariants of one engine.
-
-    Free and used blocks add up; reference counts equal the block tables; every token is written to a slot of its own
+    """Free and used blocks add up; reference counts equal the block tables; every token is written to a slot of its own
     sequence, in a block that nobody else reads, into a slot that nothing was written to since the block was handed
     out; all ranks wrote the same slots and drew the same tokens.
     """

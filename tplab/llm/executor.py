@@ -1,7 +1,6 @@
-"""How a step reaches the ranks: the processes of a pool, or logical ranks in this process.
+"""How a step reaches the ranks: the processes of a pool, or logical ranks in this process (or ``torchrun.py``'s).
 
-Both do the same three things: load an engine's part of the model on every rank, run a step on every rank, forget it.
-(The third way, ranks that torchrun made, is in ``torchrun.py``.)
+All do the same three things: load an engine's part of the model on every rank, run a step on every rank, forget it.
 """
 
 import itertools
@@ -19,11 +18,7 @@ _garbage = weakref.WeakKeyDictionary()  # pool -> keys of engines that were thro
 
 
 class PoolExecutor:
-    """An engine on the processes of a :class:`tplab.pool.RankPool`.
-
-    Args:
-        size: number of ranks.
-        pool: the ranks; the shared pool of that size if None.
+    """An engine on the processes of a :class:`tplab.pool.RankPool`; on the shared pool if none is given.
 
     Several engines can live on one pool, each under its own key. An engine that is thrown away without being closed
     is forgotten by the ranks when the next one loads.
@@ -73,11 +68,7 @@ LOAD_TIMEOUT = 600.0  # seconds; a model of several GB from a cold disk takes mi
 
 
 class LogicalExecutor:
-    """An engine on threads of this process, for wide sweeps: same collectives, same results, no speed.
-
-    Args:
-        size: number of ranks.
-    """
+    """An engine on threads of this process, for wide sweeps: same collectives, same results, no speed."""
 
     key = "engine"
 
@@ -86,9 +77,7 @@ class LogicalExecutor:
         self.states: list[dict] = [{} for _ in range(size)]
 
     def run(self, fn, *args) -> list:
-        """``fn`` on every logical rank. Logical ranks begin with an empty ``state`` every time, so theirs is kept here
-        between runs.
-        """
+        """``fn`` on every logical rank. They begin with an empty ``state`` every time, so theirs is kept here."""
         def on_rank():
             state.update(self.states[rank()])
             try:

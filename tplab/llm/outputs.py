@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tplab.engine.metrics import RequestMetrics
+from tplab.engine.sequence import RequestMetrics
 
 
 class Logprob(NamedTuple):

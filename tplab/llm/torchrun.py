@@ -19,9 +19,6 @@ from tplab.ranks.torchrun import under_torchrun
 
 class TorchrunExecutor:
     """One process's side of an engine under torchrun: rank 0 leads by :meth:`execute_model`, the others :meth:`follow`.
-
-    Args:
-        size: number of ranks, torchrun's own.
     """
 
     key = "engine"

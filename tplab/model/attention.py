@@ -34,13 +34,9 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """Where keys and values come from: the prompt alone, or a cache. One per forward pass.
+    """Where keys and values come from: the prompt alone, or a cache. One per forward pass."""
 
-    Attributes:
-        lengths: as :class:`tplab.model.rope.Rotary` takes them.
-    """
-
-    lengths: list[int] | list[tuple[int, int]]
+    lengths: list[int] | list[tuple[int, int]]  # as :class:`tplab.model.rope.Rotary` takes them
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Take the new ``[tokens, kv heads here, head_dim]`` keys and values in, give the batches out."""
@@ -57,11 +53,7 @@ def mask_scores(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class NoCache:
-    """The context of a plain forward pass over whole prompts: keys and values are the new ones.
-
-    Args:
-        lengths: tokens of each prompt; the flattened input holds them one after the other.
-    """
+    """The context of a plain forward pass over whole prompts, of these lengths: keys and values are the new ones."""
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = list(lengths)
@@ -82,7 +74,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         q: ``[batch, kv_heads * group, queries, head_dim]``; the queries of one KV head stand together.
         k, v: ``[batch, kv_heads, keys, head_dim]``.
         mask: ``[batch, 1, queries, keys]``, True = hidden.
-        scaling: usually ``head_dim ** -0.5``.
 
     Returns:
         ``[batch, kv_heads * group, queries, head_dim]``.
@@ -97,14 +88,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 class TensorParallelAttention(nn.Module):
-    """Self-attention over this rank's heads.
-
-    Args:
-        config: :class:`tplab.checkpoint.ModelConfig`.
-        plan: who owns which heads.
-        layer: the layer's number, for trace points and caches.
-        dtype: of weights and activations.
-    """
+    """Self-attention over this rank's heads; ``config`` is a :class:`tplab.checkpoint.ModelConfig`."""
 
     def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
         super().__init__()
@@ -152,8 +136,7 @@ class TensorParallelAttention(nn.Module):
             batch, _, queries, _ = mask.shape
             q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
             attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
-                               values[:, kv.start:kv.stop],
-                               mask, self.scaling) for heads, kv in self.groups]
+                               values[:, kv.start:kv.stop], mask, self.scaling) for heads, kv in self.groups]
             whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
             out[rows] = whole.transpose(1, 2).flatten(0, 1)
         return out

@@ -39,13 +39,7 @@ class DecoderLayer(nn.Module):
 
 
 class TensorParallelCausalLM(nn.Module):
-    """One rank's part of a Qwen2, Qwen3, Llama or Mistral model with its LM head.
-
-    Args:
-        config: :class:`tplab.checkpoint.ModelConfig`.
-        plan: the shard plan; this process's rank picks its part.
-        dtype: of weights and activations.
-    """
+    """One rank's part of a Qwen2, Qwen3, Llama or Mistral model with its LM head: the rank's part of ``plan``."""
 
     def __init__(self, config, plan: ShardPlan, dtype: torch.dtype = torch.float32):
         super().__init__()

@@ -8,14 +8,7 @@ from tplab.shard import MergedColumnParallelLinear, RowParallelLinear, ShardPlan
 
 
 class TensorParallelMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` over this rank's intermediate columns; one all-reduce.
-
-    Args:
-        config: :class:`tplab.checkpoint.ModelConfig`.
-        plan: who owns which columns; any split works, ranks may differ by one column.
-        layer: the layer's number, for trace points.
-        dtype: of weights and activations.
-    """
+    """``down(act(gate(x)) * up(x))`` over this rank's intermediate columns; one all-reduce. Any split works."""
 
     def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
         super().__init__()

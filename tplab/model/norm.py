@@ -8,13 +8,7 @@ from tplab.shard.parameter import sharded_parameter
 
 
 class RMSNorm(nn.Module):
-    """``weight * x / rms(x)``; statistics in float32 whatever the working dtype, exactly where Hugging Face casts.
-
-    Args:
-        size: length of the normalised last dimension.
-        eps: added to the mean square.
-        dtype: of the weight, and so of the result.
-    """
+    """``weight * x / rms(x)``; statistics in float32 whatever the working dtype, exactly where Hugging Face casts."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype):
         super().__init__()

@@ -18,11 +18,7 @@ def _modeling(model_type: str):
 
 
 class Rotary:
-    """Cosines and sines for a batch of flattened sequences.
-
-    Args:
-        config: the transformers configuration of the checkpoint (it holds theta, scaling, partial factors).
-    """
+    """Cosines and sines for a batch of flattened sequences, by the checkpoint's transformers configuration."""
 
     def __init__(self, config):
         self.config = config

@@ -2,8 +2,7 @@
 
 from tplab.shard.embedding import ParallelLMHead, VocabParallelEmbedding
 from tplab.shard.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from tplab.shard.parameter import Piece
 from tplab.shard.plan import RankShard, ShardPlan, ShardPlanError, split_evenly
 
-__all__ = ["ColumnParallelLinear", "MergedColumnParallelLinear", "ParallelLMHead", "Piece", "QKVParallelLinear",
+__all__ = ["ColumnParallelLinear", "MergedColumnParallelLinear", "ParallelLMHead", "QKVParallelLinear",
            "RankShard", "RowParallelLinear", "ShardPlan", "ShardPlanError", "VocabParallelEmbedding", "split_evenly"]

@@ -22,12 +22,8 @@ def local_ids(input_ids: torch.Tensor, rows: range) -> tuple[torch.Tensor, torch
 class VocabParallelEmbedding(nn.Module):
     """An embedding whose rows are dealt out: each token is looked up by its owner, zeros elsewhere, then summed.
 
-    Adding zeros is exact, so the result equals the unsharded lookup bit for bit.
-
-    Args:
-        num_embeddings: **global** vocabulary size; any number, no padding.
-        embedding_dim: hidden size.
-        parts: one range of rows per rank; even cuts if not given.
+    Adding zeros is exact, so the result equals the unsharded lookup bit for bit. ``num_embeddings`` is **global**, any
+    number, without padding; ``parts`` are one range of rows per rank, even cuts if not given.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, parts: Sequence[range] | None = None,

@@ -38,11 +38,8 @@ class MergedColumnParallelLinear(nn.Module):
     """Several column-parallel layers over the same input, multiplied as one: ``gate|up`` or ``q|k|v``.
 
     Args:
-        input_size: ``in_features``.
         output_sizes: **global** ``out_features`` of each merged layer.
         parts: for each merged layer, one range of its rows per rank; even cuts if not given.
-        bias: whether the layers have a bias.
-        dtype: of the weight.
 
     The forward pass maps ``[tokens, input_size]`` to ``[tokens, sum of this rank's rows]``.
     """
@@ -75,8 +72,7 @@ class MergedColumnParallelLinear(nn.Module):
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """A linear layer whose output features are dealt out over the ranks: ``Y_r = X W_rᵀ + b_r``, no communication.
 
-    Args:
-        output_size: **global** ``out_features``; the others as in :class:`MergedColumnParallelLinear`.
+    ``output_size`` is **global**; the others as in :class:`MergedColumnParallelLinear`.
     """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False,
@@ -87,13 +83,8 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The query, key and value projections as one column-parallel layer, cut at head boundaries.
 
-    Takes **global** head counts; the local ones come from the plan's shards.
-
-    Args:
-        hidden_size: ``in_features``.
-        head_size: width of a head; need not be ``hidden_size / total_num_heads``.
-        total_num_heads, total_num_kv_heads: **global** counts.
-        shards: one :class:`RankShard` per rank.
+    Takes **global** head counts; the local ones come from ``shards``, one per rank. ``head_size`` need not be
+    ``hidden_size / total_num_heads``.
     """
 
     def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, total_num_kv_heads: int, *,

@@ -2,19 +2,9 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
-
-
-class Piece(NamedTuple):
-    """One rank's part of one checkpoint tensor: ``tensor`` is ``[..., start:stop, ...]`` of it along ``dim``."""
-
-    name: str
-    dim: int
-    rows: range
-    tensor: torch.Tensor
 
 
 def sharded_parameter(layer: nn.Module, kind: str, data: torch.Tensor, ranges: Sequence[range], dim: int = 0

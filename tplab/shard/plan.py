@@ -15,14 +15,7 @@ class ShardPlanError(TplabError):
 
 
 def split_evenly(total: int, parts: int) -> tuple[range, ...]:
-    """Cut ``range(total)`` into ``parts`` contiguous ranges whose lengths differ by at most one, longer ones first.
-
-    Args:
-        total: number of rows (or heads, or columns) to deal out.
-        parts: number of ranks.
-
-    Returns:
-        One ``range`` per rank; together they cover ``range(total)`` without gap or overlap.
+    """Cut ``range(total)`` into one contiguous range per rank; their lengths differ by at most one, longer ones first.
     """
     size, longer = divmod(total, parts)
     bounds = [part * size + min(part, longer) for part in range(parts + 1)]
@@ -34,7 +27,6 @@ class RankShard:
     """What one rank holds, in global indices (``kv_for_q`` alone is local).
 
     Attributes:
-        rank: the rank's number.
         q_heads: global query heads.
         kv_heads: global KV heads: exactly those that ``q_heads`` read.
         kv_for_q: for each local query head, the *local* index of the KV head it reads.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 
 from tplab.align.diagnose.case import Diagnosis
-from tplab.model.trace import LAYER_POINTS
+from tplab.align.points import LAYER_POINTS
 
 COST = "cost"  # asked with an AlignReport whose numbers are all right
 ERROR = "error"  # asked with the error in which a run ended
