@@ -17,7 +17,7 @@ from tplab.faults import fault
 from tplab.model import attention
 from tplab.patch import Patch, original
 from tplab.pool import RankPool
-from tplab.ranks import RankError, rank
+from tplab.ranks import OpRecord, RankError, rank
 from tplab.ranks.errors import Cause
 from tplab.shard import ShardPlan
 
@@ -279,7 +279,9 @@ def test_whichever_rank_drew_differently_is_named(folder, odd):
 
 
 def test_a_rank_that_died_has_left_nothing_out():
-    error = RankError("rank 1 died", [Cause(1, "died", "died (SIGKILL)"), Cause(0, "waiting", "waits in all_reduce")])
+    first, second = (OpRecord(seq, "all_reduce", (2, 8), "float32", 0, "mine.py", 7, seq == 1) for seq in (1, 2))
+    error = RankError("rank 1 died", [Cause(1, "died", "died (SIGKILL)"), Cause(0, "waiting", "waits in all_reduce")],
+                      [[first, second], [first]])
     diagnosis = diagnose(error)
     assert diagnosis.fault is None
     assert diagnosis.sentence == "Rank 1 died (SIGKILL). The trouble is in this rank alone; the others only lost it."

@@ -15,7 +15,7 @@ from tplab.errors import TplabError
 from tplab.faults import fault
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.pool import RankPool
+from tplab.pool import RankPool, shared_pool
 from tplab.ranks import OpRecord, RankError, all_gather, all_reduce, logical_ranks, rank
 from tplab.ranks.errors import Cause
 from tplab.shard import ShardPlan, ShardPlanError
@@ -109,6 +109,17 @@ def test_a_slow_rank_of_a_real_pool():
             pool.run(slow, timeout=1)
     diagnosis = diagnose(caught.value)
     assert diagnosis.fault is None and "is still running at" in diagnosis.sentence, diagnosis
+
+
+@pytest.mark.parametrize("logical", [True, False])
+def test_what_a_rank_raised_is_part_of_the_chain(logical):
+    def raises():
+        raise StrictError("block 3 has two owners")
+
+    with pytest.raises(RankError) as caught:
+        logical_ranks(2, raises) if logical else shared_pool(2).run(raises)
+    diagnosis = diagnose(caught.value)
+    assert diagnosis.sentence == "The strict checks stopped the engine before the damage spread: block 3 has two owners"
 
 
 @pytest.mark.parametrize("name, options", [
