@@ -160,8 +160,8 @@ def positions_as(change):
     lambda right, segment: range(right.start + 1, right.stop + 1),
     lambda right, segment: range(right.start // 2, right.start // 2 + 1) if segment.count == 1 else right,
     lambda right, segment: range(right.start + 2, right.stop + 2) if segment.count == 1 else right,
-    lambda right, segment: range(right.start % 16, right.start % 16 + 1) if segment.count == 1 else right,
-], ids=["all one too far", "halved", "two too far", "modulo 16"])
+    lambda right, segment: range(right.start % 5, right.start % 5 + 1) if segment.count == 1 else right,
+], ids=["all one too far", "halved", "two too far", "modulo 5"])
 def test_other_positions_of_the_decode_path_have_no_name(folder, change):
     report = align_decode(folder, [p + p[:4] for p in prompts(67)], new_tokens=5, logical=True,
                           patches=[positions_as(change)])
@@ -233,6 +233,12 @@ def test_rows_of_k_and_v_in_other_places_are_counted_from_q_on(folder, part):
     wanted = (plan.num_heads + (part == "v") * plan.num_kv_heads + plan.ranks[1].kv_heads[0]) * plan.head_dim
     diagnosis = diagnose(report)
     assert diagnosis.numbers == {"rank": 1, "row": wanted + plan.head_dim - 1, "wanted": wanted}, diagnosis
+
+
+def test_one_block_of_a_fused_matrix_that_the_ranks_cannot_share_evenly(tmp_path):
+    model = make_checkpoint(tmp_path / "m", "llama", heads=6, kv_heads=2, head_dim=8, hidden=48)
+    report = align(model, prompts(67), tensor_parallel_size=3, patches=[fault("fused_one_block")], logical=True)
+    assert (6 + 2 * 2) * 8 % 3 and diagnose(report).fault == "fused_one_block"
 
 
 @pytest.mark.parametrize("tie, name", [(True, "tie_ignored"), (False, None)])
