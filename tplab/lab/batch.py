@@ -69,10 +69,9 @@ def _choose_one(name, series):
 
 
 def declared_parameters(notebook):
-    """{name: default} of a notebook's cell tagged ``parameters``; {} if it has none.
+    """{name: default} of a notebook's cell tagged ``parameters``; {} if it has none. `BatchError` if it is no notebook.
 
-    A default that is no literal (an expression) is None, which stands for any type. Raises `BatchError` if the file is
-    no notebook, or the cell no Python.
+    A default that is no literal (an expression) is None, which stands for any type.
     """
     import nbformat
     from IPython.core.inputtransformer2 import TransformerManager
@@ -100,13 +99,11 @@ def _assigned(statement):
 
 
 def assign(notebooks, pairs):
-    """Each notebook gets those of ``pairs`` ([name, text]) that it declares.
+    """Each notebook gets those of ``pairs`` ([name, text]) that it declares: ``{notebook: {name: value}}``.
 
-    Returns:
-        ``{notebook: {name: value}}`` and ``{notebook: failure}`` of those that cannot be run at all.
-
-    Values are read as papermill's own ``-p`` reads them. A name that no notebook declares, or a value whose type is not
-    the default's, raises `BatchError`.
+    The second result is ``{notebook: failure}`` of those that cannot be run at all. Values are read as papermill's own
+    ``-p`` reads them. A name that no notebook declares, or a value whose type is not the default's, raises
+    `BatchError`.
     """
     from papermill.cli import _resolve_type as read_value  # private, but the one definition of what `-p` means
 

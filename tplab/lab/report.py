@@ -30,25 +30,22 @@ PICTURES = ("image/png", "image/svg+xml")
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture of a notebook as a data URI, and the words that say what it shows ('' if the notebook has none)."""
+    """One picture of a notebook as a data URI, and the line that says what it shows ('' if there is none)."""
 
     source: str
     alt_text: str
 
 
 def figures(notebook):
-    """All figures of a notebook (an nbformat node), in order, each with its words.
-
-    The words of a cell's first picture are the first line ``Figure: …`` that the cell prints, and so on.
-    """
+    """All figures of an nbformat node; a cell's first picture has the first line ``Figure: …`` printed there, etc."""
     found = []
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
         printed = [line for output in outputs if output.output_type == "stream" for line in output.text.splitlines()]
-        words = [line for line in printed if line.startswith("Figure:")]
+        texts = [line for line in printed if line.startswith("Figure:")]
         sources = [_data_uri(mime, output.data[mime])
                    for output in outputs for mime in PICTURES if mime in output.get("data", {})]
-        found += [Figure(source, text) for source, text in zip_longest(sources, words[: len(sources)], fillvalue="")]
+        found += [Figure(source, text) for source, text in zip_longest(sources, texts[: len(sources)], fillvalue="")]
     return found
 
 
@@ -59,10 +56,9 @@ def _data_uri(mime, content):
 
 
 def write_report(outcomes, parameters, out):
-    """Write ``<name>.html`` for every executed notebook and ``index.html`` over them; returns the index's path.
+    """Write ``<name>.html`` for each `Outcome`'s notebook and ``index.html`` over them into ``out``; returns the index.
 
-    ``outcomes``: `tplab.lab.batch.Outcome`s, in order. ``parameters``: {name: text} as the user gave them. ``out``: the
-    folder that holds the executed notebooks.
+    ``parameters``: {name: text} as the user gave them.
     """
     from nbconvert import HTMLExporter
 

@@ -42,7 +42,6 @@ class Panel:
 
     @property
     def ticked(self) -> list:
-        """The faults that are ticked."""
         return [fault for fault, box in zip(self._faults, self._boxes) if box.value]
 
     def run(self) -> None:

@@ -25,8 +25,7 @@ def magnitude(value: float) -> str:
 def distance(point) -> float:
     """How far a :class:`tplab.align.PointDiff` stands from Hugging Face, relative to the largest value there.
 
-    The ranks' disagreement counts too: one rank may be right and the next one wrong. NaN where tplab has NaN or
-    infinity, be it on one rank only.
+    The ranks' disagreement counts too. NaN where tplab has NaN or infinity, be it on one rank only.
     """
     if point.nan or point.inf or not math.isfinite(point.max_abs + point.spread):
         return math.nan

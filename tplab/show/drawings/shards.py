@@ -9,10 +9,7 @@ from tplab.show.phrases import ShowError
 
 
 def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
-    """A row per rank: its query heads, the KV heads they read below them, its MLP columns and vocabulary rows.
-
-    ``ends``: whether the last two are drawn.
-    """
+    """A row per rank: its query heads, the KV heads they read below, and, with ``ends``, MLP columns and vocabulary."""
     cell = max(7.0, min(26.0 if ends else 21.0, 560 / plan.num_heads))
     left, top, row, group = 62.0, 62.0, 62.0, plan.num_heads // plan.num_kv_heads
     heads_end = left + plan.num_heads * cell

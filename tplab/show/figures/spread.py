@@ -72,13 +72,11 @@ def _name_points(top, bottom, names) -> None:
                          xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=10)
 
 
-def _first(of_rank) -> tuple[str, int] | None:
-    """The first point with NaN, and in how many tokens."""
+def _first(of_rank) -> tuple[str, int] | None:  # the first point with NaN, and in how many tokens
     return next(((name, int((share > 0).sum())) for name, share in of_rank.items() if share.any()), None)
 
 
-def _everywhere(of_rank) -> str | None:
-    """The first point at which every token has lost all its numbers."""
+def _everywhere(of_rank) -> str | None:  # the first point at which every token has lost all its numbers
     return next((name for name, share in of_rank.items() if (share == 1).all()), None)
 
 

@@ -50,9 +50,8 @@ def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
         role = _ROLES["fixed" if inside else "broken"]
         if label not in known and role not in known.values():
             known[label] = role
-    spare = iter([look for look in (STAGES["after 04"], STAGES["after 01"], STAGES["after 02"], STAGES["after 05"],
-                                    STAGES["after 03"], STAGES["seed engine"], STAGES["finished"])
-                  if look not in known.values()])
+    order = ("after 04", "after 01", "after 02", "after 05", "after 03", "seed engine", "finished")
+    spare = iter([STAGES[stage] for stage in order if STAGES[stage] not in known.values()])
     chosen = {label: known.get(label) or next(spare, None) for label in labels}
     if None in chosen.values():
         raise ShowError(f"a figure can tell {len(STAGES)} lines apart, not {len(labels)}")
