@@ -151,8 +151,9 @@ def test_everything_that_is_printed_comes_back_in_order(pool, capsys):
 def test_what_c_has_not_flushed_comes_with_its_run(pool, capsys):
     def fn():
         libc = ctypes.CDLL(None)
-        if sys.platform.startswith("linux"):  # PYTHONUNBUFFERED would have switched this off
-            libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 0, 8192)
+        if sys.platform.startswith("linux"):  # PYTHONUNBUFFERED may have switched this off
+            state["buffer"] = ctypes.create_string_buffer(8192)
+            libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), state["buffer"], 0, 8192)
         libc.puts(b"from C")
 
     pool.run(fn)
