@@ -101,6 +101,7 @@ def test_the_pool_made_last_is_taken():
 def test_names_of_the_notebook_are_at_hand(cell, shell):
     shell.run_cell("limit = 5\ndef triple(x):\n    return 3 * x + limit")
     assert cell("%%ranks\ntriple(rank())")[0] == "[rank 0] 5\n[rank 1] 8\n"
+    assert cell("%%ranks\ndef read():\n    return limit\nread()")[0] == "[rank 0] 5\n[rank 1] 5\n"
     shell.run_cell("limit = 6")
     assert cell("%%ranks\ntriple(rank())")[0] == "[rank 0] 6\n[rank 1] 9\n"
     assert cell("%%ranks\nlimit = 100 + rank()\nlimit")[0] == "[rank 0] 100\n[rank 1] 101\n"
