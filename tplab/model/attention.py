@@ -136,7 +136,8 @@ class TensorParallelAttention(nn.Module):
             batch, _, queries, _ = mask.shape
             q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
             attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
-                               values[:, kv.start:kv.stop], mask, self.scaling) for heads, kv in self.groups]
+                               values[:, kv.start:kv.stop],
+                               mask, self.scaling) for heads, kv in self.groups]
             whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
             out[rows] = whole.transpose(1, 2).flatten(0, 1)
         return out
