@@ -40,6 +40,11 @@ def test_side_by_side_marks_the_lines_that_differ():
                          "right:\n    def f(x):\n        y = 1 < x\n        return y"
 
 
+def test_a_line_is_marked_by_what_the_other_side_lacks():
+    html = lesson.side_by_side("same\nold", "new\nsame")._repr_mimebundle_()["text/html"]
+    assert "✗ old<" in html and "✓ new<" in html and "  same" in html and "✓ same" not in html
+
+
 def test_side_by_side_reads_functions():
     def inner(x):
         return x
