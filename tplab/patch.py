@@ -21,15 +21,10 @@ class PatchError(TplabError):
 
 @dataclass(frozen=True)
 class Patch:
-    """``target`` (``"tplab.module.function"`` or ``"tplab.module.Class.method"``) is to be replaced.
+    """``target`` (``"tplab.module.function"`` or ``"tplab.module.Class.method"``) is to be replaced."""
 
-    Attributes:
-        target: dotted name, as the code that calls it sees it.
-        replacement: called with the original's arguments.
-    """
-
-    target: str
-    replacement: Callable
+    target: str  # dotted name, as the code that calls it sees it
+    replacement: Callable  # called with the original's arguments
 
     @property
     def patches(self) -> tuple["Patch", ...]:
@@ -136,8 +131,7 @@ def original(target: str) -> Callable:
 
 
 def in_force() -> tuple[Patch, ...]:
-    """The patches that stand in this process now, one for each replaced name. A pool sends them along with every run.
-    """
+    """The patches that stand in this process now, one per replaced name. A pool sends them along with every run."""
     with _lock:
         return tuple(place.layers[-1].patch for place in _places.values() if place.layers)
 
@@ -160,9 +154,7 @@ _MUSEUM = "tplab.faults"  # looked up when a name is given, as the targets are: 
 def as_patches(patches) -> tuple[Patch, ...]:
     """A list of faults, names of faults and patches → its patches.
 
-    Raises:
-        PatchError: it is no such list.
-        FaultError: the museum has no fault of that name.
+    Raises PatchError if it is no such list, FaultError if the museum has no fault of that name.
     """
     if isinstance(patches, str) or not isinstance(patches, Iterable):
         raise PatchError("patches must be a list of faults, their names or Patch objects, such as ['nan_mask'], "
@@ -180,10 +172,8 @@ class applied:
     """Apply every patch of ``patchables`` (as :func:`as_patches` takes them) and undo them all on the way out.
 
     May be entered by several threads of a process at once, as logical ranks do: a name is clean again when the last
-    of them has left. An interrupt that comes while patches are applied or undone leaves none behind.
-
-    Raises:
-        PatchError: a target does not exist, or a replacement's parameters do not fit.
+    of them has left. An interrupt that comes while patches are applied or undone leaves none behind. Raises
+    PatchError if a target does not exist, or a replacement's parameters do not fit.
     """
 
     def __init__(self, *patchables):

@@ -147,21 +147,6 @@ def test_a_row_with_nan_agrees_with_nothing(clean):
     assert with_logits(clean, ours).top1_agreement == 0
 
 
-def test_the_top_tokens_are_those_behind_the_last_prompt(clean):
-    class Numbers:
-        def decode(self, ids):
-            return str(int(ids[0]))
-
-    ours, right = clean.tp_logits[-1].topk(4), clean.hf_logits[-1].topk(4)
-    table = clean.top_tokens(Numbers(), 4)
-    for column, found in (("tplab", ours), ("Hugging Face", right)):
-        assert list(table[column]) == [f"'{i}' {v:.3f}" for v, i in zip(found.values, found.indices.tolist())]
-    assert list(table.index) == [1, 2, 3, 4]
-    changed = clean.hf_logits.clone()
-    changed[-1, 5] = 1000.0
-    assert with_logits(clean, changed).top_tokens(Numbers(), 1).loc[1, "tplab"] == "'5' 1000.000"
-
-
 def test_a_report_with_nan_is_valid_json(tmp_path):
     report = align("fable", prompts(768), patches=[fault("nan_mask")], logical=True)
     report.to_json(tmp_path / "r.json")

@@ -116,7 +116,7 @@ def test_ranks_that_lost_the_model_get_it_again_and_no_token_is_lost(llm):
 def test_what_an_llm_says_of_itself(folder):
     llm = LLM(folder, 2, logical=True, block_size=4, num_blocks=7)
     assert repr(llm) == f"<LLM {folder}: 2 ranks, float32, 7 blocks of 4>"
-    assert llm.load_seconds > 0 and len(llm.load_stats) == 2
+    assert len(llm.load_stats) == 2
     assert all(stats["bytes_read"] > 0 for stats in llm.load_stats)
     with llm:
         pass

@@ -15,9 +15,7 @@ from tplab.shard import ShardPlan
 
 def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]]
                   ) -> tuple[dict[str, torch.Tensor], list[OpRecord], LoadStats]:
-    """Runs on every rank: load, one forward pass over all prompts → this rank's trace points, its collectives in the
-    forward pass, and what loading cost.
-    """
+    """On every rank: load, one forward pass over all prompts → its trace points, its collectives, what loading cost."""
     with torch.inference_mode():
         model = load_model(ckpt, plan, dtype)
         lengths = [len(prompt) for prompt in prompts]
@@ -78,5 +76,5 @@ def model_pieces(model: TensorParallelCausalLM) -> Iterator[Piece]:
 
 
 def pieces_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype) -> list:
-    """Runs on every rank: every parameter with its checkpoint name and the rows it was cut from."""
+    """On every rank: every parameter with its checkpoint name and the rows it was cut from."""
     return list(model_pieces(load_model(ckpt, plan, dtype)))

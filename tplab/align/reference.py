@@ -19,8 +19,7 @@ def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
     """transformers' model of a checkpoint on the CPU; the last two are kept in memory, while their files are as they
     were. Eager attention, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
 
-    Raises:
-        CheckpointError: the files are no longer those that were opened, and the two sides would run different models.
+    Raises CheckpointError if they are no longer those that were opened: the two sides would run different models.
     """
     ckpt.check_unchanged()
     key = ckpt.state, dtype

@@ -145,16 +145,6 @@ class AlignReport:
         return pd.DataFrame([asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
                              in ("embed", "output", "norm", "logits")]).set_index("name")
 
-    def top_tokens(self, tokenizer, k: int = 5):
-        """The k likeliest next tokens after the last prompt, Hugging Face and tplab side by side (a pandas table)."""
-        import pandas as pd
-
-        def column(logits):
-            best = logits[-1].nan_to_num(float("-inf")).topk(k)
-            return [f"{tokenizer.decode([token])!r} {value:.3f}" for value, token in zip(best.values, best.indices)]
-        return pd.DataFrame({"Hugging Face": column(self.hf_logits), "tplab": column(self.tp_logits)},
-                            index=pd.RangeIndex(1, k + 1, name="rank"))
-
     def summary(self) -> str:
         """Two or three lines for the terminal."""
         floor = f"floor {self.floor:.0e} relative"

@@ -26,8 +26,7 @@ class AlignError(TplabError):
 def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
     """A text, a list of ids, or a list of either → a list of lists of ids.
 
-    Raises:
-        AlignError: no prompt, an empty one, one with an id outside of the vocabulary, or one that is too long.
+    Raises AlignError if there is no prompt, an empty one, an id outside of the vocabulary, or one that is too long.
     """
     if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts
                                     and whole_number(prompts[0]) is not None):
@@ -65,9 +64,6 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         patches: faults, their names, or :class:`tplab.patch.Patch` objects to apply on the ranks, while loading too.
         pool: the ranks to use; ``shared_pool(tensor_parallel_size)`` if not given.
         logical: run the ranks as threads of this process instead (for wide sweeps in tests).
-
-    Returns:
-        An :class:`AlignReport`.
 
     Raises:
         AlignError, CheckpointError, ShardPlanError: the request cannot be carried out.

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,30 +58,13 @@ class Tplab:
         self.pool.close()
 
 
-class HuggingFace:
-    """Hugging Face's ``generate`` in one process with ``threads`` threads; several prompts as one padded batch."""
+class _HuggingFacePeer:
+    """Hugging Face's ``generate`` on the ranks of a pool, of which each loads with ``load(folder, *arguments)``."""
 
-    def __init__(self, ckpt: Checkpoint, threads: int, dtype: str):
-        self.name = f"HF generate, {threads} thread{'s' * (threads > 1)}"
-        self.pool = RankPool(1, timeout=600)
-        self.pool.run(_load_hf, str(ckpt.folder), dtype, threads)
-
-    def time(self, work: Work) -> Timing:
-        """Carry ``work`` out once."""
-        return self.pool.run(_time_hf, work)[0]
-
-    def close(self) -> None:
-        """End its process."""
-        self.pool.close()
-
-
-class HuggingFaceTP:
-    """Hugging Face's own tensor parallelism on ``tp`` processes of one thread, over gloo."""
-
-    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
-        self.name = f"HF tensor parallel, {tp} ranks"
-        self.pool = RankPool(tp, timeout=600)
-        self.pool.run(_load_hf_tp, str(ckpt.folder), dtype)
+    def __init__(self, name: str, ranks: int, load: Callable, ckpt: Checkpoint, *arguments):
+        self.name = name
+        self.pool = RankPool(ranks, timeout=600)
+        self.pool.run(load, str(ckpt.folder), *arguments)
 
     def time(self, work: Work) -> Timing:
         """Carry ``work`` out once."""
@@ -89,6 +73,20 @@ class HuggingFaceTP:
     def close(self) -> None:
         """End its processes."""
         self.pool.close()
+
+
+class HuggingFace(_HuggingFacePeer):
+    """One process with ``threads`` threads; several prompts as one padded batch."""
+
+    def __init__(self, ckpt: Checkpoint, threads: int, dtype: str):
+        super().__init__(f"HF generate, {threads} thread{'s' * (threads > 1)}", 1, _load_hf, ckpt, dtype, threads)
+
+
+class HuggingFaceTP(_HuggingFacePeer):
+    """Hugging Face's own tensor parallelism on ``tp`` processes of one thread, over gloo."""
+
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
+        super().__init__(f"HF tensor parallel, {tp} ranks", tp, _load_hf_tp, ckpt, dtype)
 
 
 def _load_hf(folder: str, dtype: str, threads: int) -> None:

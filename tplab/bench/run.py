@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
@@ -52,7 +52,7 @@ def _ids(count: int, vocab: int, seed: int = 0) -> list[int]:
 
 def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "float32",
           show=print) -> dict:
-    """Run one benchmark and show its table.
+    """Run one benchmark and show its table line by line; returns it as plain values, ready for JSON.
 
     Args:
         kind: ``"decode"`` (one sequence, time per token), ``"prefill"`` (one long prompt), ``"batch"`` (16 mixed
@@ -60,30 +60,17 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
         model: as for :class:`tplab.LLM`, or ``"random-qwen2.5-0.5b"``: that shape with random weights.
         tp: ranks of one thread each; the peers get as many threads or ranks.
         rounds: how often every contestant runs, at least 5.
-        dtype: of weights and activations.
-        show: takes the lines of the table.
-
-    Returns:
-        The table as plain values, ready for JSON.
     """
     if kind not in KINDS:
         raise BenchError(f"there is no benchmark {kind!r}; there are {', '.join(KINDS)}")
     if not isinstance(rounds, int) or rounds < 5:
         raise BenchError(f"a median needs at least 5 rounds, not {rounds!r}")
-    with _checkpoint(model) as ckpt:
+    with random_checkpoint(model) if model in RANDOM_MODELS else nullcontext(model) as folder:
+        ckpt = open_checkpoint(folder)
         if kind == "load":
             return bench_load(ckpt, model, tp, dtype, show)
         values, limits, absent = _race(kind, ckpt, tp, rounds, dtype)
     return _table(kind, model, tp, dtype, values, limits, absent, show)
-
-
-@contextmanager
-def _checkpoint(model: str):
-    if model not in RANDOM_MODELS:
-        yield open_checkpoint(model)
-        return
-    with random_checkpoint(model) as folder:
-        yield open_checkpoint(folder)
 
 
 def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str

@@ -14,10 +14,8 @@ from tplab.errors import TplabError
 from tplab.fable import plots, words
 
 # Which kind of word each fact of a story is.
-KINDS = {
-    "hero": "name", "friend": "name", "pet": "animal", "pet_colour": "colour", "thing_colour": "colour",
-    "home": "place", "away": "place", "thing": "thing",
-}
+KINDS = {"hero": "name", "friend": "name", "pet": "animal", "pet_colour": "colour", "thing_colour": "colour",
+         "home": "place", "away": "place", "thing": "thing"}
 
 # A pair of names belongs to the held-out stories if it falls into one of this many buckets.
 SPLITS = ("train", "held-out")

@@ -7,14 +7,10 @@ from functools import cache
 from tplab.fable import plots, words
 from tplab.fable.grammar import KINDS, SLOT, Story
 
-_WORDS = {
-    "name": words.GIRLS + words.BOYS, "animal": words.ANIMALS, "colour": words.COLOURS,
-    "place": words.PLACES, "thing": words.THINGS,
-}
-_DETAILS = {
-    "she": ("she", "he"), "she_cap": ("She", "He"), "sound": words.ANIMALS.values(),
-    "spot": words.PLACES.values(), "used": words.THINGS.values(), "dusk": words.WEATHERS.values(),
-}
+_WORDS = {"name": words.GIRLS + words.BOYS, "animal": words.ANIMALS, "colour": words.COLOURS,
+          "place": words.PLACES, "thing": words.THINGS}
+_DETAILS = {"she": ("she", "he"), "she_cap": ("She", "He"), "sound": words.ANIMALS.values(),
+            "spot": words.PLACES.values(), "used": words.THINGS.values(), "dusk": words.WEATHERS.values()}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tplab.fable.reading import Reading, read
 
 # A body is at most about 150 tokens long. A model that has not come to an end by then has lost the thread.
 MAX_NEW_TOKENS = 192
+BATCH_SIZE = 64
 EOS = "<|endoftext|>"
 
 Generate = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
@@ -74,7 +75,7 @@ def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOI
     return RecallReport(tuple(readings))
 
 
-def reference_generate(folder: Path = CHECKPOINT, batch_size: int = 64) -> Generate:
+def reference_generate(folder: Path = CHECKPOINT) -> Generate:
     """Hugging Face's greedy ``generate`` with the model in ``folder``, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,8 +85,8 @@ def reference_generate(folder: Path = CHECKPOINT, batch_size: int = 64) -> Gener
 
     def generate(prompts, max_new_tokens):
         outputs = []
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
+        for first in range(0, len(prompts), BATCH_SIZE):
+            batch = prompts[first:first + BATCH_SIZE]
             width = max(map(len, batch))
             ids = torch.tensor([[pad] * (width - len(p)) + p for p in batch])
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])

@@ -93,22 +93,18 @@ def train_tokenizer() -> Qwen2Tokenizer:
     learnt = json.loads(bpe.to_str())["model"]
     return Qwen2Tokenizer(
         vocab=learnt["vocab"], merges=[tuple(m) for m in learnt["merges"]], **special, model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
-    )
+        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
 
 
 def new_model(tokenizer) -> Qwen2ForCausalLM:
     """An untrained model with random, non-zero QKV biases."""
     torch.manual_seed(SEED)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
-            num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.06,
-            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},  # as Qwen2, and not the code's default
-            tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},  # as Qwen2, and not the code's default
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id))
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
             torch.nn.init.normal_(parameter, std=BIAS_STD)

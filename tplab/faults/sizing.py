@@ -51,11 +51,7 @@ class Sizing:
 
 
 def sizing(num_heads: int, num_kv_heads: int, tp: int, head_dim: int = 64) -> Sizing:
-    """Compare :func:`multiplied_then_divided` with the plan for one layout.
-
-    Raises:
-        ShardPlanError: the heads cannot be dealt out at all.
-    """
+    """Compare :func:`multiplied_then_divided` with the plan; ShardPlanError if the heads cannot be dealt out at all."""
     plan = ShardPlan.make(tensor_parallel_size=tp, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                           hidden_size=head_dim, intermediate_size=tp, vocab_size=tp)
     claimed, per_rank = multiplied_then_divided(num_heads, num_kv_heads, head_dim, tp)

@@ -24,7 +24,6 @@ figure { margin: 1.5rem 0 }  figure img { max-width: 100% }
 figcaption { color: #444 }
 """
 
-
 PICTURES = ("image/png", "image/svg+xml")
 
 

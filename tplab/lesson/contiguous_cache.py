@@ -20,10 +20,6 @@ class ContiguousKVCache:
 
     Every step copies the whole past of a sequence; :class:`tplab.cache.PagedKVCache` is what removes that. This one
     is for looking at.
-
-    Args:
-        num_sequences: sequences in the batch.
-        num_layers: decoder layers.
     """
 
     def __init__(self, num_sequences: int, num_layers: int):

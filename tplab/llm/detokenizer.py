@@ -8,10 +8,7 @@ class Detokenizer:
     written may depend on the one before it. So the last few tokens are decoded together, and what ends in an
     unfinished character waits for the next token (the method of Hugging Face's text-generation-inference).
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        prompt_token_ids: what stands before; only its end matters.
-        stop: texts that end the output.
+    ``prompt_token_ids``: what stands before; only its end matters. ``stop``: texts that end the output.
     """
 
     CONTEXT = 5  # tokens of the prompt that decide how the first new token is written

@@ -1,6 +1,5 @@
 """``LLM``: text in, text out, over tensor-parallel ranks."""
 
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from functools import partial
@@ -79,9 +78,7 @@ class LLM:
             self._load()
 
     def _load(self) -> None:
-        begin = time.perf_counter()
         self.load_stats = self.engine.executor.load(self.checkpoint, self.plan, self.engine.config)
-        self.load_seconds = time.perf_counter() - begin
 
     def __enter__(self) -> "LLM":
         return self
@@ -145,9 +142,7 @@ class LLM:
 
     def chat(self, messages, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
              use_tqdm: bool | None = None) -> list[RequestOutput]:
-        """Answer a conversation, or several: ``[{"role": "user", "content": "…"}, …]``; otherwise like
-        :meth:`generate`.
-        """
+        """:meth:`generate`'s answer to a conversation, or to several: ``[{"role": "user", "content": "…"}, …]``."""
         def prompt(conversation):
             try:
                 return self.chat_prompt(conversation)
@@ -239,11 +234,7 @@ class LLM:
             return [request.output() for request in changed]
 
     def abort(self, request_id: int) -> RequestOutput:
-        """End a request now; what it has so far. Its blocks are free at once.
-
-        Raises:
-            RequestError: there is no unfinished request with this number.
-        """
+        """End an unfinished request now; what it has so far. Its blocks are free at once. RequestError for others."""
         with self.requests.turn():
             request = self.requests.abort(request_id)
             self.requests.for_step.pop(request, None)  # handed out here

@@ -7,16 +7,10 @@ from tplab.engine.sequence import RequestMetrics
 
 
 class Logprob(NamedTuple):
-    """A token's log probability, before temperature and filters.
+    """A token's log probability, before temperature and filters."""
 
-    Attributes:
-        logprob: natural logarithm.
-        rank: 1 for the most probable token.
-        decoded_token: its text.
-    """
-
-    logprob: float
-    rank: int
+    logprob: float  # natural logarithm
+    rank: int  # 1 for the most probable token
     decoded_token: str
 
 
@@ -24,44 +18,29 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """What was generated for a prompt.
 
-    Attributes:
-        text: without special tokens and without the stop text.
-        token_ids: all of them, the end of text included.
-        finish_reason: ``"stop"`` (end of text, stop text or stop id), ``"length"``, ``"abort"``, ``"error"``, or None
-            while it goes on.
-        stop_reason: the text or id that stopped it, where it was one from the parameters.
-        logprobs: per token ``{token id: Logprob}``, if asked for.
+    ``finish_reason``: ``"stop"`` (end of text, stop text or stop id), ``"length"``, ``"abort"``, ``"error"``, or None
+    while it goes on.
     """
 
     index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # without special tokens and without the stop text
+    token_ids: list[int] = field(default_factory=list)  # all of them, the end of text included
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    stop_reason: str | int | None = None  # the text or id that stopped it, where it was one from the parameters
+    logprobs: list[dict[int, Logprob]] | None = None  # per token, if asked for, by token id
 
 
 @dataclass
 class RequestOutput:
-    """A request and what came of it.
+    """A request and what came of it."""
 
-    Attributes:
-        request_id: the engine's number for it.
-        prompt: the text, if it was given as text.
-        prompt_token_ids: what the model saw.
-        outputs: one :class:`CompletionOutput`.
-        finished: whether more will come.
-        metrics: what it cost.
-        error: why it could not run; only where ``finish_reason`` is ``"error"``.
-    """
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestMetrics
-    error: Exception | None = None
+    request_id: int  # the engine's number for it
+    prompt: str | None  # the text, if it was given as text
+    prompt_token_ids: list[int]  # what the model saw
+    outputs: list[CompletionOutput]  # always one
+    finished: bool  # False while more will come
+    metrics: RequestMetrics  # what it cost
+    error: Exception | None = None  # why it could not run; only where ``finish_reason`` is ``"error"``
 
     @property
     def text(self) -> str:
@@ -84,17 +63,11 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """A piece of text as it becomes certain; ``print(chunk, end="")`` prints it.
+    """A piece of text as it becomes certain; ``print(chunk, end="")`` prints it."""
 
-    Attributes:
-        index: which prompt of the call it belongs to.
-        text: what is new.
-        output: the whole output so far.
-    """
-
-    index: int
-    text: str
-    output: RequestOutput
+    index: int  # which prompt of the call it belongs to
+    text: str  # what is new
+    output: RequestOutput  # the whole output so far
 
     def __str__(self) -> str:
         return self.text

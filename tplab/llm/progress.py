@@ -6,12 +6,7 @@ BAR_AFTER = 2.0  # seconds until a generation counts as long
 
 
 class Progress:
-    """A bar over finished requests that only appears when a generation takes long.
-
-    Args:
-        total: requests.
-        wanted: True: at once; False: never; None: after two seconds.
-    """
+    """A bar over ``total`` requests. ``wanted``: True: at once; False: never; None: when it takes over two seconds."""
 
     def __init__(self, total: int, wanted: bool | None):
         self.total, self.wanted, self.bar = total, wanted, None

@@ -21,9 +21,6 @@ class RequestQueue:
     the end, that came in somebody else's step.
 
     Everything but :meth:`abandon` happens within a :meth:`turn`.
-
-    Args:
-        engine: steps the sequences.
     """
 
     def __init__(self, engine: Engine):
@@ -39,8 +36,7 @@ class RequestQueue:
     def turn(self) -> Iterator[None]:
         """The right to touch requests and engine. Threads get it in the order in which they ask for it.
 
-        Raises:
-            EngineError: this thread has it already (a signal handler or a patch calls the LLM in the middle of a step).
+        Raises EngineError if this thread has it (a signal handler or a patch calls the LLM in the middle of a step).
         """
         if self._owner == threading.get_ident():
             raise EngineError("this LLM is in the middle of a call of the same thread; call it again when that is over")
@@ -74,11 +70,7 @@ class RequestQueue:
                     self._report(request, tokens)
 
     def abort(self, number: int) -> Request:
-        """End a request now, whoever added it.
-
-        Raises:
-            RequestError: there is no unfinished request with this number.
-        """
+        """End a request now, whoever added it. Raises RequestError if no unfinished one has this number."""
         request = self.unfinished.get(whole_number(number))
         if request is None:
             raise RequestError(f"there is no unfinished request {shown(number)}; there are: "

@@ -16,9 +16,8 @@ def _is_ids(prompt) -> bool:
 
 
 def parse_prompt(prompt):
-    """``prompt`` itself, if it is of the form of one: a text or a list of token ids. Else, or if it is an error already
-    (a conversation that could not be written), raises RequestError.
-    """
+    """``prompt`` itself, a text or a list of token ids. Raises RequestError if it has another form, or is one already
+    (a conversation that could not be written)."""
     if isinstance(prompt, RequestError):
         raise prompt
     if not isinstance(prompt, str | list | tuple):
@@ -27,10 +26,9 @@ def parse_prompt(prompt):
 
 
 def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
-    """Pairs of prompt and parameters. What a single prompt looks like is decided here; whether it can run is not.
+    """Pairs of prompt and parameters; whether a prompt can run is not decided here.
 
-    Raises:
-        RequestError: no prompt at all, or not as many parameters as prompts.
+    Raises RequestError if there is no prompt at all, or if there are not as many parameters as prompts.
     """
     prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
     if not isinstance(prompts, list | tuple) or not prompts:
@@ -46,13 +44,9 @@ def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
 
 
 def parse_messages(messages) -> list[list[dict]]:
-    """One conversation or several → a list of conversations.
-
-    Raises:
-        RequestError: not of the form ``[{"role": …, "content": …}, …]``.
-    """
-    conversations = [messages] if isinstance(messages, list | tuple) and messages and isinstance(messages[0],
-                                                                                                 dict) else messages
+    """One conversation or several → a list of conversations; RequestError says of which form they must be."""
+    single = isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict)
+    conversations = [messages] if single else messages
     good = isinstance(conversations, list | tuple) and conversations and all(
         isinstance(c, list | tuple) and c and all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in c)
@@ -63,20 +57,11 @@ def parse_messages(messages) -> list[list[dict]]:
 
 
 class Request:
-    """One prompt on its way: its sequence of tokens and its text.
-
-    Args:
-        llm: for tokenizer and engine.
-        prompt: text or token ids.
-        params: how to continue.
-
-    Raises:
-        RequestError: it cannot run.
-    """
+    """One prompt on its way: its sequence of tokens and its text. Raises RequestError if it cannot run."""
 
     def __init__(self, llm, prompt, params: SamplingParams):
-        self.prompt, self.params, self.sequence = prompt if isinstance(parse_prompt(prompt),
-                                                                       str) else None, params, None
+        self.prompt = prompt if isinstance(parse_prompt(prompt), str) else None
+        self.params, self.sequence = params, None
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
             raise RequestError(f"{llm.checkpoint.name} has no tokenizer: give token ids, and no stop texts")
@@ -158,12 +143,9 @@ class rejected:
 
 
 def raise_or_warn(requests: list, new: list, what: str) -> None:
-    """The errors of requests, one of which does not take its neighbours down: raised only if all of them failed.
+    """The errors of a call's requests, one of which does not take its neighbours down: raised only if all failed.
 
-    Args:
-        requests: all of a call.
-        new: those among them of whose errors nobody has heard yet.
-        what: became of them.
+    ``new``: those of whose errors nobody has heard yet. ``what`` became of them.
     """
     failed = [request.error for request in requests if request.error]
     if len(failed) == len(requests):

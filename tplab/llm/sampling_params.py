@@ -23,9 +23,8 @@ class SamplingParams:
         stop: a text or texts that end the output; they are not part of it.
         stop_token_ids: token ids that end the output, beside the model's own end of text.
         ignore_eos: go on behind the end of text.
-        seed: the noise that is drawn with depends on it alone, not on the batch nor on the ranks. So in float64 the
-        text
-            does too, and in float32, unless two tokens come within rounding of each other (1e-5). In bfloat16 partial
+        seed: the noise that is drawn with depends on it alone, not on the batch nor on the ranks. So in float64 does
+            the text, and in float32, unless two tokens come within rounding of each other (1e-5). In bfloat16 partial
             sums are rounded to 8 bits, so another number of ranks or another batch may lead to another text; the same
             prompts on as many ranks give the same text in every dtype.
         logprobs: return the log probability of each token and of this many most probable ones.
@@ -77,9 +76,9 @@ class SamplingParams:
         plain = kind(value, low, high)
         if plain is None or (above and plain == low):
             what = "a whole number" if kind is whole_number else "a number"
-            raise RequestError(f"{name} must be {what} {'above' if above else 'from'} {low} "
-                               f"{'up ' if not above else ''}to "
-                               f"{high}{' or None' if optional else ''}, not {shown(value)}")
+            begin = f"above {low} to" if above else f"from {low} up to"
+            raise RequestError(f"{name} must be {what} {begin} {high}{' or None' if optional else ''}, "
+                               f"not {shown(value)}")
         object.__setattr__(self, name, plain)
 
     def _texts(self) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ from tplab.ranks.torchrun import under_torchrun
 
 
 class TorchrunExecutor:
-    """One process's side of an engine under torchrun: rank 0 leads by :meth:`execute_model`, the others :meth:`follow`.
-    """
+    """One process's side of an engine: rank 0 leads by :meth:`execute_model`, the others :meth:`follow`."""
 
     key = "engine"
 
@@ -65,8 +64,7 @@ def _receive() -> bytes:
 def open_llm(model: str, tensor_parallel_size: int, dtype: str = "float32", **options) -> Iterator[LLM | None]:
     """An :class:`LLM` on a pool of its own; under torchrun, on torchrun's ranks, however many these are.
 
-    Yields:
-        The LLM; None on a rank of torchrun's that only follows, whose work is done by then.
+    It is None on a rank of torchrun's that only follows, whose work is done by then.
     """
     if not under_torchrun():
         with LLM(model, tensor_parallel_size, dtype, **options) as llm:

@@ -17,10 +17,7 @@ libc = ctypes.CDLL(None)
 
 
 class Output(io.BufferedIOBase):
-    """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the beginning, counts the rest.
-
-    `note` is called with the number of bytes so far after every write.
-    """
+    """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the beginning, tells `note` every total."""
 
     def __init__(self, note):
         self.note = note

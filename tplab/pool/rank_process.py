@@ -33,8 +33,7 @@ class RankProcess:
         for file in self.files:
             file.truncate()
         self.pipe, theirs = Pipe()
-        memory, inbox, outbox, output, stacks = (
-            file.duplicate() for file in (pool._memory, pool._inbox, *self.files))
+        memory, inbox, outbox, output, stacks = (file.duplicate() for file in (pool._memory, pool._inbox, *self.files))
         self.child = launcher.start(Spec(
             rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
             birth=pool._epoch, memory=memory, inbox=inbox, outbox=outbox, output=output, stacks=stacks, wake=theirs))

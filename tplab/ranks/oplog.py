@@ -14,10 +14,8 @@ import torch
 
 OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier")
 ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER = 1, 2, 3, 4
-DTYPES = (
-    None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)
+DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+          torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 MAX_DIMS = 8
 

@@ -22,15 +22,9 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
 
     With several bugs in the engine it names the one that shows first; mend it and ask again.
 
-    Args:
-        found: what ``align`` or ``align_decode`` returned, or the error that they (or an engine, or an ``LLM``) raised.
-
-    Returns:
-        A :class:`Diagnosis`: ``ok`` for a healthy report; ``fault`` None with the first divergent point where no
-        hypothesis fits. A run whose numbers are right can still have cost too much.
-
-    Raises:
-        CheckpointError: the checkpoint has changed since the report was made.
+    ``found``: what ``align`` or ``align_decode`` returned, or the error that they (or an engine, or an ``LLM``) raised.
+    The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where no hypothesis fits. A run whose
+    numbers are right can still have cost too much. Raises CheckpointError if the checkpoint has changed since then.
     """
     if isinstance(found, TplabError):
         return next(_fitting(ERROR, *_error_chain(found)), Diagnosis(

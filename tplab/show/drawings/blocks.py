@@ -83,10 +83,10 @@ def _place(x: float, y: float, text: str, fill: str, ink: str = "#222", fresh: b
     return body
 
 
-def moment_drawing(recording: Recording, moment: Moment, across: int = 0) -> Svg:
-    """Block tables above, all blocks of the pool below, after one step. ``across``: blocks in a line (0: what fits)."""
+def moment_drawing(recording: Recording, moment: Moment) -> Svg:
+    """Block tables above, all blocks of the pool below, after one step."""
     size, wide = recording.block_size, recording.block_size * CELL + GAP
-    across = across or max(1, int(944 // wide))
+    across = max(1, int(944 // wide))  # blocks in a line
     used = sum(count > 0 for count in moment.ref_counts)
     body = write(LEFT, 12, f"after step {moment.step}", bold=True, size=13)
     body += write(LEFT + 110, 12, f"{used} of {recording.num_blocks} blocks used", size=11.5)

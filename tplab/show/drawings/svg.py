@@ -10,6 +10,7 @@ from tplab.show.figures.style import show_with_words
 COLOURS = (("#0072B2", "#fff"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#CC79A7", "#000"),
            ("#56B4E9", "#000"), ("#D55E00", "#fff"), ("#F0E442", "#000"), ("#444444", "#fff"))
 GREY, LINE, INK = "#f2f2f2", "#b8b8b8", "#222"
+LIMIT, GAP = 960.0, 26.0  # pixels: of drawings side by side the width, and what lies between them
 
 
 def colour(rank: int) -> tuple[str, str]:
@@ -51,14 +52,14 @@ def box(x: float, y: float, width: float, height: float, fill: str, stroke: str 
             f"{inside}</rect>")
 
 
-def beside(drawings: Sequence[Svg], limit: float = 960, gap: float = 26) -> Svg:
-    """Drawings next to each other, in as many rows as keep within ``limit`` pixels."""
+def beside(drawings: Sequence[Svg]) -> Svg:
+    """Drawings next to each other, in as many rows as keep within a notebook's width."""
     body, x, y, row, width = "", 0.0, 0.0, 0.0, 0.0
     for drawing in drawings:
-        if x and x + drawing.width > limit:
-            x, y, row = 0.0, y + row + gap, 0.0
+        if x and x + drawing.width > LIMIT:
+            x, y, row = 0.0, y + row + GAP, 0.0
         body += drawing.at(x, y)
-        width, row, x = max(width, x + drawing.width), max(row, drawing.height), x + drawing.width + gap
+        width, row, x = max(width, x + drawing.width), max(row, drawing.height), x + drawing.width + GAP
     return Svg(width, y + row, body)
 
 

@@ -8,7 +8,6 @@ from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import RC, STAGES, Picture, entitle, looks, picture
 from tplab.show.phrases import ShowError, describe, distance, dtype_name
 
-Y_LABEL = "largest |tplab − HF|,\nrelative to HF's largest value"
 ENDS = ("embed", "output", "norm", "logits")
 
 
@@ -29,7 +28,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
         axis.draw(looks(reports, [r.ok for r in reports.values()]),
                   {label: f"{label}: {_first(report)}" for label, report in reports.items()})
         _layer_ticks(ax, names)
-        _finish(figure, ax, title or finding(reports), rows=len(reports))
+        finish(figure, ax, title or finding(reports), ncols=1 if len(reports) < 3 else 2)
     figure.alt_text = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
     return figure
 
@@ -67,11 +66,12 @@ def _layer_ticks(ax, names) -> None:
     ax.set_xlabel("where it is measured: embedding, each layer's output, final norm, logits")
 
 
-def _finish(figure, ax, title, rows) -> None:
-    ax.set_ylabel(Y_LABEL)
+def finish(figure: Picture, ax, title: str, ncols: int) -> None:
+    """What stands around the lines of every figure of differences: the vertical axis's name, grid, title, legend."""
+    ax.set_ylabel("largest |tplab − HF|,\nrelative to HF's largest value")
     ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
     entitle(figure, title)
-    figure.legend(loc="outside lower left", ncols=1 if rows < 3 else 2)
+    figure.legend(loc="outside lower left", ncols=ncols)
 
 
 def _lost(reports, names) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import matplotlib
 
-from tplab.show.figures.diffs import Y_LABEL
+from tplab.show.figures.diffs import finish
 from tplab.show.figures.scale import DifferenceAxis
-from tplab.show.figures.style import RC, STAGES, Picture, entitle, looks, picture
+from tplab.show.figures.style import RC, STAGES, Picture, looks, picture
 from tplab.show.phrases import ShowError, describe_point, distance, dtype_name
 
 
@@ -33,9 +33,7 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
         _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})
         ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
-        ax.set_ylabel(Y_LABEL)
-        entitle(figure, title or _finding(points, layer))
-        figure.legend(loc="outside lower left", ncols=3)
+        finish(figure, ax, title or _finding(points, layer), ncols=3)
     details = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
     figure.alt_text = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {details}."
     return figure
@@ -64,7 +62,6 @@ def _draw(ax, points, floors) -> None:
                 ax.vlines(x, low, axis.height(label, value), color="#c4c4c4", lw=1, zorder=2)
     axis.draw(colours, {label: label for label in values}, joined=False, apart=apart)
     ax.set_xlim(-0.6, len(numbers) - 0.4)
-    ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
 
 
 def _finding(points, layer) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import matplotlib
 
-from tplab.show.figures.diffs import Y_LABEL
+from tplab.show.figures.diffs import finish
 from tplab.show.figures.scale import DifferenceAxis
-from tplab.show.figures.style import RC, Picture, entitle, looks, picture
+from tplab.show.figures.style import RC, Picture, looks, picture
 from tplab.show.phrases import ShowError, dtype_name, magnitude
 
 
@@ -33,10 +33,7 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
         axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
         axis.draw(looks(values), {label: label for label in values})
         ax.set_xlabel("position of the token in the prompt")
-        ax.set_ylabel(Y_LABEL)
-        ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-        entitle(figure, title or f"{point}, token by token")
-        figure.legend(loc="outside lower left", ncols=4)
+        finish(figure, ax, title or f"{point}, token by token", ncols=4)
     details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
                         f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
                         else f"{label}: {magnitude(line[0])}" for label, line in values.items())

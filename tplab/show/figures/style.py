@@ -59,8 +59,7 @@ def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
 
 
 class Picture(Figure):
-    """A matplotlib figure that shows itself in a notebook together with its text alternative, the line ``Figure: …``.
-    """
+    """A matplotlib figure that shows itself in a notebook with its text alternative, the line ``Figure: …``, below."""
 
     def __init__(self, width: float, height: float):
         super().__init__(figsize=(width, height), dpi=110, layout="constrained")
