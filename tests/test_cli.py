@@ -189,6 +189,15 @@ def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
     assert code == 0 and out.startswith("note: row_bias_everywhere changes nothing here: ")
 
 
+@pytest.mark.parametrize("name", ["stale_block_table", "block_leaked", "prefix_hash_without_parent"])
+def test_without_a_prompt_a_fault_of_decoding_is_given_a_run_in_which_it_shows(name, model, capsys, monkeypatch):
+    monkeypatch.setattr(tplab.align, "align_decode", partial(tplab.align.align_decode, logical=True))
+    code, out, _ = run(f"align {model} --fault {name}", capsys)
+    assert out.startswith(f"note: without a prompt, on random tokens and in an engine on which {name} shows")
+    assert "Nothing is wrong" not in out and "Unknown cause" not in out
+    assert code == (0 if name == "block_leaked" else 1), "a leak changes no number"
+
+
 def test_a_fault_of_decoding_is_looked_for_along_the_decode_path(model, capsys, monkeypatch):
     monkeypatch.setattr(tplab.align, "align_decode", partial(tplab.align.align_decode, logical=True))
     code, out, _ = run(f"align {model} --ids {','.join(map(str, range(20)))} --fault decode_position_restarted", capsys)

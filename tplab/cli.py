@@ -123,16 +123,21 @@ def align(chosen) -> int:
     prompt = _read_prompt(chosen.prompt) if chosen.ids is None else _parse_ids(chosen.ids)
     from tplab.align import align, align_decode, diagnose
     from tplab.checkpoint import open_checkpoint
-    from tplab.faults import fault
+    from tplab.faults import fault, scenario
     from tplab.lesson import default_prompt
 
     broken = [fault(name) for name in chosen.fault]
     ckpt = open_checkpoint(chosen.model)
-    decodes = any(one.shows_in == "decode" for one in broken)
-    report = (align_decode if decodes else align)(ckpt, default_prompt(ckpt) if prompt is None else prompt,
-                                                  tensor_parallel_size=chosen.tp, dtype=chosen.dtype, patches=broken)
-    if decodes:
-        print("note: along the decode path, the last 8 tokens one at a time; a forward pass does not see these faults")
+    decoding = [one.name for one in broken if one.shows_in == "decode"]
+    if prompt is not None or not decoding:
+        run = {"prompts": default_prompt(ckpt) if prompt is None else prompt}
+    else:
+        run = scenario(decoding[0], ckpt.config.vocab_size)
+        print(f"note: without a prompt, on random tokens and in an engine on which {decoding[0]} shows")
+    if decoding:
+        print("note: along the decode path, the last tokens one at a time; a forward pass does not see these faults")
+    report = (align_decode if decoding else align)(ckpt, **run, tensor_parallel_size=chosen.tp, dtype=chosen.dtype,
+                                                   patches=broken)
     for one in broken:
         if why := one.why_not(ckpt.config, chosen.tp):
             print(f"note: {one.name} changes nothing here: {why}")
