@@ -1,9 +1,8 @@
 """How well a model remembers: ``python -m tplab.fable.recall [--stories N]``.
 
-The model is given the openings of held-out stories and continues them greedily. The grammar reads what it
-wrote and asks, wherever the plot refers back, whether the right name, animal, colour, place or thing stands
-there. A healthy model is right nearly everywhere; with a broken cache or wrong positions it names the wrong
-ones, or loses the thread.
+The model is given the openings of held-out stories and continues them greedily. The grammar reads what it wrote and
+asks, wherever the plot refers back, whether the right name, animal, colour, place or thing stands there. A healthy
+model is right nearly everywhere; with a broken cache or wrong positions it names the wrong ones, or loses the thread.
 """
 
 import argparse

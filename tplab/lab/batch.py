@@ -123,10 +123,10 @@ def assign(notebooks, pairs):
         if not _is_utf8(text):
             raise BatchError(f"parameter {name} is not UTF-8: {text!r}")
         value, default = read_value(text), known[name]
+        fitting = (float, int) if type(default) is float else (type(default),)
         if isinstance(default, str):
             value = text
-        elif default is not None and type(value) is not type(default) and not (type(default) is float
-                                                                               and type(value) is int):
+        elif default is not None and type(value) not in fitting:
             raise BatchError(f"parameter {name} is {type(default).__name__} (default {default!r}), not {text!r}")
         values[name] = value
     return {one: {name: values[name] for name in values if name in names} for one, names in declared.items()}, failures

@@ -64,7 +64,7 @@ def map_of_series() -> SeriesMap:
                         "(./launch)")
     stops = []
     for path in found:
-        lines = [line.strip()
-                 for line in nbformat.read(path, as_version=4).cells[0].source.splitlines() if line.strip()]
-        stops.append((path.name, lines[0].removeprefix("# "), re.sub(r"[*_`]", "", lines[1])))
+        header = nbformat.read(path, as_version=4).cells[0].source
+        title, promise, *_ = (line.strip() for line in header.splitlines() if line.strip())
+        stops.append((path.name, title.removeprefix("# "), re.sub(r"[*_`]", "", promise)))
     return SeriesMap(stops)

@@ -45,8 +45,7 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
                     return case.diagnosis(
                         "row_order", f"In step {step.step_number} rank 0 holds the sequences in the order {names[0]}, "
                         f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike "
-                        "tokens.",
-                        step=step.step_number, rank=ranks[0].rank)
+                        "tokens.", step=step.step_number, rank=ranks[0].rank)
         return None
 
 
