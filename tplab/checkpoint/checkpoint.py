@@ -36,9 +36,7 @@ class Checkpoint:
 
     @property
     def state(self) -> tuple:
-        """Folder, and name and :func:`file_stat` of the files behind config and weights: a key for what is made of
-        them.
-        """
+        """A key for what is made of config and weights: the folder, and each file's name and :func:`file_stat`."""
         return self.folder, *self._stats.items()
 
     def check_unchanged(self) -> None:

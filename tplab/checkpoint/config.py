@@ -74,8 +74,7 @@ class ModelConfig:
                      tie_word_embeddings=hf.tie_word_embeddings,
                      qkv_bias=hf.model_type == "qwen2" or (llama_like and attention_bias),
                      o_bias=llama_like and attention_bias, mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
-                     qk_norm=hf.model_type == "qwen3",
-                     max_position_embeddings=hf.max_position_embeddings,
+                     qk_norm=hf.model_type == "qwen3", max_position_embeddings=hf.max_position_embeddings,
                      eos_token_ids=_id_tuple(hf.eos_token_id if eos_token_id is None else eos_token_id), hf=hf)
         _check_sizes(config)
         _refuse_sliding_windows(config)

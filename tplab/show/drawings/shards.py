@@ -97,8 +97,7 @@ class ShardedWeight:
     @classmethod
     def of(cls, plan: ShardPlan, name: str) -> "ShardedWeight":
         """The named weight of a layer as the plan deals it out: ``q_proj``, ``k_proj``, ``v_proj``, ``qkv_proj``,
-        ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``embed_tokens`` or ``lm_head``.
-        """
+        ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``embed_tokens`` or ``lm_head``."""
         def rows(dimension: str, start: int = 0) -> list[list[range]]:
             unit = plan.head_dim if dimension in ("q_heads", "kv_heads") else 1
             parts = [getattr(shard, dimension) for shard in plan.ranks]
