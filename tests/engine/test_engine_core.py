@@ -1,5 +1,7 @@
 """What the engine makes of the ranks' answers: ends, times, a standstill, the strict checks; and how large it is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
@@ -234,6 +236,15 @@ def test_a_small_budget_of_bytes(folder, monkeypatch):
     for wrong in (1, 65, 8.0):
         with pytest.raises(EngineError, match="max_model_len must be a whole number from 2 to 64"):
             sizes(config, plan, torch.bfloat16, 16, None, wrong, 9)
+
+
+def test_a_cache_must_fit_into_the_memory_of_one_rank(folder, monkeypatch):
+    config = open_checkpoint(folder).config
+    plan = ShardPlan.from_config(config, 4)  # one KV head on each rank
+    monkeypatch.setattr("tplab.engine.config.psutil.virtual_memory", lambda: SimpleNamespace(total=32 * 16 * 7))
+    assert sizes(config, plan, torch.bfloat16, 16, 7, None, 9) == (64, 7, 16)
+    with pytest.raises(EngineError, match="num_blocks times block_size can be at most 112"):
+        sizes(config, plan, torch.bfloat16, 16, 8, None, 9)
 
 
 @pytest.mark.parametrize("rope,longest", [("default", 48), ("yarn", 48), ("linear", 48), ("dynamic", 96)])

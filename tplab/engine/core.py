@@ -126,5 +126,3 @@ class Engine:
     def recompute(self) -> None:
         """The ranks' caches are gone: all sequences wait and compute their tokens again."""
         self.scheduler.reset()
-        if self.checks:
-            self.checks.forget()

@@ -16,10 +16,6 @@ class StrictChecks:
         self.scheduler = scheduler
         self.written: dict[tuple[int, int], set[int]] = {}  # (block, how often it was handed out) → places written
 
-    def forget(self) -> None:
-        """The caches were lost."""
-        self.written.clear()
-
     def after(self, step: SchedulerOutput, outputs: list[ModelRunnerOutput]) -> None:
         """All ranks have answered."""
         for rank, output in enumerate(outputs):
