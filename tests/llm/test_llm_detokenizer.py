@@ -112,6 +112,8 @@ def test_of_several_stop_texts_the_first_in_the_text_counts():
     for stops in (["c", "b"], ["b", "c"]):
         assert fed(FAST["byte level"], ids, stops)[::2] == ("a", (1, "b"))
     assert fed(FAST["byte level"], ids, ["d", "c"])[::2] == ("ab", (1, "c"))
+    for stops in (["b", "bc"], ["bc", "b"]):  # where two begin at the same place, the one that was named first
+        assert fed(FAST["byte level"], ids, stops)[::2] == ("a", (1, stops[0]))
 
 
 def test_a_stop_text_over_several_tokens_and_at_once():

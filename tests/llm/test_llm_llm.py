@@ -111,6 +111,11 @@ def test_ranks_that_lost_the_model_get_it_again_and_no_token_is_lost(llm):
     while llm.has_unfinished_requests:
         outputs = llm.step()
     assert [(o.request_id, o.text) for o in outputs] == [(number, "pq😀r")]
+    pieces = []
+    for chunk in llm.stream("B", greedy(7)):
+        pieces.append(chunk.text)
+        llm.engine.executor.close()
+    assert "".join(pieces) == "pq😀r"
 
 
 def test_what_an_llm_says_of_itself(folder):

@@ -10,14 +10,15 @@ from tplab.shard.product import empty_weight, linear
 
 @pytest.mark.parametrize("size", [1, 7, 32, 64, 576, 896, 4096])
 @pytest.mark.parametrize("rows", [(1,), (3,), (129,), (2, 5)])
-def test_the_fused_norm_gives_hugging_faces_bits(size, rows):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])  # the first one is fused
+def test_the_norm_gives_hugging_faces_bits(size, rows, dtype):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    ours, theirs = RMSNorm(size, 1e-5, torch.float32), LlamaRMSNorm(size, 1e-5)
+    ours, theirs = RMSNorm(size, 1e-5, dtype), LlamaRMSNorm(size, 1e-5).to(dtype)
     theirs.weight.data.normal_()
     ours.weight.data.copy_(theirs.weight.data)
     for scale in (1e-6, 1.0, 1e6):
-        x = scale * torch.randn(*rows, size)
+        x = scale * torch.randn(*rows, size, dtype=dtype)
         assert torch.equal(ours(x), theirs(x))
 
 
@@ -36,3 +37,10 @@ def test_products(dtype, rows, out_features, in_features, bias):
         assert linear(x, weight, b).dtype == dtype
         assert (linear(x, weight, b).double() - exact).abs().max() <= bound
         assert torch.equal(linear(x, weight, b), linear(x, weight, b))
+
+
+def test_a_product_that_wants_a_gradient_has_one():
+    weight = empty_weight(3, 5, torch.float32).copy_(torch.randn(3, 5))
+    x = torch.randn(2, 5, requires_grad=True)
+    linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 5))

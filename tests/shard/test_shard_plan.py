@@ -16,6 +16,7 @@ def plan(q, kv, tp, inter=127, vocab=503):
     (9, 3, 2, "uneven", [6, 3], [2, 1]),          # SmolLM2 on two ranks
     (14, 2, 2, "partition", [7, 7], [1, 1]),      # Qwen2.5-0.5B
     (14, 2, 3, "uneven", [5, 5, 4], [1, 2, 1]),   # a rank reads across the edge of a group
+    (12, 3, 4, "uneven", [3, 3, 3, 3], [1, 2, 2, 1]),  # as many query heads each, but not of the same groups
     (8, 2, 4, "replication", [2, 2, 2, 2], [1, 1, 1, 1]),
     (8, 2, 3, "uneven", [3, 3, 2], [1, 2, 1]),
     (28, 4, 8, "uneven", [4, 4, 4, 4, 3, 3, 3, 3], [1, 2, 1, 2, 1, 2, 1, 1]),

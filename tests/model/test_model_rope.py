@@ -1,0 +1,22 @@
+"""Rope types whose frequencies depend on the length: every sequence of a batch has its own."""
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+
+from tplab.checkpoint import open_checkpoint
+from tplab.model.rope import Rotary
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 16, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", ["dynamic", LONGROPE], ids=["dynamic", "longrope"])
+def test_sequences_of_one_batch_leave_each_others_frequencies_alone(tmp_path, rope):
+    folder = make_checkpoint(tmp_path / "m", "llama", rope=rope, max_positions=16 if rope == "dynamic" else 64)
+    config, x = open_checkpoint(folder).config.hf, torch.empty(0)
+    lengths = [30, 5, 20]  # the length that a rope type stretches at is 16
+    alone = [Rotary(config)(x, torch.arange(n), [n]) for n in lengths]
+    together = Rotary(config)(x, torch.cat([torch.arange(n) for n in lengths]), lengths)
+    for found, expected in zip(together, zip(*alone)):
+        assert torch.equal(found, torch.cat(expected, dim=1))
