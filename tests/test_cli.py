@@ -108,9 +108,9 @@ def test_one_file_for_the_report_and_the_logits_is_refused(model, tmp_path, caps
 
 def test_a_prompt_from_standard_input(capsys, monkeypatch):
     monkeypatch.setattr("tplab.llm.torchrun.LLM", partial(tplab.llm.LLM, logical=True))
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Mira had\n"), "latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Mira had \r\n"), "latin-1"))
     _, from_stdin, _ = run("generate fable --prompt - --max-tokens 5", capsys)
-    assert cli.main(["generate", "fable", "--prompt", "Mira had", "--max-tokens", "5"]) == 0
+    assert cli.main(["generate", "fable", "--prompt", "Mira had ", "--max-tokens", "5"]) == 0
     assert from_stdin == capsys.readouterr().out
 
 
@@ -187,6 +187,7 @@ def test_align_outside_the_floor_is_exit_1_and_names_the_point_and_the_cause(mod
 def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
     code, out, _ = run(f"align {model} --ids 1,2,3 --fault row_bias_everywhere", capsys)
     assert code == 0 and out.startswith("note: row_bias_everywhere changes nothing here: ")
+    assert out.endswith("\n\nNothing is wrong: every trace point is inside the rounding floor.\n")
 
 
 @pytest.mark.parametrize("name", ["stale_block_table", "block_leaked", "prefix_hash_without_parent"])

@@ -147,8 +147,9 @@ def test_a_row_with_nan_agrees_with_nothing(clean):
     assert with_logits(clean, ours).top1_agreement == 0
 
 
-def test_a_report_with_nan_is_valid_json(tmp_path):
+def test_a_report_with_nan_and_infinity_is_valid_json(tmp_path):
     report = align("fable", prompts(768), patches=[fault("nan_mask")], logical=True)
+    report.points[0] = dataclasses.replace(report.points[0], spread=float("inf"))  # as where one rank alone has NaN
     report.to_json(tmp_path / "r.json")
 
     def refuse(name):
@@ -156,6 +157,7 @@ def test_a_report_with_nan_is_valid_json(tmp_path):
 
     data = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)
     assert not data["ok"] and data["max_abs_diff"] is None and data["nan_count"] > 0
+    assert data["rank_spread"] is None and data["points"][0]["spread"] is None and data["points"][1]["spread"] == 0
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.float64, 1e-7)])

@@ -196,6 +196,13 @@ def test_single_file_and_index_at_once(sharded):
     assert "both model.safetensors and model.safetensors.index.json" in refusal(sharded)
 
 
+def test_an_index_over_one_file_of_the_usual_name(tmp_path):
+    folder = make_checkpoint(tmp_path / "one")
+    names = open_checkpoint(folder).tensors.keys()
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert open_checkpoint(folder).tensors.keys() == names
+
+
 # --- paths
 
 
@@ -272,11 +279,14 @@ def test_flipped_byte_in_the_data_is_found_by_its_sum(sharded):
     assert f"{SECOND} does not match its sum in SHA256SUMS" in refusal(sharded)
 
 
-@pytest.mark.parametrize("file", ["config.json", INDEX])
+@pytest.mark.parametrize("file", ["config.json", INDEX, "generation_config.json", "tokenizer_config.json",
+                                  "tokenizer.json", "chat_template.jinja"])
 def test_other_files_are_summed_too(sharded, file):
-    write_sums(sharded)
     path = sharded / file
-    path.write_text(path.read_text() + "\n")
+    text = path.read_text() if path.exists() else "{}"
+    path.write_text(text)
+    write_sums(sharded)
+    path.write_text(text + "\n")
     assert f"{file} does not match its sum" in refusal(sharded)
 
 

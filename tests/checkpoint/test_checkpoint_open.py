@@ -148,6 +148,15 @@ def test_the_embedded_fable_opens():
     assert (ckpt.folder / "SHA256SUMS").exists()
 
 
+def test_a_checkpoint_opened_by_a_relative_name_is_read_from_anywhere(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    ckpt = open_checkpoint("m")
+    monkeypatch.chdir("/")
+    with ckpt.reader() as reader:
+        assert reader["model.norm.weight"][:].isfinite().all()
+
+
 def test_smollm2_before_it_was_fetched_names_the_command():
     with pytest.raises(CheckpointError, match="python -m tplab fetch smollm2"):
         open_checkpoint("smollm2")

@@ -19,6 +19,8 @@ from tplab.shard.linear import QKVParallelLinear
 @pytest.mark.parametrize("one", MUSEUM.values(), ids=str)
 def test_a_fault_can_be_read(one):
     assert 2 <= len(one.broken.splitlines()) <= 20 and one.broken.startswith("def ")
+    assert all(f"def {patch.replacement.__name__}(" in one.broken for patch in one.patches)
+    assert all(f"def {patch.target.rpartition('.')[2]}(" in one.right for patch in one.patches)
     assert one.right.splitlines()[0].lstrip("@").split()[0] in ("def", "torch.inference_mode()", "property")
     assert one.title and one.symptom.endswith(".") and one.first_point
     assert (Path(tplab.__file__).parents[1] / "notebooks" / f"{one.notebook}.ipynb").is_file()

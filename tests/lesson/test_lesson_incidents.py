@@ -1,5 +1,7 @@
 """Failures on purpose: real ranks, the time each report took, and what is left behind."""
 
+import os
+
 import pytest
 
 from tplab import lesson, show
@@ -28,6 +30,19 @@ def test_an_incident_is_told_and_timed(pool, capsys):
     assert incidents.figure(1800).alt_text == (
         "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within "
         "its bound.")
+
+
+def test_ranks_that_an_incident_has_ended_are_back_before_the_next_one_is_timed(pool, monkeypatch):
+    incidents, run, seen = lesson.Incidents(pool), RankPool.run, []
+
+    def watched(self, fn, **more):
+        seen.append((fn, None in self.pids))
+        return run(self, fn, **more)
+
+    incidents.provoke("a rank dies", lambda: os._exit(3) if rank() else None, within=60)
+    monkeypatch.setattr(RankPool, "run", watched)
+    incidents.provoke("a rank raises", raises, within=60)
+    assert seen == [(rank, True), (raises, False)]
 
 
 def test_what_does_not_fail_is_no_incident(pool):

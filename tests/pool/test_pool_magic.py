@@ -107,6 +107,9 @@ def test_names_of_the_notebook_are_at_hand(cell, shell):
     assert cell("%%ranks\nlimit = 100 + rank()\nlimit")[0] == "[rank 0] 100\n[rank 1] 101\n"
     assert cell("%%ranks\nlimit")[0] == "[rank 0] 100\n[rank 1] 101\n"
     assert shell.user_ns["limit"] == 6
+    cell("%%ranks\nfrom os import sep as limit_of_path")
+    shell.run_cell("limit_of_path = 7")
+    assert cell("%%ranks\nlimit_of_path")[0] == "[rank 0] '/'\n[rank 1] '/'\n"  # what a cell imported is its own too
 
 
 def test_a_mismatch_is_told_anew_where_it_arrives(monkeypatch):

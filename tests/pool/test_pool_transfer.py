@@ -81,6 +81,10 @@ def test_modules_beside_the_notebook_are_found(pool, tmp_path, monkeypatch):
 
     assert pool.run(beside_the_notebook.answer) == [42, 42]
     assert pool.run(lambda: open("beside_the_notebook.py").read(3)) == ["def", "def"]
+    with pytest.raises(RankError, match="rank 1 died"):
+        pool.run(lambda: os._exit(3) if rank() else os.chdir("/"))
+    assert pool.run(beside_the_notebook.answer) == [42, 42]  # by the fresh rank and by the one that had gone elsewhere
+    assert pool.run(lambda: open("beside_the_notebook.py").read(3)) == ["def", "def"]
 
 
 # What cannot cross.
@@ -215,6 +219,8 @@ def test_50_mb_from_c_do_not_block_or_pile_up(pool, capsys):
     text = capsys.readouterr().out
     assert len(text) < 200_000 and text.count("cut here") == 2
     assert all(process.output.length() == 0 for process in pool._processes)
+    pool.run(lambda: print("short"))
+    assert capsys.readouterr().out == "[rank 0] short\n[rank 1] short\n"  # nothing of it was cut
 
 
 def test_a_progress_bar_shows_its_last_state(pool, capsys):

@@ -2,10 +2,12 @@
 
 import time
 
+import pytest
 import torch
 
 from tplab.pool import RankPool
-from tplab.ranks import all_gather, all_reduce, barrier, op_log, rank
+from tplab.ranks import OpRecord, all_gather, all_reduce, barrier, op_log, rank
+from tplab.ranks.errors import side_by_side
 
 
 def test_the_log_has_order_shapes_and_call_sites(run):
@@ -32,6 +34,20 @@ def test_the_log_keeps_the_newest(run):
         return len(records), records[-1].shape, records[-1].seq - records[0].seq
 
     assert run(fn) == [(1024, (5,), 1023)] * 3
+
+
+@pytest.mark.parametrize("differs, head, rows", [
+    (20, "(17 earlier ones agree), ≠ marks the first difference:", [18, 19, 20, 21, 22, 23]),
+    (2, ", ≠ marks the first difference:", [1, 2, 3, 4, 5]),
+    (None, "(24 earlier ones agree), the same operations on all ranks:", [25, 26, 27, 28, 29, 30]),
+])
+def test_an_error_shows_six_collectives_around_the_first_difference(differs, head, rows):
+    logs = [[OpRecord(n, "barrier" if (r, n) == (1, differs) else "broadcast", (), "int64", 0, "", 1, True)
+             for n in range(1, 31)] for r in (0, 1)]
+    first, _, *lines = side_by_side(logs, {})
+    assert first.endswith(head)
+    assert [line.split("  broadcast")[0].strip() for line in lines] == [
+        f"≠ #{n}" if n == differs else f"#{n}" for n in rows]
 
 
 def test_the_log_knows_every_file(run):
