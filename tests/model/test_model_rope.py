@@ -15,7 +15,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0
 def test_sequences_of_one_batch_leave_each_others_frequencies_alone(tmp_path, rope):
     folder = make_checkpoint(tmp_path / "m", "llama", rope=rope, max_positions=16 if rope == "dynamic" else 64)
     config, x = open_checkpoint(folder).config.hf, torch.empty(0)
-    lengths = [30, 5, 20]  # the length that a rope type stretches at is 16
+    lengths = [30, 20, 5]  # longer and shorter than 16, from where on they are stretched; the longest one first
     alone = [Rotary(config)(x, torch.arange(n), [n]) for n in lengths]
     together = Rotary(config)(x, torch.cat([torch.arange(n) for n in lengths]), lengths)
     for found, expected in zip(together, zip(*alone)):
