@@ -327,6 +327,11 @@ def test_files_too_young_to_trust_their_times_are_verified_every_time(sharded, m
     open_checkpoint(sharded)
     open_checkpoint(sharded)
     assert len(looks) == 8
+    age(sharded)
+    os.utime(sharded / SECOND, (time.time() + 60,) * 2)  # one such file is enough
+    open_checkpoint(sharded)
+    open_checkpoint(sharded)
+    assert len(looks) == 16
 
 
 @pytest.mark.parametrize("note", [b"", b"[]", b"{", b"\xff", b'{"config.json": 1}'])

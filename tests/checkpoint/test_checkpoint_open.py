@@ -130,6 +130,8 @@ def test_eos_ids_come_from_generation_config_first(tmp_path):
     assert open_checkpoint(folder).config.eos_token_ids == (3,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert open_checkpoint(folder).config.eos_token_ids == (5, 6)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    assert open_checkpoint(folder).config.eos_token_ids == (0,)
 
 
 def test_a_checkpoint_travels_to_a_rank_without_its_tokenizer(tmp_path):

@@ -202,6 +202,12 @@ def test_killed_by_a_signal(pool, name, when):
     assert kept(pool) == [True, False]
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="every signal has a name here")
+def test_killed_by_a_signal_without_a_name(pool):
+    number = signal.SIGRTMIN + 6
+    fails(pool, lambda: os.kill(os.getpid(), number) if rank() else barrier(), rf"^rank 1 died \(signal {number}\)")
+
+
 def test_exit_without_goodbye(pool):
     def fn():
         if rank() == 0:

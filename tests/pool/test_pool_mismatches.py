@@ -11,7 +11,9 @@ import torch.distributed as dist
 from helpers.failing import fails, kept
 
 from tplab.pool import RankPool
+from tplab.pool.watch import RUNNING, Watch
 from tplab.ranks import CollectiveMismatch, RankError, all_gather, all_reduce, barrier, broadcast, op_log, rank
+from tplab.ranks.errors import Frame
 
 pytestmark = pytest.mark.usefixtures("usable_afterwards")
 
@@ -179,6 +181,15 @@ def test_all_stuck_in_gloo(pool):
 
     fails(pool, fn, "rank 0 waits in torch.distributed.all_reduce", "rank 1 waits in torch.distributed.barrier",
           timeout=0.5)
+
+
+def test_who_left_gloo_between_two_looks_is_not_stuck(monkeypatch):
+    gloo = [Frame(os.path.join("torch", "distributed", "c.py"), 1, "all_reduce")]
+    stacks = iter([gloo, [], gloo, gloo])
+    monkeypatch.setattr("tplab.pool.watch.snapshot", lambda processes: {0: next(stacks)})
+    watch = object.__new__(Watch)
+    watch.status, watch.processes, watch._gloo_since = [RUNNING], [None], {}
+    assert [watch._stuck_in_gloo(now) for now in (0.0, 2.0, 4.0, 7.0)] == [False, False, False, True]
 
 
 def test_a_stopped_process(pool):

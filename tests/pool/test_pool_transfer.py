@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tplab.pool.capture import SHOWN_BYTES, Reader
+from tplab.pool.shared_file import SharedFile
 from tplab.pool.transfer import dumps, loads
 from tplab.ranks import RankError, rank, state
 
@@ -85,6 +87,12 @@ def test_modules_beside_the_notebook_are_found(pool, tmp_path, monkeypatch):
         pool.run(lambda: os._exit(3) if rank() else os.chdir("/"))
     assert pool.run(beside_the_notebook.answer) == [42, 42]  # by the fresh rank and by the one that had gone elsewhere
     assert pool.run(lambda: open("beside_the_notebook.py").read(3)) == ["def", "def"]
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "added_later.py").write_text("def answer():\n    return 43\n")
+    monkeypatch.syspath_prepend(tmp_path / "later")  # the same list as before, with one more folder
+    import added_later
+
+    assert pool.run(added_later.answer) == [43, 43]
 
 
 # What cannot cross.
@@ -221,6 +229,16 @@ def test_50_mb_from_c_do_not_block_or_pile_up(pool, capsys):
     assert all(process.output.length() == 0 for process in pool._processes)
     pool.run(lambda: print("short"))
     assert capsys.readouterr().out == "[rank 0] short\n[rank 1] short\n"  # nothing of it was cut
+
+
+def test_a_flood_that_was_trimmed_twice_is_counted_whole(tmp_path):
+    memory = SharedFile("output", str(tmp_path))
+    reader = Reader(memory)
+    for _ in range(2):
+        memory.put(b"z" * 65 * SHOWN_BYTES)
+        reader.trim()
+    assert reader.take(0) == ("z" * SHOWN_BYTES, 128 * SHOWN_BYTES)
+    memory.close()
 
 
 def test_a_progress_bar_shows_its_last_state(pool, capsys):

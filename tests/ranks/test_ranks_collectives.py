@@ -286,6 +286,18 @@ def test_a_logical_rank_that_raises():
     assert text.startswith("rank 1 raised ValueError: mine") and "rank 0 waits in all_reduce" in text
 
 
+def test_a_logical_rank_that_raises_deep_down():
+    """Of many lines the innermost are shown, and the exception itself is at hand."""
+    def fall(depth):
+        if depth == 0:
+            raise ValueError("at the bottom")
+        fall(depth - 1)
+
+    with pytest.raises(RankError, match=r'raise ValueError\("at the bottom"\)') as caught:
+        logical_ranks(1, fall, 20)
+    assert caught.value.__cause__ is caught.value.first.exception is not None
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_logical_rank_that_skips(late):
     """Before the other one waits for it, or after."""
