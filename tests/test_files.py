@@ -3,24 +3,28 @@
 import os
 import resource
 import socket
+from contextlib import contextmanager
 
 import pytest
 
 from tplab.files import FileError, check_writable, write_file
 
 
-@pytest.fixture
+@contextmanager
 def full_disk():
-    """No file of this process may grow beyond 100 bytes."""
+    """No file of this process may grow beyond 100 bytes, pytest's own report into a file neither: so only for a moment.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path, full_disk):
+def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path):
     (tmp_path / "report.json").write_text("the old report")
-    with pytest.raises(FileError, match=r"report\.json could not be written: File too large"):
+    with full_disk(), pytest.raises(FileError, match=r"report\.json could not be written: File too large"):
         write_file(tmp_path / "report.json", lambda new: new.write_text("x" * 1000))
     assert (tmp_path / "report.json").read_text() == "the old report"
     assert os.listdir(tmp_path) == ["report.json"]
