@@ -143,8 +143,8 @@ def test_soak():
             seen[name] += 1
             begin = time.monotonic()
             if fault == "interrupt":
-                threading.Timer(choose.uniform(0, 0.05), os.kill, (os.getpid(), signal.SIGINT)).start()
                 with pytest.raises(KeyboardInterrupt):
+                    threading.Timer(choose.uniform(0, 0.05), os.kill, (os.getpid(), signal.SIGINT)).start()
                     pool.run(loops, who, before)
             elif fault == "from outside":
                 pool.run(rank)  # the one that died before this has a successor only now
