@@ -237,8 +237,8 @@ def _point_lines(report) -> str:
         of_layer, _, last = point.name.rpartition(".")
         if last in ends or (layer and of_layer == layer):
             mark = "" if point.inside else "  outside" + (", first" if point is first else "")
-            lines.append(f"{point.name:24}{point.max_abs:10.1e}{point.relative:10.1e}{point.nan:9}{mark}".replace("nan",
-                                                                                                                  "NaN"))
+            line = f"{point.name:24}{point.max_abs:10.1e}{point.relative:10.1e}{point.nan:9}{mark}"
+            lines.append(line.replace("nan", "NaN"))
     return "\n".join(lines)
 
 

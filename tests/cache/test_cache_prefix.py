@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints import LONGROPE, make_checkpoint
 from helpers.engine import make_engine, one_at_a_time
 
 from tplab.cache import BlockPool, BlockTable, block_key
 from tplab.llm import LLM, SamplingParams
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32, "factor": 4.0}
 
 
 def computed(pool, tokens, count=None):

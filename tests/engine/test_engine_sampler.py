@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.sampling import on_ranks
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tplab.engine import sampler
 from tplab.engine.sampler import gumbel_noise, sample
 from tplab.engine.step import SamplingMetadata
-from tplab.ranks import all_gather, logical_ranks, rank
+from tplab.ranks import logical_ranks
 from tplab.shard import split_evenly
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -30,16 +31,7 @@ def draws_over(vocabulary):
 
 def sampled(tp, logits, draws):
     """``sample`` on ``tp`` logical ranks over ``logits [n, vocabulary]``: the one answer that all ranks give."""
-    parts = split_evenly(logits.shape[-1], tp)
-
-    def on_rank():
-        here = parts[rank()]
-        model = SimpleNamespace(
-            shard=SimpleNamespace(vocab=here), config=SimpleNamespace(vocab_size=logits.shape[-1]),
-            gather_logits=lambda part: all_gather(part, dim=-1, sizes=[len(p) for p in parts]))
-        return sample(model, logits[:, here.start:here.stop], draws)
-
-    answers = logical_ranks(tp, on_rank)
+    answers = on_ranks(tp, logits, draws)
     assert all(answer == answers[0] for answer in answers), "ranks disagree"
     return answers[0]
 

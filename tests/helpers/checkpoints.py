@@ -19,6 +19,8 @@ from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
 from tplab.checkpoint.headers import INDEX, SINGLE
 from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32, "factor": 4.0}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},

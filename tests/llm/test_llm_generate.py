@@ -4,13 +4,10 @@ import random
 
 import pytest
 import torch
-from helpers.checkpoints import ROPES, make_checkpoint, shapes
+from helpers.checkpoints import LONGROPE, ROPES, make_checkpoint, shapes
 
 from tplab.checkpoint import open_checkpoint
 from tplab.llm import LLM, SamplingParams
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32, "factor": 4.0}
 
 
 def hf_greedy(folder, prompts, max_tokens, dtype=torch.float64):

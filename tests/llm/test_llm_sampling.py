@@ -3,38 +3,23 @@
 import math
 from decimal import Decimal
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.sampling import on_ranks
 
 from tplab.checks import shown
 from tplab.engine import RequestError
-from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer, sample
+from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer
 from tplab.engine.step import SamplingMetadata
 from tplab.faults import fault
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.ranks import all_gather, logical_ranks, rank
-from tplab.shard import split_evenly
+from tplab.ranks import logical_ranks, rank
 
 GREEDY = SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None)
-
-
-def on_ranks(tp, logits, draws):
-    """``sample`` on ``tp`` logical ranks over the whole ``logits [n, vocabulary]``; every rank's answer."""
-    parts = split_evenly(logits.shape[-1], tp)
-
-    def on_rank():
-        here = parts[rank()]
-        model = SimpleNamespace(
-            shard=SimpleNamespace(vocab=here), config=SimpleNamespace(vocab_size=logits.shape[-1]),
-            gather_logits=lambda part: all_gather(part, dim=-1, sizes=[len(p) for p in parts]))
-        return sample(model, logits[:, here.start:here.stop], draws)
-
-    return logical_ranks(tp, on_rank)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
