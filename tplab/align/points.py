@@ -8,7 +8,7 @@ _LAYOUTS = {
     "q": "q_heads", "q_norm": "q_heads", "q_rope": "q_heads", "attn": "q_heads",
     "k": "kv_heads", "k_norm": "kv_heads", "k_rope": "kv_heads", "v": "kv_heads",
     # sharded along the last dimension
-    "mlp_act": "mlp", "logits": "vocab",
+    "gate": "mlp", "up": "mlp", "mlp_act": "mlp", "logits": "vocab",
     # one summand of a row-parallel sum per rank
     "o_partial": "partial", "mlp_partial": "partial",
 }

@@ -1,0 +1,67 @@
+"""``Recording``: what an engine computed, point by point and rank by rank, whoever the engine was."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of one point.
+
+    Attributes:
+        tensor: ``[rows, heads, head_dim]`` at ``q_heads`` and ``kv_heads`` points, ``[rows, columns]`` otherwise; in
+            the dtype in which it was recorded.
+        kind: ``"replicated"``, ``"q_heads"``, ``"kv_heads"``, ``"mlp"``, ``"vocab"`` or ``"partial"``. A point that
+            is dealt out by the names in :mod:`tplab.align.points` may be held whole: then ``indices`` are all.
+        indices: the global heads, columns or vocabulary rows along dim 1, in their order; ``()`` where the shard is
+            replicated or a summand.
+    """
+
+    tensor: torch.Tensor
+    kind: str
+    indices: tuple[int, ...] | range = ()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What one rank holds of one checkpoint tensor: ``indices`` of it along ``dim``; whole where ``dim`` is None."""
+
+    tensor: torch.Tensor
+    dim: int | None = None
+    indices: tuple[int, ...] | range = ()
+
+
+@dataclass
+class Recording:
+    """All calls of a run, their rows brought into one order: by sequence, then by position.
+
+    A row that was computed more than once counts as it was computed last.
+
+    Attributes:
+        ids: the whole text of each sequence.
+        places: ``(sequence, position)`` of each row of every point but the logits; position = tokens before it.
+        num_keys: for each row, how many keys of its sequence existed at the end of the call that computed it.
+        logit_places: the same as ``places``, of the rows of the logits (perhaps last positions only).
+        points: canonical name (:mod:`tplab.align.points`, and ``gate`` and ``up`` of each layer) → one :class:`Shard`
+            per rank, None for a rank without it. A point that was not recorded is missing.
+        dtype: in which most of the points were recorded.
+        declared: for each row, the position that the engine gave, if any of them differs from ``places``.
+        assumed: point → sentence: which tensor it was taken from, which layout was assumed.
+        unplaced: tensors that are no point we know, and why.
+        notes: what else could not be seen: missing ranks, calls cut off, points left out.
+        parameters: per rank, checkpoint name → :class:`Parameter`; None for a rank that recorded none.
+    """
+
+    world_size: int
+    ids: list[list[int]]
+    places: list[tuple[int, int]]
+    num_keys: list[int]
+    logit_places: list[tuple[int, int]]
+    points: dict[str, list[Shard | None]]
+    dtype: torch.dtype
+    declared: list[int] | None = None
+    assumed: dict[str, str] = field(default_factory=dict)
+    unplaced: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    parameters: list[dict[str, Parameter] | None] = field(default_factory=list)
