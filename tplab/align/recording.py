@@ -4,6 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tplab.errors import TplabError
+
+
+class PlacementError(TplabError):
+    """What was recorded cannot be laid beside this checkpoint; the message says what of it does not fit."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -50,6 +56,8 @@ class Recording:
         assumed: point → sentence: which tensor it was taken from, which layout was assumed.
         unplaced: tensors that are no point we know, and why.
         notes: what else could not be seen: missing ranks, calls cut off, points left out.
+        contradictions: what is wrong whatever the values are: ranks that were given other token ids, heads or columns
+            that no rank holds. A healthy engine has none.
         parameters: per rank, checkpoint name → :class:`Parameter`; None for a rank that recorded none.
     """
 
@@ -64,4 +72,5 @@ class Recording:
     assumed: dict[str, str] = field(default_factory=dict)
     unplaced: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)
     parameters: list[dict[str, Parameter] | None] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""Recorded engines: the folder read, its names and layouts found."""
