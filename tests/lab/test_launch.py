@@ -18,7 +18,7 @@ from threading import Event
 
 import pytest
 
-from tplab.lab import doctor
+from tplab.lab import doctor, testing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,25 +92,38 @@ def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, wor
     assert asked == {"notebooks": ["01", "02"], "parameters": [["seed", "1"]], "out": None}
 
 
-@pytest.mark.parametrize("broken", ["neither", "units", "notebooks", "both"])
-def test_both_halves_of_the_tests_always_run_and_either_can_fail_them(launch, monkeypatch, capsys, broken):
+@pytest.mark.parametrize("broken", [(), ("units",), ("solved",), ("stored",), ("units", "solved", "stored")])
+def test_all_parts_of_the_tests_always_run_and_each_can_fail_them(monkeypatch, capsys, broken):
     ran = []
 
-    def pytest_run(command, cwd):
-        half = "notebooks" if "--nbval" in command else "units"
-        ran.append(half)
-        return int(broken in (half, "both"))
+    def pytest_run(command, cwd, **output):
+        part = "stored" if "--nbval" in command else "solved" if "tests" not in command else "units"
+        assert cwd == testing.ROOT and ("--ignore=tests/test_notebooks.py" in command) == (part == "units")
+        ran.append(part)
+        return subprocess.CompletedProcess(command, int(part in broken), f"what {part} printed\n")
 
+    monkeypatch.setattr(testing.subprocess, "run", pytest_run)
+    monkeypatch.setattr(testing.subprocess, "call", lambda *args, **more: pytest_run(*args, **more).returncode)
+    failed = testing.main() or ""
+    names = {"units": "unit tests", "solved": "their solutions", "stored": "stored text"}
+    assert [part for part, name in names.items() if f"{name} (pytest's exit code 1)" in failed] == list(broken)
+    assert sorted(ran) == ["solved", "stored", "units"]
+    shown = capsys.readouterr().out
+    assert "what solved printed" in shown and "what stored printed" in shown
+
+
+def test_an_interrupt_ends_the_notebooks_lane(monkeypatch):
+    stopped = subprocess.CompletedProcess([], int(pytest.ExitCode.INTERRUPTED), "stopped")
+    monkeypatch.setattr(testing.subprocess, "run", lambda *args, **more: stopped)
+    assert list(testing.notebook_lane().values()) == [(2, "stopped")]
+
+
+def test_the_tests_are_handed_on(launch, monkeypatch):
+    handed = []
     monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
-    monkeypatch.setattr(launch.subprocess, "call", pytest_run)
-    if broken == "neither":
-        launch.test([])
-    else:
-        with pytest.raises(SystemExit, match="failed: ") as stop:
-            launch.test([])
-        assert ("unit tests" in stop.value.code) == (broken != "notebooks")
-        assert ("stored text" in stop.value.code) == (broken != "units")
-    assert ran == ["units", "notebooks"]
+    monkeypatch.setattr(launch, "become", lambda python, *command: handed.append(command))
+    launch.test([])
+    assert handed == [("-m", "tplab.lab.testing")]
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""``./launch test``: the unit tests, and beside them every notebook, solved and against its stored text.
+
+Two lanes, because most tests wait for processes to start: on two cores they take little more than half of the time of
+one after the other. The first lane's output is shown as it comes, the other's when it is complete.
+"""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pytest import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+SOLVED = "tests/test_notebooks.py"
+UNITS = {"unit tests": ["tests", f"--ignore={SOLVED}"]}
+NOTEBOOKS = {"notebooks with their solutions": [SOLVED],
+             "notebooks against their stored text": ["--nbval", "notebooks"]}
+
+
+def pytest_command(options: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", *options]
+
+
+def notebook_lane() -> dict[str, tuple[int, str]]:
+    """``{part: (pytest's exit code, its output)}``, one part after the other until one is interrupted."""
+    done = {}
+    for part, options in NOTEBOOKS.items():
+        run = subprocess.run(pytest_command(options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                             text=True, errors="replace")
+        done[part] = run.returncode, run.stdout
+        if run.returncode == ExitCode.INTERRUPTED:
+            break
+    return done
+
+
+def main() -> str | None:
+    """What failed, in one sentence; None if nothing did. Every part is run, whatever came of the others."""
+    with ThreadPoolExecutor(1) as beside:
+        notebooks = beside.submit(notebook_lane)
+        codes = {}
+        for part, options in UNITS.items():
+            print(f"launch test: {part}", flush=True)
+            codes[part] = subprocess.call(pytest_command(options), cwd=ROOT)
+        for part, (code, output) in notebooks.result().items():
+            print(f"launch test: {part}\n{output}", flush=True)
+            codes[part] = code
+    failed = [f"{part} (pytest's exit code {code})" for part, code in codes.items() if code]
+    return f"launch test: failed: {', '.join(failed)}" if failed else None
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
