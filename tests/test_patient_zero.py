@@ -1,0 +1,192 @@
+"""The engine of notebook 09: every defect of the case notes shows its own symptom, and without them it is right."""
+
+import ast
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.patient_zero import CURES, examine
+
+from tplab import fable, open_checkpoint
+from tplab.align import hf_greedy
+from tplab.align.reference import hf_model
+from tplab.lab.batch import FOLDER
+from tplab.pool import shared_pool
+
+PROMPT = fable.default_prompt()
+
+
+@pytest.fixture(scope="module")
+def ckpt():
+    return open_checkpoint("fable")
+
+
+@pytest.fixture(scope="module")
+def ids(ckpt):
+    return ckpt.tokenizer()(PROMPT).input_ids
+
+
+def hf_logits(ckpt, ids):
+    with torch.inference_mode():
+        return hf_model(ckpt, torch.float32)(torch.tensor([ids])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def truth(ckpt, ids):
+    return hf_logits(ckpt, ids), hf_greedy(ckpt, ids, 12)
+
+
+@pytest.fixture(scope="module")
+def without(ckpt, ids):
+    """without(name, ranks): what each rank sees when all is cured but ``name``."""
+    seen = {}
+
+    def run(*names, ranks=2):
+        if (names, ranks) not in seen:
+            cures = {name: cure for name, cure in CURES.items() if name not in names}
+            seen[names, ranks] = shared_pool(ranks).run(examine, ckpt.folder, ids, cures)
+        return seen[names, ranks]
+
+    return run
+
+
+def distance(found, wanted):
+    return (found - wanted).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sick_it_writes_one_token_for_ever_and_calls_itself_well(ckpt, ids, ranks):
+    for seen in shared_pool(ranks).run(examine, ckpt.folder, ids, {}):
+        assert seen.logits.isnan().any()
+        assert seen.text == [0] * 12
+        assert seen.self_test.endswith(f"over {ranks} ranks works!")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_cured_it_is_hugging_face(without, truth, ranks):
+    logits, text = truth
+    for seen in without(ranks=ranks):
+        assert distance(seen.logits, logits) < 1e-4
+        assert seen.text == text
+        assert "away from Hugging Face" in seen.self_test
+
+
+@pytest.mark.parametrize("model_type, options", [
+    ("llama", {"heads": 9, "kv_heads": 3, "hidden": 36, "tie": True, "attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"heads": 7, "kv_heads": 1, "hidden": 28}),
+    ("mistral", {"heads": 6, "kv_heads": 6, "hidden": 36, "rope": "yarn"}),
+    ("qwen2", {"heads": 14, "kv_heads": 2, "hidden": 42, "head_dim": 6, "tie": True, "shards": 2})])
+def test_cured_it_runs_the_other_architectures_with_uneven_heads(tmp_path, model_type, options):
+    ckpt, ids = open_checkpoint(make_checkpoint(tmp_path / "m", model_type, **options)), [5, 60, 3, 3, 17, 2, 41]
+    for ranks in (2, 3):
+        for seen in shared_pool(ranks).run(examine, ckpt.folder, ids, CURES):
+            assert distance(seen.logits, hf_logits(ckpt, ids)) < 1e-4
+            assert seen.text == hf_greedy(ckpt, ids, 12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_additive_mask_makes_nan(without, ranks):
+    seen = without("attention.apply_causal_mask", ranks=ranks)[0]
+    assert seen.logits.isnan().all() and seen.text == [0] * 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cut_along_dim_1_is_wrong_on_one_rank_too_and_no_shape_shows_it(without, truth, ranks):
+    seen = without("linear.shard_weight", ranks=ranks)[0]
+    assert distance(seen.logits, truth[0]) > 1 and seen.text != truth[1]
+
+
+def test_swallowed_exception_is_a_model_without_positions(without, truth):
+    seen = without("attention.apply_rope")[0]
+    assert distance(seen.logits, truth[0]) > 1 and seen.text != truth[1]
+
+
+def test_fallback_loses_the_head(without, truth):
+    right, wrong = without()[0], without("weight_loader.load_state_dict")[0]
+    assert distance(wrong.hidden, right.hidden) == 0
+    assert distance(wrong.logits, truth[0]) > 1
+    assert wrong.head.std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_cache_that_nobody_reads_gives_the_same_text(without, truth, ids):
+    right, wrong = without()[0], without("model.TensorParallelModel.generate")[0]
+    assert wrong.text == right.text == truth[1]
+    assert right.tokens == [len(ids)] + [1] * 11
+    assert wrong.tokens == list(range(len(ids), len(ids) + 12))
+
+
+def test_repeated_heads_in_the_cache_fail_as_soon_as_it_is_read(without):
+    right, wrong = without()[0], without("attention.extend_cache")[0]
+    assert wrong.cache_bytes == 4 * right.cache_bytes  # 8 query heads, 2 KV heads
+    assert "Sizes of tensors must match" in wrong.text
+    masked = without("attention.extend_cache", "model.TensorParallelModel.generate")[0]
+    assert masked.text == right.text, "while nobody reads it, nobody sees it"
+
+
+def test_sizes_divided_and_multiplied_cancel_only_where_heads_divide(without, truth):
+    assert distance(without("linear.share")[0].logits, truth[0]) < 1e-4
+    for ranks, heads in ((2, 8), (3, 6), (4, 8)):
+        assert sum(seen.heads for seen in without("linear.share", ranks=ranks)) == heads
+    assert distance(without("linear.share", ranks=3)[0].logits, truth[0]) > 1
+
+
+def test_kv_heads_without_a_rule_give_one_query_head_the_wrong_one(without, truth):
+    assert distance(without("linear.kv_share")[0].logits, truth[0]) < 1e-4
+    right, wrong = without(ranks=3), without("linear.kv_share", ranks=3)
+    assert distance(wrong[0].logits, truth[0]) > 1
+    differs = [(a.attention != b.attention).any(0).view(-1, 16).any(1).tolist() for a, b in zip(right, wrong)]
+    assert differs == [[False] * 3, [True, False, False], [False] * 2]  # query head 3
+
+
+def test_full_state_dict_stays_on_every_rank(without, ckpt):
+    whole = 4 * sum(t.numel() for t in hf_model(ckpt, torch.float32).parameters())
+    for right, wrong in zip(without(), without("weight_loader.load_weights")):
+        assert right.parameter_bytes == wrong.parameter_bytes and right.kept_bytes == 0
+        assert wrong.kept_bytes == whole, "tied: the head and the embedding are one tensor"
+
+
+def test_head_is_computed_whole_on_every_rank(without, ckpt):
+    config = ckpt.config
+    head = 4 * config.vocab_size * config.hidden_size
+    for right, wrong in zip(without(), without("linear.LMHead")):
+        assert wrong.parameter_bytes - right.parameter_bytes == head // 2
+        assert wrong.text == right.text
+
+
+def test_self_test_compares_nothing(without, ckpt, ids):
+    assert without("model.TensorParallelModel.self_test")[0].self_test.endswith("works!")
+    compares = {"model.TensorParallelModel.self_test": CURES["model.TensorParallelModel.self_test"]}
+    (seen,) = shared_pool(1).run(examine, ckpt.folder, ids, compares)
+    assert seen.self_test == "AssertionError: nan away from Hugging Face"
+
+
+def test_shapes_of_the_rotation_do_not_broadcast():
+    from patient_zero import attention
+
+    q, k, cos = torch.randn(1, 4, 7, 8), torch.randn(1, 1, 7, 8), torch.randn(1, 7, 8)
+    with pytest.raises(RuntimeError, match="must match"):
+        attention.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, cos)
+    assert attention.apply_rope(lambda x, positions: (cos, cos), None, q, k) == (q, k)
+
+
+@pytest.mark.parametrize("change, words", [({"model_type": "gpt2"}, "not 'gpt2'"),
+                                           ({"hidden_act": "gelu"}, "gelu"),
+                                           ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding")])
+def test_what_it_cannot_run_is_refused_by_a_sentence(tmp_path, change, words):
+    import patient_zero
+
+    folder = make_checkpoint(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=words):
+        patient_zero.load(folder)
+
+
+def test_it_knows_nothing_of_the_lab():
+    files = sorted((FOLDER / "patient_zero").glob("*.py"))
+    imported = {alias.name if isinstance(node, ast.Import) else node.module
+                for file in files for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    assert {name.split(".")[0] for name in imported} <= {"torch", "transformers", "safetensors", "patient_zero",
+                                                         "pathlib", "sys"}
