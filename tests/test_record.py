@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tplab.align.check import read_recorded
+from tplab.align.check.folder import read_recorded
 from tplab.record import record
 
 
