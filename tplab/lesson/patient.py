@@ -1,7 +1,7 @@
 """The exercises of notebook 09: three functions of patient zero, each judged on a small example, then in the engine.
 
-Patient zero (``notebooks/patient_zero``) knows nothing of the lab. A *cure* is a function that takes the place of one of
-its own, by dotted name, for as long as a call on the ranks lasts; its files stay as they are.
+Patient zero (``notebooks/patient_zero``) knows nothing of the lab. A *cure* is a function that takes the place of one
+of its own, by dotted name, for as long as a call on the ranks lasts; its files stay as they are.
 """
 
 from collections.abc import Callable, Mapping
@@ -110,8 +110,8 @@ def rope_problem(function: Callable) -> str:
     counted = apply_rope(tables, positions - 5, q, k)
     for name, ours, truth, restarted, before in zip("qk", found, right, counted, (q, k)):
         if ours.shape != before.shape:
-            return (f"{name} goes in as {list(before.shape)} and comes back as {list(ours.shape)}; the next line expects "
-                    "heads before tokens, as before")
+            return (f"{name} goes in as {list(before.shape)} and comes back as {list(ours.shape)}; attention "
+                    "expects heads before tokens, as before")
         if ours.equal(before):
             return f"{name} comes back as it went in: nothing was turned"
         if torch.allclose(ours, restarted, atol=1e-5):
@@ -185,7 +185,8 @@ def generate_problem(function: Callable) -> str:
             return (f"{have} says position {positions[0]}; {held} tokens come before, so it is {held} (without "
                     "position_ids the model counts from 0)")
     if len(found) != 4:
-        return f"4 new tokens were asked for, {len(found)} came back" + ", the prompt among them" * (found[:5] == prompt)
+        among = ", the prompt among them" * (found[:5] == prompt)
+        return f"4 new tokens were asked for, {len(found)} came back{among}"
     return "" if found == right else (f"calls and positions are right, but {found} came back instead of {right}: the "
                                       "argmax of which row is the next token?")
 
@@ -209,8 +210,8 @@ def kv_share_problem(function: Callable) -> str:
             first, count, repeats = found
             try:
                 held = torch.arange(int(first), int(first) + int(count)).repeat_interleave(repeats).tolist()
-            except Exception as error:
-                return f"{have}repeat_interleave does not take {found}: {error}"
+            except (TypeError, ValueError, RuntimeError):
+                return f"{have}repeat_interleave does not take {found}; repeats is a whole number or a tensor of {count}"
             start, heads = _even(num_heads, rank, ranks)
             wanted = [head // group for head in range(start, start + heads)]
             mine = f"query heads {start}–{start + heads - 1}" if heads > 1 else f"query head {start}"
