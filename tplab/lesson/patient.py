@@ -211,7 +211,7 @@ def kv_share_problem(function: Callable) -> str:
             try:
                 held = torch.arange(int(first), int(first) + int(count)).repeat_interleave(repeats).tolist()
             except (TypeError, ValueError, RuntimeError):
-                return f"{have}repeat_interleave does not take {found}; repeats is a whole number or a tensor of {count}"
+                return f"{have}repeat_interleave does not take {found}; repeats is a number or a tensor of {count}"
             start, heads = _even(num_heads, rank, ranks)
             wanted = [head // group for head in range(start, start + heads)]
             mine = f"query heads {start}–{start + heads - 1}" if heads > 1 else f"query head {start}"
