@@ -42,10 +42,17 @@ def test_what_is_no_number(value):
 def test_what_an_error_shows_is_never_an_error():
     class Broken:
         def __repr__(self):
-            raise ValueError
+            raise RuntimeError
 
     assert shown(10**5000) == "a value of type int" and shown(Broken()) == "a value of type Broken"
-    assert len(shown([1] * 1000)) < 200 and shown("short") == "'short'"
+    assert len(shown([1] * 1000)) < 200 and shown("short") == "'short'" and shown("x" * 198) == repr("x" * 198)
+    assert shown("a" * 150 + "b" * 150) == "'" + "a" * 149 + "…" + "b" * 19 + "'"
+
+
+def test_a_size_begins_at_one():
+    assert repr(from_one_up("size", np.int64(1), TplabError)) == "1"
+    with pytest.raises(TplabError, match="size must be a whole number from 1 up, not 0"):
+        from_one_up("size", 0, TplabError)
 
 
 def test_a_text_that_no_tokenizer_can_read():

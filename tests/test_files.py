@@ -83,3 +83,17 @@ def test_a_name_that_cannot_be_written_is_refused(path, words, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileError, match=words):
         check_writable(path)
+
+
+@pytest.mark.parametrize("closed, words", [("report", "report cannot be written: no permission$"),
+                                           (".", "no permission to make files in "), (None, None)])
+def test_what_may_not_be_written_is_refused(closed, words, tmp_path, monkeypatch):
+    """Asked of the system, for whoever runs this as root may write everywhere."""
+    (tmp_path / "report").write_text("")
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and not (
+        closed and os.path.samefile(path, tmp_path / closed) and mode & os.W_OK))
+    if closed is None:
+        return check_writable(tmp_path / "report")
+    with pytest.raises(FileError, match=words):
+        check_writable(tmp_path / "report")

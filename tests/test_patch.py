@@ -3,6 +3,7 @@
 import linecache
 import sys
 import threading
+from importlib import import_module
 
 import pytest
 
@@ -161,6 +162,42 @@ def test_a_replacement_that_cannot_be_called_alike_is_refused_and_nothing_stays(
     assert attention.mask_scores is right
     with pytest.raises(PatchError, match="cannot be called"), applied(Patch(TARGET, 3)):
         pass
+
+
+@pytest.mark.parametrize("target, replacement, call, of", [
+    ("tplab.pool.control_block.ControlBlock.bytes_needed", lambda size: size, "bytes_needed", (5,)),
+    ("tplab.pool.control_block.ControlBlock.close", lambda self: (type(self), 5), "close", ()),
+    ("tplab.checkpoint.config.ModelConfig.from_hf", lambda cls, hf, eos=None: (cls, hf), "from_hf", (5,)),
+])
+def test_a_method_of_any_kind_stays_of_its_kind(target, replacement, call, of):
+    owner = getattr(import_module(target.rsplit(".", 2)[0]), target.split(".")[-2])
+    before = vars(owner)[call]
+    with applied(Patch(target, replacement)):
+        found = getattr(object.__new__(owner), call)(*of)
+        assert found in (5, (owner, 5)) and callable(original(target))
+        with pytest.raises(PatchError, match="but the replacement takes"), applied(Patch(target, lambda: None)):
+            pass
+    assert vars(owner)[call] is before
+
+
+def test_a_module_that_lacks_another_one_says_which(monkeypatch, tmp_path):
+    (tmp_path / "broken_room.py").write_text("import no_such_library.of_somebody\n")
+    monkeypatch.setattr("tplab.__path__", [*sys.modules["tplab"].__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'"):
+        original("tplab.broken_room.function")
+
+
+def test_who_reads_the_places_holds_their_lock(monkeypatch):
+    """Or a thread that applies a patch at this moment would change them under the reader."""
+    class Guarded(dict):
+        def look(self, *args):
+            assert patch._lock._is_owned()
+            return []
+
+        values = get = __getitem__ = look
+
+    monkeypatch.setattr(patch, "_places", Guarded())
+    assert patch.in_force() == () and original(TARGET) is attention.mask_scores
 
 
 def stands_there():
