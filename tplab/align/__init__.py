@@ -1,11 +1,11 @@
 """The diff against Hugging Face: trace points, floors, reports, the diagnosis, and the reassembly check."""
 
 from tplab.align.decode import align_decode
-from tplab.align.diagnose import diagnose
+from tplab.align.diagnose import diagnose, diagnose_all
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.reference import hf_greedy
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
 
 __all__ = ["AlignError", "AlignReport", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode", "diagnose",
-           "hf_greedy", "reassemble"]
+           "diagnose_all", "hf_greedy", "reassemble"]

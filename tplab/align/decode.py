@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tplab.align.reference import hf_model, hf_trace
+from tplab.align.gather import recorded
+from tplab.align.judge import judge
 from tplab.align.report import AlignReport, DecodeFacts
-from tplab.align.run import AlignError, build_report, check_prompts, pool_for
+from tplab.align.run import AlignError, check_prompts, pool_for
 from tplab.cache import blocks_needed
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown, whole_number
@@ -76,6 +77,12 @@ class _ForcingExecutor:
         return {name: torch.stack([self.traces[at][rank][name][row]
                                    for _, (at, row) in sorted(self.places(name).items())]) for name in names}
 
+    def num_keys(self) -> list[int]:
+        """For each row, how many keys there were when it was computed: the tokens up to the end of its step."""
+        ends = {(s.request_id, position): s.segment.start + s.segment.count for step in self.steps
+                for s in step.requests for position in range(s.segment.start, s.segment.start + s.segment.count)}
+        return [ends[place] for place in sorted(self.rows)]
+
     def places(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
         """``{(sequence, position): (step, row)}`` of a point."""
         return self.logit_rows if name == "logits" else self.rows
@@ -110,7 +117,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     if whole_number(new_tokens, 1, shortest - 1) is None:
         raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt ({shortest} tokens), "
                          f"not {shown(new_tokens)}")
-    reference = hf_model(ckpt, dtype)
+    ckpt.check_unchanged()
     block_size = from_one_up("block_size", block_size, AlignError)
     config = EngineConfig(
         vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)) + 1, block_size=block_size,
@@ -132,11 +139,9 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                 engine.step()
     finally:
         run(drop_runners, [_KEY])
-    wholes = [hf_trace(reference, text) for text in texts]
-    hf_trace_points = {name: torch.stack([wholes[number][name][position]
-                                          for number, position in sorted(executor.places(name))]) for name in wholes[0]}
     traces = [executor.whole_trace(rank) for rank in range(tensor_parallel_size)]
-    computed = [[position for number, position in sorted(executor.rows) if number == i] for i in range(len(texts))]
+    recording = recorded(traces, plan, dtype, texts, sorted(executor.rows), executor.num_keys(),
+                         sorted(executor.logit_rows))
     facts = DecodeFacts(tuple(executor.steps), tuple(executor.tables), tuple(executor.drawn), block_size,
                         engine.pool.num_used, sum(len(record.preempted) for record in engine.scheduler.history))
-    return build_report(ckpt, plan, dtype, texts, traces, hf_trace_points, patches, computed=computed, decode=facts)
+    return judge(recording, ckpt, plan, patches, decode=facts)

@@ -26,14 +26,24 @@ and 3e-7 to 1e-5 on logits. It is outside this floor, and :func:`tplab.align.dia
 Along the decode path the same row of scores is summed up at another length (padded to the batch, where Hugging Face's
 single pass pads to the prompt), and a float32 softmax over another length rounds differently, in float64 models too:
 4e-7 was measured, and up to 1e-5 on logits where it crosses a boundary. Hence ``DECODE``.
+
+In the local frame, where each module is judged from its own recorded inputs, nothing adds up: ``LOCAL`` bounds one
+module's rounding, each row relative to its own largest value. Where more is left, the module is computed once more in
+the run's dtype as Hugging Face would, from the same inputs; up to ``TIMES`` the rounding found there is rounding too.
+
+In bfloat16 and float16 that decides, and the bounds above are caps: each point's floor is ``TIMES`` how far Hugging
+Face's own run in that dtype stands from its float32 one there.
 """
 
 import torch
 
-RELATIVE = {torch.float32: 2e-5, torch.float64: 2e-7, torch.bfloat16: 4e-1}
+RELATIVE = {torch.float32: 2e-5, torch.float64: 2e-7, torch.bfloat16: 4e-1, torch.float16: 1e-1}
 DECODE = RELATIVE | {torch.float64: 1e-5}
-LOGITS = {torch.float32: 1e-4, torch.float64: 1e-7, torch.bfloat16: float("inf")}
-LOGITS_RELATIVE = {torch.float32: 5e-6, torch.float64: 0.0, torch.bfloat16: 0.0}
+LOGITS = {torch.float32: 1e-4, torch.float64: 1e-7, torch.bfloat16: float("inf"), torch.float16: float("inf")}
+LOGITS_RELATIVE = {torch.float32: 5e-6, torch.float64: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
+LOCAL = {torch.float32: 2e-5, torch.float64: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+TIMES = 4.0
+SHORT = (torch.bfloat16, torch.float16)  # dtypes in which thirty layers' rounding and a bug look alike from outside
 
 
 def relative_floor(dtype: torch.dtype, decode: bool) -> float:
@@ -41,9 +51,14 @@ def relative_floor(dtype: torch.dtype, decode: bool) -> float:
     return (DECODE if decode else RELATIVE)[dtype]
 
 
+def bound(name: str, scale: float, dtype: torch.dtype, decode: bool = False) -> float:
+    """The largest difference at a trace point that rounding explains; ``scale`` is the reference's largest value."""
+    relative = relative_floor(dtype, decode) * scale
+    if name == "logits" and not decode:
+        return min(relative, max(LOGITS[dtype], LOGITS_RELATIVE[dtype] * scale))
+    return relative
+
+
 def inside(name: str, max_abs: float, scale: float, dtype: torch.dtype, decode: bool = False) -> bool:
     """Whether a difference at a trace point is explained by rounding."""
-    bound = relative_floor(dtype, decode) * scale
-    if name == "logits" and not decode:
-        bound = min(bound, max(LOGITS[dtype], LOGITS_RELATIVE[dtype] * scale))
-    return max_abs <= bound
+    return max_abs <= bound(name, scale, dtype, decode)

@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from tplab.align.operations import as_index
 from tplab.align.points import layout
+from tplab.align.recording import Recording, Shard
 from tplab.checkpoint.layout import by_parameter, tensor_parts
 from tplab.model import LoadStats, NoCache, TensorParallelCausalLM, load_model
 from tplab.model.trace import recording
@@ -27,26 +29,44 @@ def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[
     return points, [record for record in op_log() if record.seq > before], model.load_stats
 
 
-def whole_point(name: str, shards: list[torch.Tensor], plan: ShardPlan) -> tuple[torch.Tensor, float]:
-    """One trace point of all ranks → the tensor Hugging Face has, and the largest disagreement between ranks.
+def recorded(traces: list[dict[str, torch.Tensor]], plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]],
+             places: list[tuple[int, int]], num_keys: list[int], logit_places: list[tuple[int, int]]) -> Recording:
+    """The lab's own traces, one per rank, as a :class:`Recording`: every share is the plan's."""
+    def shard(name: str, rank: int) -> Shard:
+        how = layout(name)
+        shares = () if how in ("replicated", "partial") else getattr(plan.ranks[rank], how)
+        return Shard(traces[rank][name], how, shares)
+    points = {name: [shard(name, rank) for rank in range(len(traces))] for name in traces[0]}
+    return Recording(len(traces), ids, places, num_keys, logit_places, points, dtype)
+
+
+def whole_point(name: str, shards: list[Shard | None]) -> tuple[torch.Tensor, float, list[int] | None]:
+    """One trace point of all ranks → the tensor Hugging Face has, the largest disagreement between ranks, and which of
+    the heads, columns or vocabulary rows the tensor holds (None: it is not dealt out).
 
     Ranks can disagree only about what more than one of them holds: replicated tensors and replicated KV heads.
     """
-    how = layout(name)
-    if how == "partial":
-        return torch.stack(shards).sum(0), 0.0
-    if how == "replicated":
-        return shards[0], max((_distance(shard, shards[0]) for shard in shards[1:]), default=0.0)
-    if how in ("mlp", "vocab"):
-        return torch.cat(shards, dim=-1), 0.0
-    heads: dict[int, torch.Tensor] = {}
+    held = [shard for shard in shards if shard is not None]
+    tensors = [shard.tensor for shard in held]
+    if held[0].kind == "partial":
+        return torch.stack(tensors).sum(0), 0.0, None
+    if held[0].kind == "replicated":
+        return tensors[0], max((_distance(tensor, tensors[0]) for tensor in tensors[1:]), default=0.0), None
+    owner: dict[int, tuple[int, int]] = {}
     spread = 0.0
-    for shard, tensor in zip(plan.ranks, shards, strict=True):
-        for head, values in zip(getattr(shard, how), tensor.unbind(1), strict=True):
-            if head in heads:
-                spread = max(spread, _distance(values, heads[head]))
-            heads.setdefault(head, values)
-    return torch.stack([heads[head] for head in sorted(heads)], 1), spread
+    for number, shard in enumerate(held):
+        twice = [(i, *owner[index]) for i, index in enumerate(shard.indices) if index in owner]
+        if twice:
+            mine, number_before, theirs = (list(column) for column in zip(*twice))
+            there = torch.stack([tensors[n][:, i] for n, i in zip(number_before, theirs)], 1)
+            spread = max(spread, _distance(shard.tensor[:, mine], there))
+        for i, index in enumerate(shard.indices):
+            owner.setdefault(index, (number, i))
+    indices = sorted(owner)
+    joined, starts = torch.cat(tensors, 1), [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + tensor.shape[1])
+    return joined[:, as_index([starts[number] + i for number, i in map(owner.get, indices)])], spread, indices
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -121,6 +121,8 @@ def _recorder(model):
             after(attn.o_proj, at + "o_partial", at + "o_proj")
             before(layer.post_attention_layernorm, at + "residual")
             after(layer.post_attention_layernorm, at + "post_norm")
+            after(layer.mlp.gate_proj, at + "gate")
+            after(layer.mlp.up_proj, at + "up")
             before(layer.mlp.down_proj, at + "mlp_act")
             after(layer.mlp.down_proj, at + "mlp_partial", at + "mlp")
             after(layer, at + "output")

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.floors import inside, relative_floor
+from tplab.align.floors import LOCAL, TIMES, bound, relative_floor
+from tplab.align.guilty import LocalDiff, local_diffs
 from tplab.align.points import layout
+from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
 from tplab.engine.step import SchedulerOutput
 from tplab.files import write_file
@@ -33,11 +35,14 @@ class PointDiff:
     size: int
     spread: float  # largest disagreement between ranks about what they all hold
     inside: bool  # explained by rounding, and finite, and the ranks agree bit for bit or within the floor
+    floor: float  # what rounding can explain here, relative to the reference's largest magnitude
 
 
 def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: float, dtype: torch.dtype,
-            decode: bool = False) -> PointDiff:
-    """The difference at one trace point. Both tensors ``[tokens, …]``, the same shape."""
+            decode: bool = False, measured: float = float("inf")) -> PointDiff:
+    """The difference at one trace point. Both tensors ``[tokens, …]``, the same shape. ``measured``: how far rounding
+    went here where it was measured, relative to the reference's scale; the floor is a few times that, never more than
+    the dtype's own."""
     if ours.shape != reference.shape:
         raise ValueError(f"{name}: tplab has {tuple(ours.shape)}, Hugging Face {tuple(reference.shape)}")
     finite = torch.isfinite(ours) & torch.isfinite(reference)
@@ -45,10 +50,12 @@ def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: floa
     scale = reference.double().abs().max().item()
     max_abs = diff.max().item() if diff.numel() else float("nan")
     nan, inf = int(torch.isnan(ours).sum()), int(torch.isinf(ours).sum())
-    good = nan == inf == 0 and all(inside(name, value, scale, dtype, decode) for value in (max_abs, spread))
+    largest = min(bound(name, scale, dtype, decode), max(TIMES * measured, LOCAL[dtype]) * scale)
+    good = nan == inf == 0 and max_abs <= largest and spread <= largest
     mean_abs = diff.mean().item() if diff.numel() else float("nan")
     return PointDiff(name, layout(name), tuple(ours.shape), max_abs, mean_abs, max_abs / scale if scale else max_abs,
-                     nan, inf, ours.numel(), spread, good)
+                     nan, inf, ours.numel(), spread, good, min(relative_floor(dtype, decode),
+                                                               max(TIMES * measured, LOCAL[dtype])))
 
 
 class Evidence(NamedTuple):
@@ -56,7 +63,7 @@ class Evidence(NamedTuple):
 
     ours: torch.Tensor
     reference: torch.Tensor
-    shards: list[torch.Tensor]
+    shards: list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,18 @@ class AlignReport:
     computed: list[list[int]] | None = field(default=None, repr=False)  # per prompt, the rows' positions; None: all
     decode: DecodeFacts | None = field(default=None, repr=False)  # of align_decode
     checkpoint: Checkpoint | None = field(default=None, repr=False)  # what ran, for the diagnosis
+    recording: Recording | None = field(default=None, repr=False)  # all points of a run that is not ok, rank by rank
+
+    @cached_property
+    def local(self) -> dict[str, LocalDiff]:
+        """Every recorded point judged from its own inputs, in the order of the forward pass. Empty where nothing is
+        wrong. Raises CheckpointError if the checkpoint has changed since the run."""
+        return {} if self.recording is None else local_diffs(self.recording, self.checkpoint, self.plan)
+
+    @property
+    def guilty(self) -> list[str]:
+        """The points that are wrong given their own inputs; what else is outside the floor only inherits an error."""
+        return [name for name, diff in self.local.items() if not diff.inside]
 
     @property
     def tp_logits(self) -> torch.Tensor:
@@ -102,7 +121,7 @@ class AlignReport:
     @property
     def floor(self) -> float:
         """What rounding can explain, relative to the reference's scale at each point."""
-        return relative_floor(self.dtype, self.computed is not None)
+        return max(point.floor for point in self.points)
 
     @property
     def ok(self) -> bool:

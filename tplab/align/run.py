@@ -4,16 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
-from tplab.align.gather import pieces_on_rank, trace_on_rank, whole_point
-from tplab.align.points import point_names
-from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport, Evidence, compare
+from tplab.align.gather import pieces_on_rank, recorded, trace_on_rank
+from tplab.align.judge import judge
+from tplab.align.report import AlignReport
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.checks import readable, shown, whole_number
 from tplab.errors import TplabError
 from tplab.model.dtypes import parse_dtype
-from tplab.patch import Patch, applied, as_patches
+from tplab.patch import applied, as_patches
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
@@ -73,40 +72,14 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     ids = check_prompts(ckpt, prompts)
-    reference = hf_model(ckpt, dtype)
+    ckpt.check_unchanged()
     with applied(*patches):
         ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, pool=pool, logical=logical)
     traces, op_logs, load_stats = map(list, zip(*ran))
-    hf_traces = [hf_trace(reference, row) for row in ids]
-    theirs = {name: torch.cat([trace.pop(name) for trace in hf_traces]) for name in list(hf_traces[0])}
-    return build_report(ckpt, plan, dtype, ids, traces, theirs, patches, op_logs=op_logs, load_stats=load_stats)
-
-
-def build_report(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]], traces: list[dict],
-                 reference: dict[str, torch.Tensor], patches: tuple[Patch, ...], **more) -> AlignReport:
-    """Gather the ranks' trace points, compare each with Hugging Face's, keep the evidence of the first broken layer.
-
-    Args:
-        traces: per rank ``{point: its shard}``; emptied on the way, since deep models' traces are large.
-        reference: ``{point: Hugging Face's tensor}``, the same rows; emptied too.
-        more: further fields of the report.
-    """
-    points, evidence, broken_layer = [], {}, None
-    for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm):
-        shards, theirs = [trace.pop(name) for trace in traces], reference.pop(name)
-        ours, spread = whole_point(name, shards, plan)
-        points.append(compare(name, ours, theirs, spread, dtype, decode="computed" in more))
-        layer = name.rpartition(".")[0]
-        if layer and broken_layer is None:
-            # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
-            evidence = {kept: value for kept, value in evidence.items() if kept.rpartition(".")[0] in ("", layer)}
-            broken_layer = layer if not points[-1].inside else None
-        if layer in ("", broken_layer) or broken_layer is None:
-            evidence[name] = Evidence(ours, theirs, shards)
-    shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
-               **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
-    return AlignReport(ckpt.name, plan, dtype, ids, points, evidence, shapes, checkpoint=ckpt,
-                       patches=tuple(patch.target for patch in patches), **more)
+    places = [(number, position) for number, row in enumerate(ids) for position in range(len(row))]
+    num_keys = [len(ids[number]) for number, _ in places]
+    recording = recorded(traces, plan, dtype, ids, places, num_keys, places)
+    return judge(recording, ckpt, plan, patches, op_logs=op_logs, load_stats=load_stats)
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
 
@@ -15,13 +16,6 @@ Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The right rule."""
     return key <= query
-
-
-def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Attention as Hugging Face computes it: q ``[n, heads, dim]``, k and v ``[m, heads, dim]``, visible ``[n, m]``."""
-    scores = q.transpose(0, 1) @ k.permute(1, 2, 0) * case.plan.head_dim ** -0.5
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1, dtype=torch.float32).to(q.dtype)
-    return (weights @ v.transpose(0, 1)).transpose(0, 1)
 
 
 def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -36,7 +30,7 @@ def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) 
     """k and v of all tokens of a prompt, a head per query head; ``heads[q]`` is the KV head that query head q reads."""
     if heads is None:
         heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
-    return case.full_reference(prompt, "k_rope")[:, heads], case.full_reference(prompt, "v")[:, heads]
+    return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
 
 
 def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None, with_future: bool = False) -> bool:
@@ -48,7 +42,7 @@ def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None
         keys = case.num_keys(prompt)
         rows = keys > positions + 1 if with_future else torch.ones_like(keys, dtype=torch.bool)
         visible = rule(positions[rows][:, None], torch.arange(len(k))[None], keys[rows][:, None])
-        if rows.any() and not case.fits(ours[rows], attend(case, q[rows], k, v, visible)):
+        if rows.any() and not case.fits(ours[rows], attend(q[rows], k, v, visible, case.scaling)):
             return False
         checked = checked or bool(rows.any())
     return checked

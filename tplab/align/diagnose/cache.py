@@ -2,7 +2,8 @@
 
 import torch
 
-from tplab.align.diagnose.attention import attend, causal, keys_and_values, prompts
+from tplab.align.arithmetic import attend
+from tplab.align.diagnose.attention import causal, keys_and_values, prompts
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
 from tplab.align.report import AlignReport, DecodeFacts
@@ -42,8 +43,8 @@ def written_too_early(case: Case) -> Diagnosis | None:
             # What slot s holds after the tokens up to this one were written, the decoding ones one slot too early.
             holds = [s + 1 if (prompt, s + 1) in case.decoded else s for s in range(position)]
             empty, here = torch.zeros_like(k[:1]), slice(row, row + 1)
-            guess = attend(case, q[here], torch.cat([k[holds], empty]), torch.cat([v[holds], empty]),
-                           torch.ones(1, position + 1, dtype=torch.bool))
+            guess = attend(q[here], torch.cat([k[holds], empty]), torch.cat([v[holds], empty]),
+                           torch.ones(1, position + 1, dtype=torch.bool), case.scaling)
             if not case.fits(ours[here], guess):
                 return None
             return case.diagnosis("slot_off_by_one", f"Token {position} of prompt {prompt}, the first to be decoded, "
@@ -71,7 +72,7 @@ def shared_without_parent(case: Case) -> Diagnosis | None:
                 k[block], v[block] = (tensor[block] for tensor in keys_and_values(case, owner))
                 strangers.append((index, prompt, owner))
         visible = causal(positions[:, None], torch.arange(len(k))[None], None)
-        if not case.fits(ours, attend(case, q, k, v, visible)):
+        if not case.fits(ours, attend(q, k, v, visible, case.scaling)):
             return None
     if strangers:
         index, prompt, owner = strangers[0]

@@ -1,13 +1,19 @@
 """What the hypotheses of the diagnosis look at: the tensors around the first divergence, and how well a guess fits."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
-from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport, Evidence
-from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.align.floors import SHORT, relative_floor
+from tplab.align.gather import whole_point
+from tplab.align.guilty import Judge
+from tplab.align.points import goes_into, layout
+from tplab.align.recording import Shard
+from tplab.align.report import AlignReport
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,7 @@ class Diagnosis:
     point: str | None = None  # the trace point at which it was first seen; None if nothing is wrong
     numbers: dict[str, float] = field(default_factory=dict)  # the evidence by name
     lookalikes: tuple[str, ...] = ()  # other faults of the museum that leave exactly the same numbers
+    points: tuple[str, ...] = ()  # all trace points that it explains
 
     @property
     def ok(self) -> bool:
@@ -30,88 +37,121 @@ class Diagnosis:
         """The fault and those that cannot be told from it by numbers."""
         return (self.fault, *self.lookalikes) if self.fault else ()
 
+    @property
+    def where(self) -> str:
+        """All its points in words: ``"layers 0–29: q_rope, k_rope"``."""
+        at = [name.rpartition(".") for name in self.points or (self.point or "",)]
+        layers = sorted({int(layer.split(".")[1]) for layer, _, _ in at if layer})
+        runs = [[n for _, n in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+        spans = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+        names = ", ".join(dict.fromkeys(point for _, _, point in at))
+        return f"layer{'s' * (len(layers) > 1)} {spans}: {names}" if layers else names
+
     def __str__(self) -> str:
         return self.sentence
 
 
 class Case:
-    """A broken run: the report, and its tensors by short name (``"q_rope"``, ``"embed"``) in the first broken layer.
+    """One guilty point of a run: what was computed there, and what it should be given what the engine had before it.
 
-    ``point`` is the short name of the first divergent one. Every point before it is right, so ``reference("q")`` can
-    be computed with; ``ours(point)`` is what has to be explained.
+    ``point`` is its short name, ``layer`` the layer's: ``"layers.3"``, or ``""`` at the ends of the model. Other points
+    of the layer are called by their short names. All tensors are in the precision of the judge, not of the run.
     """
 
-    def __init__(self, report: AlignReport):
+    def __init__(self, report: AlignReport, name: str | None = None, judge: Judge | None = None):
         self.report, self.plan, self.checkpoint = report, report.plan, report.checkpoint
-        self.config = report.checkpoint.config
-        self.first = report.first_divergence
-        self.layer, _, self.point = self.first.name.rpartition(".")
+        self.config, self.recording = report.checkpoint.config, report.recording
+        self.judge = judge or Judge(self.recording, self.checkpoint, self.plan)
+        name = name or next(iter(report.guilty), report.first_divergence.name)
+        self.first = report[name]
+        self.layer, _, self.point = name.rpartition(".")
+        self.judge.enter(name)
+        self.frame = self.judge.frame
         # Which positions of each prompt the rows of the tensors stand for: all, unless the decode path was aligned.
-        self.computed = report.computed or [list(range(len(row))) for row in report.ids]
+        self.places = self.recording.logit_places if name == "logits" else self.recording.places
+        numbers = range(len(self.recording.ids))
+        self.computed = [[p for s, p in self.places if s == number] for number in numbers]
         self.lengths = [len(positions) for positions in self.computed]
-        self.places = [(prompt, position) for prompt, positions in enumerate(self.computed) for position in positions]
         self.positions = torch.tensor([position for _, position in self.places])
         self.ids = self.token_ids(self.places)
 
     def token_ids(self, places: list[tuple[int, int]]) -> torch.Tensor:
         """The token ids at these ``(prompt, position)``; ``ids`` holds those of all rows."""
-        return torch.tensor([self.report.ids[prompt][position] for prompt, position in places])
+        return torch.tensor([self.recording.ids[prompt][position] for prompt, position in places])
 
-    def _evidence(self, name: str) -> Evidence:
-        return self.report.evidence[f"{self.layer}.{name}" if self.layer else name]
+    def _full(self, name: str) -> str:
+        return f"{self.layer}.{name}" if self.layer else name
 
-    def ours(self, name: str) -> torch.Tensor:
-        """tplab's tensor, whole."""
-        return self._evidence(name).ours
+    def has(self, name: str, rank: int | None = None) -> bool:
+        """Whether a point of the layer was recorded, on this rank or on any."""
+        shards = self.recording.points.get(self._full(name), [])
+        return any(shards) if rank is None else bool(shards and shards[rank])
 
-    def reference(self, name: str) -> torch.Tensor:
-        """Hugging Face's tensor."""
-        return self._evidence(name).reference
+    def indices(self, name: str, rank: int) -> Sequence[int]:
+        """The global heads, columns or vocabulary rows that a rank holds of a point."""
+        return self.frame.indices(self._full(name), rank)
+
+    def shard(self, name: str, rank: int) -> torch.Tensor:
+        """What a rank had at a point, recorded or computed from what it had before."""
+        return self.frame.value(self._full(name), rank)
 
     def shards(self, name: str) -> list[torch.Tensor]:
-        """What each rank held."""
-        return self._evidence(name).shards
+        """What each rank had."""
+        return [self.shard(name, rank) for rank in self.frame.ranks]
+
+    def right(self, name: str, rank: int) -> torch.Tensor:
+        """What a rank should have: given what it had before this case's point, which is itself wrong."""
+        upstream = goes_into(name, self.point)
+        return self.shard(name, rank) if upstream else self.frame.expected(self._full(name), rank)
+
+    def ours(self, name: str) -> torch.Tensor:
+        """The engine's tensor, whole."""
+        return self._whole(name, self.shard)
+
+    def reference(self, name: str) -> torch.Tensor:
+        """What it should be, whole."""
+        return self._whole(name, self.right)
+
+    def _whole(self, name: str, of_rank) -> torch.Tensor:
+        how = layout(name)
+        return whole_point(name, [Shard(of_rank(name, rank), how, () if how in ("replicated", "partial") else
+                                        self.indices(name, rank)) for rank in self.frame.ranks])[0]
 
     def weight(self, name: str) -> torch.Tensor:
-        """A tensor of the checkpoint in the run's dtype; names inside the layer may be given without its prefix."""
-        full = name if name.startswith("model.") else f"model.{self.layer}.{name}"
-        with self.checkpoint.reader() as reader:
-            part = tensor_parts(self.config, self.checkpoint.tensors)[full]
-            return read_part(part, reader).to(self.report.dtype)
+        """A tensor of the checkpoint as the run has it; names inside the layer may be given without its prefix."""
+        return self.frame.weights[name if name.startswith("model.") else f"model.{self.layer}.{name}"]
+
+    @property
+    def scaling(self) -> float:
+        """What scores are multiplied with."""
+        return self.config.head_dim ** -0.5
 
     @cached_property
     def decoded(self) -> set[tuple[int, int]]:
         """The ``(prompt, position)`` that were computed alone, with a past behind them."""
-        return {(s.request_id, s.segment.start) for step in (self.report.decode.steps if self.report.decode else ())
-                for s in step.requests if s.segment.count == 1 and s.segment.start}
+        calls = Counter((s, keys) for (s, _), keys in zip(self.recording.places, self.recording.num_keys))
+        return {(s, p) for (s, p), keys in zip(self.recording.places, self.recording.num_keys)
+                if calls[s, keys] == 1 and p and keys == p + 1}
 
     def num_keys(self, prompt: int) -> torch.Tensor:
         """For each row of a prompt, how many of its keys existed when the row was computed: all of a plain pass's, the
-        tokens up to the end of its step along the decode path."""
-        if self.report.decode is None:
-            return torch.full((self.lengths[prompt],), self.lengths[prompt])
-        ends = {}
-        for segment in (r.segment for s in self.report.decode.steps for r in s.requests if r.request_id == prompt):
-            end = segment.start + segment.count
-            ends.update(dict.fromkeys(range(segment.start, end), end))
-        return torch.tensor([ends[position] for position in self.computed[prompt]])
+        tokens up to the end of its call along the decode path."""
+        return torch.tensor([keys for (s, _), keys in zip(self.recording.places, self.recording.num_keys)
+                             if s == prompt])
+
+    def keys(self, prompt: int, name: str) -> torch.Tensor:
+        """``k_rope`` or ``v`` of all positions of a prompt, ``[positions, kv_heads, head_dim]``, as the engine computed
+        them; those included that it found in its cache."""
+        whole = range(self.config.num_kv_heads)
+        return self.frame.keys(prompt, self._full(name), 0, whole)
 
     @cached_property
-    def _full_traces(self) -> list[dict[str, torch.Tensor]]:
-        model = hf_model(self.checkpoint, self.report.dtype)
-        return [{name: trace[f"{self.layer}.{name}"] for name in ("q_rope", "k_rope", "v")}
-                for trace in (hf_trace(model, text) for text in self.report.ids)]
-
-    def full_reference(self, prompt: int, name: str) -> torch.Tensor:
-        """Hugging Face's ``q_rope``, ``k_rope`` or ``v`` for *all* tokens of one prompt, in the first broken layer;
-        those included that tplab found in its cache instead of computing them."""
-        return self._full_traces[prompt][name]
-
-    @property
     def tolerance(self) -> float:
-        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors. (Much
-        less than bfloat16's floor, which thirty layers add up to: a guess must not fit everything.)"""
-        return min(3 * self.report.floor, 0.05)
+        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors."""
+        if self.report.dtype not in SHORT:
+            return 3 * relative_floor(self.report.dtype, self.report.computed is not None)
+        return max(self.judge.tolerance(self.first.name, rank) for rank in self.frame.ranks
+                   if self.has(self.point, rank))
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
         """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``; never if either is not finite."""

@@ -1,8 +1,8 @@
 """``diagnose``: which bug explains the first divergence?
 
-Every hypothesis recomputes the first divergent tensor *as if* one particular mistake had been made, from tensors that
-are still right, and asks whether rounding explains what is left. Nothing else is consulted: not the patches, not the
-engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
+Every hypothesis recomputes a guilty point's tensor *as if* one particular mistake had been made, from what the engine
+itself had before it, and asks whether rounding explains what is left. Nothing else is consulted: not the patches, not
+the engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
 """
 
 from dataclasses import replace
@@ -11,20 +11,20 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import COST, ERROR, hypotheses
+from tplab.align.guilty import Judge
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
-
-CROSSING = 3e-6  # three times the worst that one forced crossing left at any point
 
 
 def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     """Name the bug behind a report's first divergence, or behind the error in which a run ended.
 
-    With several bugs in the engine it names the one that shows first; mend it and ask again.
+    With several bugs in the engine it names the one that shows first; :func:`diagnose_all` names all.
 
-    ``found``: what ``align`` or ``align_decode`` returned, or the error that they (or an engine, or an ``LLM``) raised.
-    The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where no hypothesis fits. A run whose
-    numbers are right can still have cost too much. Raises CheckpointError if the checkpoint has changed since then.
+    ``found``: what ``align``, ``align_decode`` or ``check`` returned, or the error that they (or an engine, or an
+    ``LLM``) raised. The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where no hypothesis
+    fits. A run whose numbers are right can still have cost too much. Raises CheckpointError if the checkpoint has
+    changed since then.
     """
     if isinstance(found, TplabError):
         return next(_fitting(ERROR, *_error_chain(found)), Diagnosis(
@@ -32,9 +32,38 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     if found.ok:
         return next(_fitting(COST, found), Diagnosis(
             None, "Nothing is wrong: every trace point is inside the rounding floor."))
-    case = Case(found)
-    if (crossing := _rounding_crossing(case)) is not None:
-        return crossing
+    return _explain(Case(found)) if found.guilty else _rounding(found)
+
+
+def diagnose_all(report: AlignReport) -> list[Diagnosis]:
+    """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong.
+
+    Every point that is wrong given its own inputs is a case of its own; what has the same name, or at the same point of
+    each layer none, is one bug.
+    """
+    if report.ok or not report.guilty:
+        return [] if (one := diagnose(report)).ok else [one]
+    found: list[Diagnosis] = []
+    judge = Judge(report.recording, report.checkpoint, report.plan)
+    for name in report.guilty:
+        one = _explain(Case(report, name, judge))
+        for i, known in enumerate(found):
+            both = tuple(fault for fault in known.names if fault in one.names)
+            if both or (known.names == one.names and _short(known.point) == _short(name)):
+                better = known if known.fault in both or not both else one
+                lookalikes = tuple(fault for fault in both if fault != better.fault)
+                found[i] = replace(better, lookalikes=lookalikes, points=(*known.points, name))
+                break
+        else:
+            found.append(replace(one, points=(name,)))
+    return found
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _explain(case: Case) -> Diagnosis:
     fitting = list(_fitting(case.point, case))
     if not fitting:
         return _unknown(case)
@@ -58,26 +87,26 @@ def _error_chain(error: TplabError) -> list[TplabError]:
     return found
 
 
-def _rounding_crossing(case: Case) -> Diagnosis | None:
-    """In float64, is all of it no larger than one float32 rounding boundary that was crossed?"""
-    points = case.report.points
-    if case.report.dtype is not torch.float64 or any(point.nan or point.inf for point in points):
-        return None  # a point of NaN only has a relative difference of NaN, which max() would pass over
-    worst = max(point.relative for point in points)
-    if worst < CROSSING:
-        return case.diagnosis(
-            None, f"Most likely rounding: nothing is off by more than {worst:.0e} of its scale, which is what one "
-            "value leaves that falls on the other side of a float32 rounding boundary (norms and softmax cast to "
-            "float32). With another prompt it is gone.", relative=worst)
+def _rounding(report: AlignReport) -> Diagnosis:
+    """No module is wrong given its own inputs, and yet something is outside the floor."""
+    point, worst = report.first_divergence, max(diff.relative for diff in report.local.values())
+    boundary = (" That is what one value leaves that falls on the other side of a float32 rounding boundary (norms and "
+                "softmax cast to float32); with another prompt it is gone.") * (report.dtype is torch.float64)
+    return Diagnosis(None, f"Most likely rounding: {point.name} is off by {point.relative:.0e} of its scale, but no "
+                     f"module by more than {worst:.0e} of what it should make of its own inputs.{boundary}",
+                     point.name, {"relative": point.relative})
 
 
 def _unknown(case: Case) -> Diagnosis:
-    first = case.first
+    first, local = case.first, case.report.local[case.first.name]
     if first.nan or first.inf:
         what = f"{first.nan} NaN and {first.inf} infinite entries of {first.size}"
     elif first.spread > first.max_abs:
         what = f"off by {first.max_abs:.1e} on rank 0, and the ranks differ by up to {first.spread:.1e}"
-    else:
+    elif first == case.report.first_divergence:
         what = f"off by {first.relative:.1e} of its own scale"
+    else:
+        return case.diagnosis(None, f"Unknown cause at {first.name}: given its own inputs it is off by "
+                              f"{local.relative:.1e} of its scale.", relative=local.relative)
     return case.diagnosis(None, f"Unknown cause, first seen at {first.name}: {what}. Everything before it is right.",
                           relative=first.relative, spread=first.spread, nan=first.nan)

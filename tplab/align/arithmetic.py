@@ -1,0 +1,43 @@
+"""Hugging Face's arithmetic, one function an operation, in whatever dtype its arguments have.
+
+Its casts are made where it makes them: statistics of norms, softmax and rotary tables are float32, whatever is given.
+"""
+
+import torch
+
+LARGEST = 1 << 24  # scores that stand in memory at once, so that a long text needs no square of its length
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``weight * x / rms(x)`` along the last dimension."""
+    y = x.to(torch.float32)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Eager attention: q ``[n, heads, dim]``, k and v ``[m, heads, dim]``, visible ``[n, m]`` boolean."""
+    k, v = k.permute(1, 2, 0), v.transpose(0, 1)
+    rows = max(1, LARGEST // max(1, len(k) * k.shape[2]))
+    found = []
+    for some, seen in zip(q.split(rows), visible.split(rows)):
+        scores = some.transpose(0, 1) @ k * scaling
+        weights = torch.softmax(scores.masked_fill_(~seen, float("-inf")), -1, dtype=torch.float32).to(q.dtype)
+        found.append((weights @ v).transpose(0, 1))
+    return torch.cat(found)
+
+
+def distance(ours: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest difference, each row's relative to the row's largest value in ``right``, ``[rows, …]`` both.
+
+    Row by row, because the first token's activations can be a thousand times the others'. Entries that are not finite
+    in ``right`` say nothing; one that is lost in ``ours`` alone is infinitely far.
+    """
+    if not right.numel():
+        return 0.0
+    ours, right = ours.to(right.dtype).flatten(1), right.flatten(1)
+    known = torch.isfinite(right)
+    gap = (ours - right).abs().masked_fill_(~known, 0).nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    size = right.abs().masked_fill_(~known, 0)
+    scale = size.amax(1)
+    return (gap.amax(1) / scale.clamp(min=max(1e-4 * scale.max().item(), 1e-30))).max().item()

@@ -1,0 +1,94 @@
+"""``judge``: what any engine computed, against Hugging Face on the same ids and against its own inputs."""
+
+from dataclasses import replace
+
+import torch
+
+from tplab.align.floors import SHORT
+from tplab.align.gather import whole_point
+from tplab.align.guilty import LocalDiff, local_diffs
+from tplab.align.points import point_names
+from tplab.align.recording import Recording
+from tplab.align.reference import hf_model, hf_trace
+from tplab.align.report import AlignReport, Evidence, PointDiff, compare
+from tplab.checkpoint import Checkpoint
+from tplab.patch import Patch
+from tplab.shard import ShardPlan
+
+
+def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tuple[Patch, ...] = (), *,
+          by_local: bool = False, kind: type[AlignReport] = AlignReport, **more) -> AlignReport:
+    """Gather every recorded point, compare it with Hugging Face's, keep the evidence of the first broken layer.
+
+    Args:
+        by_local: judge each point by its own inputs, the global differences only explain; so it is in bfloat16 and
+            float16 always, where the rounding of many layers looks like a bug.
+        kind: the class of the report.
+        more: further fields of the report.
+
+    Raises CheckpointError if the checkpoint's files are no longer those that were opened.
+    """
+    short = recording.dtype in SHORT
+    local = local_diffs(recording, ckpt, plan) if by_local or short else None
+    theirs, exact = _Reference(recording, ckpt, recording.dtype), None
+    if short:
+        exact = _Reference(recording, ckpt, torch.float32)
+    whole = {s: len(text) for s, text in enumerate(recording.ids)}
+    plain = len(recording.places) == sum(whole.values()) and all(
+        keys == whole[s] for (s, _), keys in zip(recording.places, recording.num_keys))
+    points, evidence, broken_layer = [], {}, None
+    for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True):
+        right, right32 = theirs.pop(name), exact and exact.pop(name)
+        shards = recording.points.get(name, [])
+        if not any(shards):
+            continue
+        measured = _relative(right, right32) if exact else float("inf")
+        ours, spread, held = whole_point(name, shards)
+        if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
+            right = right[:, held]
+        point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
+        points.append(point if local is None else _by_local(point, local))
+        layer = name.rpartition(".")[0]
+        if layer and broken_layer is None:
+            # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
+            evidence = {kept: value for kept, value in evidence.items() if kept.rpartition(".")[0] in ("", layer)}
+            broken_layer = layer if not points[-1].inside else None
+        if layer in ("", broken_layer) or broken_layer is None:
+            evidence[name] = Evidence(ours, right, [shard and shard.tensor for shard in shards])
+    computed = None if plain else [[p for s, p in recording.places if s == number] for number in whole]
+    shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
+               **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
+    report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, shapes, checkpoint=ckpt,
+                  patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
+    if local is not None:
+        report.local = local
+    if report.ok and not by_local:
+        report.recording = None
+    return report
+
+
+def _by_local(point: PointDiff, local: dict[str, LocalDiff]) -> PointDiff:
+    """Inside unless it is guilty, or outside and behind one that is."""
+    before = list(local)[:list(local).index(point.name)]
+    inherits = any(not local[name].inside for name in before)
+    return replace(point, inside=local[point.name].inside and (point.inside or not inherits))
+
+
+def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
+    return ((ours.double() - right.double()).abs().max() / right.double().abs().max().clamp(min=1e-30)).item()
+
+
+class _Reference:
+    """Hugging Face's points on the ids of a recording, its rows; each is given out once, since traces are large."""
+
+    def __init__(self, recording: Recording, ckpt: Checkpoint, dtype: torch.dtype):
+        self.recording, model = recording, hf_model(ckpt, dtype)
+        self.traces = [hf_trace(model, text) for text in recording.ids]
+
+    def pop(self, name: str) -> torch.Tensor:
+        places = self.recording.logit_places if name == "logits" else self.recording.places
+        found = []
+        for number, trace in enumerate(self.traces):
+            positions, whole = [p for s, p in places if s == number], trace.pop(name)
+            found.append(whole if positions == list(range(len(whole))) else whole[positions])
+        return torch.cat(found)

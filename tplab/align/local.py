@@ -1,0 +1,152 @@
+"""What every point should be, given what the engine itself had before it: the local frame.
+
+One module of Hugging Face's after the other is recomputed from its own recorded inputs and the checkpoint's weights.
+A point that was not recorded is computed from those before it, so any selection of points will do. What is wrong
+already when it comes in is no fault of the module that gets it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tplab.align.operations import Operations
+from tplab.align.points import layout
+from tplab.align.recording import Recording, Shard
+from tplab.align.reference import hf_model, hf_trace
+from tplab.checkpoint import Checkpoint
+from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.shard import ShardPlan
+
+_ALIKE = {"q_heads": ("q_rope", "q_norm", "q", "attn"), "kv_heads": ("k_rope", "k_norm", "k", "v"),
+          "mlp": ("mlp_act", "gate", "up"), "vocab": ("logits",)}
+
+
+class Weights:
+    """The checkpoint's tensors as a run in ``run_dtype`` has them, in another dtype; kept until :meth:`drop`."""
+
+    def __init__(self, ckpt: Checkpoint, run_dtype: torch.dtype, dtype: torch.dtype):
+        self.ckpt, self.run_dtype, self.dtype = ckpt, run_dtype, dtype
+        self.parts = tensor_parts(ckpt.config, ckpt.tensors)
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parts
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.kept:
+            self.kept[name] = self.raw(name).to(self.dtype)
+        return self.kept[name]
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor in the run's dtype, not kept."""
+        with self.ckpt.reader() as reader:
+            return read_part(self.parts[name], reader).to(self.run_dtype)
+
+    def drop(self) -> None:
+        self.kept.clear()
+
+
+class LocalFrame(Operations):
+    """Values and expectations of one recording, per rank, in ``dtype``.
+
+    Works along the forward pass: :meth:`enter` a layer before asking for its points; what belongs to the one before is
+    forgotten then, but for its output.
+    """
+
+    def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype = torch.float64):
+        self.recording, self.config, self.plan, self.dtype = recording, ckpt.config, plan, dtype
+        self.weights = Weights(ckpt, recording.dtype, dtype)
+        self.ranks = range(recording.world_size)
+        self.positions = torch.tensor([position for _, position in recording.places], dtype=torch.long)
+        self._values: dict[tuple[str, int], torch.Tensor] = {}
+        self._once: dict[tuple, tuple] = {}
+        self._hf: dict[int, dict[str, torch.Tensor]] = {}
+        self.ckpt = ckpt
+
+    # Where a point stands.
+
+    def shard(self, name: str, rank: int) -> Shard | None:
+        """What was recorded of a point on a rank."""
+        return self.recording.points.get(name, [None] * len(self.ranks))[rank]
+
+    def indices(self, name: str, rank: int) -> Sequence[int]:
+        """The global heads, columns or vocabulary rows that a rank holds of a point: as recorded there or at another
+        point of the layer that is dealt out alike, by the plan otherwise."""
+        at, _, point = name.rpartition(".")
+        how = layout(name)
+        alike = [point, *(p for p in _ALIKE.get(how, ()) if p != point)]
+        for shard in (self.shard(f"{at}.{p}".lstrip("."), rank) for p in alike):
+            if shard is not None and shard.kind == how:
+                return shard.indices
+        return getattr(self.plan.ranks[rank], how)
+
+    # Values.
+
+    def value(self, name: str, rank: int) -> torch.Tensor:
+        """What the engine had at a point: as recorded, or computed from what it had before."""
+        key = name, rank
+        if key not in self._values:
+            self._values[key] = self._value(name, rank)
+        return self._values[key]
+
+    def _value(self, name: str, rank: int) -> torch.Tensor:
+        held = [self.shard(name, r) for r in self.ranks]
+        if layout(name) == "replicated":
+            if held[rank] is None and any(held):  # a rank that is missing is taken to hold what the others do
+                return self.value(name, next(r for r in self.ranks if held[r] is not None))
+            for r in range(rank if held[rank] is not None else 0):  # the same bits are one tensor, judged once
+                if held[r] is not None and torch.equal(held[r].tensor, held[rank].tensor):
+                    return self.value(name, r)
+        return self.expected(name, rank) if held[rank] is None else held[rank].tensor.to(self.dtype)
+
+    def parts_of(self, name: str, rank: int, wanted: Sequence[int]) -> torch.Tensor:
+        """The values of these heads or columns, ``[rows, len(wanted), …]``: this rank's own, or where it holds none,
+        another rank's; NaN for what nobody holds."""
+        own = self.indices(name, rank)
+        if tuple(own) == tuple(wanted):
+            return self.value(name, rank)
+        where = {index: (r, i) for r in (*reversed(self.ranks), rank) for i, index in enumerate(self.indices(name, r))}
+        nothing = torch.full_like(self.value(name, rank)[:, :1], float("nan")).squeeze(1)
+        found = ((self.value(name, where[index][0])[:, where[index][1]] if index in where else nothing)
+                 for index in wanted)
+        return torch.stack(list(found), 1)
+
+    def expected(self, name: str, rank: int) -> torch.Tensor:
+        """What a point should be on a rank, from what this rank had before it."""
+        at, _, point = name.rpartition(".")
+        return getattr(self, f"_{point}")(f"{at}." if at else "", rank)
+
+    def enter(self, layer: int) -> None:
+        """Forget the layers before ``layer``, but for what goes into it; the end of the model is one more layer."""
+        name = f"layers.{layer - 1}.output" if layer else "embed"
+        start = layer
+        while start and not any(self.recording.points.get(f"layers.{start - 1}.output", ())) \
+                and (f"layers.{start - 1}.output", 0) not in self._values:
+            start -= 1
+        for i in range(start, layer):  # one after the other, not one inside the other
+            for rank in self.ranks:
+                self.value(f"layers.{i}.output", rank)
+            if i + 1 < layer:
+                self._forget(f"layers.{i}.output")
+        for rank in self.ranks:
+            self.value(name, rank)
+        self._forget(name)
+
+    def _forget(self, but: str) -> None:
+        self._values = {key: value for key, value in self._values.items() if key[0] == but}
+        self._once.clear()
+        self.weights.drop()
+
+    def _shared(self, name: str, make, *inputs: torch.Tensor) -> torch.Tensor:
+        """``make(*inputs)``, done once for ranks that have the very same inputs."""
+        key = name, *map(id, inputs)
+        if key not in self._once:
+            self._once[key] = make(*inputs), inputs  # the inputs are kept, so that no id is used again
+        return self._once[key][0]
+
+    def _hf_points(self, number: int) -> dict[str, torch.Tensor]:
+        """Hugging Face's keys and values of one sequence, all layers."""
+        if number not in self._hf:
+            trace = hf_trace(hf_model(self.ckpt, self.recording.dtype), self.recording.ids[number])
+            self._hf[number] = {name: x for name, x in trace.items() if name.endswith((".k_rope", ".v"))}
+        return self._hf[number]
