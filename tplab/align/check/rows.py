@@ -93,8 +93,8 @@ class Texts:
             found = [[row for row in real if row // call.tokens == line] for line in range(call.batch)]
             return [(sequences[line] if sequences else None, run) for line, run in enumerate(found) if run]
         if sequences is not None:
-            raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.size} tokens; give one "
-                                 "for each token")
+            raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.size} tokens; give "
+                                 "one for each token")
         if len(real) == len(self.ids) > 1 and (said is None or [said[row] for row in real] != list(range(len(real)))):
             return [(None, [row]) for row in real]  # one new token for every text
         runs: list[list[int]] = []

@@ -1,0 +1,98 @@
+"""What a rank should have computed from its own recorded inputs, for a few rows: the evidence for layouts."""
+
+from functools import cached_property
+
+import torch
+
+from tplab.align.check.sources import SAMPLE
+from tplab.align.reference import hf_model, hf_trace
+from tplab.checkpoint import Checkpoint
+from tplab.checkpoint.layout import EMBEDDING, HEAD, read_part, tensor_parts
+
+_ROW_PARALLEL = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
+
+
+class Evidence:
+    """The checkpoint's matrices applied to recorded rows, in float32. Weights of one layer are kept at a time."""
+
+    def __init__(self, ckpt: Checkpoint):
+        self.ckpt, self.config = ckpt, ckpt.config
+        self._parts = tensor_parts(ckpt.config, ckpt.tensors)
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def weight(self, name: str) -> torch.Tensor | None:
+        """A tensor of the checkpoint, whole, in float32; None if this model has none of that name."""
+        if name == HEAD and self.config.tie_word_embeddings:
+            name = EMBEDDING
+        if name not in self._parts:
+            return None
+        if name not in self._kept:
+            layer = name.split(".")[:3]
+            self._kept = {kept: tensor for kept, tensor in self._kept.items() if kept.split(".")[:3] == layer}
+            with self.ckpt.reader() as reader:
+                self._kept[name] = read_part(self._parts[name], reader).float()
+        return self._kept[name]
+
+    def product(self, module: str, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, in]`` → ``[rows, out]`` of a whole linear module of the checkpoint, its bias included."""
+        bias = self.weight(f"{module}.bias")
+        found = x.float() @ self.weight(f"{module}.weight").T
+        return found if bias is None else found + bias
+
+    def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
+        """``q``, ``k`` or ``v`` of ``x``: ``[heads, rows * head_dim]``."""
+        found = self.product(f"model.layers.{layer}.self_attn.{which}_proj", x)
+        return found.view(len(x), -1, self.config.head_dim).transpose(0, 1).flatten(1)
+
+    def columns(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
+        """``gate``, ``up`` or ``mlp_act`` of ``x``: ``[columns, rows]``."""
+        if which == "mlp_act":
+            from transformers.activations import ACT2FN
+
+            gate, up = self.columns(layer, "gate", x), self.columns(layer, "up", x)
+            return ACT2FN[self.config.hidden_act](gate) * up
+        return self.product(f"model.layers.{layer}.mlp.{which}_proj", x).T
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """``[vocabulary, rows]`` of the last norm's output."""
+        return (x.float() @ self.weight(HEAD).T).T
+
+    def summand(self, layer: int, which: str, x: torch.Tensor, columns: list[int]) -> torch.Tensor:
+        """A rank's part of ``o`` or ``down``: its ``columns`` of the matrix times its own input, without a bias."""
+        return x.float() @ self.weight(f"model.layers.{layer}.{_ROW_PARALLEL[which]}.weight")[:, columns].T
+
+    def bias(self, layer: int, which: str) -> torch.Tensor | None:
+        """The bias of ``o`` or ``down``."""
+        return self.weight(f"model.layers.{layer}.{_ROW_PARALLEL[which]}.bias")
+
+
+class Reference:
+    """Hugging Face's trace points at the sampled rows: where no input of the rank's own says what a tensor should be.
+    """
+
+    def __init__(self, ckpt: Checkpoint, sources):
+        self.ckpt, self.sources = ckpt, sources
+
+    @cached_property
+    def _trace(self) -> dict[str, torch.Tensor]:
+        places, model = self.sources.places[:SAMPLE], hf_model(self.ckpt, torch.float32)
+        found: dict[str, list[torch.Tensor]] = {}
+        for number in dict.fromkeys(number for number, _ in places):
+            positions = [position for sequence, position in places if sequence == number]
+            for name, tensor in hf_trace(model, self.sources.texts.ids[number][:max(positions) + 1]).items():
+                found.setdefault(name, []).append(tensor[positions])
+        return {name: torch.cat(tensors) for name, tensors in found.items()}
+
+    def point(self, name: str) -> torch.Tensor | None:
+        """``[sampled rows, …]``, heads apart; None if Hugging Face's trace has no such point."""
+        tensor = self._trace.get(name)
+        if tensor is not None and name.endswith(".attn"):
+            tensor = tensor.view(len(tensor), -1, self.ckpt.config.head_dim)
+        return tensor
+
+    def logits(self, places: list[tuple[int, int]]) -> torch.Tensor | None:
+        """``[vocabulary, places]``."""
+        model, rows = hf_model(self.ckpt, torch.float32), []
+        for number, position in places:
+            rows.append(hf_trace(model, self.sources.texts.ids[number][:position + 1])["logits"][-1])
+        return torch.stack(rows).T

@@ -1,0 +1,168 @@
+"""Who holds which heads, columns and vocabulary rows: found by what fits, never by what would make a bug look right.
+
+A layout other than the plan's counts only if it fits what the rank's own inputs and the checkpoint give, and if it is
+one: every query head, MLP column and vocabulary row on exactly one rank (or all on every rank), every query head's KV
+head on its own rank, keys and values alike. Otherwise the plan's rule stands, and the judge says what does not fit.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Indices = tuple[int, ...]  # global ones, in the rank's order; -1 is padding
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The decision about one dimension. ``indices``: per rank, None for a rank whose share is not known."""
+
+    indices: tuple[Indices | None, ...]
+    sentence: str
+    contradiction: str | None = None
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far, relative to its norm, a rightly computed column may stand from one computed in float32."""
+    return {torch.float64: 1e-4, torch.float32: 1e-3}.get(dtype, 5e-2)
+
+
+def candidates(total: int, count: int, rank: int, size: int) -> list[Indices]:
+    """Usual shares of ``count`` out of ``total``: equal contiguous ones with padding at the end, every ``size``-th,
+    all of them (perhaps padded)."""
+    every = range(rank, total, size)
+    return [padded(range(rank * count, min((rank + 1) * count, total)), count), padded(every, count),
+            padded(range(total), count)]
+
+
+def padded(indices: Sequence[int], count: int) -> Indices:
+    """``indices`` filled up to ``count`` with padding."""
+    return (*indices, *[PADDING] * (count - len(indices)))
+
+
+def fitting(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices], tol: float, search: bool = True
+            ) -> Indices | None:
+    """Which of ``full``'s items a rank holds: the first of ``shares`` that fits, else what a search finds.
+
+    Args:
+        local: ``[items here, features]``, what was recorded.
+        full: ``[all items, features]``, what its own inputs and the checkpoint give.
+        tol: relative to each item's norm.
+
+    Returns:
+        None if something in ``local`` is nothing in ``full``.
+    """
+    if not torch.isfinite(local).all():
+        return None
+    blank = torch.cat([full, full.new_zeros(1, full.shape[1])])  # the item -1: padding
+    floor = 0.1 * full.norm(dim=1).median()
+
+    def fits(indices: Indices) -> bool:
+        meant = blank[list(indices)]
+        off = (local - meant).norm(dim=1) > tol * meant.norm(dim=1).clamp(min=floor)
+        return off.double().mean().item() <= (0.0 if tol < 1e-2 else 0.01)
+
+    for indices in shares:
+        if len(indices) == len(local) and fits(indices):
+            return indices
+    if not search:
+        return None
+    nearest = torch.cdist(local, blank, compute_mode="donot_use_mm_for_euclid_dist").argmin(1).tolist()
+    found = tuple(PADDING if item == len(full) else item for item in nearest)
+    return found if fits(found) else None
+
+
+def agreed(votes: list[list[Indices | None]]) -> list[Indices | None]:
+    """What most layers say, rank by rank."""
+    found = []
+    for rank in zip(*votes, strict=True):
+        counted = Counter(vote for vote in rank if vote is not None)
+        found.append(counted.most_common(1)[0][0] if counted else None)
+    return found
+
+
+def decide(what: str, counts: list[int | None], plan: list[Indices], found: list[Indices | None], total: int,
+           legitimate) -> Layout:
+    """The layout of one dimension.
+
+    Args:
+        what: ``"query heads"``, for the sentences.
+        counts: how many each rank holds, None for a rank without.
+        plan: what the plan's rule gives each rank.
+        found: what fits, per rank.
+        legitimate: takes the indices per rank, says whether they are a layout at all.
+    """
+    here = [rank for rank, count in enumerate(counts) if count is not None]
+    as_planned = all(counts[rank] == len(plan[rank]) for rank in here)
+    seen = [found[rank] if counts[rank] is not None else None for rank in range(len(counts))]
+    proven = all(seen[rank] is not None for rank in here)
+    if proven and as_planned and all(seen[rank] == plan[rank] for rank in here):
+        return Layout(tuple(seen), f"{what} dealt out by the plan's rule ({_spans(seen)}), as the values say")
+    if proven and legitimate(seen):
+        return Layout(tuple(seen), f"{what} dealt out as the values say ({_spans(seen)})")
+    if as_planned:
+        shares = [plan[rank] if rank in here else None for rank in range(len(counts))]
+        return Layout(tuple(shares), f"{what} dealt out by the plan's rule ({_spans(shares)}), which the values do not "
+                      "confirm")
+    if proven:
+        return Layout(tuple(seen), f"{what} as the values say ({_spans(seen)})",
+                      f"{what}: {_spans(seen)} is no way to deal out {total}: {_flaw(seen, total)}")
+    if all(counts[rank] == total for rank in here):
+        whole = [tuple(range(total)) if rank in here else None for rank in range(len(counts))]
+        return Layout(tuple(whole), f"all {what} on every rank, by their number")
+    number = {counts[rank] for rank in here}
+    if len(number) == 1 and (size := number.pop()) * len(counts) >= total > size * (len(counts) - 1):
+        shares = [candidates(total, size, rank, len(counts))[0] if rank in here else None
+                  for rank in range(len(counts))]
+        return Layout(tuple(shares), f"{what} in equal shares, the last one padded ({_spans(shares)}), by their number")
+    sizes = ", ".join(f"rank {rank} has {counts[rank]}" for rank in here)
+    if len(here) == len(counts) and sum(counts) == total:
+        starts = [sum(counts[:rank]) for rank in here]
+        shares = [tuple(range(start, start + count)) for start, count in zip(starts, counts)]
+        return Layout(tuple(shares), f"{what} contiguous, by their number ({_spans(shares)})")
+    wanted = ", ".join(str(len(plan[rank])) for rank in here)
+    return Layout(tuple([None] * len(counts)), "", f"{what}: {sizes}; {total} can be dealt out as {wanted}, or all on "
+                  "every rank, and the values fit nothing else")
+
+
+def partition(indices: list[Indices | None], total: int) -> bool:
+    """Whether every item is on exactly one rank, or every rank has them all. (A missing rank may hold what lacks.)"""
+    real = [sorted(i for i in rank if i != PADDING) for rank in indices if rank is not None]
+    if all(rank == list(range(total)) for rank in real):
+        return True
+    together = sorted(i for rank in real for i in rank)
+    return len(set(together)) == len(together) and (None in indices or together == list(range(total)))
+
+
+def serves(kv: list[Indices | None], q: Sequence[Indices | None], group: int) -> bool:
+    """Whether each rank holds the KV head of each of its query heads, and none twice."""
+    return all(k is None or heads is None or (len(set(k)) == len(k) and {h // group for h in heads if h >= 0} <= set(k))
+               for k, heads in zip(kv, q))
+
+
+def _flaw(indices: list[Indices | None], total: int) -> str:
+    counted = Counter(i for rank in indices if rank is not None for i in rank if i != PADDING)
+    lacking = [i for i in range(total) if i not in counted]
+    twice = sorted(i for i, times in counted.items() if times > 1)
+    flaws = ([f"{span(lacking)} on no rank"] if lacking else []) + ([f"{span(twice)} on several"] if twice else [])
+    return " and ".join(flaws) or "query heads without their KV head"
+
+
+def _spans(indices: Sequence[Indices | None]) -> str:
+    return "; ".join(f"rank {rank}: {span(items)}" for rank, items in enumerate(indices) if items is not None)
+
+
+def span(indices: Sequence[int]) -> str:
+    """``0–5``, ``0, 2, 4``, ``0–20 and padding``; long lists are cut."""
+    real = [i for i in indices if i != PADDING]
+    runs: list[list[int]] = []
+    for i in real:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    texts = [f"{a}" if a == b else f"{a}–{b}" for a, b in runs]
+    text = ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"
+    return text + (" and padding" if len(real) < len(indices) else "")

@@ -1,0 +1,155 @@
+"""``place``: a recorded engine's tensors as the lab's trace points."""
+
+from collections import Counter
+
+import torch
+
+from tplab.align.check.layouts import PADDING, Layout, span
+from tplab.align.check.names import PRODUCER, place_of
+from tplab.align.check.shares import GROUPS, Shares
+from tplab.align.check.sources import Source, Sources
+from tplab.align.check.sums import Sums
+from tplab.align.points import layout, point_names
+from tplab.align.recording import PlacementError, Recording, Shard
+from tplab.checkpoint import Checkpoint
+from tplab.shard import ShardPlan
+
+
+def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None) -> Recording:
+    """Find out what was recorded: which tensor is which point, which token each row, what each rank holds of it.
+
+    Args:
+        recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
+        names: ``{pattern: point}`` for what the conventions do not know, as
+            :func:`tplab.align.check.overrides.check_names` describes.
+
+    Raises:
+        PlacementError: nothing was recorded, of another checkpoint, or without token ids; ``names`` are wrong.
+        ShardPlanError: this model cannot be dealt out over that many ranks.
+    """
+    plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
+    sources = Sources(recorded, ckpt.config, names)
+    return _Placing(sources, Shares(sources, ckpt, plan)).recording()
+
+
+class _Placing:
+    def __init__(self, sources: Sources, shares: Shares):
+        self.sources, self.shares, self.sums, self.config = sources, shares, Sums(shares), shares.config
+        self.points: dict[str, list[Shard | None]] = {}
+        self.assumed: dict[str, str] = {}
+        self.unplaced: dict[str, list[str]] = {}  # what and why, without the layer → the layers
+
+    def recording(self) -> Recording:
+        logit_places = self.sources.places
+        for name in point_names(self.config.num_layers, self.config.qk_norm):
+            at, _, point = name.rpartition(".")
+            if point == "mlp_act":
+                for half in ("gate", "up"):
+                    self._dealt(f"{at}.{half}", half)
+            if name == "logits":
+                logit_places = self._logits()
+            elif layout(name) == "replicated":
+                self._replicated(name)
+            elif layout(name) == "partial":
+                self._summands(name)
+            else:
+                self._dealt(name, point)
+        self._name_unclaimed()
+        dtypes = Counter(shard.tensor.dtype for shards in self.points.values() for shard in shards if shard is not None)
+        sources = self.sources
+        return Recording(
+            world_size=sources.world_size, ids=sources.texts.ids, places=sources.places, num_keys=sources.num_keys,
+            logit_places=logit_places, points=self.points,
+            dtype=dtypes.most_common(1)[0][0] if dtypes else torch.float32, declared=sources.declared,
+            assumed=self.assumed, unplaced=[self._listed(what, layers) for what, layers in self.unplaced.items()],
+            notes=sources.notes, contradictions=sources.contradictions + self.shares.contradictions)
+
+    def _keep(self, name: str, shards: dict[int, Shard], source, sentence: str) -> None:
+        self.points[name] = [shards.get(rank) for rank in range(self.sources.world_size)]
+        self.assumed[name] = f"from {source}; {sentence}"
+
+    def _replicated(self, name: str) -> None:
+        for source in self.sums.sources_of(name):
+            tensors = {rank: self.sources.rows(source, rank) for rank in self.sources.complete(source)}
+            if all(tensor is not None and tensor.shape[1] == self.config.hidden_size for tensor in tensors.values()):
+                return self._keep(name, {rank: Shard(tensor, "replicated") for rank, tensor in tensors.items()},
+                                  source, "whole on every rank")
+            self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
+
+    def _summands(self, name: str) -> None:
+        for source in self.sums.sources_of(name):
+            tensors = {rank: self.sources.rows(source, rank) for rank in self.sources.complete(source)}
+            if all(tensor is not None for tensor in tensors.values()):
+                return self._keep(name, {rank: Shard(tensor, "partial") for rank, tensor in tensors.items()}, source,
+                                  "one summand on each rank")
+
+    def _dealt(self, name: str, point: str) -> None:
+        """A point of heads or columns."""
+        group = self.shares.layouts[GROUPS[point]]
+        for found in self.shares.held(name):
+            shards = {}
+            for rank, tensor in found.tensors.items():
+                shard = self._shard(tensor, layout(name), group, rank, point)
+                if shard is None:
+                    break
+                shards[rank] = shard
+            else:
+                return self._keep(name, shards, found.source, found.sentence + group.sentence)
+            self._leave_out(found.source, f"{tensor.shape[1]} of {layout(name)} on rank {rank}, where its layout has "
+                            f"{len(group.indices[rank] or ())}")
+
+    def _shard(self, tensor: torch.Tensor, kind: str, group: Layout, rank: int, point: str) -> Shard | None:
+        indices, total = group.indices[rank], self.shares.totals[GROUPS[point]]
+        if indices is None or tensor.shape[1] != len(indices):
+            if tensor.shape[1] == total:
+                indices = tuple(range(total))
+            elif kind == "kv_heads" and (repeated := self._repeated(tensor.shape[1], rank)):
+                first = {head: at for at, head in reversed(list(enumerate(repeated)))}
+                indices = tuple(sorted(first))
+                tensor = tensor[:, [first[head] for head in indices]]
+            else:
+                return None
+        kept = [at for at, index in enumerate(indices) if index != PADDING]
+        if len(kept) < len(indices):
+            tensor, indices = tensor[:, kept], tuple(indices[at] for at in kept)
+        return Shard(tensor, kind, indices)
+
+    def _repeated(self, count: int, rank: int) -> list[int] | None:
+        """The KV head of each of ``count`` heads, where every query head of a rank has its own copy."""
+        q = self.shares.layouts["q"].indices[rank]
+        group = self.config.num_heads // self.config.num_kv_heads
+        return [head // group for head in q] if q is not None and len(q) == count else None
+
+    def _logits(self) -> list[tuple[int, int]]:
+        for source in self.sources.of("logits"):
+            found = {rank: self.sources.logits(source, rank) for rank in self.sources.complete(source)}
+            group = self.shares.layouts["vocab"]
+            if all(value is not None and group.indices[rank] is not None and value[1].shape[1] == len(
+                    group.indices[rank]) for rank, value in found.items()):
+                shards = {rank: self._shard(value[1], "vocab", group, rank, "logits") for rank, value in found.items()}
+                self._keep("logits", shards, source, group.sentence)
+                return next(iter(found.values()))[0]
+            self._leave_out(source, "rows or columns other than the logits'")
+        return self.sources.places
+
+    def _leave_out(self, source: Source, why: str) -> None:
+        self._list(source.name, str(source), why)
+
+    def _list(self, name: str, text: str, why: str) -> None:
+        layer, _ = place_of(name)
+        parts = [("{i}" if part == str(layer) else part) for part in text.split(".")] if layer is not None else [text]
+        layers = self.unplaced.setdefault(f"{'.'.join(parts)}: {why}", [])
+        if layer is not None and layer not in layers:
+            layers.append(layer)
+
+    def _name_unclaimed(self) -> None:
+        for _, _, entry in self.sources.unclaimed:
+            source = Source(entry.name, entry.kind, entry.path, PRODUCER, entry.order)
+            self._list(entry.name, str(source), "no point that the conventions know")
+
+    @staticmethod
+    def _listed(what: str, layers: list[int]) -> str:
+        return what if not layers else f"{what} (layer{'s' * (len(layers) > 1)} {span(sorted(layers))})"
+
+
+__all__ = ["PlacementError", "place"]

@@ -1,0 +1,209 @@
+"""The layouts of one recording: votes of a few layers, one decision for each dimension."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from tplab.align.check.evidence import Evidence, Reference
+from tplab.align.check.fused import Split, split_columns, split_heads
+from tplab.align.check.layouts import Indices, Layout, agreed, candidates, decide, fitting, partition, serves, tolerance
+from tplab.align.check.names import FUSED
+from tplab.align.check.sources import SAMPLE, Source, Sources
+from tplab.checkpoint import Checkpoint
+from tplab.shard import ShardPlan
+
+_WHAT = {"q": "query heads", "k": "key heads", "v": "value heads", "mlp": "MLP columns", "vocab": "vocabulary rows"}
+_MEMBERS = {"q": ("q", "q_norm", "q_rope", "attn"), "k": ("k", "k_norm", "k_rope"), "v": ("v",),
+            "mlp": ("gate", "up", "mlp_act")}
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+GROUPS = {point: which for which, points in _MEMBERS.items() for point in points} | {"logits": "vocab"}
+
+
+class Held(NamedTuple):
+    """A source's tensors, rank by rank: ``[places, heads, head_dim]`` or ``[places, columns]``."""
+
+    source: Source
+    tensors: dict[int, torch.Tensor]
+    sentence: str = ""
+
+
+class Shares:
+    """Decides what each rank holds of each dimension: ``layouts`` of ``q``, ``k``, ``v``, ``mlp`` and ``vocab``.
+
+    ``totals`` says how many heads, columns and rows there are; ``contradictions`` what no layout explains.
+    """
+
+    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan):
+        self.sources, self.ckpt, self.config = sources, ckpt, ckpt.config
+        self.size, config = sources.world_size, ckpt.config
+        self.evidence, self.reference = Evidence(ckpt), Reference(ckpt, sources)
+        self.totals = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads,
+                       "mlp": config.intermediate_size, "vocab": config.vocab_size}
+        dimension = {"q": "q_heads", "k": "kv_heads", "v": "kv_heads", "mlp": "mlp", "vocab": "vocab"}
+        self.planned = {which: [tuple(getattr(shard, name)) for shard in plan.ranks]
+                        for which, name in dimension.items()}
+        last = config.num_layers - 1
+        self.sampled = [f"layers.{layer}." for layer in sorted({0, last // 2, last})]
+        self.contradictions: list[str] = []
+
+    # What a source holds.
+
+    def held(self, name: str, sample: bool = False) -> list[Held]:
+        """All that can be taken for a point of heads or columns, the strongest claim first."""
+        at, _, point = name.rpartition(".")
+        found = [(source.strength, held) for source in self.sources.of(name)
+                 if (held := self._of(source, name, sample))]
+        if fused := _FUSED.get(point):
+            found += [(FUSED, held) for source in self.sources.of(f"{at}.{fused}")
+                      if (held := self._part(source, fused, point, sample))]
+        return [held for _, held in sorted(found, key=lambda pair: pair[0])]
+
+    def _of(self, source: Source, name: str, sample: bool) -> Held | None:
+        ranks = self.sources.complete(source)
+        if GROUPS[name.rpartition(".")[2]] == "mlp":
+            tensors = {rank: self.sources.rows(source, rank, sample) for rank in ranks}
+        else:
+            tensors = {rank: self._way(name, self.sources.heads(source, rank, sample)) for rank in ranks}
+        return None if any(tensor is None for tensor in tensors.values()) else Held(source, tensors)
+
+    def _way(self, name: str, ways: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """The most usual way to read heads; where a tensor has as many tokens as heads, the one that fits."""
+        if len(ways) > 1 and not torch.equal(*list(ways.values())[:2]):
+            full = self.reference.point(name)
+            if full is not None:
+                def distance(way: str) -> float:
+                    local = ways[way][:len(full)].double()
+                    return torch.cdist(_features(local), _features(full.double())).min(1).values.max().item()
+
+                return ways[min(ways, key=distance)]
+        return next(iter(ways.values()), None)
+
+    def _part(self, source: Source, fused: str, point: str, sample: bool) -> Held | None:
+        split = self.splits[fused]
+        tensors = {}
+        for rank in self.sources.complete(source):
+            rows = self.sources.rows(source, rank, sample)
+            if rows is None or split.parts[rank] is None or rows.shape[1] != split.widths[rank]:
+                return None
+            part = rows[:, split.parts[rank][point]]
+            tensors[rank] = part if fused == "gate_up" else part.unflatten(1, (-1, self.config.head_dim))
+        return Held(source, tensors, split.sentence)
+
+    def own_input(self, source: Source, name: str, rank: int) -> torch.Tensor | None:
+        """The sampled rows of what went into the module that a source is the output of; else of the point ``name``."""
+        inputs = self.sources.of(name)
+        for found in sorted(inputs, key=lambda s: (s.name != source.name, inputs.index(s))):
+            if rank in self.sources.complete(found) and (rows := self.sources.rows(found, rank, True)) is not None:
+                return rows
+        return None
+
+    # Votes.
+
+    def _vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int, dtype: torch.dtype
+              ) -> Indices | None:
+        shares = [self.planned[which][rank], *candidates(self.totals[which], len(local), rank, self.size)]
+        return fitting(local, full, shares, tolerance(dtype), search=which != "vocab")
+
+    def _votes(self, which: str, points: tuple[str, ...]) -> tuple[list[int | None], list[Indices | None]]:
+        """How many each rank holds, and which the values say."""
+        counts, votes, guesses = [None] * self.size, [], []
+        for at in self.sampled:
+            vote, guess = [None] * self.size, [None] * self.size
+            for point in points:
+                for held in self.held(at + point, sample=True)[:1]:
+                    for rank, tensor in held.tensors.items():
+                        counts[rank] = counts[rank] or tensor.shape[1]
+                        local = _features(tensor.float())
+                        if vote[rank] is None and (full := self._expected(at, point, held.source, rank)) is not None:
+                            vote[rank] = self._vote(which, local, full[:, :local.shape[1]], rank, tensor.dtype)
+                        elif vote[rank] is None and guess[rank] is None and at == self.sampled[0] and (
+                                full := self.reference.point(at + point)) is not None:
+                            guess[rank] = self._vote(which, local, _features(full), rank, tensor.dtype)
+            votes.append(vote)
+            guesses.append(guess)
+        found = agreed(votes)
+        return counts, [own if own is not None else other for own, other in zip(found, agreed(guesses))]
+
+    def _expected(self, at: str, point: str, source: Source, rank: int) -> torch.Tensor | None:
+        """``[all items, features]`` of a point from the rank's own input; None if that does not say it."""
+        if point not in ("q", "k", "v", "gate", "up", "mlp_act"):
+            return None
+        before = "input_norm" if point in "qkv" else "post_norm"
+        x = self.own_input(source, at + before, rank)
+        if x is None:
+            return None
+        layer = int(at.split(".")[1])
+        return (self.evidence.heads if point in "qkv" else self.evidence.columns)(layer, point, x)
+
+    # Decisions.
+
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """How fused outputs are cut."""
+        found = {"qkv": split_heads(self), "gate_up": split_columns(self)}
+        self.contradictions += [split.contradiction for split in found.values() if split.contradiction]
+        return found
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The decision for each dimension."""
+        config, planned = self.config, self.planned
+        group = config.num_heads // config.num_kv_heads
+        counts, found = {}, {}
+        for which in ("q", "k", "v"):
+            counts[which], found[which] = self._votes(which, _MEMBERS[which])
+        counts["mlp"], columns = self._votes("mlp", ("gate", "mlp_act"))
+        ups = self._votes("mlp", ("up",))[1]
+        found["mlp"] = [None if up is not None and up != gate else gate for gate, up in zip(columns, ups)]
+        counts["vocab"], found["vocab"] = self._vocabulary()
+        for which in ("q", "k", "v"):  # every head several times, as attention without groups wants them
+            for rank, count in enumerate(counts[which]):
+                if which != "q" and count == counts["q"][rank] != len(planned[which][rank]):
+                    counts[which][rank], found[which][rank] = len(planned[which][rank]), None
+
+        def q_is_one(indices) -> bool:
+            return partition(indices, config.num_heads) and any(
+                serves(kv, indices, group) for kv in (found["k"], planned["k"]) if None not in kv)
+
+        done = {"q": self._decide("q", counts, found, q_is_one)}
+        done["k"] = self._decide("k", counts, found, lambda kv: serves(kv, done["q"].indices, group))
+        done["v"] = self._decide("v", counts, found, lambda kv: tuple(kv) == done["k"].indices)
+        for which in ("mlp", "vocab"):
+            done[which] = self._decide(which, counts, found,
+                                       lambda indices, total=self.totals[which]: partition(indices, total))
+        self.contradictions += [decision.contradiction for decision in done.values() if decision.contradiction]
+        return done
+
+    def _decide(self, which: str, counts: dict, found: dict, legitimate) -> Layout:
+        if not any(counts[which]):
+            return Layout(tuple(self.planned[which]), "")
+        return decide(_WHAT[which], counts[which], self.planned[which], found[which], self.totals[which], legitimate)
+
+    def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
+        counts, found = [None] * self.size, [None] * self.size
+        for source in self.sources.of("logits")[:1]:
+            for rank in self.sources.complete(source):
+                if (logits := self.sources.logits(source, rank)) is None:
+                    continue
+                places, tensor = logits[0][:SAMPLE], logits[1][:SAMPLE].float()
+                counts[rank] = tensor.shape[1]
+                x = self._head_input(source, places, rank)
+                full = self.reference.logits(places) if x is None else self.evidence.logits(x)
+                if full is not None:
+                    found[rank] = self._vote("vocab", tensor.T, full, rank, logits[1].dtype)
+        return counts, found
+
+    def _head_input(self, logits: Source, places: list, rank: int) -> torch.Tensor | None:
+        inputs = self.sources.of("norm")
+        for source in sorted(inputs, key=lambda s: (s.name != logits.name, inputs.index(s))):
+            if rank in self.sources.complete(source) and (rows := self.sources.logits(source, rank)) is not None:
+                row_of = {place: row for row, place in enumerate(rows[0])}
+                if all(place in row_of for place in places) and rows[1].shape[1] == self.config.hidden_size:
+                    return rows[1][[row_of[place] for place in places]]
+        return None
+
+
+def _features(tensor: torch.Tensor) -> torch.Tensor:
+    """``[rows, items, …]`` → ``[items, features]``."""
+    return tensor.transpose(0, 1).flatten(1)

@@ -1,0 +1,243 @@
+"""Everything that was claimed for a trace point, and its tensors with their rows in order."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from tplab.align.check.names import OVERRIDE, Sizes, claims, place_of, role_of
+from tplab.align.check.overrides import check_names
+from tplab.align.check.rows import Texts, call_inputs
+from tplab.align.check.shapes import as_heads, as_rows
+from tplab.align.recording import PlacementError
+
+SAMPLE = 16  # rows that are looked at to find a layout: the first ones
+
+
+@dataclass
+class Source:
+    """One recorded tensor that may be a point: its entries, by rank and call."""
+
+    name: str
+    kind: str
+    path: str
+    strength: int
+    order: int
+    entries: dict[tuple[int, int], object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        what = {"in": "’s input", "out": "’s output", "tensor": ""}[self.kind]
+        return self.name + what + (f" {self.path}" if self.path not in ("", "0") else "")
+
+    @property
+    def layer(self) -> int | None:
+        """The layer in its name."""
+        return place_of(self.name)[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it was recorded."""
+        return next(iter(self.entries.values())).dtype
+
+    @property
+    def pattern(self) -> tuple[str, str, str]:
+        """The same for all layers."""
+        return re.sub(r"\d+", "{i}", self.name), self.kind, self.path
+
+
+class Sources:
+    """What was recorded, by the points it was claimed for.
+
+    Attributes:
+        ranks: those that recorded something.
+        calls: the rows of each call that is looked at, in order.
+        texts: the sequences.
+        places, num_keys, declared: as in :class:`tplab.align.recording.Recording`.
+    """
+
+    def __init__(self, recorded, config, names):
+        self.config, self.world_size = config, recorded.world_size
+        self.notes: list[str] = []
+        self.contradictions: list[str] = []
+        self.ranks = [rank for rank, known in enumerate(recorded.ranks) if known is not None]
+        if not self.ranks:
+            raise PlacementError(f"{recorded.folder} holds nothing of any of its {recorded.world_size} ranks")
+        if missing := [str(rank) for rank in range(recorded.world_size) if rank not in self.ranks]:
+            self.notes.append(f"nothing was recorded by rank{'s' * (len(missing) > 1)} {', '.join(missing)} of "
+                              f"{recorded.world_size}")
+        self.recorded = {rank: {call.index: call for call in recorded.ranks[rank].calls} for rank in self.ranks}
+        names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
+                                    for entry in call.entries})
+        self.texts = Texts()
+        self._read_calls()
+        self._order_rows()
+        self._claim(names)
+
+    def _read_calls(self) -> None:
+        numbers = sorted({index for calls in self.recorded.values() for index in calls})
+        began = [index for index in numbers if all(calls.get(index) and any(
+            entry.dtype.is_floating_point for entry in calls[index].entries) for calls in self.recorded.values())]
+        done = [index for index in began if all(calls[index].status == "done" for calls in self.recorded.values())]
+        self.used = done or began[:1]
+        for rank, calls in self.recorded.items():
+            for call in calls.values():
+                said = [call.status + (f", in {call.last}" if call.last else "")] if call.status != "done" else []
+                self.notes += [f"rank {rank}, call {call.index}: {what}"
+                               for what in dict.fromkeys((*said, *call.raised, *call.left_out))]
+        self.calls = []
+        for index in numbers:
+            seen = {rank: call_inputs(calls[index]) for rank, calls in self.recorded.items() if index in calls}
+            known = {rank: ids for rank, (ids, _) in seen.items() if ids is not None}
+            if not known:
+                if index in self.used:
+                    raise PlacementError(f"call {index} says nothing about its token ids: rec.inputs(input_ids, "
+                                         "positions) before the call does")
+                continue
+            first = min(known)
+            for rank, ids in known.items():
+                if not torch.equal(ids, known[first]):
+                    self.contradictions.append(f"call {index}: rank {rank} was given other token ids than rank "
+                                               f"{first}: {_short(ids)}, not {_short(known[first])}")
+            if (known[first] >= self.config.vocab_size).any():
+                raise PlacementError(f"call {index}: token id {int(known[first].max())} is not in the checkpoint's "
+                                     f"vocabulary: 0 to {self.config.vocab_size - 1}")
+            said = {rank: positions for rank, (_, positions) in seen.items() if positions is not None}
+            for rank, positions in said.items():
+                if not torch.equal(positions, said[min(said)]):
+                    self.contradictions.append(f"call {index}: rank {rank} was given other positions than rank "
+                                               f"{min(said)}: {_short(positions)}, not {_short(said[min(said)])}")
+            sequences = self.recorded[first][index].sequences
+            call = self.texts.add_call(index, known[first], said[min(said)] if said else None, sequences)
+            if index in self.used:
+                self.calls.append(call)
+        self.notes += self.texts.notes
+
+    def _order_rows(self) -> None:
+        last: dict[tuple[int, int], tuple[int, int, int | None]] = {}
+        offset = 0
+        for call in self.calls:
+            for i, (row, place, keys) in enumerate(zip(call.rows, call.places, call.keys)):
+                last[place] = offset + row, keys, None if call.declared is None else call.declared[i]
+            offset += call.size
+        self.places = sorted(last)
+        self._index = torch.tensor([last[place][0] for place in self.places], dtype=torch.long)
+        self.num_keys = [last[place][1] for place in self.places]
+        said = [position if last[(number, position)][2] is None else last[(number, position)][2]
+                for number, position in self.places]
+        self.declared = said if said != [position for _, position in self.places] else None
+
+    def _claim(self, names: dict[str, str]) -> None:
+        sizes = Sizes(self.config.hidden_size, self.config.head_dim, self.config.vocab_size, self.config.num_layers,
+                      self.config.qk_norm)
+        self._points: dict[str, dict[tuple, Source]] = {}
+        claimed: set[int] = set()
+        ignored: set[int] = set()
+        entries = [(rank, call.index, entry) for rank, calls in self.recorded.items() for call in calls.values()
+                   if call.index in self.used for entry in call.entries]
+        self._check_sizes({entry.name for _, _, entry in entries}, [entry for _, _, entry in entries])
+        for rank, calls in self.recorded.items():
+            for index in self.used:
+                found = calls[index].entries
+                for claim in claims(found, sizes, names, shared_modules(found, sizes.layers)):
+                    entry = claim.entry
+                    if claim.strength == OVERRIDE and not claim.point:
+                        ignored.add(id(entry))
+                    if id(entry) in ignored:
+                        continue
+                    claimed.add(id(entry))
+                    key = (claim.strength, entry.name, entry.kind, entry.path, entry.nth)
+                    source = self._points.setdefault(claim.point, {}).setdefault(key, Source(
+                        entry.name, entry.kind, entry.path, claim.strength, entry.order))
+                    source.entries[rank, index] = entry
+        self.unclaimed = [(rank, index, entry) for rank, index, entry in entries
+                          if id(entry) not in claimed and entry.dtype.is_floating_point]
+
+    def _check_sizes(self, modules: set[str], entries: list) -> None:
+        layers = {layer for layer, _ in map(place_of, modules) if layer is not None}
+        if layers and max(layers) >= self.config.num_layers:
+            raise PlacementError(f"the recording has a layer {max(layers)}, but the checkpoint's layers are 0 to "
+                                 f"{self.config.num_layers - 1}: it was recorded with another checkpoint")
+        for entry in entries:
+            layer, rest = place_of(entry.name)
+            norm = role_of(layer, rest) in ("input_norm", "post_norm", "norm", "embed")
+            if norm and entry.kind == "out" and entry.path in ("", "0") and entry.shape[-1:] and (
+                    entry.shape[-1] != self.config.hidden_size):
+                raise PlacementError(f"{entry.name} gives {entry.shape[-1]} columns, but the checkpoint's hidden size "
+                                     f"is {self.config.hidden_size}: it was recorded with another checkpoint")
+
+    def of(self, point: str) -> list[Source]:
+        """The claims for a point, in the order of :meth:`rank_of`."""
+        return sorted((s for s in self._points.get(point, {}).values() if self.complete(s)), key=self.rank_of)
+
+    def rank_of(self, source: Source) -> tuple:
+        """How good a claim is: overrides first, then what all ranks have, then the strongest, then the earliest."""
+        missing = len(self.ranks) - len(self.complete(source))
+        return source.strength != OVERRIDE, missing, source.strength, source.order
+
+    def complete(self, source: Source) -> list[int]:
+        """The ranks that recorded it in every call."""
+        return [rank for rank in self.ranks if all((rank, call) in source.entries for call in self.used)]
+
+    def claimed_points(self) -> list[str]:
+        """All points for which there is a claim, complete or not."""
+        return list(self._points)
+
+    def rows(self, source: Source, rank: int, sample: bool = False) -> torch.Tensor | None:
+        """``[places, columns]`` of one rank (the first ``SAMPLE`` rows only); None if its rows are others."""
+        found = [as_rows(source.entries[rank, call.index].tensor(), call) for call in self.calls]
+        if any(tensor is None or len(tensor) != call.size for tensor, call in zip(found, self.calls)):
+            return None
+        return self._ordered(found, sample)
+
+    def heads(self, source: Source, rank: int, sample: bool = False) -> dict[str, torch.Tensor]:
+        """The same as ``[places, heads, head_dim]``, in each way in which all calls can be taken."""
+        found = [as_heads(source.entries[rank, call.index].tensor(), call, self.config.head_dim) for call in self.calls]
+        ways = {way: self._ordered([ways[way] for ways in found], sample) for way in (found[0] if found else ())
+                if all(way in ways for ways in found)}
+        return {way: tensor for way, tensor in ways.items() if tensor is not None}
+
+    def _ordered(self, tensors: list[torch.Tensor], sample: bool) -> torch.Tensor | None:
+        if len({tensor.shape[1:] for tensor in tensors}) != 1:
+            return None
+        index = self._index[:SAMPLE] if sample else self._index
+        return (tensors[0] if len(tensors) == 1 else torch.cat(tensors))[index]
+
+    def logits(self, source: Source, rank: int) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
+        """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call."""
+        last: dict[tuple[int, int], torch.Tensor] = {}
+        for call in self.calls:
+            tensor = as_rows(source.entries[rank, call.index].tensor(), call)
+            if tensor is None:
+                return None
+            where = dict(zip(call.rows, call.places))
+            if len(tensor) == call.size:
+                last.update({place: tensor[row] for row, place in where.items()})
+            else:
+                last.update({where[row]: tensor[i] for i, row in enumerate(call.ends)})
+        if not last or len({len(row) for row in last.values()}) != 1:
+            return None
+        return sorted(last), torch.stack([last[place] for place in sorted(last)])
+
+
+def shared_modules(entries, layers: int) -> dict[str, int]:
+    """Modules that stand once but are run by every layer (vLLM's rotary embedding): how often each layer runs them."""
+    runs = Counter()
+    for entry in entries:
+        if entry.kind != "tensor":
+            runs[entry.name] = max(runs[entry.name], entry.nth + 1)
+    found = {}
+    for name, times in runs.items():
+        layer, rest = place_of(name)
+        leaf = rest.rpartition(".")[2]
+        inner = role_of(0, leaf) in ("rotary", "act", "core", "kv_cache")
+        alone = layer is None or (layer == 0 and layers > 1 and not any(
+            place_of(other) == (1, rest) for other in runs))
+        if inner and alone and times % layers == 0 and (times > 1 or layer is None):
+            found[name] = times // layers
+    return found
+
+
+def _short(ids: torch.Tensor) -> str:
+    listed = ids.reshape(-1).tolist()
+    return str(listed if len(listed) <= 8 else [*listed[:7], "…"]).replace("'…'", "…")

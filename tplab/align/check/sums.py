@@ -1,0 +1,103 @@
+"""Outputs that are sums over the ranks: before or after the all-reduce?"""
+
+from functools import cache
+
+import torch
+
+from tplab.align.check.layouts import PADDING, tolerance
+from tplab.align.check.shares import Shares
+from tplab.align.check.sources import SAMPLE, Source
+from tplab.checkpoint.layout import EMBEDDING
+
+_SUMS = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down"}
+
+
+class Sums:
+    """Says of each row-parallel output whether it is one rank's summand or the sum."""
+
+    def __init__(self, shares: Shares):
+        self.shares, self.sources = shares, shares.sources
+        self._decided: dict[tuple, bool] = {}
+
+    def sources_of(self, name: str) -> list[Source]:
+        """What can be taken for a replicated point or for a sum's summands, the strongest claim first."""
+        at, _, point = name.rpartition(".")
+        found = self.sources.of(name)
+        if which := _SUMS.get(point):
+            summand = point.endswith("partial")
+            found += [source for source in self.sources.of(f"{at}.{which}")
+                      if self._is_summand(source, which) == summand]
+            found.sort(key=self.sources.rank_of)
+        if name == "embed":
+            found = [source for source in found if not self._is_masked(source)]
+        return found
+
+    def _is_summand(self, source: Source, which: str) -> bool:
+        """Decided once for all layers, by most of those looked at: one layer that differs has a bug."""
+        if source.pattern not in self._decided:
+            votes = []
+            for at in self.shares.sampled:
+                votes += [self._looks_partial(same, which, at) for same in self.sources.of(at + which)
+                          if same.pattern == source.pattern]
+            self._decided[source.pattern] = bool(votes) and sum(votes) > len(votes) / 2
+        return self._decided[source.pattern]
+
+    def _looks_partial(self, source: Source, which: str, at: str) -> bool:
+        ranks = self.sources.complete(source)
+        if self.shares.size == 1:
+            return False
+        outs = {rank: self.sources.rows(source, rank, True) for rank in ranks}
+        if any(out is None for out in outs.values()):
+            return False
+        tol = tolerance(source.dtype)
+        if len(ranks) > 1 and all(_near(out, outs[ranks[0]], tol) for out in outs.values()):
+            return False
+        own = {rank: self._summand(at, which, rank, source) for rank in ranks}
+        if any(summand is None for summand in own.values()):
+            return len(ranks) > 1 and not _any_pair(outs, tol)
+        bias = self.shares.evidence.bias(int(at.split(".")[1]), which)
+        added = [0.0] if bias is None else [0.0, bias, bias / self.shares.size]
+        mine = [any(_near(outs[rank], own[rank] + more, tol) for more in added) for rank in ranks]
+        if all(mine):
+            return True
+        total = sum(own.values())
+        return not _any_pair(outs, tol) and not any(_near(out, total + more, tol)
+                                                    for out in outs.values() for more in added)
+
+    def _summand(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
+        name = at + ("attn" if which == "o" else "mlp_act")
+        held = [h for h in self.shares.held(name, sample=True) if rank in h.tensors]
+        held.sort(key=lambda h: h.source.name != source.name)
+        if not held:
+            return None
+        x, indices = held[0].tensors[rank], self.shares.layouts["q" if which == "o" else "mlp"].indices[rank]
+        if indices is None or x.shape[1] != len(indices):
+            return None
+        kept = [i for i, index in enumerate(indices) if index != PADDING]
+        dim = self.shares.config.head_dim if which == "o" else 1
+        columns = [indices[i] * dim + j for i in kept for j in range(dim)]
+        return self.shares.evidence.summand(int(at.split(".")[1]), which, x[:, kept].flatten(1), columns)
+
+    @cache  # noqa: B019  (one Sums lives as long as one placement)
+    def _is_masked(self, source: Source) -> bool:
+        """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
+        ids = [self.sources.texts.ids[number][position] for number, position in self.sources.places[:SAMPLE]]
+        outs = [self.sources.rows(source, rank, True) for rank in self.sources.complete(source)]
+        if self.shares.size == 1 or any(out is None or out.shape[1] != self.shares.config.hidden_size for out in outs):
+            return False
+        table = self.shares.evidence.weight(EMBEDDING)[ids]
+        tol = tolerance(source.dtype)
+        masked = [[not row.any() for row in out] for out in outs]
+        mine = all(zero or _near(row, true, tol) for out, zeros in zip(outs, masked)
+                   for row, zero, true in zip(out, zeros, table))
+        return mine and any(map(any, masked))
+
+
+def _near(a: torch.Tensor, b: torch.Tensor, tol: float) -> bool:
+    a, b = a.float(), b.float()
+    return a.shape == b.shape and bool((a - b).norm() <= tol * b.norm())
+
+
+def _any_pair(outs: dict[int, torch.Tensor], tol: float) -> bool:
+    ranks = list(outs)
+    return any(_near(outs[a], outs[b], tol) for i, a in enumerate(ranks) for b in ranks[i + 1:])
