@@ -15,7 +15,7 @@ from tplab.align.recording import PlacementError
 SAMPLE = 16  # rows that are looked at to find a layout: the first ones
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """One recorded tensor that may be a point: its entries, by rank and call."""
 
