@@ -45,6 +45,24 @@ def test_a_line_is_marked_by_what_the_other_side_lacks():
     assert "✗ old<" in html and "✓ new<" in html and "  same" in html and "✓ same" not in html
 
 
+def test_long_code_is_compared_line_by_line_and_has_its_room():
+    html = lesson.side_by_side("    pass", "pass\n" * 250)._repr_mimebundle_()["text/html"]
+    assert html.count("✗ ") == 1 and html.count("✓ ") == 1 + 249  # a line that often stands there is a line too
+    wide = lesson.side_by_side("a", "b" * 20, ("<b>", "right"))._repr_mimebundle_()["text/html"]
+    assert wide.count("flex: 1 1 200px") == 2, "both columns are as wide as the longest line"
+    assert "✗ &lt;b&gt;" in wide and "✓ right" in wide
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 5} if pid == 0 else set(), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert lesson.available_cores() == 3
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert lesson.available_cores() == 1
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    assert lesson.available_cores() == 6
+
+
 def test_side_by_side_reads_functions():
     def inner(x):
         return x

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from matplotlib.colors import to_hex
 
 from tplab import lesson, show
 from tplab.lesson.incidents import Incident
@@ -36,13 +37,13 @@ def test_ranks_that_an_incident_has_ended_are_back_before_the_next_one_is_timed(
     incidents, run, seen = lesson.Incidents(pool), RankPool.run, []
 
     def watched(self, fn, **more):
-        seen.append((fn, None in self.pids))
+        seen.append((fn, None in self.pids, more.get("timeout")))
         return run(self, fn, **more)
 
     incidents.provoke("a rank dies", lambda: os._exit(3) if rank() else None, within=60)
     monkeypatch.setattr(RankPool, "run", watched)
-    incidents.provoke("a rank raises", raises, within=60)
-    assert seen == [(rank, True), (raises, False)]
+    incidents.provoke("a rank raises", raises, within=60, timeout=50)
+    assert seen == [(rank, True, None), (raises, False, 50)]
 
 
 def test_what_does_not_fail_is_no_incident(pool):
@@ -55,7 +56,17 @@ def test_what_does_not_fail_is_no_incident(pool):
 def test_a_report_that_comes_too_late_is_named(pool):
     incidents = lesson.Incidents(pool)
     incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.0), "quick": Incident(RankError("x"), 0.5, 1.0)}
-    assert incidents.figure().alt_text.endswith("too late: slow.")
+    figure = incidents.figure(120, "How late")
+    assert figure.alt_text.endswith("slow (1 s), quick (1 s); too late: slow.") and figure.get_suptitle() == "How late"
+    ax = figure.axes[0]
+    marks = {(line.get_marker(), to_hex(line.get_color()), *(float(at[0]) for at in line.get_data()))
+             for line in ax.get_lines() if len(line.get_xdata()) == 1}
+    assert marks == {("X", "#d55e00", 2.0, 0.0), ("o", "#009e73", 0.5, 1.0)}
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["slow", "quick"] and ax.get_ylim()[0] > 1
+    said = {text.get_text().partition("\n")[0]: text.xy for text in ax.texts}
+    assert said["2.0 s"] == (2.0, 0) and said["500 ms"] == (0.5, 1) and said["bound"][0] == 1.0
+    assert said["torch.distributed"][0] == 120 and ax.texts[-1].get_text().endswith("2 minutes")
+    assert ax.get_xlim()[1] > 120 and 2 < incidents.figure().axes[0].get_xlim()[1] < 120
 
 
 def test_nothing_to_draw_yet(pool):
@@ -75,6 +86,7 @@ def test_what_is_left_behind_is_counted_and_marked(pool):
 def test_an_exception_is_caught_and_none_is_none():
     assert isinstance(lesson.caught(int, "x"), ValueError)
     assert lesson.caught(int, "1") is None
+    assert isinstance(lesson.caught(sorted, [1], key=5), TypeError), "names go with it"
 
 
 def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch):

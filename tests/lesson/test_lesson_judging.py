@@ -11,9 +11,10 @@ IDS = [5, 6, 7, 8]
 
 WRONG = {
     "62% NaN in a 4 × 4 example: is something multiplying 0 by -inf": lambda s, m: s + m.to(s.dtype) * float("-inf"),
-    "the wrong way round": lambda s, m: s.masked_fill(~m, float("-inf")),
-    "every key is hidden": lambda s, m: s.masked_fill(torch.ones_like(m), float("-inf")),
+    "NaN in 1 of 4 rows": lambda s, m: s.masked_fill(~m, float("-inf")),
+    "NaN in 4 of 4 rows, those in which every key is hidden": lambda s, m: s.masked_fill(torch.ones_like(m), float("-inf")),
     "have changed": lambda s, m: (2 * s).masked_fill(m, float("-inf")),
+    "scores of keys that may be seen have changed": lambda s, m: s.mul_(2).masked_fill(m, float("-inf")),
     "returns nothing": lambda s, m: None,
     "[2, 4, 4]": lambda s, m: s[0],
     "torch.float64 come out": lambda s, m: s.double().masked_fill(m, float("-inf")),
@@ -54,6 +55,19 @@ def test_pass_is_one_line_and_gives_the_report(capsys):
     report = lesson.check_mask(lambda s, m: s.masked_fill(m, float("-inf")), "fable", IDS)
     assert capsys.readouterr().out == "PASS  <lambda>: on 2 ranks, every trace point agrees with Hugging Face\n"
     assert report.ok
+    report = lesson.check_mask(Mine(), "fable", IDS, tensor_parallel_size=1, dtype="bfloat16")
+    assert capsys.readouterr().out == "PASS  mine: on 1 rank, every trace point agrees with Hugging Face\n"
+    assert (report.ok, report.dtype) == (True, torch.bfloat16)
+
+
+class Mine:
+    """A function without a name."""
+
+    def __call__(self, scores, mask):
+        return scores.masked_fill(mask, float("-inf"))
+
+    def __repr__(self):
+        return "mine"
 
 
 def test_an_error_of_the_learner_is_one_more_not_yet(capsys):

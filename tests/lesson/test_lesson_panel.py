@@ -21,7 +21,7 @@ def asked(monkeypatch):
     def align(model, prompt, **options):
         calls.append({"prompt": prompt, **options, "patches": [fault.name for fault in options["patches"]]})
         if not prompt:
-            raise AlignError("the prompt is empty; at least one token is needed")
+            raise AlignError("the prompt is empty; at least one token is <needed>")
         if prompt == "crash":
             raise RuntimeError("boom")
         report = make_report({"layers.0.attn": math.nan} if "nan_mask" in calls[-1]["patches"] else None)
@@ -87,7 +87,7 @@ def test_a_fault_that_cannot_show_says_why(made):
 def test_a_mistake_is_told_in_the_panel_and_the_button_works_again(made):
     made._prompt.value = ""
     made._button.click()
-    assert "the prompt is empty" in made._verdict.value
+    assert "the prompt is empty; at least one token is &lt;needed&gt;" in made._verdict.value
     assert not made._button.disabled and made._button.description == "Run"
     made._prompt.value = "Once"
     made._button.click()
@@ -111,6 +111,8 @@ def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stan
             display(one)
         (output,) = shown.outputs
         assert set(output.data) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
+        assert output.data["application/vnd.jupyter.widget-view+json"] == {
+            "version_major": 2, "version_minor": 0, "model_id": one.widget.model_id}
         stored.append((output.data["text/plain"], shown.stdout))
     assert stored[0] == stored[1]
     assert stored[0][1].startswith("Figure: ")
@@ -131,7 +133,15 @@ def test_a_misspelt_fault_lists_the_museum(asked):
 def test_the_number_of_ranks_at_the_start_is_among_the_choices(asked, fable_stand_in):
     one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=8, tensor_parallel_sizes=(1, 2),
                        prompt="Hi")
-    assert list(one._tp.options) == [1, 2, 8]
+    assert list(one._tp.options) == [1, 2, 8] and asked[-1]["tensor_parallel_size"] == 8
+
+
+def test_what_is_not_said_is_the_default(asked, fable_stand_in):
+    made = lesson.panel(["nan_mask"], model=fable_stand_in, dtype="bfloat16", tensor_parallel_size=1)
+    assert asked == [{"prompt": lesson.default_prompt(fable_stand_in), "tensor_parallel_size": 1, "dtype": "bfloat16",
+                      "patches": []}]
+    assert list(made._tp.options) == [1, 2, 3, 4] and "nothing ticked, 1 rank:" in made.alt_text
+    assert str(made) == f"Panel: {made._faults[0].title}; ranks 1, 2, 3, 4. Shown: nothing ticked, 1 rank."
 
 
 def test_the_title_is_the_last_runs_finding_and_the_reason_that_of_its_ranks(made, monkeypatch):
