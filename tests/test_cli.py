@@ -1,5 +1,6 @@
 """The command line: exit codes, one line for every mistake, what is written where."""
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from safetensors import safe_open
 import tplab.align
 import tplab.llm
 from tplab import cli
+from tplab.lesson import default_prompt
 from tplab.model import LoadStats
 
 BAD = [
@@ -216,9 +218,14 @@ def test_the_museum_is_listed_and_shown(capsys):
     from tplab.faults import MUSEUM
 
     code, out, _ = run("faults", capsys)
-    assert code == 0 and all(f"  {name} " in out for name in MUSEUM) and max(map(len, out.splitlines())) <= 100
-    _, out, _ = run("faults nan_mask", capsys)
-    assert "broken:\n" in out and "masked_fill" in out.partition("right:\n")[2]
+    assert code == 0 and max(map(len, out.splitlines())) <= 100
+    listed, notebook = [], None
+    for line in out.splitlines():
+        notebook = notebook if line.startswith("  ") else line
+        listed += [(line.split()[0], notebook)] if line.startswith("  ") else []
+    assert listed == sorted(((one.name, one.notebook) for one in MUSEUM.values()), key=lambda pair: pair[1])
+    code, out, _ = run("faults nan_mask", capsys)
+    assert code == 0 and "broken:\n" in out and "masked_fill" in out.partition("right:\n")[2]
 
 
 def test_generate_streams_the_text_and_keeps_the_numbers_apart(tmp_path, capsys, monkeypatch):
@@ -290,3 +297,74 @@ def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
     monkeypatch.setattr(tplab.align, "align", lambda *args, **options: report)
     code, out, _ = run(f"align {model} --ids 1,2", capsys)
     assert code == 0 and "read from the checkpoint: 1.5 MB by rank 0, 2.5 MB by rank 1\n" in out
+    rows = [line.split()[0] for line in out.partition("\npoint ")[2].splitlines()[1:]]
+    assert rows == ["embed", *(f"layers.{i}.output" for i in range(4)), "norm", "logits"]
+    report.load_stats = []
+    assert "read from" not in run(f"align {model} --ids 1,2", capsys)[1]
+
+
+NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
+DEFAULTS = {
+    "plan m": {"model": "m", "tp": 2}, "faults": {"names": []}, "fetch m": {"model": "m"},
+    "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "save": None, **NUMBERS},
+    "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,
+                              "seed": None, **NUMBERS},
+    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, **NUMBERS},
+}
+
+
+@pytest.mark.parametrize("line", DEFAULTS)
+def test_what_is_not_said_is_what_the_help_says(line):
+    chosen = vars(cli.build_parser().parse_args(line.split()))
+    assert chosen.pop("run") is getattr(cli, line.split()[0]) and chosen == DEFAULTS[line]
+
+
+def test_align_hands_over_what_was_asked_for(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tplab.align, "align", lambda ckpt, **options: asked.append(
+        (ckpt.name, {**options, "patches": [one.name for one in options["patches"]]})) or report)
+    monkeypatch.setattr(tplab.align, "diagnose", lambda report: SimpleNamespace(sentence="Well."))
+    report = make_report()
+    run("align fable", capsys)
+    run("align fable --prompt Hi --tp 3 --dtype bfloat16 --fault nan_mask no_mask --fault qkv_order", capsys)
+    assert asked == [
+        ("fable", {"prompts": default_prompt("fable"), "tensor_parallel_size": 2, "dtype": "float32", "patches": []}),
+        ("fable", {"prompts": "Hi", "tensor_parallel_size": 3, "dtype": "bfloat16",
+                   "patches": ["nan_mask", "no_mask", "qkv_order"]})]
+
+
+def test_what_was_fetched_is_described(capsys, monkeypatch):
+    monkeypatch.setattr("tplab.checkpoint.fetch", lambda name: f"the folder of {name}")
+    code, out, _ = run("fetch fable", capsys)
+    assert code == 0 and out.startswith("fable: ") and out.endswith(" 16\nin the folder of fable\n")
+
+
+def test_each_word_is_shown_as_it_comes(monkeypatch):
+    class Terminal(io.StringIO):
+        reconfigure = staticmethod(lambda errors: None)
+
+        def flush(self):
+            self.shown = self.getvalue()
+
+    def stream(prompt, params):
+        for text in ("one ", "two"):
+            chunk = type("Chunk", (str,), {"output": SimpleNamespace(metrics=metrics)})(text)
+            yield chunk
+            assert out.shown.endswith(text)
+
+    metrics = SimpleNamespace(num_output_tokens=2, time_to_first_token=0.5, tokens_per_second=2.0)
+    llm = SimpleNamespace(stream=stream, plan=SimpleNamespace(tensor_parallel_size=1))
+    monkeypatch.setattr("tplab.llm.open_llm", lambda *given: nullcontext(llm))
+    monkeypatch.setattr("sys.stdout", out := Terminal())
+    assert cli.main("generate m --prompt Hi".split()) == 0 and out.getvalue() == "one two\n"
+
+
+def test_an_error_of_the_machine_keeps_its_traceback_and_a_closed_output_is_none(monkeypatch):
+    def broken(chosen):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("sys.stdout", None)
+    assert cli.main(["faults"]) == 0
+    monkeypatch.setattr(cli, "faults", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        cli.main(["faults"])

@@ -1,5 +1,6 @@
 """Answers with nothing hidden."""
 
+from functools import partial
 from types import SimpleNamespace
 
 from tplab import LLM, lesson, open_checkpoint
@@ -17,7 +18,7 @@ def test_chat_models_are_asked_and_fable_goes_on_with_a_story():
     fable = open_checkpoint("fable")
     assert lesson.default_question(fable) == lesson.default_prompt("fable")
     for template, asked in (("{{ x }}", "What is the capital of France?"), (None, lesson.default_prompt("base"))):
-        model = SimpleNamespace(name="other", tokenizer=lambda: SimpleNamespace(chat_template=template))
+        model = SimpleNamespace(name="other", tokenizer=partial(SimpleNamespace, chat_template=template))
         assert lesson.default_question(model) == asked
 
 

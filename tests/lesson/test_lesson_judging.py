@@ -12,7 +12,7 @@ IDS = [5, 6, 7, 8]
 WRONG = {
     "62% NaN in a 4 × 4 example: is something multiplying 0 by -inf": lambda s, m: s + m.to(s.dtype) * float("-inf"),
     "NaN in 1 of 4 rows": lambda s, m: s.masked_fill(~m, float("-inf")),
-    "NaN in 4 of 4 rows, those in which every key is hidden": lambda s, m: s.masked_fill(torch.ones_like(m), float("-inf")),
+    "NaN in 4 of 4 rows, those in which every key is hidden": lambda s, m: s.masked_fill(m | True, float("-inf")),
     "have changed": lambda s, m: (2 * s).masked_fill(m, float("-inf")),
     "scores of keys that may be seen have changed": lambda s, m: s.mul_(2).masked_fill(m, float("-inf")),
     "returns nothing": lambda s, m: None,
