@@ -1,111 +1,28 @@
-"""What a folder recorded by ``tplab/record.py`` holds: ranks, their calls, and the tensors of each call.
+"""Reads the folder that ``tplab/record.py`` wrote: the journals, and the headers of the tensors' files.
 
-Only the journals are read here, and the headers of the tensors' files; a tensor is read when it is asked for.
-Nothing in a folder is trusted, and nothing is unpickled.
+A tensor is read when it is asked for. Nothing in a folder is trusted, and nothing is unpickled: whatever the recorder
+would not have written is refused.
 """
 
 import json
 import math
 import os
 import re
-import stat
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tplab.align.check.recorded import Call, Entry, Recorded, RecordedRank, RecordingError, ordinary
 from tplab.checks import shown, whole_number
-from tplab.errors import TplabError
 from tplab.record import DTYPES, VERSION
+
+__all__ = ["Call", "Entry", "Recorded", "RecordedRank", "RecordingError", "read_recorded"]
 
 _DTYPES = {stored: dtype for dtype, stored in DTYPES.items()}
 _MANIFEST = "manifest.jsonl"
 _MAX_MANIFEST = 1 << 28  # bytes: some 1,000 decode steps of a model of 30 layers
 _MAX_WORLD = 4096
-
-
-class RecordingError(TplabError):
-    """The folder is no recording that can be read; the message says where it is wrong."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One recorded tensor.
-
-    Attributes:
-        name: the module's dotted name in the engine ("" for the model itself), or the name given to ``rec.tensor``.
-        kind: "in", "out", "tensor" or "parameter".
-        path: which argument or element: "0", "hidden_states", "1.0"; "" for an output that is one tensor.
-        nth: the module's how-manieth run within the call, from 0.
-        order: running number within the rank's call; a module's inputs stand before what it runs, outputs after.
-        module_class: "Linear"; "" for what no module computed.
-    """
-
-    name: str
-    kind: str
-    path: str
-    nth: int
-    order: int
-    module_class: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path = field(repr=False)
-    offset: int = field(repr=False)
-
-    def tensor(self) -> Tensor:
-        """Read it from its file; RecordingError if the file has changed or shrunk since the folder was read."""
-        data = bytearray(math.prod(self.shape) * self.dtype.itemsize)
-        with open(_ordinary(self.file), "rb") as file:
-            file.seek(self.offset)
-            if file.readinto(data) != len(data):
-                raise RecordingError(f"{self.file} ends within {self.name!r}; it was cut off after the folder was read")
-        return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape) if data else torch.empty(
-            self.shape, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the engine on one rank.
-
-    Attributes:
-        input_ids, positions, sequences: what ``rec.inputs`` said, or None.
-        status: "done", "cut off" (the process ended or hangs within it), or "failed: ValueError: …".
-        last: the module that was entered last; "" before the first.
-        inside: the innermost module that was entered and not left; "" if none.
-        raised: modules that ended with an exception, in order: "layers.0.rotary: RuntimeError: …".
-        left_out: what was not recorded and why, one sentence each.
-    """
-
-    index: int
-    input_ids: Tensor | None
-    positions: Tensor | None
-    sequences: list[int] | None
-    entries: tuple[Entry, ...]
-    status: str
-    last: str
-    inside: str
-    raised: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RecordedRank:
-    """What one rank recorded; ``parameters`` by name, where ``rec.parameters`` kept them."""
-
-    rank: int
-    calls: tuple[Call, ...]
-    parameters: dict[str, Entry]
-    left_out: tuple[str, ...] = ()  # of the parameters
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A recorded run; ``ranks`` has one element per rank, None where a rank left nothing."""
-
-    folder: Path
-    world_size: int
-    ranks: tuple[RecordedRank | None, ...]
 
 
 def read_recorded(folder: str | os.PathLike) -> Recorded:
@@ -117,6 +34,13 @@ def read_recorded(folder: str | os.PathLike) -> Recorded:
     folder = Path(folder)
     if not folder.is_dir():
         raise RecordingError(f"{folder} is not a folder; give the one that record(...) wrote")
+    try:
+        return _read(folder)
+    except OSError as error:
+        raise RecordingError(f"{folder} cannot be read: {shown(str(error))}") from error
+
+
+def _read(folder: Path) -> Recorded:
     numbers = sorted(int(hit.group(1)) for path in folder.iterdir()
                      if (hit := re.fullmatch(r"rank(0|[1-9]\d{0,5})", path.name)))
     if not numbers:
@@ -135,16 +59,6 @@ def read_recorded(folder: str | os.PathLike) -> Recorded:
     return Recorded(folder, world_size, tuple(ranks.get(rank) for rank in range(world_size)))
 
 
-def _ordinary(path: Path) -> Path:
-    # A link could lead out of the folder, a named pipe would make a reader wait for ever.
-    try:
-        if stat.S_ISREG(path.lstat().st_mode):
-            return path
-    except FileNotFoundError:
-        raise RecordingError(f"{path} is missing, though the journal beside it counts on it") from None
-    raise RecordingError(f"{path} is not an ordinary file")
-
-
 class _Wrong(Exception):
     """What a line says cannot be; the sentence lacks the line."""
 
@@ -156,7 +70,7 @@ class _Draft:
         self.folder, self.stem = folder, stem
         self.parts, self.entries, self.known = [], [], set()
         self.last, self.stack, self.raised, self.left = "", [], [], {}
-        self.said = None, None, None
+        self.said, self.skipped = (None, None, None), False
 
     def begin(self, file: str, room: int) -> None:
         expected = f"{self.stem}{f'.{len(self.parts)}' if self.parts else ''}.safetensors"
@@ -180,31 +94,30 @@ class _Draft:
             raise _Wrong(f"tensor {key} of {path.name} has another dtype or size")
         return path, start + begin
 
-    def check(self, ended: bool) -> bool:
-        """Hold the files against the journal; False if the last of them has no header yet."""
-        return all([self._check(*part, ended or part is not self.parts[-1]) for part in self.parts])
-
-    def _check(self, path, start, tensors, ended):
-        size, needed = _ordinary(path).stat().st_size, start + (tensors[-1][3] if tensors else 0)
-        with open(path, "rb") as file:
-            room = int.from_bytes(file.read(8), "little")
-            if size < needed or size > needed and room:
-                raise RecordingError(f"{path} has {size:,} bytes; its journal says {needed:,}")
-            if not room and not ended:
-                return False
-            if room != start - 8:
-                raise RecordingError(f"{path} begins with a header of {room:,} bytes; its journal says {start - 8:,}")
-            header = _json(file.read(room), f"the header of {path}")
-        expected = {label: {**about, "data_offsets": [begin, end]} for label, about, begin, end in tensors}
-        wrong = [name for name in (*header, *expected) if header.get(name) != expected.get(name)]
-        if wrong:
-            raise RecordingError(f"{path}: header and journal disagree about {shown(wrong[0])}: "
-                                 f"{shown(header.get(wrong[0]))} and {shown(expected.get(wrong[0]))}")
-        return True
+    def check(self, ended: bool) -> None:
+        """Hold the files against the journal; the last one has no header unless the call has ``ended``."""
+        for path, start, tensors in self.parts:
+            size, content = ordinary(path).stat().st_size, tensors[-1][3] if tensors else 0
+            with open(path, "rb") as file:
+                room = int.from_bytes(file.read(8), "little")
+                if not room and path is self.parts[-1][0] and not ended and (size >= start + content or not content):
+                    return
+                if size != start + content:
+                    raise RecordingError(f"{path} has {size:,} bytes; its journal says {start + content:,}")
+                if room != start - 8:
+                    raise RecordingError(f"{path} begins with a header of {room:,} bytes; its journal says "
+                                         f"{start - 8:,}")
+                header = _json(file.read(room), f"the header of {path}")
+            expected = {label: {**about, "data_offsets": [begin, end]} for label, about, begin, end in tensors}
+            for name in (*header, *expected):
+                if header.get(name) != expected.get(name):
+                    raise RecordingError(f"{path}: header and journal disagree about {shown(name)}: "
+                                         f"{shown(header.get(name))} and {shown(expected.get(name))}")
 
     def sentences(self) -> tuple[str, ...]:
-        return tuple(f"{why}: {first}" if not count else f"{why}: {count} tensors from {first} on"
-                     for why, (first, count) in self.left.items())
+        return ("calls=: this call",) * self.skipped + tuple(
+            f"{why}: {count} tensor{'s' * (count > 1)}, the first of them {first}" for why, (first, count) in
+            self.left.items())
 
 
 def _json(data: bytes, what: str) -> dict:
@@ -224,23 +137,27 @@ class _RankReader:
         self.rank, self.folder, self.path = rank, folder / f"rank{rank}", folder / f"rank{rank}" / _MANIFEST
         if self.folder.is_symlink() or not self.folder.is_dir():
             raise RecordingError(f"{self.folder} is not a folder")
-        size = _ordinary(self.path).stat().st_size
+        self.lines, self.about = [], None
+        if not any(self.folder.iterdir()):
+            return  # it ended before its first line
+        size = ordinary(self.path).stat().st_size
         if size > _MAX_MANIFEST:
             raise RecordingError(f"{self.path} has {size:,} bytes, more than the {_MAX_MANIFEST:,} that are read; "
                                  "record fewer calls, with calls= or layers=")
         self.lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
-        self.about = self._about() if self.lines else None
+        if self.lines:
+            self.about = self._about()
 
     def _about(self):
         about = _json(self.lines[0], f"{self.path}, line 1,")
         if about.get("format") != "tplab-record":
             raise RecordingError(f"{self.path} is not the journal of a recorder: its format is "
                                  f"{shown(about.get('format'))}")
-        if about.get("version") != VERSION or isinstance(about["version"], bool):
+        if whole_number(about.get("version")) != VERSION:
             raise RecordingError(f"{self.path} has format version {shown(about.get('version'))}, this tplab reads "
                                  f"{VERSION}; record again with this tplab's record.py")
         world_size = whole_number(about.get("world_size"), 1, _MAX_WORLD)
-        if world_size is None or about.get("rank") != self.rank or self.rank >= world_size:
+        if world_size is None or whole_number(about.get("rank"), 0, world_size - 1) != self.rank:
             raise RecordingError(f"{self.path} says rank {shown(about.get('rank'))} of "
                                  f"{shown(about.get('world_size'))}, in a folder named rank{self.rank}")
         if not isinstance(about.get("run"), str):
@@ -249,14 +166,14 @@ class _RankReader:
 
     def read(self) -> RecordedRank:
         """The rank's calls and parameters; RecordingError names the line that no recorder would have written."""
-        self.calls, self.call, self.parameters, self.closed = [], None, _Draft(self.folder, "parameters"), False
+        self.calls, self.call, self.parameters = [], None, _Draft(self.folder, "parameters")
         handlers = {"call": self._call, "file": self._file, "tensor": self._tensor, "enter": self._enter,
-                    "leave": self._leave, "left out": self._left_out, "end": self._end, "close": self._close}
+                    "leave": self._leave, "left out": self._left_out, "end": self._end}
         for number, data in enumerate(self.lines[1:], 2):
             where = f"{self.path}, line {number}"
             line = _json(data, where)
             event = line.get("event")
-            if not isinstance(event, str) or event not in handlers or self.closed:
+            if not isinstance(event, str) or event not in handlers:
                 raise RecordingError(f"{where}: an event {shown(event)} cannot come here")
             try:
                 handlers[event](line)
@@ -264,10 +181,9 @@ class _RankReader:
                 raise RecordingError(f"{where}: {wrong}") from None
         if self.call is not None:
             self._finish("cut off")
-        whole = self.parameters.check(ended=False)
-        left_out = (*self.parameters.sentences(), *(() if whole else ("parameters: cut off while they were written",)))
+        self.parameters.check(ended=False)
         return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries},
-                            left_out)
+                            self.parameters.sentences())
 
     def _call(self, line):
         if self.call is not None or _count(line, "call") != len(self.calls):
@@ -275,31 +191,33 @@ class _RankReader:
         self.call = _Draft(self.folder, f"call{len(self.calls)}")
         self.call.said = [_numbers(line, key) for key in ("input_ids", "positions", "sequences")]
         if line.get("skipped"):
-            self.call.left["calls="] = "this call", 0
+            self.call.skipped = True
 
     def _draft(self, parameter: bool) -> "_Draft":
         if not parameter and self.call is None:
             raise _Wrong("no call has begun")
         return self.parameters if parameter else self.call
 
+    def _about_tensor(self, line):
+        if line.get("kind") not in ("in", "out", "tensor", "parameter"):
+            raise _Wrong(f"there is no kind {shown(line.get('kind'))}")
+        return _text(line, "name"), line["kind"], _text(line, "path"), _count(line, "nth")
+
     def _file(self, line):
         self._draft(_text(line, "file").startswith("parameters")).begin(line["file"], _count(line, "room"))
 
     def _tensor(self, line):
-        kind = _text(line, "kind")
-        if kind not in ("in", "out", "tensor", "parameter"):
-            raise _Wrong(f"there is no kind {shown(kind)}")
+        name, kind, path, nth = about = self._about_tensor(line)
         draft = self._draft(kind == "parameter")
         stored, shape = line.get("dtype"), line.get("shape")
         if not isinstance(stored, str) or stored not in _DTYPES:
             raise _Wrong(f"dtype {shown(stored)} is none of {', '.join(_DTYPES)}")
         if not isinstance(shape, list) or len(shape) > 16 or any(whole_number(n, 0, 2**40) is None for n in shape):
             raise _Wrong(f"{shown(shape)} is no shape")
-        name, path, nth = _text(line, "name"), _text(line, "path"), _count(line, "nth")
-        if (name, kind, path, nth) in draft.known:
+        if about in draft.known:
             raise _Wrong(f"{kind} {path} of run {nth} of {name!r} comes twice")
-        draft.known.add((name, kind, path, nth))
-        label = name if kind == "parameter" else f"{_count(line, 'key')} {name} {kind} {path} {nth}"
+        draft.known.add(about)
+        label = name if kind == "parameter" else " ".join(map(str, about))
         file, offset = draft.place(_count(line, "key"), label, _DTYPES[stored], tuple(shape))
         draft.entries.append(Entry(name, kind, path, nth, len(draft.entries), _text(line, "module_class"),
                                    tuple(shape), _DTYPES[stored], file, offset))
@@ -314,28 +232,26 @@ class _RankReader:
         while draft.stack and draft.stack.pop() != name:
             pass
         if line.get("error") is not None:
-            draft.raised.append(f"{name}: {_text(line, 'error')}")
+            draft.raised.append(f"{name}: {_error(line)}")
 
     def _left_out(self, line):
-        draft, why = self._draft(_text(line, "kind") == "parameter"), _text(line, "why")
-        draft.left[why] = _text(line, "first"), _count(line, "count")
+        name, kind, _, _ = self._about_tensor(line)
+        left, why = self._draft(kind == "parameter").left, _text(line, "why")
+        first, count = left.get(why, (name, 0))
+        left[why] = first, count + 1
 
     def _end(self, line):
         self._draft(False)
-        self._finish("done" if line.get("error") is None else f"failed: {_text(line, 'error')}")
+        self._finish("done" if line.get("error") is None else f"failed: {_error(line)}")
 
     def _finish(self, status):
         draft, self.call = self.call, None
         draft.check(ended=status != "cut off")
         ids, positions, sequences = draft.said
-        self.calls.append(Call(len(self.calls), ids, positions, None if sequences is None else sequences.tolist(),
-                               tuple(draft.entries), status, draft.last, draft.stack[-1] if draft.stack else "",
-                               tuple(draft.raised), draft.sentences()))
-
-    def _close(self, line):
-        if self.call is not None:
-            raise _Wrong("the recording ends within a call")
-        self.closed = True
+        sequences = None if sequences is None else sequences.flatten().tolist()
+        inside = draft.stack[-1] if draft.stack else ""
+        self.calls.append(Call(len(self.calls), ids, positions, sequences, tuple(draft.entries), status, draft.last,
+                               inside, tuple(draft.raised), draft.sentences()))
 
 
 def _text(line, key):
@@ -343,6 +259,11 @@ def _text(line, key):
     if not isinstance(found, str) or len(found) > 1000 or not found.isprintable():
         raise _Wrong(f"{key} is {shown(found)}, not a printable text of at most 1,000 characters")
     return found
+
+
+def _error(line):
+    # Of any engine: what it holds is shown, not trusted.
+    return "".join(c if c.isprintable() else " " for c in str(line["error"]))[:300]
 
 
 def _count(line, key):
