@@ -14,10 +14,11 @@ from tplab.ranks import all_gather, all_reduce, rank
 
 
 class VllmAttention(nn.Module):
-    def __init__(self, w, at, order=("q", "k", "v")):
+    order = "qkv"
+
+    def __init__(self, w, at):
         super().__init__()
-        self.order = order
-        self.qkv_proj = linear(w, *(f"{at}.{x}_proj" for x in order), pair=True)
+        self.qkv_proj = linear(w, *(f"{at}.{x}_proj" for x in self.order), pair=True)
         self.sizes = {x: len(w.rows_of(f"{x}_proj")) for x in "qkv"}
         self.rotary_emb, self.attn = Rotary(w.config), Core(w.config, w.share)
         if w.config.qk_norm:
@@ -191,14 +192,17 @@ class HfLike(Stranger):
 
 
 class FastAttention(nn.Module):
+    order = "qkv"
+
     def __init__(self, w, at):
         super().__init__()
-        self.wqkv, self.wo = linear(w, *(f"{at}.{x}_proj" for x in "qkv")), linear(w, f"{at}.o_proj")
-        self.sizes = [len(w.rows_of(f"{x}_proj")) for x in "qkv"]
+        self.wqkv, self.wo = linear(w, *(f"{at}.{x}_proj" for x in self.order)), linear(w, f"{at}.o_proj")
+        self.sizes = [len(w.rows_of(f"{x}_proj")) for x in self.order]
         self.rotary, self.core = [Rotary(w.config)], Core(w.config, w.share)  # no module of its own: hidden in a list
 
     def forward(self, x, input_pos):
-        q, k, v = self.wqkv(x).flatten(0, 1).split(self.sizes, -1)
+        parts = dict(zip(self.order, self.wqkv(x).flatten(0, 1).split(self.sizes, -1)))
+        q, k, v = (parts[x] for x in "qkv")
         q, k = self.rotary[0](input_pos.flatten(), q, k)
         return all_reduce(self.wo(self.core.forward(q, k, v))).view(x.shape)
 

@@ -84,7 +84,7 @@ def agreed(votes: list[list[Indices | None]]) -> list[Indices | None]:
 
 
 def decide(what: str, counts: list[int | None], plan: list[Indices], found: list[Indices | None], total: int,
-           legitimate) -> Layout:
+           flaw) -> Layout:
     """The layout of one dimension.
 
     Args:
@@ -92,7 +92,7 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
         counts: how many each rank holds, None for a rank without.
         plan: what the plan's rule gives each rank.
         found: what fits, per rank.
-        legitimate: takes the indices per rank, says whether they are a layout at all.
+        flaw: takes the indices per rank, says why they are no layout at all; ``""`` if they are one.
     """
     here = [rank for rank, count in enumerate(counts) if count is not None]
     as_planned = all(counts[rank] == len(plan[rank]) for rank in here)
@@ -100,7 +100,7 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
     proven = all(seen[rank] is not None for rank in here)
     if proven and as_planned and all(seen[rank] == plan[rank] for rank in here):
         return Layout(tuple(seen), f"{what} dealt out by the plan's rule ({_spans(seen)}), as the values say")
-    if proven and legitimate(seen):
+    if proven and not flaw(seen):
         return Layout(tuple(seen), f"{what} dealt out as the values say ({_spans(seen)})")
     if as_planned:
         shares = [plan[rank] if rank in here else None for rank in range(len(counts))]
@@ -108,7 +108,7 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
                       "confirm")
     if proven:
         return Layout(tuple(seen), f"{what} as the values say ({_spans(seen)})",
-                      f"{what}: {_spans(seen)} is no way to deal out {total}: {_flaw(seen, total)}")
+                      f"{what} cannot be dealt out as {_spans(seen)}: {flaw(seen)}")
     if all(counts[rank] == total for rank in here):
         whole = [tuple(range(total)) if rank in here else None for rank in range(len(counts))]
         return Layout(tuple(whole), f"all {what} on every rank, by their number")
@@ -127,27 +127,29 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
                   "every rank, and the values fit nothing else")
 
 
-def partition(indices: list[Indices | None], total: int) -> bool:
-    """Whether every item is on exactly one rank, or every rank has them all. (A missing rank may hold what lacks.)"""
-    real = [sorted(i for i in rank if i != PADDING) for rank in indices if rank is not None]
-    if all(rank == list(range(total)) for rank in real):
-        return True
-    together = sorted(i for rank in real for i in rank)
-    return len(set(together)) == len(together) and (None in indices or together == list(range(total)))
-
-
-def serves(kv: list[Indices | None], q: Sequence[Indices | None], group: int) -> bool:
-    """Whether each rank holds the KV head of each of its query heads, and none twice."""
-    return all(k is None or heads is None or (len(set(k)) == len(k) and {h // group for h in heads if h >= 0} <= set(k))
-               for k, heads in zip(kv, q))
-
-
-def _flaw(indices: list[Indices | None], total: int) -> str:
-    counted = Counter(i for rank in indices if rank is not None for i in rank if i != PADDING)
-    lacking = [i for i in range(total) if i not in counted]
+def not_a_partition(indices: Sequence[Indices | None], total: int) -> str:
+    """Why it is not so that every item is on exactly one rank, or all on every rank; ``""`` if it is. (A rank that was
+    not recorded may hold what lacks.)"""
+    real = [[i for i in rank if i != PADDING] for rank in indices if rank is not None]
+    if all(sorted(rank) == list(range(total)) for rank in real):
+        return ""
+    counted = Counter(i for rank in real for i in rank)
+    lacking = [i for i in range(total) if i not in counted and None not in indices]
     twice = sorted(i for i, times in counted.items() if times > 1)
-    flaws = ([f"{span(lacking)} on no rank"] if lacking else []) + ([f"{span(twice)} on several"] if twice else [])
-    return " and ".join(flaws) or "query heads without their KV head"
+    flaws = [f"{span(items)} {what}" for items, what in ((lacking, "on no rank"), (twice, "more than once")) if items]
+    return " and ".join(flaws)
+
+
+def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group: int) -> str:
+    """Which rank lacks the KV head of one of its query heads, or holds one twice; ``""`` if none does."""
+    for rank, (held, heads) in enumerate(zip(kv, q)):
+        if held is not None and heads is not None:
+            read = sorted({head // group for head in heads if head != PADDING})
+            if not set(read) <= set(held):
+                return f"the query heads of rank {rank} read {span(read)}"
+            if len(set(held)) < len(held):
+                return f"rank {rank} holds one twice"
+    return ""
 
 
 def _spans(indices: Sequence[Indices | None]) -> str:

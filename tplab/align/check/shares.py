@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from tplab.align.check import layouts
 from tplab.align.check.evidence import Evidence, Reference
 from tplab.align.check.fused import Split, split_columns, split_heads
-from tplab.align.check.layouts import Indices, Layout, agreed, candidates, decide, fitting, partition, serves, tolerance
+from tplab.align.check.layouts import Indices, Layout
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import SAMPLE, Source, Sources
 from tplab.checkpoint import Checkpoint
@@ -102,8 +103,8 @@ class Shares:
 
     def _vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int, dtype: torch.dtype
               ) -> Indices | None:
-        shares = [self.planned[which][rank], *candidates(self.totals[which], len(local), rank, self.size)]
-        return fitting(local, full, shares, tolerance(dtype), search=which != "vocab")
+        shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], len(local), rank, self.size)]
+        return layouts.fitting(local, full, shares, layouts.tolerance(dtype), search=which != "vocab")
 
     def _votes(self, which: str, points: tuple[str, ...]) -> tuple[list[int | None], list[Indices | None]]:
         """How many each rank holds, and which the values say."""
@@ -122,8 +123,8 @@ class Shares:
                             guess[rank] = self._vote(which, local, _features(full), rank, tensor.dtype)
             votes.append(vote)
             guesses.append(guess)
-        found = agreed(votes)
-        return counts, [own if own is not None else other for own, other in zip(found, agreed(guesses))]
+        found = layouts.agreed(votes)
+        return counts, [own if own is not None else other for own, other in zip(found, layouts.agreed(guesses))]
 
     def _expected(self, at: str, point: str, source: Source, rank: int) -> torch.Tensor | None:
         """``[all items, features]`` of a point from the rank's own input; None if that does not say it."""
@@ -162,23 +163,24 @@ class Shares:
                 if which != "q" and count == counts["q"][rank] != len(planned[which][rank]):
                     counts[which][rank], found[which][rank] = len(planned[which][rank]), None
 
-        def q_is_one(indices) -> bool:
-            return partition(indices, config.num_heads) and any(
-                serves(kv, indices, group) for kv in (found["k"], planned["k"]) if None not in kv)
+        def flaw_of_q(q) -> str:
+            unserved = [layouts.not_serving(kv, q, group) for kv in (found["k"], planned["k"]) if None not in kv]
+            return layouts.not_a_partition(q, config.num_heads) or min(unserved, key=len)
 
-        done = {"q": self._decide("q", counts, found, q_is_one)}
-        done["k"] = self._decide("k", counts, found, lambda kv: serves(kv, done["q"].indices, group))
-        done["v"] = self._decide("v", counts, found, lambda kv: tuple(kv) == done["k"].indices)
+        done = {"q": self._decide("q", counts, found, flaw_of_q)}
+        done["k"] = self._decide("k", counts, found, lambda kv: layouts.not_serving(kv, done["q"].indices, group))
+        done["v"] = self._decide("v", counts, found, lambda kv: layouts.not_serving(kv, done["q"].indices, group) or (
+            "" if tuple(kv) == done["k"].indices else "the keys are dealt out otherwise"))
         for which in ("mlp", "vocab"):
             done[which] = self._decide(which, counts, found,
-                                       lambda indices, total=self.totals[which]: partition(indices, total))
+                                       lambda indices, total=self.totals[which]: layouts.not_a_partition(indices, total))
         self.contradictions += [decision.contradiction for decision in done.values() if decision.contradiction]
         return done
 
-    def _decide(self, which: str, counts: dict, found: dict, legitimate) -> Layout:
+    def _decide(self, which: str, counts: dict, found: dict, flaw) -> Layout:
         if not any(counts[which]):
             return Layout(tuple(self.planned[which]), "")
-        return decide(_WHAT[which], counts[which], self.planned[which], found[which], self.totals[which], legitimate)
+        return layouts.decide(_WHAT[which], counts[which], self.planned[which], found[which], self.totals[which], flaw)
 
     def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
         counts, found = [None] * self.size, [None] * self.size
