@@ -1,6 +1,6 @@
 """The layouts of one recording: votes of a few layers, one decision for each dimension."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -173,7 +173,7 @@ class Shares:
             "" if tuple(kv) == done["k"].indices else "the keys are dealt out otherwise"))
         for which in ("mlp", "vocab"):
             done[which] = self._decide(which, counts, found,
-                                       lambda indices, total=self.totals[which]: layouts.not_a_partition(indices, total))
+                                       partial(layouts.not_a_partition, total=self.totals[which]))
         self.contradictions += [decision.contradiction for decision in done.values() if decision.contradiction]
         return done
 
