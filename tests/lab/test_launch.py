@@ -1,7 +1,5 @@
 """The door: ``launch``, and the doctor."""
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import re
@@ -17,32 +15,11 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from helpers.launching import load_launch
 
 from tplab.lab import doctor, testing
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def load_launch():
-    """``launch`` as a module of its own (it has no suffix, and must leave no compiled file beside it)."""
-    loader = importlib.machinery.SourceFileLoader("launch", str(ROOT / "launch"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("launch", loader))
-    exec(loader.source_to_code((ROOT / "launch").read_bytes(), "launch"), module.__dict__)
-    return module
-
-
-launch = pytest.fixture(load_launch, name="launch")
-
-
-@pytest.fixture
-def fresh(launch, tmp_path, monkeypatch):
-    """A launch whose repository is an empty folder, with a ready-made .venv that is this Python."""
-    monkeypatch.delenv("CONDA_PREFIX", raising=False)
-    monkeypatch.setattr(launch, "ROOT", tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["torch==1.2.3", "other"]\n')
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    return launch
 
 
 def shell(*arguments, **options):

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import nbformat
 import psutil
 import pytest
+from helpers.launching import load_launch
 from jupyter_client import BlockingKernelClient
-from test_launch import load_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("127.0.0.1", "::1")
