@@ -1,13 +1,35 @@
-"""The recorder, and that its folders are read back as they were written."""
+"""The recorder: everything an engine may hand over is read back as it was, wherever the engine stops."""
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tplab.align.check.folder import read_recorded
-from tplab.record import record
+from tplab.record import RecordError, record
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    states: tuple = ()
+    text: str = ""
 
 
 class Toy(nn.Module):
+    """Runs layers[0] twice; its head is called from outside."""
+
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(16, 8)
@@ -16,30 +38,389 @@ class Toy(nn.Module):
 
     def forward(self, ids):
         x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+        return self.layers[1](self.layers[0](self.layers[0](x)))
 
 
-def test_two_ranks_are_read_back_as_they_ran(tmp_path):
+class Calls(nn.Module):
+    """A module that does what it is told."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+IDS = torch.arange(5)
+
+
+def recorded(folder, function, **limits):
+    """What ``function(rec)`` recorded on one rank: its calls."""
+    with record(folder, rank=0, world_size=1, **limits) as rec:
+        function(rec)
+    return read_recorded(folder).ranks[0].calls
+
+
+def shape_of(call):
+    return [(entry.name, entry.kind, entry.path, entry.nth) for entry in call.entries]
+
+
+def only(call, name, kind="out"):
+    return [entry.tensor() for entry in call.entries if (entry.name, entry.kind) == (name, kind)]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_two_ranks_are_read_back_as_they_ran(tmp_path, mode):
     models = [Toy(), Toy()]
-    ids = torch.arange(5)
-    with torch.inference_mode():
-        outputs = [model.head(model(ids)) for model in models]
+    with mode():
+        outputs = [model.head(model(IDS)) for model in models]
         for rank, model in enumerate(models):
             with record(tmp_path / "run", rank=rank, world_size=2) as rec:
                 rec.parameters(model)
                 rec.watch(model)
-                rec.inputs(ids, ids)
-                model.head(model(ids))
-    found = read_recorded(tmp_path / "run")
+                rec.inputs(IDS, IDS.tolist(), [0] * 5)
+                assert torch.equal(model.head(model(IDS)), outputs[rank])
+    found = read_recorded(str(tmp_path / "run"))
     assert found.world_size == 2
     for rank, model in enumerate(models):
         call, = found.ranks[rank].calls
-        assert call.status == "done" and call.last == "head" and call.inside == ""
-        assert call.input_ids.tolist() == call.positions.tolist() == ids.tolist() and call.sequences is None
-        began = [(entry.name, entry.kind) for entry in call.entries[:3]]
-        assert began == [("", "in"), ("embed", "in"), ("embed", "out")]
-        assert torch.equal(call.entries[-1].tensor(), outputs[rank])
+        assert (call.status, call.last, call.inside, call.left_out) == ("done", "head", "", ())
+        assert call.input_ids.tolist() == call.positions.tolist() == IDS.tolist() and call.sequences == [0] * 5
+        assert shape_of(call) == [
+            ("", "in", "0", 0), ("embed", "in", "0", 0), ("embed", "out", "", 0),
+            ("layers.0", "in", "0", 0), ("layers.0", "out", "", 0), ("layers.0", "in", "0", 1),
+            ("layers.0", "out", "", 1), ("layers.1", "in", "0", 0), ("layers.1", "out", "", 0), ("", "out", "", 0),
+            ("head", "in", "0", 0), ("head", "out", "", 0)]
+        assert [entry.order for entry in call.entries] == list(range(12))
+        assert {entry.name: entry.module_class for entry in call.entries}[""] == "Toy"
+        assert torch.equal(only(call, "head")[0], outputs[rank])
         for name, weight in model.named_parameters():
             assert torch.equal(found.ranks[rank].parameters[name].tensor(), weight)
+            assert torch.equal(load_file(tmp_path / f"run/rank{rank}/parameters.safetensors")[name], weight)
+        kept = load_file(tmp_path / f"run/rank{rank}/call0.safetensors")
+        assert torch.equal(kept["head out  0"], outputs[rank]) and len(kept) == 6  # an input is kept as an output
+    assert not models[0]._forward_hooks and not models[0].head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+                                   torch.float8_e5m2, torch.complex64, torch.int64, torch.int32, torch.int16,
+                                   torch.int8, torch.uint8, torch.bool], ids=str)
+def test_every_dtype_in_every_form(tmp_path, dtype):
+    whole = (torch.arange(24).reshape(2, 3, 4) % 5).to(dtype)
+    forms = [whole, whole.transpose(0, 2), whole[:, 1], whole[..., ::2], whole[0, 0, 0], whole[:0], whole[:, :1].expand(
+        2, 3, 4), whole.reshape(-1)[1:], whole.unsqueeze(0), nn.Parameter(whole, requires_grad=False)]
+    if dtype == torch.complex64:
+        forms += [(whole * 1j).conj(), (whole * 1j).conj().imag]
+    call, = recorded(tmp_path, lambda rec: [rec.tensor(f"form {at}", form) for at, form in enumerate(forms)])
+    for entry, form in zip(call.entries, forms, strict=True):
+        assert entry.shape == form.shape and entry.dtype == form.dtype
+        assert torch.equal(entry.tensor().flatten().view(torch.uint8), form.contiguous().resolve_conj().resolve_neg()
+                           .flatten().view(torch.uint8))
+
+
+def test_what_cannot_be_kept_is_said(tmp_path):
+    def run(rec):
+        rec.tensor("meta", torch.empty(2, device="meta"))
+        rec.tensor("sparse", torch.eye(2).to_sparse())
+        rec.tensor("nested", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
+        rec.tensor("wide", torch.ones(2, dtype=torch.complex128))
+        rec.tensor("good", torch.ones(2))
+    call, = recorded(tmp_path, run)
+    assert [entry.name for entry in call.entries] == ["good"]
+    assert [why.split("cannot be kept: ")[1] for why in call.left_out] == [
+        f"1 tensor, the first of them {name}" for name in ("meta", "sparse", "nested", "wide")]
+
+
+def test_tuples_keywords_and_nested_outputs_by_their_paths(tmp_path):
+    def function(first, *, states, scale=None):
+        return Output(first, (first + 1, Pair(first + 2, {"deep": [first + 3]})))
+
+    def run(rec):
+        model = Calls(function)
+        rec.watch(model, "m")
+        model(torch.ones(1), states=[torch.ones(2), None, torch.ones(3)], scale=2.0)
+    call, = recorded(tmp_path, run)
+    assert [(entry.kind, entry.path, entry.shape) for entry in call.entries] == [
+        ("in", "0", (1,)), ("in", "states.0", (2,)), ("in", "states.2", (3,)), ("out", "logits", (1,)),
+        ("out", "states.0", (1,)), ("out", "states.1.left", (1,)), ("out", "states.1.right.deep.0", (1,))]
+    assert call.entries[-1].tensor().item() == 4
+
+
+def test_a_module_that_runs_within_itself(tmp_path):
+    inner = Calls(lambda x: inner(x - 1) + 10 if x > 0 else x)
+    model = Calls(lambda x: inner(x), inner=inner)
+    call, = recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.tensor(2))))
+    outputs = [entry for entry in call.entries if (entry.name, entry.kind) == ("inner", "out")]
+    assert [(entry.nth, entry.tensor().item()) for entry in outputs] == [
+        (2, 0), (1, 10), (0, 20)]
+
+
+def test_engines_that_work_in_place(tmp_path):
+    buffer = torch.zeros(40)
+
+    def step(x):
+        x[20:21] += 1  # its first and last bytes stay as they are
+        return x
+
+    def run(rec):
+        model = Calls(step)
+        rec.watch(model, "m")
+        rec.inputs([1])
+        for _ in range(3):
+            rec.tensor("before", buffer)
+            model.forward(buffer)
+            rec.tensor("after", buffer)
+    call, = recorded(tmp_path, run)
+    assert [entry.tensor()[20].item() for entry in call.entries] == [0, 1, 1, 2, 2, 3]
+    assert len({entry.offset for entry in call.entries}) == 4
+
+
+def test_calls_are_kept_apart(tmp_path):
+    body, head = Toy(), nn.Linear(8, 16)
+
+    def run(rec):
+        rec.watch(body)
+        rec.watch(head, "lm_head")
+        for ids in (IDS, IDS[:1]):  # prefill and a decode step, nothing said
+            head(body(ids))
+        rec.inputs(IDS[:2])
+        head(body(IDS[:2]))
+        rec.inputs(IDS[:3])
+    calls = recorded(tmp_path, run)
+    assert [call.index for call in calls] == [0, 1, 2, 3] and [call.status for call in calls] == ["done"] * 4
+    assert [[len(tensor) for tensor in only(call, "lm_head", "in")] for call in calls] == [[5], [1], [2], []]
+    assert [call.input_ids is None for call in calls] == [True, True, False, False]
+
+
+def test_a_watched_model_within_another_begins_no_call(tmp_path):
+    inner = nn.Linear(8, 8)
+    outer = Calls(lambda x: inner(inner(x)))
+    calls = recorded(tmp_path, lambda rec: (rec.watch(inner, "inner"), rec.watch(outer, "outer"), outer(torch.ones(8))))
+    assert [(name, nth) for name, _, _, nth in shape_of(calls[0])] == [
+        ("outer", 0), ("inner", 0), ("inner", 0), ("inner", 1), ("inner", 1), ("outer", 0)] and len(calls) == 1
+
+
+def test_identical_tensors_take_no_room_and_many_take_several_files(tmp_path):
+    weights = torch.randn(3, 100)
+
+    def run(rec):
+        for at in range(1500):
+            rec.tensor(f"layers.{at}.copy", weights.clone())
+            rec.tensor(f"layers.{at}.own", torch.full((3,), at))
+    call, = recorded(tmp_path, run)
+    files = sorted((tmp_path / "rank0").glob("call0*.safetensors"))
+    assert len(files) > 1 and sum(len(load_file(file)) for file in files) == 1500 + len(files)
+    assert all(torch.equal(tensor, weights) for entry in call.entries[::100] if (tensor := entry.tensor()).dim() == 2)
+    assert [entry.tensor()[0].item() for entry in call.entries[1::2]] == list(range(1500))
+
+
+def test_layers_calls_and_bytes_are_bounded_and_what_was_left_out_is_said(tmp_path):
+    model = Toy()
+
+    def run(rec):
+        rec.watch(model)
+        rec.parameters(model)
+        for _ in range(4):
+            model(IDS)
+    calls = recorded(tmp_path / "layers", run, layers=[1])
+    assert {entry.name for entry in calls[0].entries} == {"", "embed", "layers.1"}
+    assert calls[0].left_out == ("layers=[1]: 4 tensors, the first of them layers.0",)
+    rank = read_recorded(tmp_path / "layers").ranks[0]
+    assert "layers.0.weight" not in rank.parameters and "layers.1.weight" in rank.parameters
+    assert rank.left_out == ("layers=[1]: 2 tensors, the first of them layers.0.weight",)
+
+    for limit, kept in ((2, [0, 1]), ([3, 1], [1, 3]), ([], [])):
+        calls = recorded(tmp_path / f"calls{limit}", run, calls=limit)
+        assert [call.index for call in calls if call.entries] == kept and len(calls) == 4
+        assert [call.left_out == ("calls=: this call",) for call in calls] == [at not in kept for at in range(4)]
+
+    calls = recorded(tmp_path / "bytes", lambda rec: (rec.watch(model), model(IDS)), max_bytes=40 + 160)
+    assert sum(len(load_file(file)) for file in (tmp_path / "bytes").rglob("*.safetensors")) == 2
+    assert {entry.name for entry in calls[0].entries} == {"", "embed", "layers.0"}  # its input was embed's output
+    assert calls[0].left_out == ("max_bytes=200: 6 tensors, the first of them layers.0",)
+
+
+def test_parameters_of_several_models_tied_ones_and_dictionaries(tmp_path):
+    model = Toy()
+    model.head.weight = model.embed.weight
+    model.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    with record(tmp_path, rank=0, world_size=1) as rec:
+        rec.parameters(model)
+        rec.parameters({"wq": torch.ones(2)}, prefix="draft")
+        with pytest.raises(RecordError, match="there is a parameter 'embed.weight' already; give this model's names a"):
+            rec.parameters(model)
+    kept = read_recorded(tmp_path).ranks[0].parameters
+    assert set(kept) == {*dict(model.named_parameters(remove_duplicate=False)), "inv_freq", "draft.wq"}
+    assert torch.equal(kept["head.weight"].tensor(), model.embed.weight)
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        raise ValueError("shapes\nnever \x1b[31mfit")
+
+
+def test_an_engine_that_raises_says_where(tmp_path):
+    broken = Broken()
+    model = Calls(lambda x: broken(x), inner=nn.ModuleList([broken]))
+    with pytest.raises(ValueError):
+        recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(1))))
+    call, = read_recorded(tmp_path).ranks[0].calls
+    assert call.status == "failed: ValueError: shapes never  [31mfit" and call.last == "inner.0"
+    assert call.raised == ("inner.0: ValueError: shapes never  [31mfit", ": ValueError: shapes never  [31mfit")
+    assert [entry.kind for entry in call.entries] == ["in", "in"]
+
+
+def test_an_exception_that_the_engine_swallows_is_seen(tmp_path):
+    broken = Broken()
+
+    def function(x):
+        try:
+            return broken(x)
+        except ValueError:
+            return x
+
+    model = Calls(function, rotary=broken)
+    call, = recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(1))))
+    assert call.status == "done" and call.inside == ""
+    assert call.raised == ("rotary: ValueError: shapes never  [31mfit",)
+
+
+def test_a_call_is_readable_while_it_hangs(tmp_path):
+    seen = []
+    wait = Calls(lambda x: seen.append(read_recorded(tmp_path).ranks[0].calls[-1]))
+    model = Calls(lambda x: (linear(x), wait(x)), linear=(linear := nn.Linear(2, 2)), wait=wait)
+    recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(2)), model(torch.ones(2))))
+    assert [(call.index, call.status, call.inside, call.last) for call in seen] == [
+        (0, "cut off", "wait", "wait"), (1, "cut off", "wait", "wait")]
+    assert only(seen[1], "linear")[0].shape == (2,)
+
+
+def test_an_interrupted_run_does_not_hide_the_next_call(tmp_path):
+    def function(x):
+        if x:
+            raise KeyboardInterrupt
+
+    model = Calls(function)
+    with record(tmp_path, rank=0, world_size=1) as rec:
+        rec.watch(model)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.tensor(1))
+        model(torch.tensor(0))
+    assert [only(call, "", "in")[0].item() for call in read_recorded(tmp_path).ranks[0].calls] == [1, 0]
+
+
+@pytest.mark.parametrize("how", ["compiled", "compiled in place", "compiled within", "compiled afterwards", "function"])
+def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
+    model = Toy()
+    call = model
+    expected = model(IDS)
+    if how == "compiled":
+        call = torch.compile(model, backend="eager")
+    elif how == "compiled in place":
+        model.compile(backend="eager")
+    elif how == "compiled within":
+        model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    elif how == "function":
+        call = torch.compile(lambda ids: model(ids), backend="eager")
+    call(IDS)  # compiled before a hook is there
+
+    def run(rec):
+        nonlocal call
+        rec.parameters(call if how == "compiled" else model)
+        rec.watch(call if how == "compiled" else model)
+        if how == "compiled afterwards":
+            call = torch.compile(model, backend="eager")
+        assert torch.equal(call(IDS), expected)
+    found, = recorded(tmp_path, run)
+    assert len(only(found, "layers.0")) == 2 and torch.equal(only(found, "")[0], expected)
+    assert set(read_recorded(tmp_path).ranks[0].parameters) == set(dict(Toy().named_parameters()))
+    assert torch.compiler.is_compiling() is False
+
+
+def test_what_is_refused(tmp_path):
+    model = Toy()
+    with record(tmp_path / "run", rank=0, world_size=2) as rec:
+        with pytest.raises(RecordError, match="this thread records already"):
+            record(tmp_path / "other", rank=0, world_size=1)
+        rec.watch(model)
+        with pytest.raises(RecordError, match="there is a module '' already; give this model's names a prefix"):
+            rec.watch(Toy())
+        with pytest.raises(RecordError, match="a torch.nn.Module, not function"):
+            rec.watch(lambda x: x)
+        with pytest.raises(RecordError, match="positions must be whole numbers, not torch.float32"):
+            rec.inputs(IDS, IDS.float())
+        other = []
+        thread = threading.Thread(target=lambda: other.append(record(tmp_path / "run", rank=1, world_size=2)))
+        thread.start()
+        thread.join()
+        other[0].__exit__()
+    with pytest.raises(RecordError, match="holds rank 0 of an earlier run; record into a new folder"):
+        record(tmp_path / "run", rank=0, world_size=2)
+    with pytest.raises(RecordError, match="there is no rank 2 of 2"):
+        record(tmp_path / "new", rank=2, world_size=2)
+    with record(tmp_path / "new", rank=1, world_size=2):
+        pass
+    assert [rank and rank.calls for rank in read_recorded(tmp_path / "new").ranks] == [None, ()]
+
+
+ENGINE = """
+import os, signal, sys
+import torch, torch.distributed as dist
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("tplab", "numpy", "transformers"):
+            raise ImportError(name + " is not here")
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, os.path.dirname(__file__))
+from record import record
+
+class Row(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if os.environ["DIES"] == os.environ["RANK"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(y)
+        return y
+
+rank, world_size = int(os.environ["RANK"]), 2
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world_size)
+torch.manual_seed(rank)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), Row(4, 4))
+with record(sys.argv[2], rank=rank, world_size=world_size) as rec:
+    rec.watch(model)
+    rec.inputs([1, 2], [0, 1])
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize("dies", ["", "1"])
+def test_one_file_beside_an_engine_where_tplab_is_not_installed(tmp_path, root, dies):
+    shutil.copy(root / "tplab/record.py", tmp_path)
+    (tmp_path / "engine.py").write_text(ENGINE)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"DIES": dies}
+    ranks = [subprocess.Popen([sys.executable, "-I", tmp_path / "engine.py", tmp_path / "store", tmp_path / "run"],
+                              env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+             for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in reversed(ranks)][::-1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = read_recorded(tmp_path / "run")
+    calls = [rank.calls[0] for rank in found.ranks]
+    assert all(call.input_ids.tolist() == [1, 2] and call.positions.tolist() == [0, 1] for call in calls)
+    partial = [only(call, "0")[0] for call in calls]
+    assert partial[0].shape == (2, 4) and not torch.equal(*partial)
+    if dies:
+        assert ranks[1].returncode == -signal.SIGKILL
+        assert (calls[1].status, calls[1].inside) == ("cut off", "1") and not only(calls[1], "1")
+        assert calls[0].status.startswith("failed: RuntimeError"), errors[0]
+        assert calls[0].raised[0].startswith("1: RuntimeError")
+    else:
+        assert [rank.returncode for rank in ranks] == [0, 0], errors
+        assert torch.equal(only(calls[0], "1")[0], only(calls[1], "1")[0])
