@@ -241,6 +241,8 @@ def test_layers_calls_and_bytes_are_bounded_and_what_was_left_out_is_said(tmp_pa
     assert sum(len(load_file(file)) for file in (tmp_path / "bytes").rglob("*.safetensors")) == 2
     assert {entry.name for entry in calls[0].entries} == {"", "embed", "layers.0"}  # its input was embed's output
     assert calls[0].left_out == ("max_bytes=200: 6 tensors, the first of them layers.0",)
+    calls = recorded(tmp_path / "nothing", run, max_bytes=0)
+    assert [call.entries for call in calls] == [()] * 4 and calls[3].left_out[0].startswith("max_bytes=0: 10 tensors")
 
 
 def test_parameters_of_several_models_tied_ones_and_dictionaries(tmp_path):

@@ -1,0 +1,270 @@
+"""A recorded folder is read as far as it goes; what the recorder would not have written is refused in a sentence."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from tplab.align.check.folder import RecordingError, read_recorded
+from tplab.record import record
+
+MANIFEST, CALL = "manifest.jsonl", "call0.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """Two ranks: parameters, a call of three tensors of which one is an alias, a second call that is cut off."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    for rank in range(2):
+        with record(folder, rank=rank, world_size=2) as rec:
+            rec.parameters({"weight": torch.ones(2, 3)})
+            rec.inputs([1, 2], [0, 1])
+            rec.tensor("x", torch.arange(6.0).reshape(2, 3))
+            rec.tensor("view", torch.arange(6.0))
+            rec.tensor("y", torch.ones(2, dtype=torch.bfloat16))
+            rec.inputs([3])
+            rec.tensor("z", torch.full((4,), float(rank)))
+            content = {file: file.read_bytes() for file in (folder / f"rank{rank}").iterdir()}
+        for file, data in content.items():
+            file.write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def folder(pristine, tmp_path):
+    shutil.copytree(pristine, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def lines_of(folder, rank=0):
+    return [json.loads(line) for line in (folder / f"rank{rank}" / MANIFEST).read_text().splitlines()]
+
+
+def write_lines(folder, lines, rank=0):
+    (folder / f"rank{rank}" / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_was_cut_off_is_read_as_far_as_it_goes(folder):
+    for rank in read_recorded(folder).ranks:
+        done, cut = rank.calls
+        assert (done.status, cut.status) == ("done", "cut off") and cut.input_ids.tolist() == [3]
+        assert [entry.tensor().tolist() for entry in done.entries] == [
+            [[0, 1, 2], [3, 4, 5]], [0, 1, 2, 3, 4, 5], [1, 1]]
+        assert cut.entries[0].tensor().tolist() == [rank.rank] * 4
+        assert rank.parameters["weight"].tensor().tolist() == [[1, 1, 1]] * 2
+
+
+def test_every_prefix_of_a_journal_is_readable(folder):
+    # The process may die between any two writes; the tensors' files then hold more than the journal says.
+    path = folder / "rank1" / MANIFEST
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 7):
+        path.write_bytes(whole[:end])
+        rank = read_recorded(folder).ranks[1]
+        assert (rank is None) == (whole[:end].count(b"\n") == 0)
+        if end < len(whole) - 7 and rank and rank.calls:
+            assert rank.calls[-1].status in ("cut off", "done")
+            assert len(rank.calls[-1].entries) <= 3
+
+
+def test_ranks_that_left_nothing_are_missing(folder):
+    shutil.rmtree(folder / "rank0")
+    (folder / "notes.txt").write_text("of the owner")
+    assert [rank and rank.rank for rank in read_recorded(folder).ranks] == [None, 1]
+    (folder / "rank0").mkdir()
+    assert read_recorded(folder).ranks[0] is None
+
+
+def test_a_file_that_shrinks_after_the_folder_was_read(folder):
+    entry = read_recorded(folder).ranks[0].calls[0].entries[0]
+    os.truncate(folder / "rank0" / CALL, entry.offset + 4)
+    with pytest.raises(RecordingError, match="ends within 'x'"):
+        entry.tensor()
+
+
+def change(line, **changes):
+    """A damage: the first journal line with this event (or the first line of all) says something else."""
+    def damage(folder):
+        lines = lines_of(folder)
+        found = next(one for one in lines if one.get("event") == line)
+        found.update(changes)
+        write_lines(folder, lines)
+    return damage
+
+
+def insert(**line):
+    """A damage: this line comes after the first call's tensors."""
+    def damage(folder):
+        lines = lines_of(folder)
+        at = next(at for at, one in enumerate(lines) if one.get("event") == "end")
+        write_lines(folder, [*lines[:at], line, *lines[at:]])
+    return damage
+
+
+def raw(data, at=None):
+    """A damage: these bytes as a journal line of their own, or in place of all from a byte on."""
+    def damage(folder):
+        path = folder / "rank0" / MANIFEST
+        whole = path.read_bytes()
+        path.write_bytes(whole + data if at is None else whole[:at] + data)
+    return damage
+
+
+def header(change):
+    """A damage: the header of call 0's file after ``change`` of its dictionary."""
+    def damage(folder):
+        path = folder / "rank0" / CALL
+        data = path.read_bytes()
+        room = int.from_bytes(data[:8], "little")
+        content = json.loads(data[8:8 + room])
+        change(content)
+        path.write_bytes(data[:8] + json.dumps(content).encode().ljust(room) + data[8 + room:])
+    return damage
+
+
+def bytes_of(file, change):
+    def damage(folder):
+        path = folder / "rank0" / file
+        data = change(path.read_bytes())
+        path.write_bytes(data)
+    return damage
+
+
+def instead(file, make):
+    """A damage: something else in place of an ordinary file."""
+    def damage(folder):
+        path = folder / "rank0" / file
+        path.rename(folder / "elsewhere")
+        make(path, folder / "elsewhere")
+    return damage
+
+
+def linked_rank(folder):
+    (folder / "rank0").rename(folder.parent / "elsewhere")
+    (folder / "rank0").symlink_to(folder.parent / "elsewhere")
+
+
+def third_rank(folder):
+    shutil.copytree(folder / "rank1", folder / "rank2")
+
+
+def sparse(folder):
+    with open(folder / "rank0" / MANIFEST, "r+b") as file:
+        file.truncate(3 << 30)
+
+
+TENSOR = {"event": "tensor", "name": "n", "kind": "tensor", "path": "", "nth": 0, "module_class": "", "dtype": "F32",
+          "shape": [3, 2], "key": 0}
+ORDINARY = "is not an ordinary file"
+
+DAMAGES = {
+    "no folder": (shutil.rmtree, "is not a folder; give the one that record"),
+    "empty": (lambda folder: [shutil.rmtree(folder / f"rank{rank}") for rank in range(2)],
+              "there is no rank0, rank1, …"),
+    "nothing written": (lambda folder: [(folder / f"rank{rank}" / MANIFEST).write_text("") for rank in range(2)],
+                        "no rank came to write a line"),
+    "two runs": (change(None, run="another"), "two runs are mixed: rank0 says 'another', rank1"),
+    "world sizes": (change(None, world_size=3), "disagree about world_size: rank0 says 3, rank1 2"),
+    "another rank's journal": (change(None, rank=1), "says rank 1 of 2, in a folder named rank0"),
+    "rank beyond the world": (third_rank, "says rank 1 of 2, in a folder named rank2"),
+    "rank true": (change(None, rank=False), "says rank False of 2"),
+    "world of nobody": (change(None, world_size=0), "says rank 0 of 0"),
+    "endless world": (change(None, world_size=10**12), "says rank 0 of 1000000000000"),
+    "run no text": (change(None, run=7), "does not say which run"),
+    "other format": (change(None, format="onnx"), "is not the journal of a recorder: its format is 'onnx'"),
+    "other version": (change(None, version=2), "has format version 2, this tplab reads 1; record again"),
+    "version true": (change(None, version=True), "has format version True"),
+    "manifest of gigabytes": (sparse, "has 3,221,225,472 bytes, more than the 268,435,456 that are read"),
+    "not UTF-8": (raw(b"\xff\xfe\n"), "line 13 is not readable: \"'utf-8' codec"),
+    "no JSON": (raw(b"{]\n"), "line 13 is not readable"),
+    "JSON list": (raw(b"[]\n"), "line 13 is a JSON list, not an object"),
+    "nested for ever": (raw(b"[" * 100_000 + b"\n"), "line 13 is not readable"),
+    "number for ever": (raw(b'{"event":' + b"9" * 5000 + b"}\n"), "line 13 is not readable"),
+    "broken in the middle": (raw(b'\x00"torn\n{}\n', 400), "is not readable"),
+    "unknown event": (insert(event="explode"), "an event 'explode' cannot come here"),
+    "event no text": (insert(event=["call"]), r"an event \['call'\] cannot come here"),
+    "call twice": (insert(event="call", call=0), "call 0 cannot begin here; 0 calls have ended"),
+    "call no number": (change("call", call="0"), "call is '0', not a whole number"),
+    "call true": (change("call", call=False), "call is False, not a whole number"),
+    "tensor before any call": (raw(json.dumps(TENSOR).encode() + b"\n", 115), "no call has begun|is not readable"),
+    "ids no integers": (change("call", input_ids=[1.5]), r"input_ids is \[1.5\], not whole numbers"),
+    "ids of texts": (change("call", input_ids=["a"]), r"input_ids is \['a'\], not whole numbers"),
+    "ids of truth values": (change("call", input_ids=[True]), r"input_ids is \[True\], not whole numbers"),
+    "ids ragged": (change("call", positions=[[1, 2], [3]]), "positions is .* not whole numbers in rows of one length"),
+    "ids too large": (change("call", input_ids=[2**70]), "input_ids is .* not whole numbers"),
+    "ids an object": (change("call", sequences={"a": 1}), "sequences is .* not whole numbers"),
+    "name no text": (change("tensor", name=7), "name is 7, not a printable text"),
+    "name that writes on the screen": (insert(**TENSOR | {"name": "\x1b[2J"}), r"name is '\\x1b\[2J', not a printable"),
+    "endless name": (insert(**TENSOR | {"name": "n" * 10**6}), "not a printable text of at most 1,000 characters"),
+    "kind": (insert(**TENSOR | {"kind": "pickle"}), "there is no kind 'pickle'"),
+    "nth negative": (insert(**TENSOR | {"nth": -1}), "nth is -1, not a whole number"),
+    "dtype unknown": (insert(**TENSOR | {"dtype": "F128"}), "dtype 'F128' is none of F64, F32"),
+    "dtype no text": (insert(**TENSOR | {"dtype": ["F32"]}), r"dtype \['F32'\] is none of"),
+    "shape no list": (insert(**TENSOR | {"shape": 6}), "6 is no shape"),
+    "shape negative": (insert(**TENSOR | {"shape": [-2, -3]}), r"\[-2, -3\] is no shape"),
+    "shape endless": (insert(**TENSOR | {"shape": [2**40, 2**40], "key": 2}), r"has 65,\d+ bytes; its journal says"),
+    "shape beyond numbers": (insert(**TENSOR | {"shape": [2**60]}), "is no shape"),
+    "alias of another size": (insert(**TENSOR | {"shape": [7]}),
+                              "tensor 0 of call0.safetensors has another dtype or size"),
+    "alias of another dtype": (insert(**TENSOR | {"dtype": "I32"}), "has another dtype or size"),
+    "alias of the future": (insert(**TENSOR | {"key": 9}), "there are 2 tensors in call0.safetensors yet"),
+    "one tensor twice": (insert(**TENSOR | {"name": "x"}), "tensor  of run 0 of 'x' comes twice"),
+    "file name that leads away": (insert(event="file", file="../../secret.safetensors", room=0),
+                                  "the next file is call0.1"),
+    "file of another call": (insert(event="file", file="call1.safetensors", room=0),
+                             "the next file is call0.1"),
+    "file missing": (lambda folder: (folder / "rank0" / CALL).unlink(), "call0.safetensors is missing, though"),
+    "parameters missing": (lambda folder: (folder / "rank0/parameters.safetensors").unlink(),
+                           "parameters.safetensors is missing"),
+    "manifest missing": (lambda folder: (folder / "rank0" / MANIFEST).unlink(), "manifest.jsonl is missing"),
+    "data truncated": (bytes_of(CALL, lambda data: data[:-1]), "bytes; its journal says"),
+    "data of a cut-off call truncated": (bytes_of("call1.safetensors", lambda data: data[:-1]),
+                                         "bytes; its journal says"),
+    "data appended": (bytes_of(CALL, lambda data: data + b"x"), "bytes; its journal says"),
+    "header truncated": (bytes_of(CALL, lambda data: data[:5]), "has 5 bytes; its journal says"),
+    "header endless": (bytes_of(CALL, lambda data: b"\xff" * 8 + data[8:]),
+                       "begins with a header of 18,446,744,073,709"),
+    "header never written": (bytes_of(CALL, lambda data: bytes(8) + data[8:]), "begins with a header of 0 bytes"),
+    "header no JSON": (bytes_of(CALL, lambda data: data[:8] + b"?" + data[9:]), "the header of .* is not readable"),
+    "offsets overlap": (header(lambda header: header["y tensor  0"].update(data_offsets=[20, 24])),
+                        "header and journal disagree about 'y tensor  0'"),
+    "header of another dtype": (header(lambda header: header["x tensor  0"].update(dtype="I32")),
+                                "disagree about 'x tens"),
+    "header with more": (header(lambda header: header.update(extra={"dtype": "F32"})), "disagree about 'extra'"),
+    "header with less": (header(lambda header: header.pop("x tensor  0")), "disagree about 'x tensor  0'"),
+    "pipe for a manifest": (instead(MANIFEST, lambda path, _: os.mkfifo(path)),
+                            f"{MANIFEST} {ORDINARY}"),
+    "pipe for tensors": (instead(CALL, lambda path, _: os.mkfifo(path)), f"{CALL} {ORDINARY}"),
+    "link for tensors": (instead(CALL, lambda path, old: path.symlink_to(old)),
+                         f"{CALL} {ORDINARY}"),
+    "folder for tensors": (instead(CALL, lambda path, _: path.mkdir()), f"{CALL} {ORDINARY}"),
+    "link for a rank": (linked_rank, "rank0 is not a folder"),
+    "file for a rank": (lambda folder: (shutil.rmtree(folder / "rank0"), (folder / "rank0").write_text("")),
+                        "rank0 is not a folder"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.replace(" ", "-"))
+def test_a_malformed_folder_is_refused_in_a_sentence(folder, damage):
+    spoil, sentence = DAMAGES[damage]
+    spoil(folder)
+    with pytest.raises(RecordingError, match=sentence) as caught:
+        read_recorded(folder)
+    message = str(caught.value)
+    assert message.startswith((str(folder), "the header of")) and len(message) < len(str(folder)) + 600
+    assert message.isprintable()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission(folder):
+    (folder / "rank0" / CALL).chmod(0)
+    with pytest.raises(RecordingError, match="cannot be read"):
+        read_recorded(folder)
+
+
+def test_nothing_is_unpickled(folder):
+    (folder / "rank0" / CALL).write_bytes(b"\x80\x04\x95" + bytes(70_000))
+    with pytest.raises(RecordingError, match="bytes; its journal says"):
+        read_recorded(folder)
