@@ -28,10 +28,13 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def ckpt(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return open_checkpoint(make_checkpoint(folder, layers=3, inter=43, vocab=67, **FORMS[request.param]))
+SIZES = [("9q3kv", 2), ("9q3kv", 4), ("14q2kv", 3), ("14q2kv", 4), ("qwen3", 1), ("qwen3", 2), ("biases", 2)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {name: open_checkpoint(make_checkpoint(tmp_path_factory.mktemp(name), layers=3, inter=43, vocab=67, **form))
+            for name, form in FORMS.items()}
 
 
 def texts(count, length, vocab=67):
@@ -44,9 +47,10 @@ def recorded(tmp_path, ckpt, engine, calls, names=None, **options):
     return place(read_recorded(tmp_path / "run"), ckpt, names)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("form, size", SIZES)
 @pytest.mark.parametrize("engine", SEEN)
-def test_a_healthy_stranger_is_placed_whole(tmp_path, ckpt, engine, size):
+def test_a_healthy_stranger_is_placed_whole(tmp_path, models, engine, form, size):
+    ckpt = models[form]
     if engine is FastLike and ckpt.config.qk_norm:
         pytest.skip("gpt-fast has no such model")
     if engine is VllmLike:

@@ -40,22 +40,21 @@ class Evidence:
         return found if bias is None else found + bias
 
     def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """``q``, ``k`` or ``v`` of ``x``: ``[heads, rows * head_dim]``."""
-        found = self.product(f"model.layers.{layer}.self_attn.{which}_proj", x)
-        return found.view(len(x), -1, self.config.head_dim).transpose(0, 1).flatten(1)
+        """``q``, ``k`` or ``v`` of ``x``: ``[rows, heads, head_dim]``."""
+        return self.product(f"model.layers.{layer}.self_attn.{which}_proj", x).unflatten(1, (-1, self.config.head_dim))
 
     def columns(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """``gate``, ``up`` or ``mlp_act`` of ``x``: ``[columns, rows]``."""
+        """``gate``, ``up`` or ``mlp_act`` of ``x``: ``[rows, columns]``."""
         if which == "mlp_act":
             from transformers.activations import ACT2FN
 
             gate, up = self.columns(layer, "gate", x), self.columns(layer, "up", x)
             return ACT2FN[self.config.hidden_act](gate) * up
-        return self.product(f"model.layers.{layer}.mlp.{which}_proj", x).T
+        return self.product(f"model.layers.{layer}.mlp.{which}_proj", x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """``[vocabulary, rows]`` of the last norm's output."""
-        return (x.float() @ self.weight(HEAD).T).T
+        """``[rows, vocabulary]`` of the last norm's output."""
+        return x.float() @ self.weight(HEAD).T
 
     def summand(self, layer: int, which: str, x: torch.Tensor, columns: list[int]) -> torch.Tensor:
         """A rank's part of ``o`` or ``down``: its ``columns`` of the matrix times its own input, without a bias."""
@@ -91,8 +90,8 @@ class Reference:
         return tensor
 
     def logits(self, places: list[tuple[int, int]]) -> torch.Tensor | None:
-        """``[vocabulary, places]``."""
+        """``[places, vocabulary]``."""
         model, rows = hf_model(self.ckpt, torch.float32), []
         for number, position in places:
             rows.append(hf_trace(model, self.sources.texts.ids[number][:position + 1])["logits"][-1])
-        return torch.stack(rows).T
+        return torch.stack(rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tplab.align.check.layouts import PADDING, agreed, candidates, fitting, tolerance
+from tplab.align.check.layouts import PADDING, agreed, candidates, fit
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def split_heads(shares) -> Split:
     sections = {"q": range(q), "k": range(q, q + kv), "v": range(q + kv, q + 2 * kv)}
 
     def expected(layer: int, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([shares.evidence.heads(layer, which, x) for which in "qkv"])
+        return torch.cat([shares.evidence.heads(layer, which, x) for which in "qkv"], 1)
 
     def shifted(rank: int, count: int) -> list[tuple[int, ...]]:
         return [tuple(section[head] for which, section in sections.items() for head in shares.planned[which][rank])]
@@ -42,7 +42,7 @@ def split_columns(shares) -> Split:
     sections = {"gate": range(inter), "up": range(inter, 2 * inter)}
 
     def expected(layer: int, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([shares.evidence.columns(layer, which, x) for which in ("gate", "up")])
+        return torch.cat([shares.evidence.columns(layer, which, x) for which in ("gate", "up")], 1)[..., None]
 
     def shifted(rank: int, count: int) -> list[tuple[int, ...]]:
         halves = [shares.planned["mlp"][rank], *candidates(inter, count // 2, rank, shares.size)]
@@ -64,9 +64,8 @@ def _split(shares, fused: str, dim: int, sections: dict[str, range], before: str
                 seen, widths[rank] = source, rows.shape[1]
                 x = shares.own_input(source, at + before, rank)
                 if x is not None and rows.shape[1] % dim == 0:
-                    local = rows.float().unflatten(1, (-1, dim)).transpose(0, 1).flatten(1)
-                    full = expected(int(at.split(".")[1]), x)
-                    vote[rank] = fitting(local, full, shifted(rank, len(local)), tolerance(rows.dtype))
+                    local = rows.unflatten(1, (-1, dim))
+                    vote[rank] = fit(local, expected(int(at.split(".")[1]), x), shifted(rank, local.shape[1]))
         votes.append(vote)
     if seen is None:
         return Split([None] * shares.size, widths)
@@ -133,13 +132,9 @@ def _follows(shares, part: dict[str, list[int]], fused: str, after: str, rank: i
                 local = shares.sources.rows(source, rank, True)
                 x = next((shares.own_input(s, at + "post_norm", rank) for s in shares.sources.of(at + fused)), None)
                 full = None if x is None else shares.evidence.columns(int(at.split(".")[1]), "mlp_act", x)
-                local = None if local is None else local.T
             else:
-                ways = shares.sources.heads(source, rank, True)
-                local = next((way.transpose(0, 1).flatten(1) for way in ways.values()), None)
+                local = next(iter(shares.sources.heads(source, rank, True).values()), None)
                 full = shares.reference.point(at + after)
-                full = None if full is None else full.transpose(0, 1).flatten(1)
-            if local is not None and full is not None and fitting(
-                    local.float(), full.float(), [], tolerance(source.dtype)) is not None:
+            if local is not None and full is not None and fit(local, full, []) is not None:
                 return True
     return False

@@ -42,20 +42,21 @@ def padded(indices: Sequence[int], count: int) -> Indices:
     return (*indices, *[PADDING] * (count - len(indices)))
 
 
-def fitting(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices], tol: float, search: bool = True
-            ) -> Indices | None:
-    """Which of ``full``'s items a rank holds: the first of ``shares`` that fits, else what a search finds.
+def fit(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices], search: bool = True) -> Indices | None:
+    """Which heads or columns a rank holds: the first of ``shares`` that fits, else what a search finds.
 
     Args:
-        local: ``[items here, features]``, what was recorded.
-        full: ``[all items, features]``, what its own inputs and the checkpoint give.
-        tol: relative to each item's norm.
+        local: ``[rows, items here, …]``, what was recorded.
+        full: ``[rows, all items, …]``, what its own inputs and the checkpoint give.
 
     Returns:
-        None if something in ``local`` is nothing in ``full``.
+        None if something in ``local`` is nothing in ``full``. Rows that are not finite say nothing.
     """
-    if not torch.isfinite(local).all():
+    finite = local.flatten(1).isfinite().all(1) & full.flatten(1).isfinite().all(1)
+    if not finite.any():
         return None
+    tol = tolerance(local.dtype)
+    local, full = (tensor[finite].float().transpose(0, 1).flatten(1) for tensor in (local, full))
     blank = torch.cat([full, full.new_zeros(1, full.shape[1])])  # the item -1: padding
     floor = 0.1 * full.norm(dim=1).median()
 
@@ -84,7 +85,7 @@ def agreed(votes: list[list[Indices | None]]) -> list[Indices | None]:
 
 
 def decide(what: str, counts: list[int | None], plan: list[Indices], found: list[Indices | None], total: int,
-           flaw) -> Layout:
+           flaw, starts: list[int] | None = None) -> Layout:
     """The layout of one dimension.
 
     Args:
@@ -93,6 +94,7 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
         plan: what the plan's rule gives each rank.
         found: what fits, per rank.
         flaw: takes the indices per rank, says why they are no layout at all; ``""`` if they are one.
+        starts: where each rank's share would begin, if nothing but numbers spoke.
     """
     here = [rank for rank, count in enumerate(counts) if count is not None]
     as_planned = all(counts[rank] == len(plan[rank]) for rank in here)
@@ -118,13 +120,18 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
                   for rank in range(len(counts))]
         return Layout(tuple(shares), f"{what} in equal shares, the last one padded ({_spans(shares)}), by their number")
     sizes = ", ".join(f"rank {rank} has {counts[rank]}" for rank in here)
-    if len(here) == len(counts) and sum(counts) == total:
-        starts = [sum(counts[:rank]) for rank in here]
-        shares = [tuple(range(start, start + count)) for start, count in zip(starts, counts)]
-        return Layout(tuple(shares), f"{what} contiguous, by their number ({_spans(shares)})")
-    wanted = ", ".join(str(len(plan[rank])) for rank in here)
-    return Layout(tuple([None] * len(counts)), "", f"{what}: {sizes}; {total} can be dealt out as {wanted}, or all on "
-                  "every rank, and the values fit nothing else")
+    filled = [count or len(plan[rank]) for rank, count in enumerate(counts)]
+    starts = starts or [sum(filled[:rank]) for rank in range(len(counts))]
+    shares = [tuple(range(starts[rank], starts[rank] + counts[rank])) if rank in here else None
+              for rank in range(len(counts))]
+    wanted = ", ".join(str(len(share)) for share in plan)
+    if any(share and share[-1] >= total for share in shares):
+        return Layout(tuple([None] * len(counts)), "", f"{what}: {sizes}; {total} can be dealt out as {wanted}, or all "
+                      "on every rank, and the values fit nothing else")
+    wrong = flaw(shares)
+    return Layout(tuple(shares), f"{what} contiguous, by their number ({_spans(shares)})", wrong and (
+        f"{what}: {sizes}; {total} can be dealt out as {wanted}, or all on every rank. By their number "
+        f"{_spans(shares)}: {wrong}"))
 
 
 def not_a_partition(indices: Sequence[Indices | None], total: int) -> str:

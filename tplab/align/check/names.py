@@ -97,6 +97,12 @@ def place_of(name: str) -> tuple[int | None, str]:
     return None, ".".join(parts)
 
 
+def pattern_of(name: str) -> str:
+    """A name with ``{i}`` in the place of its layer."""
+    layer, _ = place_of(name)
+    return name if layer is None else re.sub(rf"(?<=[._]){layer}(?=\.|$)|^{layer}(?=\.)", "{i}", name, count=1)
+
+
 def role_of(layer: int | None, rest: str) -> str | None:
     """What a module is for, by its place; None where the conventions know no such name."""
     if layer is not None and not rest:

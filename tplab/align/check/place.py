@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 
 from tplab.align.check.layouts import PADDING, Layout, span
-from tplab.align.check.names import PRODUCER, place_of
+from tplab.align.check.names import PRODUCER, pattern_of, place_of
 from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import Source, Sources
 from tplab.align.check.sums import Sums
@@ -133,19 +133,15 @@ class _Placing:
         return self.sources.places
 
     def _leave_out(self, source: Source, why: str) -> None:
-        self._list(source.name, str(source), why)
-
-    def _list(self, name: str, text: str, why: str) -> None:
-        layer, _ = place_of(name)
-        parts = [("{i}" if part == str(layer) else part) for part in text.split(".")] if layer is not None else [text]
-        layers = self.unplaced.setdefault(f"{'.'.join(parts)}: {why}", [])
+        layer, _ = place_of(source.name)
+        layers = self.unplaced.setdefault(f"{source.named(pattern_of(source.name))}: {why}", [])
         if layer is not None and layer not in layers:
             layers.append(layer)
 
     def _name_unclaimed(self) -> None:
         for _, _, entry in self.sources.unclaimed:
             source = Source(entry.name, entry.kind, entry.path, PRODUCER, entry.order)
-            self._list(entry.name, str(source), "no point that the conventions know")
+            self._leave_out(source, "no point that the conventions know")
 
     @staticmethod
     def _listed(what: str, layers: list[int]) -> str:

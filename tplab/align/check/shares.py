@@ -74,8 +74,9 @@ class Shares:
             full = self.reference.point(name)
             if full is not None:
                 def distance(way: str) -> float:
-                    local = ways[way][:len(full)].double()
-                    return torch.cdist(_features(local), _features(full.double())).min(1).values.max().item()
+                    pair = ways[way][:len(full)], full
+                    heads, true = (tensor.double().transpose(0, 1).flatten(1) for tensor in pair)
+                    return torch.cdist(heads, true).min(1).values.max().item()
 
                 return ways[min(ways, key=distance)]
         return next(iter(ways.values()), None)
@@ -101,10 +102,9 @@ class Shares:
 
     # Votes.
 
-    def _vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int, dtype: torch.dtype
-              ) -> Indices | None:
-        shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], len(local), rank, self.size)]
-        return layouts.fitting(local, full, shares, layouts.tolerance(dtype), search=which != "vocab")
+    def _vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int) -> Indices | None:
+        shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], local.shape[1], rank, self.size)]
+        return layouts.fit(local, full, shares, search=which != "vocab")
 
     def _votes(self, which: str, points: tuple[str, ...]) -> tuple[list[int | None], list[Indices | None]]:
         """How many each rank holds, and which the values say."""
@@ -115,19 +115,18 @@ class Shares:
                 for held in self.held(at + point, sample=True)[:1]:
                     for rank, tensor in held.tensors.items():
                         counts[rank] = counts[rank] or tensor.shape[1]
-                        local = _features(tensor.float())
                         if vote[rank] is None and (full := self._expected(at, point, held.source, rank)) is not None:
-                            vote[rank] = self._vote(which, local, full[:, :local.shape[1]], rank, tensor.dtype)
+                            vote[rank] = self._vote(which, tensor, full, rank)
                         elif vote[rank] is None and guess[rank] is None and at == self.sampled[0] and (
                                 full := self.reference.point(at + point)) is not None:
-                            guess[rank] = self._vote(which, local, _features(full), rank, tensor.dtype)
+                            guess[rank] = self._vote(which, tensor, full, rank)
             votes.append(vote)
             guesses.append(guess)
         found = layouts.agreed(votes)
         return counts, [own if own is not None else other for own, other in zip(found, layouts.agreed(guesses))]
 
     def _expected(self, at: str, point: str, source: Source, rank: int) -> torch.Tensor | None:
-        """``[all items, features]`` of a point from the rank's own input; None if that does not say it."""
+        """``[rows, all items, …]`` of a point from the rank's own input; None if that does not say it."""
         if point not in ("q", "k", "v", "gate", "up", "mlp_act"):
             return None
         before = "input_norm" if point in "qkv" else "post_norm"
@@ -168,19 +167,22 @@ class Shares:
             return layouts.not_a_partition(q, config.num_heads) or min(unserved, key=len)
 
         done = {"q": self._decide("q", counts, found, flaw_of_q)}
-        done["k"] = self._decide("k", counts, found, lambda kv: layouts.not_serving(kv, done["q"].indices, group))
-        done["v"] = self._decide("v", counts, found, lambda kv: layouts.not_serving(kv, done["q"].indices, group) or (
-            "" if tuple(kv) == done["k"].indices else "the keys are dealt out otherwise"))
+        starts = [heads[0] // group if heads else 0 for heads in done["q"].indices]
+        flaw_of_k = partial(layouts.not_serving, q=done["q"].indices, group=group)
+        done["k"] = self._decide("k", counts, found, flaw_of_k, starts)
+        done["v"] = self._decide("v", counts, found, lambda v: flaw_of_k(v) or (
+            "" if tuple(v) == done["k"].indices else "the keys are dealt out otherwise"), starts)
         for which in ("mlp", "vocab"):
             done[which] = self._decide(which, counts, found,
                                        partial(layouts.not_a_partition, total=self.totals[which]))
         self.contradictions += [decision.contradiction for decision in done.values() if decision.contradiction]
         return done
 
-    def _decide(self, which: str, counts: dict, found: dict, flaw) -> Layout:
+    def _decide(self, which: str, counts: dict, found: dict, flaw, starts: list[int] | None = None) -> Layout:
         if not any(counts[which]):
             return Layout(tuple(self.planned[which]), "")
-        return layouts.decide(_WHAT[which], counts[which], self.planned[which], found[which], self.totals[which], flaw)
+        return layouts.decide(_WHAT[which], counts[which], self.planned[which], found[which], self.totals[which], flaw,
+                              starts)
 
     def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
         counts, found = [None] * self.size, [None] * self.size
@@ -188,12 +190,12 @@ class Shares:
             for rank in self.sources.complete(source):
                 if (logits := self.sources.logits(source, rank)) is None:
                     continue
-                places, tensor = logits[0][:SAMPLE], logits[1][:SAMPLE].float()
+                places, tensor = logits[0][:SAMPLE], logits[1][:SAMPLE]
                 counts[rank] = tensor.shape[1]
                 x = self._head_input(source, places, rank)
                 full = self.reference.logits(places) if x is None else self.evidence.logits(x)
                 if full is not None:
-                    found[rank] = self._vote("vocab", tensor.T, full, rank, logits[1].dtype)
+                    found[rank] = self._vote("vocab", tensor, full, rank)
         return counts, found
 
     def _head_input(self, logits: Source, places: list, rank: int) -> torch.Tensor | None:
@@ -205,7 +207,3 @@ class Shares:
                     return rows[1][[row_of[place] for place in places]]
         return None
 
-
-def _features(tensor: torch.Tensor) -> torch.Tensor:
-    """``[rows, items, …]`` → ``[items, features]``."""
-    return tensor.transpose(0, 1).flatten(1)

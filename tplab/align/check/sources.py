@@ -1,12 +1,11 @@
 """Everything that was claimed for a trace point, and its tensors with their rows in order."""
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
-from tplab.align.check.names import OVERRIDE, Sizes, claims, place_of, role_of
+from tplab.align.check.names import OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, call_inputs
 from tplab.align.check.shapes import as_heads, as_rows
@@ -27,8 +26,12 @@ class Source:
     entries: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        return self.named(self.name)
+
+    def named(self, name: str) -> str:
+        """The same in words, under another name."""
         what = {"in": "’s input", "out": "’s output", "tensor": ""}[self.kind]
-        return self.name + what + (f" {self.path}" if self.path not in ("", "0") else "")
+        return (name or "the model") + what + (f" {self.path}" if self.path not in ("", "0") else "")
 
     @property
     def layer(self) -> int | None:
@@ -43,7 +46,7 @@ class Source:
     @property
     def pattern(self) -> tuple[str, str, str]:
         """The same for all layers."""
-        return re.sub(r"\d+", "{i}", self.name), self.kind, self.path
+        return pattern_of(self.name), self.kind, self.path
 
 
 class Sources:
@@ -122,6 +125,7 @@ class Sources:
             offset += call.size
         self.places = sorted(last)
         self._index = torch.tensor([last[place][0] for place in self.places], dtype=torch.long)
+        self._in_order = torch.equal(self._index, torch.arange(len(self._index)))
         self.num_keys = [last[place][1] for place in self.places]
         said = [position if last[(number, position)][2] is None else last[(number, position)][2]
                 for number, position in self.places]
@@ -200,8 +204,9 @@ class Sources:
     def _ordered(self, tensors: list[torch.Tensor], sample: bool) -> torch.Tensor | None:
         if len({tensor.shape[1:] for tensor in tensors}) != 1:
             return None
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         index = self._index[:SAMPLE] if sample else self._index
-        return (tensors[0] if len(tensors) == 1 else torch.cat(tensors))[index]
+        return whole[:len(index)] if self._in_order else whole[index]
 
     def logits(self, source: Source, rank: int) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call."""
