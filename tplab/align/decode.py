@@ -84,8 +84,11 @@ class _ForcingExecutor:
         return [ends[place] for place in sorted(self.rows)]
 
     def places(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
-        """``{(sequence, position): (step, row)}`` of a point."""
-        return self.logit_rows if name == "logits" else self.rows
+        """``{(sequence, position): (step, row)}`` of a point. The logits are those of the rows at the other points: of a
+        row that was computed again later they are left out."""
+        if name != "logits":
+            return self.rows
+        return {place: (at, row) for place, (at, row) in self.logit_rows.items() if self.rows[place][0] == at}
 
 
 def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tensor_parallel_size: int = 2,
@@ -141,7 +144,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         run(drop_runners, [_KEY])
     traces = [executor.whole_trace(rank) for rank in range(tensor_parallel_size)]
     recording = recorded(traces, plan, dtype, texts, sorted(executor.rows), executor.num_keys(),
-                         sorted(executor.logit_rows))
+                         sorted(executor.places("logits")))
     facts = DecodeFacts(tuple(executor.steps), tuple(executor.tables), tuple(executor.drawn), block_size,
                         engine.pool.num_used, sum(len(record.preempted) for record in engine.scheduler.history))
     return judge(recording, ckpt, plan, patches, decode=facts)

@@ -143,7 +143,7 @@ class AlignReport:
     @property
     def rank_spread(self) -> float:
         """The largest disagreement between ranks at any point."""
-        return max(point.spread for point in self.points)
+        return max((point.spread for point in self.points), default=0.0)
 
     @property
     def nan_count(self) -> int:
@@ -172,8 +172,19 @@ class AlignReport:
                 f"max |Δ logits| {self.max_abs_diff:.2e}, top-1 agreement {self.top1_agreement:.1%}, "
                 f"spread across ranks {self.rank_spread:.2e}, NaN {self.nan_count}\n{verdict}")
 
+    def to_dict(self) -> dict:
+        """All of it but the tensors."""
+        first, logits = self.first_divergence, "logits" in self.evidence
+        return {
+            "model": self.model, "tp": self.plan.tensor_parallel_size, "dtype": str(self.dtype).removeprefix("torch."),
+            "plan": {"kind": self.plan.kind, "ranks": self.plan.rows()}, "ids": self.ids, "ok": self.ok,
+            "max_abs_diff": self.max_abs_diff if logits else None,
+            "top1_agreement": self.top1_agreement if logits else None, "rank_spread": self.rank_spread,
+            "nan_count": self.nan_count, "first_divergence": first and first.name, "patches": self.patches,
+            "shapes": self.shapes, "points": [asdict(point) for point in self.points]}
+
     def to_json(self, path: str | Path) -> None:
-        """Write the report without its tensors. NaN and infinity become null, since JSON knows neither."""
+        """Write :meth:`to_dict`. NaN and infinity become null, since JSON knows neither."""
         def clean(value):
             if isinstance(value, float):
                 return value if value == value and abs(value) != float("inf") else None
@@ -181,13 +192,7 @@ class AlignReport:
                 return {key: clean(item) for key, item in value.items()}
             return [clean(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-        first = self.first_divergence
-        text = json.dumps(clean({
-            "model": self.model, "tp": self.plan.tensor_parallel_size, "dtype": str(self.dtype).removeprefix("torch."),
-            "plan": {"kind": self.plan.kind, "ranks": self.plan.rows()}, "ids": self.ids, "ok": self.ok,
-            "max_abs_diff": self.max_abs_diff, "top1_agreement": self.top1_agreement, "rank_spread": self.rank_spread,
-            "nan_count": self.nan_count, "first_divergence": first and first.name, "patches": self.patches,
-            "shapes": self.shapes, "points": [asdict(point) for point in self.points]}), indent=1)
+        text = json.dumps(clean(self.to_dict()), indent=1)
         write_file(path, lambda new: new.write_text(text))
 
     def save_logits(self, path: str | Path) -> None:

@@ -35,6 +35,10 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     return _explain(Case(found)) if found.guilty else _rounding(found)
 
 
+# With these, rows of a rank are not those that they are taken for, and nothing else can be said about the run.
+MISPLACED = ("row_order",)
+
+
 def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong.
 
@@ -47,6 +51,8 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     judge = Judge(report.recording, report.checkpoint, report.plan)
     for name in report.guilty:
         one = _explain(Case(report, name, judge))
+        if one.fault in MISPLACED:
+            return [replace(one, points=tuple(report.guilty))]
         for i, known in enumerate(found):
             both = tuple(fault for fault in known.names if fault in one.names)
             if both or (known.names == one.names and _short(known.point) == _short(name)):

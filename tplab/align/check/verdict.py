@@ -1,0 +1,101 @@
+"""What a check found, in words, as a table and as JSON."""
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from tplab.align.diagnose.case import Diagnosis
+from tplab.align.floors import SHORT
+from tplab.align.report import AlignReport
+
+GROWN = 10  # so many floors of float32 rounding can grow in an engine whose modules are all right
+
+
+@dataclass
+class CheckReport(AlignReport):
+    """An :class:`AlignReport` of a recorded engine; every point judged by its own inputs.
+
+    ``verdict`` is ``"clean"``, ``"bug"`` or ``"cannot tell"``; :meth:`summary` says all that was found.
+    """
+
+    folder: str = ""
+    broken_off: tuple[str, ...] = ()  # ranks without a recording, calls that did not come to an end
+    parameters: dict[str, str] = field(default_factory=dict)  # recorded weights that are not the checkpoint's
+
+    @cached_property
+    def diagnoses(self) -> list[Diagnosis]:
+        """One for each bug, in the order in which they show."""
+        from tplab.align.diagnose import diagnose_all  # it looks at reports, so this room is below it
+
+        return diagnose_all(self) if self.guilty else []
+
+    @property
+    def verdict(self) -> str:
+        """``"bug"``: something is wrong; ``"clean"``: nothing of what can be seen is, up to the end of every call."""
+        if self.guilty or self.parameters or self.recording.contradictions:
+            return "bug"
+        return "cannot tell" if self.open_questions else "clean"
+
+    @property
+    def open_questions(self) -> list[str]:
+        """Why nothing wrong was seen does not mean that nothing is."""
+        found = list(self.broken_off)
+        if not self.points:
+            found.append("no point of the model was recorded")
+        elif all(diff.unknown for diff in self.local.values()):
+            found.append("there is nothing but NaN and infinity")
+        far = [p for p in self.points if self.dtype not in SHORT and not max(p.relative, 0) <= GROWN * p.floor]
+        if far and not self.guilty:
+            found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its own inputs")
+        return found
+
+    def inherits(self, name: str) -> bool:
+        """Whether a point is off although its module is right."""
+        point = self[name]
+        return self.local[name].inside and not (point.relative <= point.floor and not point.nan and not point.inf)
+
+    def table(self, every_layer: bool = True):
+        """A pandas table: every point's global and local difference, guilty or inheriting, and where it came from."""
+        table = super().table(every_layer)
+        table["local"] = [self.local[name].relative for name in table.index]
+        table["tolerance"] = [self.local[name].tolerance for name in table.index]
+        table["says"] = [self.says(name) for name in table.index]
+        table["from"] = [self.recording.assumed.get(name, "") for name in table.index]
+        return table
+
+    def says(self, name: str) -> str:
+        """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"not judged"`` or nothing."""
+        local = self.local[name]
+        if local.guilty:
+            some = len(local.guilty) < sum(shard is not None for shard in self.recording.points[name])
+            return "guilty" + f" (rank {', '.join(map(str, local.guilty))})" * some
+        return "only NaN came in" if local.unknown else "inherits" if self.inherits(name) else ""
+
+    def summary(self) -> str:
+        """The verdict, the bugs by name, what was not seen."""
+        seen, ends = len(self.points), [name for name in ("embed", "logits") if name not in self.local]
+        rows = len(self.recording.places)
+        lines = [f"{self.folder} as {self.model}: {self.recording.world_size} rank"
+                 f"{'s' * (self.recording.world_size > 1)}, {str(self.dtype).removeprefix('torch.')}, {rows} rows, "
+                 f"{seen} points" + f" without {' and '.join(ends)}" * bool(ends)]
+        heirs = sum(self.inherits(point.name) for point in self.points)
+        lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would",
+                      "bug": f"{len(self.guilty)} guilty points, {heirs} more inherit an error",
+                      "cannot tell": "cannot tell"}[self.verdict])
+        for number, one in enumerate(self.diagnoses, 1):
+            alike = f" (or {', '.join(one.lookalikes)})" if one.lookalikes else ""
+            lines.append(f"{number}. {one.where}: {one.fault or 'no name'}{alike}. {one.sentence}")
+        lines += [f"weights: {name}: {what}" for name, what in self.parameters.items()]
+        lines += [f"contradiction: {what}" for what in self.recording.contradictions]
+        lines += [f"open: {what}" for what in self.open_questions]
+        lines += [f"note: {what}" for what in (*self.recording.notes, *(f"not placed: {x}" for x in
+                                                                        self.recording.unplaced))]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict:
+        """As :meth:`AlignReport.to_dict`, with what only a check knows."""
+        return super().to_dict() | {
+            "folder": self.folder, "verdict": self.verdict, "parameters": self.parameters,
+            "diagnoses": [asdict(one) for one in self.diagnoses],
+            "local": [asdict(diff) | {"says": self.says(diff.name)} for diff in self.local.values()],
+            "assumed": self.recording.assumed, "unplaced": self.recording.unplaced, "notes": self.recording.notes,
+            "contradictions": self.recording.contradictions, "open": self.open_questions}
