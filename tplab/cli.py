@@ -81,6 +81,14 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--json", metavar="FILE", help="write the whole report")
     one.add_argument("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
 
+    one = command("check", check, "Judge any engine by the folder that tplab/record.py wrote beside it. Exit code 1 if "
+                  "it has a bug, 2 if that cannot be told.", model=False, tp=False)
+    one.add_argument("folder", metavar="FOLDER", help="what record(...) wrote")
+    one.add_argument("--model", required=True, metavar="MODEL", help=f"the checkpoint that the engine runs: {MODEL}")
+    one.add_argument("--name", nargs="+", action="extend", default=[], metavar="PATTERN=POINT",
+                     help="what tensors are whose names say nothing, such as blocks.*.mix.out=layers.*.o_proj")
+    one.add_argument("--json", metavar="FILE", help="write the whole report")
+
     museum = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
                      model=False, tp=False)
     museum.add_argument("names", nargs="*", metavar="NAME", help="faults to show with broken and right code")
@@ -153,6 +161,22 @@ def align(chosen) -> int:
     if chosen.save is not None:
         report.save_logits(chosen.save)
     return 0 if report.ok else 1
+
+
+def check(chosen) -> int:
+    _check_writable(chosen.json)
+    unsaid = [text for text in chosen.name if not all(text.partition("=")[::2])]
+    if unsaid:
+        raise CommandError(f"--name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not {unsaid[0]!r}")
+    from tplab.align import check
+
+    report = check(chosen.folder, chosen.model, names=dict(text.split("=", 1) for text in chosen.name))
+    for line in report.summary().splitlines():
+        print(textwrap.fill(line, 100, subsequent_indent="   "))
+    print(f"\n{report.point_lines()}")
+    if chosen.json is not None:
+        report.to_json(chosen.json)
+    return {"clean": 0, "bug": 1, "cannot tell": 2}[report.verdict]
 
 
 def faults(chosen) -> int:

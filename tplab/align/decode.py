@@ -84,8 +84,8 @@ class _ForcingExecutor:
         return [ends[place] for place in sorted(self.rows)]
 
     def places(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
-        """``{(sequence, position): (step, row)}`` of a point. The logits are those of the rows at the other points: of a
-        row that was computed again later they are left out."""
+        """``{(sequence, position): (step, row)}`` of a point. Logits from which a token was drawn before the row was
+        computed once more are left out: they do not belong to what the other points hold."""
         if name != "logits":
             return self.rows
         return {place: (at, row) for place, (at, row) in self.logit_rows.items() if self.rows[place][0] == at}

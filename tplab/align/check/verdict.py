@@ -45,7 +45,7 @@ class CheckReport(AlignReport):
             found.append("there is nothing but NaN and infinity")
         far = [p for p in self.points if self.dtype not in SHORT and not max(p.relative, 0) <= GROWN * p.floor]
         if far and not self.guilty:
-            found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its own inputs")
+            found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its inputs")
         return found
 
     def inherits(self, name: str) -> bool:
@@ -89,6 +89,18 @@ class CheckReport(AlignReport):
         lines += [f"open: {what}" for what in self.open_questions]
         lines += [f"note: {what}" for what in (*self.recording.notes, *(f"not placed: {x}" for x in
                                                                         self.recording.unplaced))]
+        return "\n".join(lines)
+
+    def point_lines(self) -> str:
+        """A table for the terminal: the layers' outputs and the ends of the model; of the first guilty layer, all."""
+        layer = next((name.rpartition(".")[0] for name in self.guilty), "")
+        lines = [f"{'point':24}{'global':>9}{'local':>9}{'NaN':>7}"]
+        for point in self.points:
+            at, _, last = point.name.rpartition(".")
+            if last in ("embed", "output", "norm", "logits") or (layer and at == layer):
+                local = self.local[point.name].relative
+                lines.append(f"{point.name:24}{point.relative:9.1e}{local:9.1e}{point.nan:7}  {self.says(point.name)}"
+                             .rstrip().replace("nan", "NaN"))
         return "\n".join(lines)
 
     def to_dict(self) -> dict:
