@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tplab.ranks import all_gather, logical_ranks
+from tplab.ranks import RankError, all_gather, logical_ranks, rank
 from tplab.shard import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -33,6 +33,7 @@ def test_column_then_row_equals_two_linears(tp):
     def on_rank():
         column = ColumnParallelLinear(12, 31, bias=True, dtype=D)
         row = RowParallelLinear(31, 12, bias=True, dtype=D)
+        assert not any(p.requires_grad for layer in (column, row) for p in layer.parameters())
         for layer, w, b in ((column, w1, b1), (row, w2, b2)):
             layer.load("weight", w), layer.load("bias", b)
         return row(column(x))
@@ -60,16 +61,36 @@ def test_qkv_cuts_at_heads(tp, q, kv):
             torch.testing.assert_close(part, full[:, list(heads)], rtol=0, atol=1e-12)
 
 
+def test_parts_that_were_given_are_the_cuts_and_must_fit_the_layer():
+    x, w = randn(5, 12), randn(12, 12, seed=1)
+    cuts = [range(0, 3), range(3, 12)]
+
+    def on_rank():
+        layers = ColumnParallelLinear(12, 12, parts=cuts, dtype=D), RowParallelLinear(12, 12, parts=cuts, dtype=D)
+        for layer in layers:
+            layer.load("weight", w)
+        return layers[0](x), layers[1](x[:, cuts[rank()].start:cuts[rank()].stop])
+
+    for rows, (column, whole) in zip(cuts, logical_ranks(2, on_rank)):
+        torch.testing.assert_close(column, F.linear(x, w[rows.start:rows.stop]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(whole, F.linear(x, w), rtol=0, atol=1e-12)
+    for make, words in ((lambda: MergedColumnParallelLinear(4, [6, 6], parts=[[range(6)], [range(7)]]), "outside of 6"),
+                        (lambda: RowParallelLinear(6, 4, parts=[range(5)]), "the parts end at 5, the input at 6"),
+                        (lambda: ParallelLMHead(6, 4).tie_weights(VocabParallelEmbedding(7, 4)), "are not the emb")):
+        with pytest.raises(RankError, match=words):
+            logical_ranks(1, make)
+
+
 def test_merged_layer_refuses_one_matrix_for_two():
     with pytest.raises(ValueError, match="zip"):
         MergedColumnParallelLinear(4, [6, 6]).load("weight", randn(12, 4))
 
 
 @pytest.mark.parametrize("tp", TP)
-@pytest.mark.parametrize("vocab", [32, 503])
+@pytest.mark.parametrize("vocab", [4, 32, 503])
 def test_embedding_and_head_with_odd_vocabularies(tp, vocab):
     table = randn(vocab, 8)
-    ids = torch.tensor([0, vocab - 1, vocab // 2, 5, vocab // 3, 5])
+    ids = torch.tensor([0, vocab - 1, vocab // 2, 5, vocab // 3, 5]) % vocab
 
     def on_rank():
         embedding = VocabParallelEmbedding(vocab, 8, dtype=D)
@@ -88,7 +109,6 @@ def test_partials_hold_the_bias_exactly_once():
     w, b, x = randn(4, 6), randn(4, seed=9), randn(3, 6, seed=8)
 
     def on_rank():
-        from tplab.ranks import rank
         layer = RowParallelLinear(6, 4, bias=True, dtype=D)
         layer.load("weight", w), layer.load("bias", b)
         columns = layer.columns
@@ -128,7 +148,6 @@ def test_gather_of_uneven_shards_keeps_rank_order():
     parts = [torch.arange(3.), torch.arange(10., 12.)]
 
     def on_rank():
-        from tplab.ranks import rank
         return all_gather(parts[rank()], dim=0, sizes=[3, 2])
 
     for out in logical_ranks(2, on_rank):
