@@ -78,3 +78,9 @@ def test_the_text_names_every_rank():
     text = str(plan(9, 3, 2))
     assert "uneven: 9 query heads and 3 KV heads over 2 ranks" in text
     assert "rank 1: 3 query heads (6–8), 1 KV head (2)" in text
+
+
+def test_the_rows_of_a_plan_say_what_each_rank_holds():
+    assert plan(9, 3, 2, inter=7, vocab=10).rows() == [
+        {"rank": 0, "q_heads": [0, 1, 2, 3, 4, 5], "kv_heads": [0, 1], "mlp": [0, 4], "vocab": [0, 5]},
+        {"rank": 1, "q_heads": [6, 7, 8], "kv_heads": [2], "mlp": [4, 7], "vocab": [5, 10]}]
