@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,25 @@ def test_a_checkpoint_travels_to_a_rank_without_its_tokenizer(tmp_path):
     assert copy.config.hf.rope_parameters == ckpt.config.hf.rope_parameters
     with copy.reader() as reader:
         assert reader[HEAD][:].shape == (67, 32)
+
+
+def test_the_state_of_a_checkpoint_is_its_folder_and_every_file_as_it_was(tmp_path):
+    """What is made of a checkpoint is kept by this key, and must be made again when any file has changed."""
+    folder = make_checkpoint(tmp_path / "m", shards=5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    shutil.copytree(folder, tmp_path / "links", copy_function=os.link)  # the very same files under another name
+    first, other = open_checkpoint(folder), open_checkpoint(tmp_path / "links")
+    files = [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)] + ["config.json", "generation_config.json"]
+    assert [name for name, _ in first.state[1:]] == files and hash(first.state) == hash(open_checkpoint(folder).state)
+    assert first.state[0] == folder and first.state[1:] == other.state[1:] and first.state != other.state
+    first.check_unchanged()
+    for file in ("config.json", "generation_config.json", files[2]):
+        opened = open_checkpoint(folder)
+        stored = (folder / file).read_bytes()
+        (folder / file).write_bytes(stored + b" " if file.endswith("json") else stored)  # the latter as it was
+        with pytest.raises(CheckpointError, match=f"{file} has changed since the checkpoint was opened"):
+            opened.check_unchanged()
+        assert open_checkpoint(folder).state != opened.state
 
 
 def test_the_embedded_fable_opens():

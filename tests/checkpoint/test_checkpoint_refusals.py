@@ -8,6 +8,7 @@ from helpers.checkpoints import bounded_memory, make_checkpoint
 from transformers import AutoConfig
 
 from tplab.checkpoint import CheckpointError, ModelConfig, open_checkpoint
+from tplab.checkpoint.errors import words_of
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"model_type": None}, "None is not supported"),
         ({"model_type": ["qwen2"]}, "is not supported"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+        ({"architectures": ["Qwen2ForCausalLM", "Qwen2ForSequenceClassification"]}, "expected Qwen2ForCausalLM"),
+        ({"trust_remote_code": True}, "remote code"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}}, "remote code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
         ({"compression_config": {}}, "quantised"),
@@ -52,11 +55,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope type 'mrope' is unknown"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su' is unknown"),
         ({"rope_parameters": "yarn"}, "'yarn', not an object"),
+        ({"rope_scaling": 5}, "rope_scaling is 5, not an object"),
         ({"rope_parameters": YARN}, "'factor'"),
         ({"rope_parameters": YARN | {"factor": float("nan")}}, "finite frequency"),
         ({"rope_parameters": YARN | {"factor": 4.0, "attention_factor": "x"}}, "cannot be set up"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "each pair"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "'10000'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": True}}, "rope_theta is True"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta"),
         ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1, "layer_types": None},
          "window of 128"),
@@ -70,6 +76,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"head_dim": 7}, "even"),
         ({"head_dim": 3}, "must be even"),
         ({"hidden_size": -32}, "hidden_size is -32"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"num_attention_heads": 0, "head_dim": None}, "0 heads"),
+        ({"num_key_value_heads": True}, "True"),
+        ({"eos_token_id": [3, True]}, "True"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
         ({"vocab_size": 67.5}, "vocab_size"),
@@ -96,6 +106,7 @@ def test_unsupported_configs(tmp_path, changes, words):
         ({"head_dim": 16}, "asks for [64, 32]"),
         ({"intermediate_size": 44}, "mlp.gate_proj.weight"),
         ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight and 11 more missing"),
+        ({"num_hidden_layers": 27, "layer_types": None}, "and 299 more missing"),
         ({"num_hidden_layers": 1, "layer_types": None}, "unexpected tensor model.layers.1."),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
          "unexpected tensor model.layers.0.self_attn.k_proj.bias"),
@@ -107,6 +118,15 @@ def test_unsupported_configs(tmp_path, changes, words):
 )
 def test_configs_that_contradict_the_weights(tmp_path, changes, words):
     assert words in refusal(edit(make_checkpoint(tmp_path / "m"), **changes))
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_experts": 0, "moe_intermediate_size": None}, {"architectures": None}, {"quantization_config": None},
+    {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False}, {"rms_norm_eps": 0.0}, {"eos_token_id": 66},
+    {"eos_token_id": 0},
+], ids=str)
+def test_configs_that_say_nothing_out_of_the_ordinary(tmp_path, changes):
+    assert open_checkpoint(edit(make_checkpoint(tmp_path / "m"), **changes)).config.num_layers == 2
 
 
 def test_an_untied_checkpoint_without_a_head(tmp_path):
@@ -122,6 +142,10 @@ def test_mistral_windows_count_where_they_hide_something(tmp_path, window, longe
         assert "sliding window of 4096 tokens is active" in refusal(folder)
     else:
         assert open_checkpoint(folder).config.hf.sliding_window == window
+
+
+def test_a_window_that_llama_does_not_know_hides_nothing(tmp_path):
+    assert open_checkpoint(edit(make_checkpoint(tmp_path / "m", "llama"), sliding_window=16)).config.num_layers == 2
 
 
 def test_qwen_windows_that_no_layer_uses_are_no_obstacle(tmp_path):
@@ -181,3 +205,17 @@ def test_no_weights_names_what_is_there_instead(tmp_path):
     folder = make_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert "neither model.safetensors nor model.safetensors.index.json (found weights.safetensors)" in refusal(folder)
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (KeyError("factor"), "KeyError 'factor'"), (ValueError(), "ValueError "), (ValueError("too short"), "too short"),
+    (FileNotFoundError(2, "No such file", "/a/b"), "No such file"), (OSError("without a number"), "without a number"),
+], ids=repr)
+def test_an_error_of_a_library_in_words(error, words):
+    assert words_of(error) == words
+
+
+def test_a_message_is_one_line_of_bounded_length():
+    assert str(CheckpointError("a\n  b\tc ")) == "a b c"
+    assert str(CheckpointError("x" * 800)) == "x" * 800
+    assert str(CheckpointError("x" * 700 + "y" * 101)) == "x" * 600 + "…" + "x" * 99 + "y" * 101

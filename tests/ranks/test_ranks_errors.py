@@ -1,0 +1,124 @@
+"""The words of a failure: what each part of the message says, and of which rank."""
+
+import os
+import pickle
+import sysconfig
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from tplab.ranks import CollectiveMismatch, OpRecord, RankError
+from tplab.ranks.errors import (
+    Cause,
+    Frame,
+    describe,
+    file_label,
+    learner_frames,
+    place,
+    render,
+    seconds,
+    side_by_side,
+    waiting,
+)
+
+
+def record(seq, op="barrier", left=True, line=1, file="a.py"):
+    return OpRecord(seq, op, (2,), "int64", 0, file, line, left)
+
+
+@pytest.mark.parametrize("timeout", [Decimal("Infinity"), np.array([1.0]), -float("inf"), False, "inf"], ids=repr)
+def test_what_is_no_time(timeout):
+    with pytest.raises(RankError, match="timeout is a number of seconds above 0"):
+        seconds(timeout)
+
+
+def test_the_shortest_and_the_longest_time():
+    assert seconds(5e-324) == 5e-324 and seconds(float("inf")) == float("inf") and type(seconds(3)) is float
+
+
+def test_an_exception_in_words():
+    noted = ValueError("bad")
+    noted.add_note("in the evening")
+    assert describe(noted) == "ValueError: bad\nin the evening"
+    assert describe(KeyError()) == "KeyError"
+    assert describe(ValueError("x" * 3988)) == "ValueError: " + "x" * 3988
+    assert describe(ValueError("x" * 3989)) == "ValueError: " + "x" * 3988 + "… (4,001 characters)"
+
+
+def test_a_line_as_the_learner_knows_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    here = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    for file, label in {
+        "<%%ranks In[3]>": "cell In[3]", "<stdin>": "<stdin>", f"{tmp_path}/own/a.py": "own/a.py",
+        f"{tmp_path}beside/a.py": "a.py", f"{here}/tplab/model/x.py": "tplab/model/x.py", "/else/where/b.py": "b.py",
+        sysconfig.get_path("stdlib") + "/json/decoder.py": "json/decoder.py",
+        "/env/lib/site-packages/torch/nn/functional.py": "torch/nn/functional.py",
+    }.items():
+        assert file_label(file) == label and place(file, 7) == f"{label}, line 7"
+    assert place("", 7) == "line 7"
+
+
+def test_frames_are_the_learners_own_the_innermost_dozen():
+    plumbing = [Frame(os.path.join(os.path.dirname(os.path.dirname(describe.__code__.co_filename)), room, "x.py"), n, "f")
+                for n, room in enumerate(("ranks", "pool", "shard"))]
+    own = [Frame("a.py", n, "f") for n in range(20)]
+    assert learner_frames([plumbing[0], *own, *plumbing]) == own[-12:]
+    assert learner_frames(plumbing) == plumbing[-1:] and learner_frames([]) == []
+
+
+def test_a_whole_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("first()\nsecond()\nthird()\n")
+    at = [Frame(str(tmp_path / "a.py"), n, name) for n, name in ((1, "outer"), (2, ""))]
+    error = RankError("it failed", [
+        Cause(1, "raised", "raised X", at), Cause(0, "running", "is still running", at[1:]),
+        Cause(2, "died", "died", at[:1], consequence=True), waiting(3, record(1), "waits"),
+        Cause(4, "raised", "raised Y", at[:1]), Cause(5, "died", "died too", at[1:]),
+    ], [[], []], ["a note"])
+    assert str(error).split("\n") == [
+        "it failed", "  a.py, line 1, in outer", "    first()", "  a.py, line 2", "    second()",
+        "rank 0 is still running", "  a.py, line 2", "    second()", "rank 2 died (a consequence)",
+        "rank 3 waits at a.py, line 1", "rank 4 raised Y", "  a.py, line 1, in outer", "    first()",
+        "rank 5 died too", "  a.py, line 2", "    second()", "a note",
+    ]  # fmt: skip
+    assert error.first.rank == 1 and list(error.causes) == [1, 0, 2, 3, 4, 5]
+    error.logs = [[record(1)], []]
+    assert render(error).split("\n")[-4:-1] == ["collectives of this run, ≠ marks the first difference:",
+                                                "      rank 0                  rank 1",
+                                                "≠ #1  barrier @ a.py, line 1  -"]
+
+
+def test_a_refusal_has_no_cause_and_jupyter_shows_the_class_once():
+    error = RankError("no\nroom")
+    assert (error.first, error.causes, error.logs, error.notes) == (None, {}, [], [])
+    assert error._render_traceback_() == ["RankError: no", "room"]
+
+
+def test_a_failure_travels_without_what_cannot():
+    class Local(Exception):
+        pass
+
+    back = pickle.loads(pickle.dumps(
+        RankError("it failed", [Cause(1, "raised", "raised X", exception=Local())], [[record(1)]], ["a note"])))
+    assert (back.summary, back.first.exception, back.logs, back.notes) == ("it failed", None, [[record(1)]], ["a note"])
+    made = CollectiveMismatch("as told", [waiting(0, record(1))])
+    assert type(back := pickle.loads(pickle.dumps(made))) is CollectiveMismatch and back.summary == "as told"
+    made = CollectiveMismatch.of([record(1), record(1, "broadcast")], "strict")
+    assert str(pickle.loads(pickle.dumps(made))) == str(made)
+    assert made.summary.startswith("strict: rank 0 calls barrier at ") and made.first.rank == 0
+
+
+@pytest.mark.parametrize("logs, causes, rows", [
+    ([[record(1), record(2, left=False)], [record(1)]], {1: Cause(1, "returned", "")},
+     ["  #1  barrier @ a.py, line 1          barrier @ a.py, line 1",
+      "≠ #2  barrier @ a.py, line 1 (waits)  returned"]),
+    ([[record(1)], []], {1: Cause(1, "died", "")}, ["≠ #1  barrier @ a.py, line 1  -"]),
+    # each ring keeps its newest only: what one of them has lost is no difference
+    ([[record(n) for n in (1, 2, 3)], [record(3)]], {}, ["  #3  barrier @ a.py, line 1  barrier @ a.py, line 1"]),
+    ([[record(1, line=4)], [record(1, line=5)]], {}, ["  #1  barrier @ a.py, line 4  barrier @ a.py, line 5"]),
+], ids=["waits", "never began", "rings", "lines"])
+def test_op_logs_beside_each_other(logs, causes, rows):
+    head, names, *lines = side_by_side(logs, causes)
+    assert lines == rows and names.split() == ["rank", "0", "rank", "1"]
+    assert ("≠ marks" in head) == any(row.startswith("≠") for row in rows) and "earlier" not in head
