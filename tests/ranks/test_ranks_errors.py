@@ -60,8 +60,8 @@ def test_a_line_as_the_learner_knows_it(monkeypatch, tmp_path):
 
 
 def test_frames_are_the_learners_own_the_innermost_dozen():
-    plumbing = [Frame(os.path.join(os.path.dirname(os.path.dirname(describe.__code__.co_filename)), room, "x.py"), n, "f")
-                for n, room in enumerate(("ranks", "pool", "shard"))]
+    package = os.path.dirname(os.path.dirname(describe.__code__.co_filename))
+    plumbing = [Frame(os.path.join(package, room, "x.py"), n, "f") for n, room in enumerate(("ranks", "pool", "shard"))]
     own = [Frame("a.py", n, "f") for n in range(20)]
     assert learner_frames([plumbing[0], *own, *plumbing]) == own[-12:]
     assert learner_frames(plumbing) == plumbing[-1:] and learner_frames([]) == []
