@@ -171,7 +171,8 @@ def test_the_same_tensor_in_two_files(sharded):
     assert f"is in two files, {FIRST} and {SECOND}" in refusal(sharded)
 
 
-CLIMBERS = ["../../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b.safetensors", None, 7]
+CLIMBERS = ["../../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b.safetensors", "a:b.safetensors",
+            None, 7]
 
 
 @pytest.mark.parametrize("file", CLIMBERS)

@@ -145,6 +145,7 @@ def test_the_conversion_is_exact(tiny, tmp_path):
         assert torch.equal(got[name], want[name]), name
     theirs, ours = open_checkpoint(tiny / "hf").config, open_checkpoint(tmp_path / "out").config
     assert replace(ours, eos_token_ids=()) == replace(theirs, eos_token_ids=())  # among them eps: 1e-5, not its float32
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 2
     assert ours.eos_token_ids == (2,) and ours.hf.rope_parameters == theirs.hf.rope_parameters
 
 

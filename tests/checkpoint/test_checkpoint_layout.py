@@ -6,7 +6,7 @@ from helpers.checkpoints import make_checkpoint
 from safetensors.torch import load_file
 
 from tplab.checkpoint import CheckpointError, open_checkpoint
-from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.checkpoint.layout import by_parameter, read_part, sources, tensor_parts
 from tplab.model import load_model
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
@@ -75,6 +75,17 @@ def test_every_part_is_the_tensor_of_its_name(tmp_path, kind, fused):
     with ckpt.reader() as reader:
         for name, part in parts.items():
             assert part.shape == stored[name].shape and torch.equal(read_part(part, reader), stored[name]), name
+
+
+def test_rows_of_a_fused_tensor_are_sliced_as_any_tensor_is(tmp_path):
+    stored = load_file(make_checkpoint(tmp_path / "separate", seed=4) / "model.safetensors")
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", fused_qkv=True, seed=4))
+    attn = by_parameter(tensor_parts(ckpt.config, ckpt.tensors))["layers.0.self_attn.qkv_proj.weight"]
+    with ckpt.reader() as reader:
+        for (name, part), rows in zip(attn.items(), sources([*attn.values()], reader), strict=True):
+            assert rows.shape == part.shape
+            for piece in (slice(None), slice(3, None), slice(None, 5), slice(4, 9), slice(2, 2)):
+                assert torch.equal(rows[piece], stored[name][piece]), name
 
 
 class CountingReader:

@@ -205,6 +205,18 @@ def test_no_weights_names_what_is_there_instead(tmp_path):
     folder = make_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert "neither model.safetensors nor model.safetensors.index.json (found weights.safetensors)" in refusal(folder)
+    for name in ("d.gguf", "c.safetensors", "b.gguf", "a.gguf"):
+        (folder / name).touch()
+    assert "(found a.gguf, b.gguf, c.safetensors)" in refusal(folder)
+    for name in ("f.pkl", "e.ckpt", "c.pt", "b.pth", "a.bin"):
+        (folder / name).touch()
+    assert "pickled weights (a.bin)" in refusal(folder)
+
+
+def test_a_device_in_the_place_of_a_file(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    (folder / "generation_config.json").symlink_to("/dev/null")
+    assert "generation_config.json is not an ordinary file" in refusal(folder)
 
 
 @pytest.mark.parametrize(("error", "words"), [

@@ -76,10 +76,11 @@ def test_all_gather_joins_in_rank_order(run, shape, dim):
 def test_all_gather_of_uneven_pieces(run, sizes):
     def fn():
         mine = numbers((2, sizes[rank()]), torch.float32)
-        return mine, all_gather(mine, sizes=sizes)
+        return mine, all_gather(mine, sizes=sizes), str(op_log()[-1])
 
-    pieces, wholes = zip(*run(fn))
+    pieces, wholes, logged = zip(*run(fn))
     assert all(torch.equal(whole, torch.cat(pieces, 1)) for whole in wholes)
+    assert set(logged) == {f"all_gather [2, {sum(sizes)}] float32 dim 1"}
 
 
 @pytest.mark.parametrize("src", [0, 2])
@@ -251,6 +252,16 @@ def test_logical_ranks_are_ranks_to_each_other_only():
     assert logical_ranks(4, fn, 1, y=2) == [(3, r, 4, r) for r in range(4)]
     assert (rank(), world_size()) == (0, 1) and "mine" not in state
     assert logical_ranks(1, rank) == [0]
+
+
+def test_state_is_a_mapping_of_its_rank(run):
+    def fn():
+        state.clear()
+        state["a"] = state["b"] = rank()
+        del state["a"]
+        return dict(state), len(state), "a" in state, repr(state)
+
+    assert run(fn) == [({"b": r}, 1, False, f"state of rank {r}: {{'b': {r}}}") for r in range(3)]
 
 
 def test_logical_ranks_take_over_the_callers_modes():
