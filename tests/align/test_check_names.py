@@ -1,5 +1,7 @@
 """Which recorded tensor is which trace point: healthy strangers of three conventions, laid beside Hugging Face."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
@@ -68,3 +70,51 @@ def test_a_healthy_stranger_is_placed_whole(tmp_path, models, engine, form, size
     assert len(found.places) == sum(map(len, found.ids)) and found.dtype == torch.float32
     assert {name for name in found.points} <= {*point_names(3, ckpt.config.qk_norm), *(
         f"layers.{i}.{half}" for i in range(3) for half in ("gate", "up"))}
+
+
+# Names that say nothing.
+
+NOTHING_SAID = {
+    "self_attn": "mixer", "qkv_proj": "inp", "o_proj": "outp", "rotary_emb": "spin", "attn": "core9", "mlp": "glu",
+    "gate_up_proj": "wide", "act_fn": "gated", "down_proj": "narrow", "input_layernorm": "a", "norm": "z",
+    "post_attention_layernorm": "b", "embed_tokens": "table", "logits_processor": "last", "q_proj": "m1",
+    "k_proj": "m2", "v_proj": "m3", "gate_proj": "m4", "up_proj": "m5", "core_attention": "core9", "rotary": "spin",
+    "lm_head": "words", "wqkv": "inp", "wo": "outp", "w1": "m4", "w3": "m5", "w2": "narrow", "attention": "mixer",
+    "feed_forward": "glu", "attention_norm": "a", "ffn_norm": "b", "tok_embeddings": "table", "output": "words"}
+
+
+def renamed(found, names):
+    """The same recording under other names."""
+    def other(entry):
+        return replace(entry, name=".".join(names.get(part, part) for part in entry.name.split(".")))
+
+    def call(known):
+        return replace(known, entries=tuple(map(other, known.entries)))
+
+    return replace(found, ranks=tuple(replace(rank, calls=tuple(map(call, rank.calls))) for rank in found.ranks))
+
+
+@pytest.mark.parametrize("engine", SEEN)
+def test_modules_are_known_by_what_they_do(tmp_path, models, engine):
+    ckpt = models["9q3kv"]
+    calls = flat_calls(texts(2, 9), 1) if engine is VllmLike else batch_calls(texts(2, 9), 1)
+    run(tmp_path / "run", ckpt, engine, calls)
+    found = place(renamed(read_recorded(tmp_path / "run"), NOTHING_SAID), ckpt)
+    assert not wrong_points(found, ckpt) and not found.contradictions
+    seen = {name.rpartition(".")[2] for name in found.points if name.startswith("layers.1.")}
+    assert {"input_norm", "q", "k", "v", "attn", "post_norm", "mlp_act", "residual"} <= seen
+    assert {"embed", "norm", "logits"} <= set(found.points)
+    assert "known by what it does" in found.assumed["layers.1.attn"]
+
+
+def test_a_bug_before_an_unknown_module_does_not_hide_it(tmp_path, models):
+    """Its own input says what it should give, however wrong that input is."""
+    ckpt = models["9q3kv"]
+
+    def change(model, weights):
+        model.model.layers[0].input_layernorm.weight.data *= 3
+
+    run(tmp_path / "run", ckpt, HfLike, batch_calls(texts(2, 9)), change=change)
+    found = place(renamed(read_recorded(tmp_path / "run"), NOTHING_SAID), ckpt)
+    assert {"layers.1.q", "layers.1.attn", "layers.1.mlp_act", "layers.2.gate"} <= set(found.points)
+    assert "layers.0.q" in wrong_points(found, ckpt)

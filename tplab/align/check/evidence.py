@@ -12,6 +12,12 @@ from tplab.checkpoint.layout import EMBEDDING, HEAD, read_part, tensor_parts
 _ROW_PARALLEL = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of ``[rows, columns]``, in float32."""
+    wide = x.float()
+    return weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
 class Evidence:
     """The checkpoint's matrices applied to recorded rows, in float32. Weights of one layer are kept at a time."""
 
@@ -39,18 +45,18 @@ class Evidence:
         found = x.float() @ self.weight(f"{module}.weight").T
         return found if bias is None else found + bias
 
-    def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """``q``, ``k`` or ``v`` of ``x``: ``[rows, heads, head_dim]``."""
-        return self.product(f"model.layers.{layer}.self_attn.{which}_proj", x).unflatten(1, (-1, self.config.head_dim))
-
-    def columns(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """``gate``, ``up`` or ``mlp_act`` of ``x``: ``[rows, columns]``."""
+    def projection(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
+        """``q``, ``k``, ``v``, ``gate``, ``up`` or ``mlp_act`` of ``x``: ``[rows, columns]``."""
         if which == "mlp_act":
             from transformers.activations import ACT2FN
 
-            gate, up = self.columns(layer, "gate", x), self.columns(layer, "up", x)
+            gate, up = self.projection(layer, "gate", x), self.projection(layer, "up", x)
             return ACT2FN[self.config.hidden_act](gate) * up
-        return self.product(f"model.layers.{layer}.mlp.{which}_proj", x)
+        return self.product(f"model.layers.{layer}.{'self_attn' if which in 'qkv' else 'mlp'}.{which}_proj", x)
+
+    def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
+        """``q``, ``k`` or ``v`` of ``x``: ``[rows, heads, head_dim]``."""
+        return self.projection(layer, which, x).unflatten(1, (-1, self.config.head_dim))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]`` of the last norm's output."""
@@ -91,7 +97,8 @@ class Reference:
 
     def logits(self, places: list[tuple[int, int]]) -> torch.Tensor | None:
         """``[places, vocabulary]``."""
-        model, rows = hf_model(self.ckpt, torch.float32), []
-        for number, position in places:
-            rows.append(hf_trace(model, self.sources.texts.ids[number][:position + 1])["logits"][-1])
-        return torch.stack(rows)
+        model, ids, found = hf_model(self.ckpt, torch.float32), self.sources.texts.ids, {}
+        for number in {number for number, _ in places}:
+            last = max(position for sequence, position in places if sequence == number)
+            found[number] = hf_trace(model, ids[number][:last + 1])["logits"]
+        return torch.stack([found[number][position] for number, position in places])

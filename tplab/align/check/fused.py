@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tplab.align.check.layouts import PADDING, agreed, candidates, fit
+from tplab.align.check.layouts import PADDING, Indices, agreed, candidates, fit
 
 
 @dataclass(frozen=True)
@@ -22,50 +22,57 @@ class Split:
     contradiction: str | None = None
 
 
-def split_heads(shares) -> Split:
-    """The cut of ``qkv``."""
-    dim, q, kv = shares.config.head_dim, shares.totals["q"], shares.totals["k"]
-    sections = {"q": range(q), "k": range(q, q + kv), "v": range(q + kv, q + 2 * kv)}
+class Fused:
+    """One kind of fused output: ``parts`` of items of ``dim`` columns, computed from the point ``before``, needed for
+    the point ``after``. An item's label is its number in all parts laid one behind the other."""
 
-    def expected(layer: int, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([shares.evidence.heads(layer, which, x) for which in "qkv"], 1)
+    def __init__(self, shares, name: str, parts: tuple[str, ...], dim: int, before: str, after: str):
+        self.shares, self.name, self.dim, self.before, self.after = shares, name, dim, before, after
+        self.groups = {part: part if part in ("q", "k", "v") else "mlp" for part in parts}
+        sizes = [shares.totals[group] for group in self.groups.values()]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.sections = {part: range(start, start + size) for part, start, size in zip(parts, starts, sizes)}
 
-    def shifted(rank: int, count: int) -> list[tuple[int, ...]]:
-        return [tuple(section[head] for which, section in sections.items() for head in shares.planned[which][rank])]
+    def labels(self, rows: torch.Tensor, x: torch.Tensor, layer: int, rank: int) -> Indices | None:
+        """Which items a rank's output ``[rows, columns]`` of the input ``x`` consists of; None if of none."""
+        if rows.shape[1] % self.dim:
+            return None
+        whole = torch.cat([self.shares.evidence.projection(layer, part, x) for part in self.sections], 1)
+        local, full = (tensor.unflatten(1, (-1, self.dim)) for tensor in (rows, whole))
+        return fit(local, full, self._usual(rank, local.shape[1]))
 
-    return _split(shares, "qkv", dim, sections, "input_norm", expected, shifted, "attn")
-
-
-def split_columns(shares) -> Split:
-    """The cut of ``gate_up``."""
-    inter = shares.totals["mlp"]
-    sections = {"gate": range(inter), "up": range(inter, 2 * inter)}
-
-    def expected(layer: int, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([shares.evidence.columns(layer, which, x) for which in ("gate", "up")], 1)[..., None]
-
-    def shifted(rank: int, count: int) -> list[tuple[int, ...]]:
-        halves = [shares.planned["mlp"][rank], *candidates(inter, count // 2, rank, shares.size)]
-        return [(*half, *(i if i == PADDING else i + inter for i in half)) for half in halves]
-
-    return _split(shares, "gate_up", 1, sections, "post_norm", expected, shifted, "mlp_act")
+    def _usual(self, rank: int, count: int) -> list[Indices]:
+        """The plan's share of every part; of two alike, also the usual shares of another engine."""
+        planned = {part: [self.shares.planned[group][rank]] for part, group in self.groups.items()}
+        if len(planned) == 2:
+            for part, group in self.groups.items():
+                planned[part] += candidates(self.shares.totals[group], count // 2, rank, self.shares.size)
+        return [tuple(i if i == PADDING else section[i] for section, part in zip(self.sections.values(), share)
+                      for i in part) for share in zip(*planned.values())]
 
 
-def _split(shares, fused: str, dim: int, sections: dict[str, range], before: str, expected, shifted, after: str
-           ) -> Split:
+def heads_in(shares) -> Fused:
+    """What there is to know about ``qkv``."""
+    return Fused(shares, "qkv", ("q", "k", "v"), shares.config.head_dim, "input_norm", "attn")
+
+
+def columns_in(shares) -> Fused:
+    """What there is to know about ``gate_up``."""
+    return Fused(shares, "gate_up", ("gate", "up"), 1, "post_norm", "mlp_act")
+
+
+def split(shares, fused: Fused) -> Split:
+    """Find the cut of a fused output, rank by rank."""
     widths, votes, seen = [None] * shares.size, [], None
     for at in shares.sampled:
         vote = [None] * shares.size
-        for source in shares.sources.of(at + fused)[:1]:
+        for source in shares.sources.of(at + fused.name)[:1]:
             for rank in shares.sources.complete(source):
                 rows = shares.sources.rows(source, rank, True)
-                if rows is None:
-                    continue
-                seen, widths[rank] = source, rows.shape[1]
-                x = shares.own_input(source, at + before, rank)
-                if x is not None and rows.shape[1] % dim == 0:
-                    local = rows.unflatten(1, (-1, dim))
-                    vote[rank] = fit(local, expected(int(at.split(".")[1]), x), shifted(rank, local.shape[1]))
+                if rows is not None:
+                    seen, widths[rank] = source, rows.shape[1]
+                    x = shares.own_input(source, at + fused.before, rank)
+                    vote[rank] = None if x is None else fused.labels(rows, x, int(at.split(".")[1]), rank)
         votes.append(vote)
     if seen is None:
         return Split([None] * shares.size, widths)
@@ -77,43 +84,43 @@ def _split(shares, fused: str, dim: int, sections: dict[str, range], before: str
             parts.append(None)
             continue
         labels = found[rank]
-        part = labels and _by_label(labels, sections, dim)
-        names = "|".join(sections)
-        if part and (_in_order(part) or _follows(shares, part, fused, after, rank)):
+        part = labels and _by_label(labels, fused)
+        names = "|".join(fused.sections)
+        if part and (_in_order(part) or _follows(fused, rank)):
             if not _in_order(part):
-                sentences.append(f"columns of {fused} on rank {rank} in an order of their own, which what follows "
+                sentences.append(f"columns of {fused.name} on rank {rank} in an order of their own, which what follows "
                                  "confirms; ")
         else:
-            part = _by_size(shares, width, sections, dim, rank)
+            part = _by_size(width, fused, rank)
             if part:
                 sentences.append(f"cut as [{names}] by size on rank {rank}; ")
             else:
                 wrong.append(f"{width} columns on rank {rank}")
         parts.append(part)
-    contradiction = f"{seen.pattern[0]} gives {' and '.join(wrong)}; no cut into [{'|'.join(sections)}] fits"
+    contradiction = f"{seen.pattern[0]} gives {' and '.join(wrong)}; no cut into [{'|'.join(fused.sections)}] fits"
     return Split(parts, widths, "".join(dict.fromkeys(sentences)), contradiction if wrong else None)
 
 
-def _by_label(labels: tuple[int, ...], sections: dict[str, range], dim: int) -> dict[str, list[int]] | None:
+def _by_label(labels: Indices, fused: Fused) -> dict[str, list[int]] | None:
     """The columns of each part, each head or column known by its values. Padding belongs to the part before."""
-    parts: dict[str, list[int]] = {which: [] for which in sections}
-    part = next(iter(sections))
+    parts: dict[str, list[int]] = {part: [] for part in fused.sections}
+    part = next(iter(parts))
     for at, label in enumerate(labels):
-        part = next((which for which, section in sections.items() if label in section), part)
-        parts[part] += range(at * dim, (at + 1) * dim)
+        part = next((which for which, section in fused.sections.items() if label in section), part)
+        parts[part] += range(at * fused.dim, (at + 1) * fused.dim)
     return parts if all(parts.values()) else None
 
 
-def _by_size(shares, width: int, sections: dict[str, range], dim: int, rank: int) -> dict[str, list[int]] | None:
+def _by_size(width: int, fused: Fused, rank: int) -> dict[str, list[int]] | None:
     """The cut of ``[q|k|v]`` that the plan's rule gives, or that of all heads, or two equal halves."""
-    sizes = [[len(shares.planned[which if which in "qkv" else "mlp"][rank]) * dim for which in sections],
-             [len(section) * dim for section in sections.values()]]
-    if len(sections) == 2 and width % 2 == 0:
+    sizes = [[len(fused.shares.planned[group][rank]) * fused.dim for group in fused.groups.values()],
+             [len(section) * fused.dim for section in fused.sections.values()]]
+    if len(fused.sections) == 2 and width % 2 == 0:
         sizes.append([width // 2] * 2)
     for cut in sizes:
         if sum(cut) == width:
             starts = [sum(cut[:i]) for i in range(len(cut))]
-            return {which: list(range(start, start + size)) for which, start, size in zip(sections, starts, cut)}
+            return {part: list(range(start, start + size)) for part, start, size in zip(fused.sections, starts, cut)}
     return None
 
 
@@ -122,19 +129,20 @@ def _in_order(parts: dict[str, list[int]]) -> bool:
     return columns == sorted(columns)
 
 
-def _follows(shares, part: dict[str, list[int]], fused: str, after: str, rank: int) -> bool:
+def _follows(fused: Fused, rank: int) -> bool:
     """Whether the point behind the fused one is right, so that the engine must have cut as the values say."""
+    shares = fused.shares
     for at in shares.sampled:
-        for source in shares.sources.of(at + after)[:1]:
+        for source in shares.sources.of(at + fused.after)[:1]:
             if rank not in shares.sources.complete(source):
                 continue
-            if fused == "gate_up":
+            if fused.after == "mlp_act":
                 local = shares.sources.rows(source, rank, True)
-                x = next((shares.own_input(s, at + "post_norm", rank) for s in shares.sources.of(at + fused)), None)
-                full = None if x is None else shares.evidence.columns(int(at.split(".")[1]), "mlp_act", x)
+                x = shares.own_input(shares.sources.of(at + fused.name)[0], at + fused.before, rank)
+                full = None if x is None else shares.evidence.projection(int(at.split(".")[1]), "mlp_act", x)
             else:
                 local = next(iter(shares.sources.heads(source, rank, True).values()), None)
-                full = shares.reference.point(at + after)
+                full = shares.reference.point(at + fused.after)
             if local is not None and full is not None and fit(local, full, []) is not None:
                 return True
     return False

@@ -75,6 +75,14 @@ def fit(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices], sear
     return found if fits(found) else None
 
 
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a recorded tensor is this one but for rounding; what is no number on both sides is equal."""
+    if a.shape != b.shape:
+        return False
+    left, right = (torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0) for tensor in (a, b))
+    return bool((left - right).norm() <= tolerance(a.dtype) * right.norm())
+
+
 def agreed(votes: list[list[Indices | None]]) -> list[Indices | None]:
     """What most layers say, rank by rank."""
     found = []

@@ -52,7 +52,7 @@ _INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # wh
 _POINTS = {*LAYER_POINTS, "gate", "up"}
 # How strong a claim is: the smaller, the stronger. A fused output has to be split first, so what goes into the next
 # module (direct) tells more.
-OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER = range(6)
+OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, EVIDENT = range(7)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,19 @@ def visits(entries) -> list[Visit]:
     return list(found.values())
 
 
-def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str, int]) -> Iterator[Claim]:
+def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],
+           points: Mapping[tuple[str, str, str], str]) -> Iterator[Claim]:
     """What the tensors of one call on one rank are by their names.
 
     Args:
         names: overrides, as :func:`tplab.align.check.overrides.overridden` takes them.
         shared: modules that all layers share, by name → how often each layer runs them.
+        roles: what modules were found to do, by the pattern of their name.
+        points: what tensors were found to equal, by their name's pattern, kind and path.
     """
     for entry in entries:
+        if point := points.get((pattern_of(entry.name), entry.kind, entry.path)):
+            yield Claim(point.format(i=place_of(entry.name)[0]), entry, EVIDENT)
         if point := overridden(entry, names):
             yield Claim(point, entry, OVERRIDE)
         elif entry.kind == "tensor" and (point := _named_point(entry.name)):
@@ -151,7 +156,8 @@ def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str,
         elif visit.nth:
             continue
         if layer is None or layer < sizes.layers:
-            yield from _by_role(visit, layer, role_of(layer, rest), sizes, half)
+            role = roles.get(pattern_of(visit.name)) or role_of(layer, rest)
+            yield from _by_role(visit, layer, role, sizes, half)
 
 
 def _named_point(name: str) -> str | None:

@@ -40,7 +40,7 @@ def check_names(names, known: set[str]) -> dict[str, str]:
             near = get_close_matches(short, (*_OUTER, *_INNER), 1)
             raise PlacementError(f"names: there is no point {shown(point)}; " + (
                 f"did you mean {near[0]!r}?" if near else f"points are {', '.join((*_OUTER, *_INNER))}"))
-        if pattern.count("{i}") > 1 or (short in _INNER) != ("{i}" in pattern):
+        if pattern.count("{i}") > 1 or (short and (short in _INNER) != ("{i}" in pattern)):
             raise PlacementError(f"names: {point} is {'a point of each layer' if short in _INNER else 'no layer’s'}, "
                                  f"so {pattern!r} must hold {{i}} {'once' if short in _INNER else 'nowhere'}")
         if not any(_fits(pattern, name) for name in known):

@@ -4,8 +4,9 @@ from collections import Counter
 
 import torch
 
+from tplab.align.check.evident import learn
 from tplab.align.check.layouts import PADDING, Layout, span
-from tplab.align.check.names import PRODUCER, pattern_of, place_of
+from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import Source, Sources
 from tplab.align.check.sums import Sums
@@ -29,11 +30,13 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None) -> Re
     """
     plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
     sources = Sources(recorded, ckpt.config, names)
-    return _Placing(sources, Shares(sources, ckpt, plan)).recording()
+    shares = Shares(sources, ckpt, plan)
+    return _Placing(sources, shares, learn(sources, shares)).recording()
 
 
 class _Placing:
-    def __init__(self, sources: Sources, shares: Shares):
+    def __init__(self, sources: Sources, shares: Shares, learnt: dict[str, str]):
+        self.learnt = learnt
         self.sources, self.shares, self.sums, self.config = sources, shares, Sums(shares), shares.config
         self.points: dict[str, list[Shard | None]] = {}
         self.assumed: dict[str, str] = {}
@@ -66,7 +69,8 @@ class _Placing:
 
     def _keep(self, name: str, shards: dict[int, Shard], source, sentence: str) -> None:
         self.points[name] = [shards.get(rank) for rank in range(self.sources.world_size)]
-        self.assumed[name] = f"from {source}; {sentence}"
+        how = self.learnt.get(source.pattern[0])
+        self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {sentence}"
 
     def _replicated(self, name: str) -> None:
         for source in self.sums.sources_of(name):
@@ -139,8 +143,7 @@ class _Placing:
             layers.append(layer)
 
     def _name_unclaimed(self) -> None:
-        for _, _, entry in self.sources.unclaimed:
-            source = Source(entry.name, entry.kind, entry.path, PRODUCER, entry.order)
+        for source in self.sources.unclaimed():
             self._leave_out(source, "no point that the conventions know")
 
     @staticmethod

@@ -7,7 +7,7 @@ import torch
 
 from tplab.align.check import layouts
 from tplab.align.check.evidence import Evidence, Reference
-from tplab.align.check.fused import Split, split_columns, split_heads
+from tplab.align.check.fused import Split, columns_in, heads_in, split
 from tplab.align.check.layouts import Indices, Layout
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import SAMPLE, Source, Sources
@@ -102,7 +102,7 @@ class Shares:
 
     # Votes.
 
-    def _vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int) -> Indices | None:
+    def vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int) -> Indices | None:
         shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], local.shape[1], rank, self.size)]
         return layouts.fit(local, full, shares, search=which != "vocab")
 
@@ -116,10 +116,10 @@ class Shares:
                     for rank, tensor in held.tensors.items():
                         counts[rank] = counts[rank] or tensor.shape[1]
                         if vote[rank] is None and (full := self._expected(at, point, held.source, rank)) is not None:
-                            vote[rank] = self._vote(which, tensor, full, rank)
+                            vote[rank] = self.vote(which, tensor, full, rank)
                         elif vote[rank] is None and guess[rank] is None and at == self.sampled[0] and (
                                 full := self.reference.point(at + point)) is not None:
-                            guess[rank] = self._vote(which, tensor, full, rank)
+                            guess[rank] = self.vote(which, tensor, full, rank)
             votes.append(vote)
             guesses.append(guess)
         found = layouts.agreed(votes)
@@ -134,14 +134,14 @@ class Shares:
         if x is None:
             return None
         layer = int(at.split(".")[1])
-        return (self.evidence.heads if point in "qkv" else self.evidence.columns)(layer, point, x)
+        return (self.evidence.heads if point in "qkv" else self.evidence.projection)(layer, point, x)
 
     # Decisions.
 
     @cached_property
     def splits(self) -> dict[str, Split]:
         """How fused outputs are cut."""
-        found = {"qkv": split_heads(self), "gate_up": split_columns(self)}
+        found = {fused.name: split(self, fused) for fused in (heads_in(self), columns_in(self))}
         self.contradictions += [split.contradiction for split in found.values() if split.contradiction]
         return found
 
@@ -195,7 +195,7 @@ class Shares:
                 x = self._head_input(source, places, rank)
                 full = self.reference.logits(places) if x is None else self.evidence.logits(x)
                 if full is not None:
-                    found[rank] = self._vote("vocab", tensor, full, rank)
+                    found[rank] = self.vote("vocab", tensor, full, rank)
         return counts, found
 
     def _head_input(self, logits: Source, places: list, rank: int) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tplab.align.check.names import OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
+from tplab.align.check.names import EVIDENT, OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, call_inputs
 from tplab.align.check.shapes import as_heads, as_rows
@@ -70,12 +70,14 @@ class Sources:
             self.notes.append(f"nothing was recorded by rank{'s' * (len(missing) > 1)} {', '.join(missing)} of "
                               f"{recorded.world_size}")
         self.recorded = {rank: {call.index: call for call in recorded.ranks[rank].calls} for rank in self.ranks}
-        names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
-                                    for entry in call.entries})
+        self._names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
+                                          for entry in call.entries})
         self.texts = Texts()
         self._read_calls()
         self._order_rows()
-        self._claim(names)
+        self._check_sizes([entry for calls in self.recorded.values() for index in self.used
+                           for entry in calls[index].entries])
+        self.claim()
 
     def _read_calls(self) -> None:
         numbers = sorted({index for calls in self.recorded.values() for index in calls})
@@ -131,34 +133,33 @@ class Sources:
                 for number, position in self.places]
         self.declared = said if said != [position for _, position in self.places] else None
 
-    def _claim(self, names: dict[str, str]) -> None:
-        sizes = Sizes(self.config.hidden_size, self.config.head_dim, self.config.vocab_size, self.config.num_layers,
-                      self.config.qk_norm)
+    def claim(self, roles: dict[str, str] | None = None, points: dict[tuple[str, str, str], str] | None = None) -> None:
+        """Let every tensor be claimed, by its name and by what was learnt of ``roles`` and ``points``."""
+        config, claimed, ignored = self.config, set(), set()
+        sizes = Sizes(config.hidden_size, config.head_dim, config.vocab_size, config.num_layers, config.qk_norm)
         self._points: dict[str, dict[tuple, Source]] = {}
-        claimed: set[int] = set()
-        ignored: set[int] = set()
-        entries = [(rank, call.index, entry) for rank, calls in self.recorded.items() for call in calls.values()
-                   if call.index in self.used for entry in call.entries]
-        self._check_sizes({entry.name for _, _, entry in entries}, [entry for _, _, entry in entries])
+        self._unclaimed: dict[tuple, Source] = {}
         for rank, calls in self.recorded.items():
             for index in self.used:
                 found = calls[index].entries
-                for claim in claims(found, sizes, names, shared_modules(found, sizes.layers)):
+                shared = shared_modules(found, config.num_layers)
+                for claim in claims(found, sizes, self._names, shared, roles or {}, points or {}):
                     entry = claim.entry
                     if claim.strength == OVERRIDE and not claim.point:
                         ignored.add(id(entry))
-                    if id(entry) in ignored:
-                        continue
-                    claimed.add(id(entry))
-                    key = (claim.strength, entry.name, entry.kind, entry.path, entry.nth)
-                    source = self._points.setdefault(claim.point, {}).setdefault(key, Source(
-                        entry.name, entry.kind, entry.path, claim.strength, entry.order))
-                    source.entries[rank, index] = entry
-        self.unclaimed = [(rank, index, entry) for rank, index, entry in entries
-                          if id(entry) not in claimed and entry.dtype.is_floating_point]
+                    if id(entry) not in ignored:
+                        claimed.add(id(entry))
+                        _collect(self._points.setdefault(claim.point, {}), claim.strength, rank, index, entry)
+                for entry in found:
+                    if id(entry) not in claimed | ignored and entry.dtype.is_floating_point:
+                        _collect(self._unclaimed, EVIDENT, rank, index, entry)
 
-    def _check_sizes(self, modules: set[str], entries: list) -> None:
-        layers = {layer for layer, _ in map(place_of, modules) if layer is not None}
+    def unclaimed(self) -> list[Source]:
+        """What is no point that the conventions know, but was not left out on purpose."""
+        return [source for source in self._unclaimed.values() if self.complete(source)]
+
+    def _check_sizes(self, entries: list) -> None:
+        layers = {layer for layer, _ in map(place_of, {entry.name for entry in entries}) if layer is not None}
         if layers and max(layers) >= self.config.num_layers:
             raise PlacementError(f"the recording has a layer {max(layers)}, but the checkpoint's layers are 0 to "
                                  f"{self.config.num_layers - 1}: it was recorded with another checkpoint")
@@ -182,10 +183,6 @@ class Sources:
     def complete(self, source: Source) -> list[int]:
         """The ranks that recorded it in every call."""
         return [rank for rank in self.ranks if all((rank, call) in source.entries for call in self.used)]
-
-    def claimed_points(self) -> list[str]:
-        """All points for which there is a claim, complete or not."""
-        return list(self._points)
 
     def rows(self, source: Source, rank: int, sample: bool = False) -> torch.Tensor | None:
         """``[places, columns]`` of one rank (the first ``SAMPLE`` rows only); None if its rows are others."""
@@ -223,6 +220,12 @@ class Sources:
         if not last or len({len(row) for row in last.values()}) != 1:
             return None
         return sorted(last), torch.stack([last[place] for place in sorted(last)])
+
+
+def _collect(sources: dict[tuple, Source], strength: int, rank: int, call: int, entry) -> None:
+    key = strength, entry.name, entry.kind, entry.path, entry.nth
+    source = sources.setdefault(key, Source(entry.name, entry.kind, entry.path, strength, entry.order))
+    source.entries[rank, call] = entry
 
 
 def shared_modules(entries, layers: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from tplab.align.check.layouts import PADDING, tolerance
+from tplab.align.check.layouts import PADDING, near
 from tplab.align.check.shares import Shares
 from tplab.align.check.sources import SAMPLE, Source
 from tplab.checkpoint.layout import EMBEDDING
@@ -49,20 +49,18 @@ class Sums:
         outs = {rank: self.sources.rows(source, rank, True) for rank in ranks}
         if any(out is None for out in outs.values()):
             return False
-        tol = tolerance(source.dtype)
-        if len(ranks) > 1 and all(_near(out, outs[ranks[0]], tol) for out in outs.values()):
+        if len(ranks) > 1 and all(near(out, outs[ranks[0]]) for out in outs.values()):
             return False
         own = {rank: self._summand(at, which, rank, source) for rank in ranks}
         if any(summand is None for summand in own.values()):
-            return len(ranks) > 1 and not _any_pair(outs, tol)
+            return len(ranks) > 1 and not _any_pair(outs)
         bias = self.shares.evidence.bias(int(at.split(".")[1]), which)
         added = [0.0] if bias is None else [0.0, bias, bias / self.shares.size]
-        mine = [any(_near(outs[rank], own[rank] + more, tol) for more in added) for rank in ranks]
+        mine = [any(near(outs[rank], own[rank] + more) for more in added) for rank in ranks]
         if all(mine):
             return True
         total = sum(own.values())
-        return not _any_pair(outs, tol) and not any(_near(out, total + more, tol)
-                                                    for out in outs.values() for more in added)
+        return not _any_pair(outs) and not any(near(out, total + more) for out in outs.values() for more in added)
 
     def _summand(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
         name = at + ("attn" if which == "o" else "mlp_act")
@@ -86,18 +84,12 @@ class Sums:
         if self.shares.size == 1 or any(out is None or out.shape[1] != self.shares.config.hidden_size for out in outs):
             return False
         table = self.shares.evidence.weight(EMBEDDING)[ids]
-        tol = tolerance(source.dtype)
         masked = [[not row.any() for row in out] for out in outs]
-        mine = all(zero or _near(row, true, tol) for out, zeros in zip(outs, masked)
+        mine = all(zero or near(row, true) for out, zeros in zip(outs, masked)
                    for row, zero, true in zip(out, zeros, table))
         return mine and any(map(any, masked))
 
 
-def _near(a: torch.Tensor, b: torch.Tensor, tol: float) -> bool:
-    a, b = a.float().nan_to_num(), b.float().nan_to_num()
-    return a.shape == b.shape and bool((a - b).norm() <= tol * b.norm())
-
-
-def _any_pair(outs: dict[int, torch.Tensor], tol: float) -> bool:
+def _any_pair(outs: dict[int, torch.Tensor]) -> bool:
     ranks = list(outs)
-    return any(_near(outs[a], outs[b], tol) for i, a in enumerate(ranks) for b in ranks[i + 1:])
+    return any(near(outs[a], outs[b]) for i, a in enumerate(ranks) for b in ranks[i + 1:])

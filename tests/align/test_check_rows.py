@@ -1,0 +1,212 @@
+"""Which token each row of a call is, names given by hand, and folders that belong to something else."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
+from helpers.strangers import HfLike, VllmLike
+
+from tplab.align.check.folder import read_recorded
+from tplab.align.check.place import place
+from tplab.align.check.rows import Texts
+from tplab.align.recording import PlacementError
+from tplab.checkpoint import open_checkpoint
+from tplab.record import record
+
+
+def rows(*calls):
+    """``(ids, positions, sequences)`` of each call → the texts and, call by call, the places."""
+    texts = Texts()
+    found = []
+    for i, (ids, positions, sequences) in enumerate(calls):
+        call = texts.add_call(i, torch.tensor(ids), None if positions is None else torch.tensor(positions), sequences)
+        found.append(dict(zip(call.rows, call.places)))
+    return texts.ids, found
+
+
+@pytest.mark.parametrize("calls, ids, places", [
+    # A prompt, then one token after another.
+    ([([5, 6, 7], None, None), ([8], None, None), ([9], None, None)], [[5, 6, 7, 8, 9]],
+     [{0: (0, 0), 1: (0, 1), 2: (0, 2)}, {0: (0, 3)}, {0: (0, 4)}]),
+    # A decode position that is off by one or begins again is a bug, not another text.
+    ([([5, 6], [0, 1], None), ([7], [3], None), ([8], [0], None)], [[5, 6, 7, 8]], None),
+    # Two prompts in one flat call, then one token of each; the positions part them.
+    ([([1, 2, 3, 4, 5], [0, 1, 2, 0, 1], None), ([6, 7], [3, 2], None)], [[1, 2, 3, 6], [4, 5, 7]],
+     [{0: (0, 0), 1: (0, 1), 2: (0, 2), 3: (1, 0), 4: (1, 1)}, {0: (0, 3), 1: (1, 2)}]),
+    # The same in another order: the lengths say which is which.
+    ([([1, 2, 3, 4, 5], [0, 1, 2, 0, 1], None), ([6], [2], None), ([7], [3], None)], [[1, 2, 3, 7], [4, 5, 6]], None),
+    # Numbers of the engine's own, in any order.
+    ([([1, 2, 3, 4], [0, 1, 0, 1], [7, 7, 3, 3]), ([5, 6], [2, 2], [3, 7])], [[1, 2, 6], [3, 4, 5]], None),
+    # A batch, with padding on the left and decode steps.
+    ([([[1, 2, 3], [-1, 4, 5]], None, None), ([[6], [7]], None, None)], [[1, 2, 3, 6], [4, 5, 7]],
+     [{0: (0, 0), 1: (0, 1), 2: (0, 2), 4: (1, 0), 5: (1, 1)}, {0: (0, 3), 1: (1, 2)}]),
+    # Padding that only the positions tell.
+    ([([[0, 0, 3], [4, 5, 6]], [[-1, -1, 0], [0, 1, 2]], None)], [[3], [4, 5, 6]], None),
+    # A prompt in two pieces.
+    ([([1, 2, 3], [0, 1, 2], None), ([4, 5], [3, 4], None)], [[1, 2, 3, 4, 5]], None),
+    # An engine without a cache computes everything again.
+    ([([[1, 2]], None, None), ([[1, 2, 3]], None, None), ([[1, 2, 3, 4]], None, None)], [[1, 2, 3, 4]],
+     [{0: (0, 0), 1: (0, 1)}, {0: (0, 0), 1: (0, 1), 2: (0, 2)}, {i: (0, i) for i in range(4)}]),
+    # Two prompts one after the other.
+    ([([1, 2], [0, 1], None), ([3, 4, 5], [0, 1, 2], None)], [[1, 2], [3, 4, 5]], None),
+])
+def test_rows(calls, ids, places):
+    found, seen = rows(*calls)
+    assert found == ids and (places is None or seen == places)
+
+
+@pytest.mark.parametrize("sequences, words", [
+    ([1], "call 0: 1 sequence numbers for 2 lines of 3 tokens; give one for each line or one for each token"),
+    ([1] * 5, "call 0: 5 sequence numbers for 2 lines")])
+def test_sequence_numbers_that_fit_nothing(sequences, words):
+    with pytest.raises(PlacementError, match=words):
+        rows(([[1, 2, 3], [4, 5, 6]], None, sequences))
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return open_checkpoint(make_checkpoint(folder, "llama", layers=2, heads=6, kv_heads=2, head_dim=6, hidden=24))
+
+
+@pytest.fixture(scope="module")
+def healthy(ckpt, tmp_path_factory):
+    """A healthy recording in vLLM's names over two ranks, and the folder."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    run(folder, ckpt, VllmLike, flat_calls([[1, 2, 3, 4, 5, 6], [9, 8, 7, 6]], 1))
+    return read_recorded(folder)
+
+
+def with_calls(found, change):
+    """The same recording with ``change(rank, call)`` instead of each call."""
+    return replace(found, ranks=tuple(replace(r, calls=tuple(change(r.rank, call) for call in r.calls))
+                                      for r in found.ranks))
+
+
+def test_declared_positions_that_differ_are_kept(ckpt, healthy):
+    assert place(healthy, ckpt).declared is None
+    wrong = with_calls(healthy, lambda rank, call: replace(call, positions=call.positions + (call.index > 0)))
+    found = place(wrong, ckpt)
+    assert found.declared == [0, 1, 2, 3, 4, 6, 0, 1, 2, 4] and found.num_keys == [5] * 5 + [6] + [3] * 3 + [4]
+    assert found.places == [(0, i) for i in range(6)] + [(1, i) for i in range(4)]
+
+
+def test_what_one_rank_lacks(ckpt, healthy):
+    """A rank that left nothing, or stopped early: the rest is placed and the lack is said."""
+    alone = place(replace(healthy, ranks=(healthy.ranks[0], None)), ckpt)
+    assert not wrong_points_of(alone, ckpt) and "nothing was recorded by rank 1 of 2" in alone.notes
+    assert alone.points["layers.0.q"][1] is None and alone.points["layers.0.q"][0] is not None
+    assert not alone.contradictions
+    stopped = with_calls(healthy, lambda rank, call: replace(
+        call, status="cut off", last="model.layers.1.mlp") if rank and call.index else call)
+    found = place(stopped, ckpt)
+    assert found.places == [(0, i) for i in range(5)] + [(1, i) for i in range(3)] and not wrong_points(found, ckpt)
+    assert "rank 1, call 1: cut off, in model.layers.1.mlp" in found.notes
+
+
+def wrong_points_of(found, ckpt):
+    partly = replace(found, points={name: shards for name, shards in found.points.items()
+                                    if shards[0].kind != "partial"})
+    return wrong_points(partly, ckpt)
+
+
+def test_a_first_call_that_was_cut_off_is_placed_as_far_as_it_goes(ckpt, healthy):
+    def cut(rank, call):
+        return replace(call, status="cut off", last="model.layers.1.self_attn",
+                       entries=tuple(e for e in call.entries if e.order < 40))
+
+    found = place(with_calls(replace(healthy), lambda rank, call: cut(rank, call)), ckpt)
+    assert not wrong_points(found, ckpt) and "embed" in found.points and "logits" not in found.points
+
+
+def test_names_given_by_hand(ckpt, healthy):
+    def strange(rank, call):
+        return replace(call, entries=tuple(replace(e, name=e.name.replace("self_attn.attn", "mix.core")
+                                                   .replace("self_attn.qkv_proj", "mix.w")) for e in call.entries))
+
+    names = {"model.layers.{i}.mix.c?re": "attn", "*.{i}.mix.w": "layers.{i}.qkv",
+             "model.layers.{i}.mix.w:in": "input_norm", "model.layers.{i}.mix.core:in.2": "v", "model.layers.{i}.input_layernorm": ""}
+    found = place(with_calls(healthy, strange), ckpt, names)
+    assert not wrong_points(found, ckpt)
+    for point, source in (("attn", "mix.core’s output"), ("v", "mix.core’s input 2"), ("input_norm", "mix.w’s input")):
+        assert source in found.assumed[f"layers.1.{point}"]
+
+
+@pytest.mark.parametrize("names, words", [
+    ([1], r"names must be a dictionary \{pattern: point\}, not \[1\]"),
+    ({"a": 1}, r"names must hold texts \{pattern: point\}, not \{'a': 1\}"),
+    ({"model.layers.{i}.mlp": "mlp_out"}, "there is no point 'mlp_out'; did you mean 'mlp_act'?"),
+    ({"model.layers.*.mlp": "mlp"}, "mlp is a point of each layer, so 'model.layers.[*].mlp' must hold {i} once"),
+    ({"model.{i}.norm": "norm"}, "norm is no layer’s, so 'model.{i}.norm' must hold {i} nowhere"),
+    ({"model.layers.{i}.mpl": "mlp"}, "'model.layers.{i}.mpl' fits nothing that was recorded; the nearest name is "),
+])
+def test_names_that_cannot_be(ckpt, healthy, names, words):
+    with pytest.raises(PlacementError, match=words.replace("{i}", r"\{i\}").replace("?", r"\?")):
+        place(healthy, ckpt, names)
+
+
+def test_tensors_recorded_by_hand(tmp_path, ckpt):
+    """No module at all: only what the engine calls by the lab's names, or what equals Hugging Face's."""
+    from tplab.align.reference import hf_model, hf_trace
+
+    trace = hf_trace(hf_model(ckpt, torch.float32), [3, 1, 4, 1, 5])
+    with record(tmp_path / "run", rank=0, world_size=1) as rec:
+        rec.inputs(torch.tensor([3, 1, 4, 1, 5]), torch.arange(5))
+        for i in range(2):
+            rec.tensor(f"layers.{i}.self_attn.q_rope", trace[f"layers.{i}.q_rope"])
+            rec.tensor(f"layers.{i}.what", trace[f"layers.{i}.k_rope"].transpose(0, 1)[None])
+            rec.tensor(f"layers.{i}.x", trace[f"layers.{i}.residual"][None])
+            rec.tensor(f"layers.{i}.y", torch.randn(5, 24))
+        rec.tensor("logits", trace["logits"])
+    found = place(read_recorded(tmp_path / "run"), ckpt)
+    assert not wrong_points(found, ckpt)
+    points = ("q_rope", "k_rope", "residual")
+    assert set(found.points) == {*(f"layers.{i}.{point}" for i in range(2) for point in points), "logits"}
+    assert "equals Hugging Face's layers.{i}.k_rope" in found.assumed["layers.1.k_rope"]
+    assert found.unplaced == ["layers.{i}.y: no point that the conventions know (layers 0–1)"]
+
+
+def test_folders_of_something_else(ckpt, healthy, tmp_path):
+    other = open_checkpoint(make_checkpoint(tmp_path / "wide", "llama", layers=2, heads=6, kv_heads=2, hidden=36))
+    with pytest.raises(PlacementError, match="embed_tokens gives 24 columns, but the checkpoint's hidden size is 36"):
+        place(healthy, other)
+    shallow = open_checkpoint(make_checkpoint(tmp_path / "shallow", "llama", layers=1, heads=6, kv_heads=2, hidden=24))
+    with pytest.raises(PlacementError, match="has a layer 1, but the checkpoint's layers are 0 to 0"):
+        place(healthy, shallow)
+    ids = with_calls(healthy, lambda rank, call: replace(call, input_ids=call.input_ids + 66))
+    with pytest.raises(PlacementError, match="token id 75 is not in the checkpoint's vocabulary: 0 to 66"):
+        place(ids, ckpt)
+    silent = with_calls(healthy, lambda rank, call: replace(call, input_ids=None, entries=tuple(
+        e for e in call.entries if e.dtype.is_floating_point)))
+    with pytest.raises(PlacementError, match="call 0 says nothing about its token ids: rec.inputs"):
+        place(silent, ckpt)
+    with pytest.raises(PlacementError, match="holds nothing of any of its 2 ranks"):
+        place(replace(healthy, ranks=(None, None)), ckpt)
+
+
+def test_last_positions_only_and_padding(tmp_path, ckpt):
+    """A batch whose shorter text is padded on the left, in Hugging Face's shapes; logits of the last column only."""
+    calls = [([[-1, -1, 4, 5], [6, 7, 8, 9]], [[-1, -1, 0, 1], [0, 1, 2, 3]], None)]
+    texts = batch_calls([[4, 5]]), batch_calls([[6, 7, 8, 9]])
+    for i, call in enumerate(texts):
+        run(tmp_path / str(i), ckpt, HfLike, call, size=1)
+    short, long = (read_recorded(tmp_path / str(i)).ranks[0].calls[0] for i in (0, 1))
+    entries = []
+    for a, b in zip(short.entries, long.entries):
+        both = [a.tensor(), b.tensor()]
+        if a.dtype.is_floating_point:
+            axis = next((i for i, (m, n) in enumerate(zip(both[0].shape, both[1].shape)) if m != n), None)
+            pad = list(both[0].shape)
+            pad[axis] = 2
+            whole = torch.cat([torch.cat([torch.full(pad, float("nan")), both[0]], axis), both[1]])
+            whole = whole[:, -1:] if a.name in ("lm_head", "") and a.kind == "out" else whole
+            entries.append(SimpleNamespace(**{**vars(a), "shape": tuple(whole.shape), "tensor": lambda t=whole: t}))
+    call = replace(short, input_ids=torch.tensor(calls[0][0]), positions=torch.tensor(calls[0][1]), sequences=None,
+                   entries=tuple(entries))
+    one = read_recorded(tmp_path / "0")
+    found = place(replace(one, ranks=(replace(one.ranks[0], calls=(call,)),)), ckpt)
+    assert not wrong_points(found, ckpt) and found.ids == [[4, 5], [6, 7, 8, 9]]
+    assert found.logit_places == [(0, 1), (1, 3)] and len(found.places) == 6
