@@ -128,7 +128,8 @@ def test_names_given_by_hand(ckpt, healthy):
                                                    .replace("self_attn.qkv_proj", "mix.w")) for e in call.entries))
 
     names = {"model.layers.{i}.mix.c?re": "attn", "*.{i}.mix.w": "layers.{i}.qkv",
-             "model.layers.{i}.mix.w:in": "input_norm", "model.layers.{i}.mix.core:in.2": "v", "model.layers.{i}.input_layernorm": ""}
+             "model.layers.{i}.mix.w:in": "input_norm", "model.layers.{i}.mix.core:in.2": "v",
+             "model.layers.{i}.input_layernorm": ""}
     found = place(with_calls(healthy, strange), ckpt, names)
     assert not wrong_points(found, ckpt)
     for point, source in (("attn", "mix.core’s output"), ("v", "mix.core’s input 2"), ("input_norm", "mix.w’s input")):
