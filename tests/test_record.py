@@ -141,9 +141,12 @@ def test_tuples_keywords_and_nested_outputs_by_their_paths(tmp_path):
     def run(rec):
         model = Calls(function)
         rec.watch(model, "m")
+        rec.tensor("m", {"\n": torch.ones(9)})
         model(torch.ones(1), states=[torch.ones(2), None, torch.ones(3)], scale=2.0)
     call, = recorded(tmp_path, run)
+    assert {entry.nth for entry in call.entries} == {0}
     assert [(entry.kind, entry.path, entry.shape) for entry in call.entries] == [
+        ("tensor", "'\\n'", (9,)),
         ("in", "0", (1,)), ("in", "states.0", (2,)), ("in", "states.2", (3,)), ("out", "logits", (1,)),
         ("out", "states.0", (1,)), ("out", "states.1.left", (1,)), ("out", "states.1.right.deep.0", (1,))]
     assert call.entries[-1].tensor().item() == 4
@@ -352,6 +355,9 @@ def test_what_is_refused(tmp_path):
             rec.watch(Toy())
         with pytest.raises(RecordError, match="a torch.nn.Module, not function"):
             rec.watch(lambda x: x)
+        for name in ("\x1b[2J", "x" * 1001):
+            with pytest.raises(RecordError, match="cannot be a name: printable characters only, at most 1000"):
+                rec.tensor(name, IDS)
         with pytest.raises(RecordError, match="positions must be whole numbers, not torch.float32"):
             rec.inputs(IDS, IDS.float())
         other = []

@@ -105,8 +105,8 @@ class record(AbstractContextManager):
         if self._call < 0:
             self._begin()
         if not self._skips:
-            self._keep(name, "tensor", self._count[name], "", tensor)
-        self._count[name] += 1
+            self._keep(name, "tensor", self._count["tensor", name], "", tensor)
+        self._count["tensor", name] += 1
 
     def parameters(self, model: torch.nn.Module | Mapping[str, torch.Tensor], prefix: str = "") -> None:
         """Keep the weights and buffers that this rank holds, so that loading and slicing can be checked too."""
@@ -135,8 +135,7 @@ class record(AbstractContextManager):
         self._count[name] += 1
 
     def _after(self, name, module, args, kwargs, output):
-        if name == self._running:
-            self._running = None
+        self._running = None if name == self._running else self._running
         if self._open[name] and not self._skips:  # it was entered in this call
             self._keep(name, "out", self._open[name].pop(), type(module).__name__, output)
             self._line(event="leave", name=name, error=sys.exc_info()[1] if output is None else None)
@@ -156,8 +155,10 @@ class record(AbstractContextManager):
     def _keep(self, name, kind, nth, module_class, value):
         layer = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
         left_out = layer and self._layers is not None and int(layer[1]) not in self._layers
-        for path, tensor in _tensors(value):
-            about, key = dict(name=name, kind=kind, path=path, nth=nth), None
+        if not name.isprintable() or len(name) > 1000:
+            raise RecordError(f"{name[:100]!r} cannot be a name: printable characters only, at most 1000")
+        for path, tensor in dict(_tensors(value)).items():
+            about, key = dict(name=name, kind=kind, path=path if path.isprintable() else ascii(path), nth=nth), None
             plain, why = (None, f"layers={self._layers}") if left_out else _plain(tensor)
             if plain is not None:
                 key = (self._weights if kind == "parameter" else self._files).put(about, plain)
@@ -167,8 +168,7 @@ class record(AbstractContextManager):
             self._line(**what, **about)
 
     def _line(self, **content):
-        text = json.dumps(content, default=lambda error: f"{type(error).__name__}: {error}"[:300])
-        self._journal.write(text.encode() + b"\n")
+        self._journal.write(json.dumps(content, default=lambda e: f"{type(e).__name__}: {e}"[:300]).encode() + b"\n")
         self._journal.flush()
 
 
@@ -192,10 +192,9 @@ class _Files:
             self.part, self.seen, self.header, self.size, self.used = self.part + 1, {}, {}, 0, 2
         alike = tensor.dtype, size, bytes(data[:64]), bytes(data[-64:])
         if alike in self.seen:  # most inputs are another module's output; all bytes decide
-            key, start = self.seen[alike]
-            self.file.seek(start)
+            self.file.seek(self.seen[alike][1])
             if bytearray(self.file.read(size)) == data:
-                return key
+                return self.seen[alike][0]
         if self.rec._max_bytes is not None and self.rec._bytes + size > self.rec._max_bytes:
             return None
         self.seen[alike] = key, start = len(self.header), 8 + _ROOM + self.size
