@@ -118,7 +118,7 @@ def test_a_prompt_from_standard_input(capsys, monkeypatch):
 
 @pytest.mark.parametrize("given, words", [
     (b"Mira \xff", "standard input is not UTF-8: invalid start byte at byte 5"),
-    (b"\n", "the prompt is empty"),
+    (b"\n", "the prompt is empty"), (b" \t\n\n", "the prompt is empty"),
     (None, "standard input, which is closed"),
 ])  # fmt: skip
 def test_a_standard_input_that_is_no_prompt_is_one_line(given, words, capsys, monkeypatch):
@@ -190,6 +190,8 @@ def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
     code, out, _ = run(f"align {model} --ids 1,2,3 --fault row_bias_everywhere", capsys)
     assert code == 0 and out.startswith("note: row_bias_everywhere changes nothing here: ")
     assert out.endswith("\n\nNothing is wrong: every trace point is inside the rounding floor.\n")
+    _, out, _ = run(f"align {model} --ids 1,2,3 --fault nan_mask row_bias_everywhere", capsys)
+    assert "note: row_bias_everywhere changes nothing here: " in out and "note: nan_mask" not in out
 
 
 @pytest.mark.parametrize("name", ["stale_block_table", "block_leaked", "prefix_hash_without_parent"])
@@ -260,6 +262,14 @@ def test_the_whole_way_on_real_ranks(model, tmp_path):
 def test_a_reader_that_leaves_early_is_no_crash():
     done = subprocess.run([f"{sys.executable} -m tplab faults | head -1"], shell=True, capture_output=True, text=True)
     assert done.stdout == "01_mask_nan\n" and done.stderr == ""
+
+
+def test_a_closed_pipe_is_no_error(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert cli.main(["faults"]) == 0
 
 
 def test_generate_hands_over_what_was_asked_for(capsys, monkeypatch):

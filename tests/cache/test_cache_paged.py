@@ -90,8 +90,9 @@ def test_bytes_are_those_of_the_kv_heads():
 
 def test_a_contiguous_cache_keeps_a_copy():
     """The activations belong to the step that made them."""
-    cache, k, v = ContiguousKVCache(1, 1), torch.ones(2, 3, HEAD_DIM), torch.full((2, 3, HEAD_DIM), 2.0)
-    list(cache.context([2]).batches(0, k, v))
+    cache, k, v = ContiguousKVCache(2, 1), torch.ones(2, 3, HEAD_DIM), torch.full((2, 3, HEAD_DIM), 2.0)
+    list(cache.context([2, 0]).batches(0, k, v))
+    assert cache.context([0, 4]).positions.tolist() == [0, 1, 2, 3] and cache.computed == [2, 4]
     k.zero_(), v.zero_()
     assert (cache.k[0][0] == 1).all() and (cache.v[0][0] == 2).all()
 

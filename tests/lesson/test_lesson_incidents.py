@@ -1,6 +1,7 @@
 """Failures on purpose: real ranks, the time each report took, and what is left behind."""
 
 import os
+import subprocess
 
 import pytest
 from matplotlib.colors import to_hex
@@ -55,16 +56,17 @@ def test_what_does_not_fail_is_no_incident(pool):
 
 def test_a_report_that_comes_too_late_is_named(pool):
     incidents = lesson.Incidents(pool)
-    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.0), "quick": Incident(RankError("x"), 0.5, 1.0)}
+    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.5),
+                          "quick": Incident(RankError("x"), 0.5, 1.0)}
     figure = incidents.figure(120, "How late")
-    assert figure.alt_text.endswith("slow (1 s), quick (1 s); too late: slow.") and figure.get_suptitle() == "How late"
+    assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.") and figure.get_suptitle() == "How late"
     ax = figure.axes[0]
     marks = {(line.get_marker(), to_hex(line.get_color()), *(float(at[0]) for at in line.get_data()))
              for line in ax.get_lines() if len(line.get_xdata()) == 1}
     assert marks == {("X", "#d55e00", 2.0, 0.0), ("o", "#009e73", 0.5, 1.0)}
     assert [label.get_text() for label in ax.get_yticklabels()] == ["slow", "quick"] and ax.get_ylim()[0] > 1
     said = {text.get_text().partition("\n")[0]: text.xy for text in ax.texts}
-    assert said["2.0 s"] == (2.0, 0) and said["500 ms"] == (0.5, 1) and said["bound"][0] == 1.0
+    assert said["2.0 s"] == (2.0, 0) and said["500 ms"] == (0.5, 1) and said["bound"][0] == 1.5
     assert said["torch.distributed"][0] == 120 and ax.texts[-1].get_text().endswith("2 minutes")
     assert ax.get_xlim()[1] > 120 and 2 < incidents.figure().axes[0].get_xlim()[1] < 120
 
@@ -81,6 +83,14 @@ def test_what_is_left_behind_is_counted_and_marked(pool):
         more = str(incidents.left_behind())
     assert more.count("✗") == 3, more  # a process, a folder, a file
     assert "✗" not in str(incidents.left_behind())
+
+
+def test_a_process_that_has_ended_is_not_left_behind(pool):
+    incidents = lesson.Incidents(pool)
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has, and nobody has asked for its exit code
+    assert "✗" not in str(incidents.left_behind())
+    ended.wait()
 
 
 def test_an_exception_is_caught_and_none_is_none():

@@ -14,6 +14,8 @@ def test_a_recording_keeps_copies_of_its_own_thread_alone():
         point("a stranger's", tensor)
 
     with recording() as points:
+        point("a", torch.zeros(2, requires_grad=True))
+        assert not points["a"].requires_grad
         point("a", tensor)
         logical_ranks(2, on_rank)
         tensor.add_(1)  # as the all-reduce does

@@ -2,7 +2,7 @@
 
 import torch
 
-from tplab import lesson, show
+from tplab import lesson, open_checkpoint, show
 from tplab.faults import fault
 from tplab.model import trace
 from tplab.patch import Patch
@@ -32,6 +32,17 @@ def test_the_nan_mask_takes_every_token_at_once():
 def test_a_healthy_model_has_an_empty_map():
     figure = show.nan_map(*lesson.trace_nan("fable", IDS, tensor_parallel_size=1))
     assert figure.alt_text.endswith("rank 0: none.")
+
+
+def test_the_ranks_are_asked_for_what_was_said(monkeypatch):
+    class Pool:
+        def run(self, fn, ckpt, plan, dtype, ids):
+            return [ckpt.name, plan.tensor_parallel_size, dtype, ids]
+
+    monkeypatch.setattr("tplab.lesson.nan_trace.shared_pool", lambda size: Pool())
+    tokens, asked = lesson.trace_nan("fable", "Once", tensor_parallel_size=3, dtype="bfloat16")
+    ids = open_checkpoint("fable").tokenizer()("Once").input_ids
+    assert asked == ["fable", 3, torch.bfloat16, ids] and "".join(tokens) == "Once"
 
 
 def test_shades_and_title_come_from_the_shares():

@@ -54,6 +54,8 @@ def right(block_ids, positions, block_size):
      "position 4 goes to slot 20, which is in block 5 and belongs to somebody else"),
     (lambda block_ids, positions, block_size: [block_ids[p % 3] * block_size + p % block_size for p in positions],
      "position 1 goes to slot 5 in block 1, but it is the table's entry 0 that holds positions 0 to 3"),
+    (lambda block_ids, positions, block_size: [block_ids[p // block_size] * block_size + 3 for p in positions],
+     "place 3 of the right block; it is the block's 1. token"),
     (lambda block_ids, positions, block_size: [block_ids[p // block_size] * block_size for p in positions],
      "place 0 of the right block; it is the block's 2. token"),
     (lambda block_ids, positions, block_size: right(block_ids, range(len(positions)), block_size),
@@ -61,8 +63,10 @@ def right(block_ids, positions, block_size):
     (lambda block_ids, positions, block_size: right(block_ids, positions, block_size)[:1],
      "10 positions go in, 1 slots"),
     (lambda block_ids, positions, block_size: None, "it returns NoneType"),
+    (lambda block_ids, positions, block_size: [float(slot) for slot in right(block_ids, positions, block_size)],
+     "a list of whole numbers must come back"),
     (lambda block_ids, positions, block_size: 1 / 0, "ZeroDivisionError"),
-], ids=["one piece", "wrong entry", "no place", "from 0", "too few", "nothing", "crash"])
+], ids=["one piece", "wrong entry", "last place", "no place", "from 0", "too few", "nothing", "floats", "crash"])
 def test_wrong_slots_are_told_in_the_learners_terms(learners, told, capsys):
     assert lesson.check_slots(learners, "no model is needed for these", [[1]]) is None
     printed = capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""How fable was made: batches, weights, rates, and one step of a training that changes what it should."""
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Qwen2Tokenizer
+
+from tplab.fable import CHECKPOINT, stories, train, words
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Qwen2Tokenizer.from_pretrained(CHECKPOINT)
+
+
+def test_the_rate_goes_up_stays_and_goes_down():
+    phase = train.Phase(10, 100, warmup=0.1, decay=0.4)
+    assert [phase.rate(done) for done in (0.05, 0.1, 0.5, 0.6, 0.8, 1.0)] == pytest.approx([0.5, 1, 1, 1, 0.5, 0])
+
+
+def test_a_batch_holds_whole_stories_that_come_once(tokenizer):
+    data = train.batches(tokenizer)
+    next(data)
+    rows = [(row, weight) for shape in ((224, 3), (300, 2)) for ids, weights in [data.send(shape)]
+            for row, weight in zip(ids, weights)]
+    assert [len(row) for row, _ in rows] == [224] * 3 + [300] * 2
+    known = {story.text: story for story in stories("train", 2000)}
+    seen = []
+    for ids, weights in rows:
+        kept = ids[:int((weights > 0).sum())]
+        assert (weights[:len(kept)] > 0).all() and (ids[len(kept):] == tokenizer.pad_token_id).all()
+        *texts, rest = tokenizer.decode(kept).split("<|endoftext|>")
+        assert rest == "" and texts
+        seen += texts
+        weighed = "".join("o" if weight < 1 else "b" for weight in weights[:len(kept)].tolist())
+        lengths = [(len(tokenizer(known[text].opening).input_ids), len(tokenizer(known[text].body).input_ids) + 1)
+                   for text in texts]
+        assert weighed == "".join("o" * opening + "b" * body for opening, body in lengths)
+    assert len(set(seen)) == len(seen)
+    with pytest.raises(AssertionError, match="does not fit into a row of 20"):
+        data.send((20, 1))
+
+
+def test_the_loss_is_a_weighted_mean_in_which_some_words_of_bodies_weigh_more():
+    logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    ids, weights = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 5]]), torch.tensor([[0.1, 0.1, 1, 1], [0.1, 1, 1, 0]])
+    before = weights.clone()
+    loss = train.backward(lambda ids, use_cache: SimpleNamespace(logits=logits), ids, weights, torch.tensor([1, 2]), 4)
+    each = [(0, 0, 1, 0.1), (0, 1, 2, 4.0), (0, 2, 3, 1.0), (1, 0, 2, 4.0), (1, 1, 1, 4.0), (1, 2, 5, 0.0)]
+    expected = sum(w * cross_entropy(logits[r, at], torch.tensor(t)) for r, at, t, w in each) / 13.1
+    assert loss == pytest.approx(expected.item(), rel=1e-5) and torch.equal(weights, before)
+    assert logits.grad[:, :3].abs().sum() > 0 and not logits.grad[:, 3].any()
+
+
+def test_embeddings_move_apart_to_one_distance_from_their_mean(tokenizer):
+    table = torch.randn(10, 4, generator=torch.Generator().manual_seed(2))
+    before, ids = table.clone(), torch.tensor([1, 4, 7])
+    train.spread(table, ids, 2.5)
+    mean = before[ids].mean(0)
+    torch.testing.assert_close((table[ids] - mean).norm(dim=1), torch.full((3,), 2.5))
+    torch.testing.assert_close(torch.cosine_similarity(table[ids] - mean, before[ids] - mean), torch.ones(3))
+    others = [i for i in range(10) if i not in ids]
+    assert torch.equal(table[others], before[others])
+    kinds = train.word_ids(tokenizer)
+    assert [len(kinds["place"]), len(kinds["colour"])] == [len(words.PLACES), len(words.COLOURS)]
+    assert tokenizer.decode(kinds["colour"][:1]) == " red"
+
+
+def test_a_phase_spreads_steps_and_tells_and_the_folder_has_its_sums(tokenizer, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(train, "train_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(train, "SHORT", (224, 1))
+    spread, sizes, seen, moves = [], [], [], []
+    monkeypatch.setattr(train, "spread", lambda table, ids, distance: spread.append((len(ids), distance)))
+
+    def backward(model, ids, weights, emphasised, emphasis):
+        sizes.append((*ids.shape, len(emphasised), emphasis))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        seen.append(model.model.norm.weight[0].item())
+        return 50.0 - len(sizes)
+
+    monkeypatch.setattr(train, "backward", backward)
+    monkeypatch.setattr(train, "LONG", (256, 2))
+    monkeypatch.setattr(train, "optimizers", lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: moves.append(most))
+    model, _ = train.train((train.Phase(50, 99, warmup=0.1, decay=0.5, long_rows=0.5, spread=(("colour", 2.0),),
+                                        emphasis=3.0),))
+    assert spread == [(len(words.COLOURS), 2.0)] and not model.training and moves == [1.0] * 50
+    assert sizes == [(1, 224, 28, 3.0)] * 49 + [(2, 256, 28, 3.0)]
+    steps = [a - b for a, b in zip(seen, seen[1:])]
+    assert steps[:3] == pytest.approx([0.1, 0.2, 0.3], abs=1e-3) and steps[20] == pytest.approx(1, abs=1e-3)
+    assert capsys.readouterr().out.startswith("phase 1  step 50/50  loss 24.5000  ")
+    train.save(model, tokenizer, tmp_path)
+    lines = [line.split("  ") for line in (tmp_path / "SHA256SUMS").read_text().splitlines()]
+    assert [name for _, name in lines] == sorted(path.name for path in tmp_path.iterdir() if path.name != "SHA256SUMS")
+    for digest, name in lines:
+        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest
+    assert sum(name.startswith("model-") for _, name in lines) >= 2, "in shards"
+
+
+def test_matrices_learn_by_muon_and_a_new_model_has_biases(tokenizer):
+    model = train.new_model(tokenizer)
+    muon, adamw = train.optimizers(model)
+    inside = {id(p) for p in muon.param_groups[0]["params"]}
+    assert {name for name, p in model.named_parameters() if id(p) in inside} == {
+        name for name, p in model.named_parameters() if "layers" in name and name.endswith("proj.weight")}
+    assert len(inside) + len(adamw.param_groups[0]["params"]) == len(list(model.parameters()))
+    biases = [p for name, p in model.named_parameters() if name.endswith("_proj.bias")]
+    assert len(biases) == 18 and all(0.05 < p.std() < 0.2 for p in biases)
+    again = train.new_model(tokenizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
