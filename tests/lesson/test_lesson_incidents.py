@@ -59,7 +59,8 @@ def test_a_report_that_comes_too_late_is_named(pool):
     incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.5),
                           "quick": Incident(RankError("x"), 0.5, 1.0)}
     figure = incidents.figure(120, "How late")
-    assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.") and figure.get_suptitle() == "How late"
+    assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.")
+    assert figure.get_suptitle() == "How late"
     ax = figure.axes[0]
     marks = {(line.get_marker(), to_hex(line.get_color()), *(float(at[0]) for at in line.get_data()))
              for line in ax.get_lines() if len(line.get_xdata()) == 1}
