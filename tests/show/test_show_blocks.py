@@ -137,3 +137,33 @@ def test_shared_blocks_are_used_once_and_what_a_freed_block_held_is_shown_only_w
     run = recorded(folder, prompts=[[50, 51, 52, 53, 54]], enable_prefix_caching=False)
     drawn = texts(show.blocks_figure(run).svg)
     assert run.moments[-1].contents[0][0] == "50" and not any(run.moments[-1].findable) and "50" not in drawn
+
+
+def test_steps_stand_below_each_other_in_their_order_and_nothing_is_called_leaked_that_is_used(run):
+    figure = show.blocks_figure(run, [1, 3])
+    assert [text for text in texts(figure.svg) if text and text.startswith("after")] == ["after step 1", "after step 3"]
+    first, _, second = figure.alt_text.partition(". After step 3: ")
+    assert first.startswith("Figure: block tables and pool. After step 1: sequence 0 (running, 11 tokens)") and second
+    assert "leaked" not in figure.alt_text + figure.svg
+
+
+def test_a_stroke_goes_through_each_place_that_is_reserved_and_not_used(run):
+    for moment in run.moments[:4]:
+        strokes = ET.fromstring(show.blocks_figure(run, [moment.step]).svg).iter(f"{SVG}path")
+        assert sum(1 for _ in strokes) == sum(
+            not text for block in range(run.num_blocks) if moment.users(block) for text in moment.contents[block])
+
+
+def test_the_slider_is_stored_as_a_picture_and_a_view(run, capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    InteractiveShell.instance()
+    stepper = show.block_stepper(run, 2)
+    with capture_output() as shown:
+        stepper._ipython_display_()
+    (output,) = shown.outputs
+    assert output.data["text/plain"] == str(stepper) and output.data["image/svg+xml"] == stepper._first.svg
+    assert output.data["application/vnd.jupyter.widget-view+json"] == {
+        "version_major": 2, "version_minor": 0, "model_id": stepper.widget.model_id}
+    assert shown.stdout == stepper.alt_text + "\n"

@@ -9,7 +9,7 @@ from tplab import show
 from tplab.ranks import logical_ranks, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
 from tplab.show.drawings.shards import ShardedWeight
-from tplab.show.drawings.svg import colour
+from tplab.show.drawings.svg import colour, write
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [(2, 14, 2), (2, 9, 3), (2, 8, 2), (4, 8, 2), (3, 14, 2), (1, 9, 3), (8, 64, 8)]
@@ -73,6 +73,12 @@ def test_the_strips_cover_the_weight_and_name_all_holders(name):
     shared = name in ("k_proj", "v_proj")
     assert {len(ranks) for _, ranks in strips} == ({1, 2} if name == "qkv_proj" else {2} if shared else {1})
     ET.fromstring(weight._repr_svg_())
+
+
+def test_a_fused_weight_is_cut_where_its_parts_end():
+    made = plan(1, 8, 2)
+    assert [len(rows) for rows, _ in ShardedWeight.of(made, "qkv_proj").strips()] == [128, 32, 32]
+    assert "font-weight" in write(0, 0, "x", bold=True) and "font-weight" not in write(0, 0, "x")
 
 
 def test_rows_that_no_rank_holds_are_empty_and_shared_ones_say_so():

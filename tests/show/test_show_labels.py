@@ -63,6 +63,7 @@ def test_what_stands_around_the_lines(name):
     assert figure.get_suptitle().replace("\n", " ") == title
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == axes
     assert [[text.get_text() for text in one.get_texts()] for one in figure.legends] == ([legend] if legend else [])
+    assert not figure.axes[0].spines["top"].get_visible() or name in ("mask", "nan map"), "the lab's style"
     assert make(title="What I found").get_suptitle() == "What I found"
 
 

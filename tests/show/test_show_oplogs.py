@@ -38,6 +38,11 @@ def test_a_rank_that_waits_points_at_the_one_that_does_not_come():
     assert "≠ #2" in marks and "#1" in marks
 
 
+def test_a_rank_of_which_nothing_is_known_has_its_collectives_alone():
+    figure = show.op_logs(RankError("x", [died(1)], [[call(1)], [call(1)]]))
+    assert figure.alt_text.endswith("in order. rank 1 died (SIGKILL).")
+
+
 def test_of_several_that_wait_each_points_at_the_nearest_absent_one():
     logs = [[call(1, left=False)], [], [call(1, left=False)], [call(1, left=False)]]
     figure = show.op_logs(RankError("x", [Cause(1, "returned", "returned"), waits(0), waits(2), waits(3)], logs))

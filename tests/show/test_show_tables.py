@@ -52,7 +52,7 @@ def test_rank_shapes():
 def test_top_tokens_of_nan_are_not_tokens():
     """argmax and topk of NaN name a token all the same."""
     frame = show.top_tokens(make_report({"layers.0.attn": math.nan}), Letters(), k=3).frame
-    assert list(frame["tplab"]) == ["NaN"] * 3
+    assert list(frame["tplab"]) == ["NaN"] * 3 and list(frame.index) == [1, 2, 3] and frame.index.name == "place"
     assert "NaN" not in list(frame["Hugging Face"])
 
 
@@ -67,7 +67,8 @@ def test_top_tokens_mark_where_the_sides_differ():
 
 def test_any_rows_make_a_table():
     table = show.table([{"rank": 0, "rows": "0–3"}, {"rank": 1, "rows": "4–7"}], index="rank")
-    assert "4–7" in bundle(table)["text/html"] and "✗" not in str(table)
+    assert "4–7" in bundle(table)["text/html"] and "✗" not in str(table) and table.frame.index.name == "rank"
+    assert list(show.table([{"rank": 0}, {"rank": 1}]).frame["rank"]) == [0, 1]
 
 
 def test_a_row_of_the_layer_table_is_about_its_own_point():

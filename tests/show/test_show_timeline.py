@@ -59,5 +59,10 @@ def test_every_cell_stands_below_its_step_and_every_bar_says_how_many_blocks_wer
         cells = {x: text for x, y, text in nodes if y == 44 + 30 * line + 13 and x >= 62}
         assert cells == {column[at]: "✗" if part.kind == "preempted" else str(part.tokens)
                          for at, part in row.items() if part.kind != "waiting"}
+    bars = [tuple(float(n.get(name)) for name in ("y", "height")) for n in ET.fromstring(figure.svg).iter(f"{SVG}rect")
+            if n.get("fill") == "#c9c9c9"]
+    assert [high / bars[0][1] for _, high in bars] == pytest.approx(
+        [record.used_blocks / busy.history[0].used_blocks for record in busy.history], rel=1e-3)
+    assert [y + high for y, high in bars] == pytest.approx([sum(bars[0])] * len(bars), rel=1e-4)
     used = {x: text for x, y, text in nodes if y > 44 + 30 * 4 + 30 and text.isdigit()}
     assert used == {column[at]: str(record.used_blocks) for at, record in enumerate(busy.history, 1)}
