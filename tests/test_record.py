@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from tplab.align.check.folder import read_recorded
+from tplab.align.check.folder import RecordingError, read_recorded
 from tplab.record import RecordError, record
 
 Pair = namedtuple("Pair", "left right")
@@ -260,6 +263,36 @@ def test_parameters_of_several_models_tied_ones_and_dictionaries(tmp_path):
     kept = read_recorded(tmp_path).ranks[0].parameters
     assert set(kept) == {*dict(model.named_parameters(remove_duplicate=False)), "inv_freq", "draft.wq"}
     assert torch.equal(kept["head.weight"].tensor(), model.embed.weight)
+
+
+def test_tensors_of_torchs_own_tensor_parallelism_are_this_ranks_share(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+        model = Calls(lambda x: (all_reduce(x, "sum", mesh), weight))
+        with record(tmp_path / "run", rank=0, world_size=1) as rec:
+            rec.parameters({"weight": weight})
+            rec.watch(model)
+            waits, _ = model(torch.ones(2, 4))
+            assert type(waits) is not torch.Tensor
+        rank, = read_recorded(tmp_path / "run").ranks
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(rank.parameters["weight"].tensor(), weight.to_local())
+    assert [entry.tensor().tolist() for entry in rank.calls[0].entries] == [
+        [[1] * 4] * 2, [[1] * 4] * 2, weight.to_local().tolist()]
+
+
+def test_ranks_of_two_runs_are_never_mixed(tmp_path):
+    for folder in ("first", "second"):
+        for rank in range(2):
+            with record(tmp_path / folder, rank=rank, world_size=2):
+                pass
+    shutil.rmtree(tmp_path / "first/rank1")
+    shutil.copytree(tmp_path / "second/rank1", tmp_path / "first/rank1")
+    with pytest.raises(RecordingError, match="two runs are mixed: rank0 says '.*', rank1 '.*'"):
+        read_recorded(tmp_path / "first")
 
 
 class Broken(nn.Module):
