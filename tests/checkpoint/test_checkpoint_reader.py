@@ -35,7 +35,7 @@ def test_slices_are_the_tensors_numbers(folder, truth):
         for name, tensor in truth.items():
             assert r[name].shape == tuple(tensor.shape) and r[name].dtype == tensor.dtype
             assert torch.equal(r[name][:], tensor)
-        assert torch.equal(r[UP][7:20], truth[UP][7:20])
+        assert torch.equal(r[UP][7:20], truth[UP][7:20]) and torch.equal(r[UP][7:20:1, ::1], truth[UP][7:20])
         assert torch.equal(r[UP][:, 5:6], truth[UP][:, 5:6])
         assert torch.equal(r[UP][3:9, 30:], truth[UP][3:9, 30:])
         assert r[UP][43:].shape == (0, 32) and r[UP][:, 4:4].shape == (43, 0)
