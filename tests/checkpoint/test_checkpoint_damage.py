@@ -1,5 +1,6 @@
 """Files that lie: each kind of damage is refused by name when the checkpoint is opened."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -303,8 +304,25 @@ def test_sums_that_leave_out_a_file_or_are_no_sums(sharded):
     lines = (sharded / "SHA256SUMS").read_text().splitlines()
     (sharded / "SHA256SUMS").write_text("\n".join(line for line in lines if SECOND not in line))
     assert f"{SECOND} is not listed in SHA256SUMS" in refusal(sharded)
-    (sharded / "SHA256SUMS").write_text("hello\n")
-    assert "SHA256SUMS line 1" in refusal(sharded)
+    short, whole = b"a" * 63, b"a" * 64
+    for line in (b"hello", b"\xff\xfe  config.json", short + b"  config.json", whole + b"  ", whole + b" config.json"):
+        (sharded / "SHA256SUMS").write_bytes("\n".join(lines[:1]).encode() + b"\n" + line + b"\n")
+        assert "SHA256SUMS line 2 is not '<sha256> <file>'" in refusal(sharded)
+
+
+def test_sums_are_those_of_sha256sum(single):
+    (single / "folder").mkdir()
+    (single / "SHA256SUMS").write_text("of another time")
+    names = ["z.txt", *"fedcba"]
+    for name in names:
+        (single / name).write_text(name)
+    write_sums(single)
+    assert (single / "SHA256SUMS").read_text() == "".join(
+        f"{hashlib.sha256((single / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in sorted([*names, "config.json", "generation_config.json", "model.safetensors"])
+        if (single / name).exists())
+    flip(single / "model.safetensors", -3)
+    assert "model.safetensors does not match its sum" in refusal(single)
 
 
 def count_looks(monkeypatch):

@@ -217,7 +217,7 @@ def with_added(tokens):
 
 
 @pytest.mark.parametrize("config,generation", [
-    ([259, 100], None), (100, {}), (259, {"eos_token_id": 100}), (None, {"eos_token_id": [259, 100]}),
+    ([259, 100], None), (0, None), (100, {}), (259, {"eos_token_id": 100}), (None, {"eos_token_id": [259, 100]}),
 ], ids=str)
 def test_every_end_of_text_that_either_file_states(tmp_path, config, generation):
     folder = with_tokenizer(tmp_path / "m", byte_tokenizer(), "llama")
@@ -226,5 +226,5 @@ def test_every_end_of_text_that_either_file_states(tmp_path, config, generation)
         json.dumps({name: value for name, value in stated.items() if value is not None}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    with pytest.raises(CheckpointError, match="of another model: the config ends a text with id 100"):
+    with pytest.raises(CheckpointError, match="of another model: the config ends a text with id (100|0),"):
         open_checkpoint(folder)
