@@ -34,7 +34,8 @@ def test_the_last_expression_is_shown_per_rank(cell):
     assert error is None
     assert out.splitlines() == [f"[rank {r}] {line}" for r in (0, 1) for line in ("before", "tensor([3.])")]
     assert cell("%%ranks\nNone") == ("", None)
-    assert cell("%%ranks\nx = 1") == ("", None)
+    assert cell("%%ranks\nx = 1") == ("", None) == cell("%%ranks\n# nothing but words")
+    assert cell("%%ranks\n__name__, ''")[0] == "[rank 0] ('__main__', '')\n[rank 1] ('__main__', '')\n"
 
 
 def test_variables_and_functions_stay_on_their_rank(cell):

@@ -31,6 +31,7 @@ def scene(monkeypatch, tmp_path):
                             lambda watch, judge=judge: judged.append((judge, round(now[0], 3))) or RuntimeError(judge))
 
     def play(size, events=(), timeout=100.0):
+        now[0] = 0.0
         memories.append(SharedFile("block", str(tmp_path), ControlBlock.bytes_needed(size)))
         watch, control = object.__new__(Watch), ControlBlock(memories[-1], size)
         sent, posted = [], []
@@ -99,7 +100,8 @@ def test_all_answer(scene):
 def test_after_a_first_failure_the_others_are_given_a_moment(scene, first):
     kind, at = verdict(scene(2, {0.1: first(1)}))  # the other one computes
     assert kind == "failure" and 0.1 + _PATIENCE <= at <= 0.1 + _PATIENCE + 2 * _TICK
-    assert verdict(scene(2, {0.0: both(first(1), waits(0))})) == ("failure", at)  # and here it waits for the first
+    assert verdict(scene(2, {0.0: both(first(1), waits(0))})) == ("failure", 0.0)  # and here it waits for the first
+    assert verdict(scene(3, {0.1: both(first(1), waits(0))})) == ("failure", at)  # here a third one computes
     kind, at = verdict(watch := scene(2, {0.0: first(0), 0.1: answers(1)}))
     assert kind == "failure" and watch.status[1] == "returned"
     assert (watch.reports[0].text == "X") if first is fails else watch.died_at == [99, 0]
