@@ -118,7 +118,8 @@ def test_what_cannot_be_read_or_sent_back(rank, last):
     outcome, report = obey(rank, b"no pickle")
     assert outcome == FAILED and report.text.endswith("The call could not be read on the rank.")
     outcome, answer = rank._run(EPOCH, lambda: {"a": [sys._getframe()]}, ())
-    assert outcome == FAILED and loads(answer).text.startswith("RankError: result['a'][0] (frame) of rank 1 cannot be sent back: ")
+    assert outcome == FAILED
+    assert loads(answer).text.startswith("RankError: result['a'][0] (frame) of rank 1 cannot be sent back: ")
 
 
 @pytest.mark.parametrize("abandoned, runs", [(EPOCH - 1, True), (EPOCH, False), (EPOCH + 1, False)])
