@@ -46,8 +46,8 @@ def test_a_line_is_marked_by_what_the_other_side_lacks():
 
 
 def test_long_code_is_compared_line_by_line_and_has_its_room():
-    html = lesson.side_by_side("    pass", "pass\n" * 250)._repr_mimebundle_()["text/html"]
-    assert html.count("✗ ") == 1 and html.count("✓ ") == 1 + 249  # a line that often stands there is a line too
+    html = lesson.side_by_side("    x = 1\n    pass", "pass\n" * 250)._repr_mimebundle_()["text/html"]
+    assert html.count("✗ ") == 1 + 1 and html.count("✓ ") == 1 + 249  # a line that often stands there is a line too
     wide = lesson.side_by_side("a", "b" * 20, ("<b>", "right"))._repr_mimebundle_()["text/html"]
     assert wide.count("flex: 1 1 200px") == 2, "both columns are as wide as the longest line"
     assert "✗ &lt;b&gt;" in wide and "✓ right" in wide

@@ -269,3 +269,27 @@ def test_a_failed_last_check_loses_no_token(llm, monkeypatch):
         llm.step()
     outputs += llm.step()
     assert outputs[-1].request_id == number and outputs[-1].finished and tokens(outputs[-1]) == expected
+
+
+def failing():
+    raise RankError("a rank died")
+
+
+def test_the_ranks_are_asked_whether_they_have_the_model_where_they_may_have_lost_it(llm, monkeypatch):
+    asked, executor = [], llm.engine.executor
+    monkeypatch.setattr(executor, "loaded", lambda: asked.append(len(asked)) or True)
+    for calls in (1, 2):
+        llm.generate(A, SHORT)
+        assert len(asked) == calls, "before the first step of a call, and never within one"
+    number = llm.add_request(A, LONG)
+    llm.step(), llm.step()
+    assert len(asked) == 4, "and whenever time may have passed"
+    with llm.requests.turn():
+        llm._step()
+        assert len(asked) == 4, "not within a call"
+        with monkeypatch.context() as patched, pytest.raises(RankError):
+            patched.setattr(llm.engine, "step", failing)
+            llm._step()
+        llm._step()
+        assert len(asked) == 5, "a step that failed may have cost a rank"
+    llm.abort(number)
