@@ -114,8 +114,8 @@ def test_a_shared_file_is_read_and_written_whole(tmp_path, monkeypatch):
 
 
 def test_no_room_names_the_file_else_the_folder():
-    assert "'/tmp/own'" in str(no_room(OSError(28, "No space", "/tmp/own"), "/tmp/folder"))
-    assert "'/tmp/folder'" in str(no_room(OSError(28, "No space"), "/tmp/folder")) and no_room(OSError("no"), None)
+    assert "'/own/file'" in str(no_room(OSError(28, "No space", "/own/file"), "/own"))
+    assert "'/own'" in str(no_room(OSError(28, "No space"), "/own")) and no_room(OSError("no"), None)
 
 
 def test_slots_are_views_by_turn_and_kind(control):
@@ -325,7 +325,7 @@ def test_the_main_module_stays_out_of_ranks_only(monkeypatch, name, kept):
 def test_a_start_that_nobody_waits_for_any_more(monkeypatch, end):
     calls = []
     process = SimpleNamespace(kill=lambda: calls.append("killed"), join=lambda: calls.append("gone"))
-    spec = SimpleNamespace(rank=1, folder="/tmp/x", close=lambda: calls.append("closed"))
+    spec = SimpleNamespace(rank=1, folder="/own", close=lambda: calls.append("closed"))
 
     def make(task):
         if end == "refused":
@@ -335,7 +335,7 @@ def test_a_start_that_nobody_waits_for_any_more(monkeypatch, end):
 
     monkeypatch.setattr(launcher._Start, "_process", make)
     if end == "refused":
-        with pytest.raises(RankError, match=r"rank 1 could not be started: no more processes \(temporary folder: /tmp"):
+        with pytest.raises(RankError, match=r"rank 1 could not be started: no more processes \(temporary folder: /own"):
             launcher.start(spec)
     else:
         task = launcher._Start(spec)
