@@ -1,17 +1,18 @@
 """Which modules are wrong, and which only got wrong inputs? Every recorded point against the local frame."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 
 from tplab.align.arithmetic import distance
 from tplab.align.floors import LOCAL, SHORT, TIMES
 from tplab.align.local import LocalFrame
-from tplab.align.points import point_names
+from tplab.align.points import inputs, point_names
 from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
+
+CLEAR = 0.25  # of what is allowed: so far a float32 expectation's own rounding leaves no doubt
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class LocalDiff:
     tolerance: float  # there
     guilty: tuple[int, ...]  # the ranks on which rounding does not explain the difference
     unknown: bool = False  # nothing to compare with: NaN or infinity came in everywhere
+    perhaps_from: str = ""  # a guilty point before it that was computed from the same points nobody recorded
 
     @property
     def inside(self) -> bool:
@@ -31,32 +33,35 @@ class LocalDiff:
 
 
 class Judge:
-    """The local frame of a recording, and beside it the same in the run's own dtype, for the size of its rounding."""
+    """The local frame of a recording in several precisions, each made where it is needed first.
+
+    float32 runs are looked through in float32, and wherever that leaves a doubt again in float64; bfloat16 and float16
+    in float32. The run's own dtype beside it shows the size of its rounding.
+    """
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan):
         self.recording, self.ckpt, self.plan = recording, ckpt, plan
-        exact = torch.float32 if recording.dtype in SHORT else torch.float64
-        self.frame = LocalFrame(recording, ckpt, plan, exact)
-        self.layer = -1
+        self.exact = torch.float32 if recording.dtype in SHORT else torch.float64
+        self.layer, self._frames = 0, {}
 
-    @cached_property
-    def rounded(self) -> LocalFrame:
-        """Hugging Face's own rounding, from the same inputs."""
-        return LocalFrame(self.recording, self.ckpt, self.plan, self.recording.dtype)
+    def frame_in(self, dtype: torch.dtype) -> LocalFrame:
+        """The frame in this precision, at the layer that was entered last."""
+        frame, layer = self._frames.get(dtype, (None, None))
+        if layer != self.layer:
+            frame = frame or LocalFrame(self.recording, self.ckpt, self.plan, dtype)
+            frame.enter(self.layer)
+            self._frames[dtype] = frame, self.layer
+        return frame
+
+    @property
+    def frame(self) -> LocalFrame:
+        """The most exact one."""
+        return self.frame_in(self.exact)
 
     def enter(self, name: str) -> None:
-        """Go on to the layer of a point."""
-        layer = self.layer_of(name)
-        if layer != self.layer:
-            self.frame.enter(layer)
-            if "rounded" in vars(self):
-                del self.rounded
-            self.layer = layer
-
-    def layer_of(self, name: str) -> int:
-        """The number of a point's layer; the embedding counts to the first, the end of the model is one more."""
+        """Go on to the layer of a point; the embedding belongs to the first, the end of the model is one more."""
         at, _, point = name.rpartition(".")
-        return int(at.split(".")[1]) if at else 0 if point == "embed" else self.ckpt.config.num_layers
+        self.layer = int(at.split(".")[1]) if at else 0 if point == "embed" else self.ckpt.config.num_layers
 
     def tolerance(self, name: str, rank: int, needed: float = float("inf")) -> float:
         """How much of a difference rounding explains at a point, relative to the row's scale. The module's rounding is
@@ -64,22 +69,28 @@ class Judge:
         least = LOCAL[self.recording.dtype]
         if needed <= least:
             return least
-        if "rounded" not in vars(self):
-            self.rounded.enter(self.layer)
-        measured = distance(self.rounded.expected(name, rank), self.frame.expected(name, rank))
-        return max(least, TIMES * measured)
+        rounded = self.frame_in(self.recording.dtype).expected(name, rank)
+        return max(least, TIMES * distance(rounded, self.frame.expected(name, rank)))
+
+    def _off(self, name: str, rank: int, tensor: torch.Tensor) -> tuple[float, bool]:
+        """How far a point is off on a rank, and whether there is anything to compare it with."""
+        for dtype in dict.fromkeys((self.recording.dtype, self.exact)):
+            if dtype is self.exact or dtype is torch.float32:
+                right = self.frame_in(dtype).expected(name, rank)
+                off = distance(tensor, right)
+                if off <= CLEAR * LOCAL[self.recording.dtype]:
+                    break
+        return off, bool(torch.isfinite(right).any())
 
     def diff(self, name: str) -> LocalDiff:
         """The verdict on one recorded point."""
         self.enter(name)
         found, seen = [], False
         for rank, shard in enumerate(self.recording.points[name]):
-            if shard is None:
-                continue
-            right = self.frame.expected(name, rank)
-            seen = seen or bool(torch.isfinite(right).any())
-            off = distance(shard.tensor, right)
-            found.append((off, rank, self.tolerance(name, rank, off)))
+            if shard is not None:
+                off, known = self._off(name, rank, shard.tensor)
+                found.append((off, rank, self.tolerance(name, rank, off)))
+                seen = seen or known
         off, rank, tolerance = max(found, key=lambda one: one[0] / one[2])
         return LocalDiff(name, off, rank, tolerance, tuple(r for o, r, t in found if not o <= t), not seen)
 
@@ -89,8 +100,28 @@ def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict
 
     Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
-    names = point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True)
     ckpt.check_unchanged()
-    judge = Judge(recording, ckpt, plan)
+    judge, found, suspects = Judge(recording, ckpt, plan), {}, {}
     with torch.inference_mode():
-        return {name: judge.diff(name) for name in names if any(recording.points.get(name, ()))}
+        for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True):
+            if not any(recording.points.get(name, ())):
+                continue
+            diff = judge.diff(name)
+            if diff.guilty:
+                unseen = _unseen(name, recording, ckpt)
+                first = next((suspects[point] for point in unseen if point in suspects), "")
+                diff = replace(diff, perhaps_from=first)
+                suspects.update(dict.fromkeys(unseen, first or name))
+            found[name] = diff
+    return found
+
+
+def _unseen(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]:
+    """The points that were not recorded and from which ``name`` was computed nevertheless."""
+    found, todo = set(), [name]
+    while todo:
+        for point in inputs(todo.pop(), ckpt.config.num_layers, ckpt.config.qk_norm):
+            if point not in found and not any(recording.points.get(point, ())):
+                found.add(point)
+                todo.append(point)
+    return found

@@ -7,6 +7,8 @@ import torch
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
 from tplab.align.guilty import LocalDiff, local_diffs
+from tplab.align.local import Weights
+from tplab.align.operations import SUMS
 from tplab.align.points import point_names
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
@@ -38,12 +40,14 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
         keys == whole[s] for (s, _), keys in zip(recording.places, recording.num_keys))
     points, evidence, broken_layer = [], {}, None
     for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True):
-        right, right32 = theirs.pop(name), exact and exact.pop(name)
         shards = recording.points.get(name, [])
         if not any(shards):
             continue
-        measured = _relative(right, right32) if exact else float("inf")
+        right = theirs.pop(name)
+        measured = _relative(right, exact.pop(name)) if exact else float("inf")
         ours, spread, held = whole_point(name, shards)
+        if local is not None and shards[0] and shards[0].kind == "partial" and local[name].inside:
+            ours = _with_bias(name, ours, right, ckpt)
         if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
             right = right[:, held]
         point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
@@ -67,6 +71,17 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     return report
 
 
+def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpoint) -> torch.Tensor:
+    """The sum of all summands, and the bias if the engine adds it to the sum: what is nearer to the whole."""
+    layer, _, point = name.rpartition(".")
+    bias = f"model.{layer}.{SUMS[point.removesuffix('_partial')][0]}.bias"
+    weights = Weights(ckpt, ours.dtype, ours.dtype)
+    if bias not in weights:
+        return ours
+    more = ours + weights[bias]
+    return more if (more - right).abs().nanmean() < (ours - right).abs().nanmean() else ours
+
+
 def _by_local(point: PointDiff, local: dict[str, LocalDiff]) -> PointDiff:
     """Inside unless it is guilty, or outside and behind one that is."""
     before = list(local)[:list(local).index(point.name)]
@@ -83,7 +98,7 @@ class _Reference:
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, dtype: torch.dtype):
         self.recording, model = recording, hf_model(ckpt, dtype)
-        self.traces = [hf_trace(model, text) for text in recording.ids]
+        self.traces = [hf_trace(model, text, recording.points) for text in recording.ids]
 
     def pop(self, name: str) -> torch.Tensor:
         places = self.recording.logit_places if name == "logits" else self.recording.places

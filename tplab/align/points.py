@@ -44,3 +44,12 @@ def goes_into(point: str, other: str) -> bool:
     """Whether the point ``other`` of a layer (short names) is made from the point ``point``, directly or not."""
     made_from = _MADE_FROM.get(other, ())
     return point in made_from or any(goes_into(point, one) for one in made_from)
+
+
+def inputs(name: str, num_layers: int, qk_norm: bool) -> list[str]:
+    """The points (canonical names) from which a point is made."""
+    at, _, point = name.rpartition(".")
+    before = int(at.split(".")[1]) - 1 if at else num_layers - 1
+    into = "embed" if before < 0 else f"layers.{before}.output"
+    left_out = ("q_norm", "k_norm") if not qk_norm else ("q", "k") if point.endswith("_rope") else ()
+    return [into if one == "before" else f"{at}.{one}".lstrip(".") for one in _MADE_FROM[point] if one not in left_out]

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from collections.abc import Collection
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from unittest import mock
@@ -48,9 +49,10 @@ def _load(ckpt: Checkpoint, dtype: torch.dtype):
     return model
 
 
-def hf_trace(model, input_ids: list[int]) -> dict[str, torch.Tensor]:
-    """All trace points of one prompt, without the batch dimension: ``[tokens, …]``; heads: ``[tokens, heads, dim]``."""
-    with torch.inference_mode(), _own_rope(model), _recorder(model) as points:
+def hf_trace(model, input_ids: list[int], wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """All trace points of one prompt, or those wanted, without the batch dimension: ``[tokens, …]``; heads: ``[tokens,
+    heads, dim]``."""
+    with torch.inference_mode(), _own_rope(model), _recorder(model, wanted) as points:
         logits = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits
         points["logits"] = logits[0]
     return points
@@ -79,7 +81,7 @@ def _own_rope(model):
 
 
 @contextmanager
-def _recorder(model):
+def _recorder(model, wanted):
     points: dict[str, torch.Tensor] = {}
     head_dim = model.model.layers[0].self_attn.head_dim
 
@@ -89,22 +91,26 @@ def _recorder(model):
     def recording_attention(module, query, key, value, *args, **kwargs):
         output, weights = eager(module, query, key, value, *args, **kwargs)
         at = f"layers.{module.layer_idx}."
-        points[at + "q_rope"] = query[0].transpose(0, 1).clone()
-        points[at + "k_rope"] = key[0].transpose(0, 1).clone()
-        points[at + "attn"] = output[0].clone()
+        keep(query[0].transpose(0, 1), at + "q_rope")
+        keep(key[0].transpose(0, 1), at + "k_rope")
+        keep(output[0], at + "attn")
         return output, weights
+
+    def keep(tensor, *names):
+        if names := [name for name in names if wanted is None or name in wanted]:
+            points.update(dict.fromkeys(names, tensor.clone()))
 
     with ExitStack() as undo:
         def after(module, *names, heads=False):
             def hook(module, args, output):
                 tensor = (output[0] if isinstance(output, tuple) else output)[0]
                 tensor = tensor.view(tensor.shape[0], -1, head_dim) if heads else tensor
-                points.update(dict.fromkeys(names, tensor.clone()))
+                keep(tensor, *names)
             undo.callback(module.register_forward_hook(hook).remove)
 
         def before(module, name):
             def hook(module, args):
-                points[name] = args[0][0].clone()
+                keep(args[0][0], name)
             undo.callback(module.register_forward_pre_hook(hook).remove)
 
         undo.enter_context(mock.patch.object(modeling, "eager_attention_forward", recording_attention))

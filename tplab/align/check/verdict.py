@@ -65,6 +65,8 @@ class CheckReport(AlignReport):
     def says(self, name: str) -> str:
         """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"not judged"`` or nothing."""
         local = self.local[name]
+        if local.perhaps_from:
+            return f"guilty, or inherits from where {local.perhaps_from} has its error"
         if local.guilty:
             some = len(local.guilty) < sum(shard is not None for shard in self.recording.points[name])
             return "guilty" + f" (rank {', '.join(map(str, local.guilty))})" * some

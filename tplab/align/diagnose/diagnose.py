@@ -32,7 +32,7 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     if found.ok:
         return next(_fitting(COST, found), Diagnosis(
             None, "Nothing is wrong: every trace point is inside the rounding floor."))
-    return _explain(Case(found)) if found.guilty else _rounding(found)
+    return (_explain(case := Case(found)) or _unknown(case)) if found.guilty else _rounding(found)
 
 
 # With these, rows of a rank are not those that they are taken for, and nothing else can be said about the run.
@@ -43,14 +43,19 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong.
 
     Every point that is wrong given its own inputs is a case of its own; what has the same name, or at the same point of
-    each layer none, is one bug.
+    each layer none, is one bug. Without a name of its own, a point that may have its error from where nothing was
+    recorded is none.
     """
     if report.ok or not report.guilty:
         return [] if (one := diagnose(report)).ok else [one]
     found: list[Diagnosis] = []
     judge = Judge(report.recording, report.checkpoint, report.plan)
     for name in report.guilty:
-        one = _explain(Case(report, name, judge))
+        case = Case(report, name, judge)
+        one = _explain(case)
+        if one is None and report.local[name].perhaps_from:
+            continue
+        one = one or _unknown(case)
         if one.fault in MISPLACED:
             return [replace(one, points=tuple(report.guilty))]
         for i, known in enumerate(found):
@@ -69,10 +74,10 @@ def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _explain(case: Case) -> Diagnosis:
+def _explain(case: Case) -> Diagnosis | None:
     fitting = list(_fitting(case.point, case))
     if not fitting:
-        return _unknown(case)
+        return None
     first = fitting[0]
     others = (name for diagnosis in fitting[1:] for name in diagnosis.names if name not in first.names)
     return replace(first, lookalikes=first.lookalikes + tuple(dict.fromkeys(others))) if first.fault else first

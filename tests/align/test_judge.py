@@ -1,0 +1,178 @@
+"""The local frame: who is guilty, who only inherits an error; whatever was recorded, whoever holds it."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.faults import prompts
+
+from tplab.align import align, align_decode, diagnose_all
+from tplab.align.check.verdict import CheckReport
+from tplab.align.floors import LOCAL
+from tplab.align.gather import recorded, trace_on_rank
+from tplab.align.guilty import local_diffs
+from tplab.align.judge import judge
+from tplab.align.points import layout, point_names
+from tplab.align.recording import Shard
+from tplab.checkpoint import open_checkpoint
+from tplab.faults import fault, scenario
+from tplab.patch import Patch, applied, original
+from tplab.ranks import logical_ranks, rank, world_size
+from tplab.shard import ShardPlan
+from tplab.shard.product import linear
+
+PARTIAL = "tplab.shard.linear.RowParallelLinear.partial"
+REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"
+IDS = prompts(67)
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    return open_checkpoint(make_checkpoint(
+        tmp_path_factory.mktemp("judge") / "m", "llama", layers=3, heads=6, kv_heads=3, hidden=48, rope="llama3",
+        attention_bias=True, mlp_bias=True))
+
+
+def run(ckpt, tp=2, dtype=torch.float32, patches=()):
+    """The lab's own engine as a Recording, and its plan."""
+    plan = ShardPlan.from_config(ckpt.config, tp)
+    with applied(*patches):
+        traces = [found[0] for found in logical_ranks(tp, trace_on_rank, ckpt, plan, dtype, IDS)]
+    places = [(number, position) for number, row in enumerate(IDS) for position in range(len(row))]
+    return recorded(traces, plan, dtype, IDS, places, [len(IDS[number]) for number, _ in places], places), plan
+
+
+def guilty(recording, ckpt, plan):
+    return [name for name, diff in local_diffs(recording, ckpt, plan).items() if not diff.inside]
+
+
+def keep(recording, names):
+    return dataclasses.replace(recording, points={name: recording.points[name] for name in names})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_nothing_of_a_healthy_engine_is_guilty_and_little_is_rounding(ckpt, dtype, tp):
+    recording, plan = run(ckpt, tp, dtype)
+    diffs = local_diffs(recording, ckpt, plan)
+    assert set(diffs) == set(recording.points) and all(diff.inside and not diff.unknown for diff in diffs.values())
+    assert max(diff.relative for diff in diffs.values()) < {torch.float32: 2e-6, torch.float64: 2e-7,
+                                                            torch.bfloat16: 5 * LOCAL[dtype]}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, points", [("rope_pairs", ("q_rope", "k_rope")), ("no_mask", ("attn",)),
+                                          ("all_reduce_missing", ("o_proj", "mlp")), ("qkv_order", ("k", "v"))])
+def test_the_guilty_are_those_in_which_the_bug_is_and_no_others(ckpt, name, points, dtype):
+    report = align(ckpt, IDS, dtype=dtype, patches=[fault(name)], logical=True)
+    found = {point.rpartition(".")[2] for point in report.guilty}
+    assert found == set(points) and len(report.guilty) == 3 * len(points)
+    assert not report["logits"].inside, "it only inherits"
+    (one,) = diagnose_all(report)
+    assert name in one.names and one.where == f"layers 0–2: {', '.join(points)}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_selection_of_points_is_judged(ckpt, seed):
+    chosen = random.Random(seed)
+    names = point_names(3, qk_norm=False)
+    some = sorted(chosen.sample(names, chosen.choice([1, 3, 10, 30])), key=names.index)
+    for dtype in (torch.float32, torch.bfloat16):
+        recording, plan = run(ckpt, 2, dtype)
+        assert guilty(keep(recording, some), ckpt, plan) == [], "healthy"
+    recording, plan = run(ckpt, 2, patches=[fault("vocab_offset")])
+    found = local_diffs(keep(recording, some), ckpt, plan)
+    assert [n for n, diff in found.items() if diff.guilty and not diff.perhaps_from] == some[:1], "the first one seen"
+    report = judge(keep(recording, some), ckpt, plan, by_local=True, kind=CheckReport)
+    assert report.verdict == "bug" and len(report.points) == len(some)
+
+
+def test_a_point_that_was_not_recorded_leaves_its_guilt_to_the_next(ckpt):
+    recording, plan = run(ckpt, 2, patches=[fault("rope_missing")])
+    kept = ("embed", "q", "k", "v", "attn", "output", "logits")
+    modules = [name for name in recording.points if name.rpartition(".")[2] in kept]
+    assert guilty(keep(recording, modules), ckpt, plan) == [f"layers.{i}.attn" for i in range(3)]
+
+
+def shares(how):
+    """Who adds a row-parallel layer's bias: all are right but the last two."""
+    def partial(self, x):
+        share = {"rank 0": rank() == 0, "rank 1": rank() == 1, "a part each": 1 / world_size(), "behind the sum": 0,
+                 "nobody": 0, "every rank": 1}[how]
+        found = linear(x, self.weight)
+        return found + share * self.bias if share else found
+
+    def reduce(self, partial):
+        total = original(REDUCE)(self, partial)
+        return total + self.bias if how == "behind the sum" else total
+    return [Patch(PARTIAL, partial), Patch(REDUCE, reduce)]
+
+
+@pytest.mark.parametrize("how, points", [
+    ("rank 0", set()), ("rank 1", set()), ("a part each", set()), ("behind the sum", set()),
+    ("nobody", {"o_proj", "mlp"}), ("every rank", {"o_partial", "mlp_partial"})])
+def test_the_bias_belongs_to_the_sum_whoever_adds_it(ckpt, how, points):
+    recording, plan = run(ckpt, 2, patches=shares(how))
+    assert {name.rpartition(".")[2] for name in guilty(recording, ckpt, plan)} == points
+    report = judge(recording, ckpt, plan, by_local=True, kind=CheckReport)
+    assert report["layers.0.o_partial"].inside == ("o_partial" not in points)
+
+
+def test_an_engine_that_shards_only_its_mlp(ckpt):
+    """Attention whole on every rank, one rank's KV heads told twice, no sum behind o_proj."""
+    recording, plan = run(ckpt, 2)
+    alone, _ = run(ckpt, 1)
+    points = {}
+    for name, held in recording.points.items():
+        (whole,) = alone.points[name]
+        if layout(name) in ("q_heads", "kv_heads"):
+            points[name] = [Shard(whole.tensor, whole.kind, tuple(whole.indices))] * 2
+        elif name.endswith(".o_partial"):
+            points[name] = [Shard(whole.tensor, "partial")] * 2
+        else:
+            points[name] = held
+    found = dataclasses.replace(recording, points=points)
+    assert guilty(found, ckpt, plan) == []
+    without = keep(found, [name for name in points if not name.endswith("o_partial")])
+    assert guilty(without, ckpt, plan) == []
+    doubled = {name: [Shard(s.tensor * 2, s.kind) for s in held] if name.endswith(".o_proj") else held
+               for name, held in without.points.items()}
+    assert guilty(dataclasses.replace(without, points=doubled), ckpt, plan)[0] == "layers.0.o_proj"
+
+
+def test_heads_in_another_order_are_where_their_indices_say(ckpt):
+    recording, plan = run(ckpt, 1)
+    order = [5, 3, 1, 0, 2, 4]
+    points = {name: [Shard(held[0].tensor[:, order], "q_heads", tuple(order))] if layout(name) == "q_heads" else held
+              for name, held in recording.points.items()}
+    assert guilty(dataclasses.replace(recording, points=points), ckpt, plan) == []
+    points["layers.1.q"] = recording.points["layers.1.q"]
+    points["layers.1.q"] = [dataclasses.replace(points["layers.1.q"][0], indices=tuple(order))]
+    assert guilty(dataclasses.replace(recording, points=points), ckpt, plan)[:1] == ["layers.1.q"]
+
+
+def test_a_rank_that_is_missing_is_filled_in(ckpt):
+    recording, plan = run(ckpt, 3)
+    points = {name: [held[0], None, held[2]] for name, held in recording.points.items()}
+    found = local_diffs(dataclasses.replace(recording, points=points), ckpt, plan)
+    assert all(diff.inside for diff in found.values())
+
+
+@pytest.mark.parametrize("pair", [("rope_pairs", "all_reduce_missing"), ("kv_first_rows", "no_mask"),
+                                  ("shard_dim1", "head_random"), ("vocab_offset", "row_bias_everywhere")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_bugs_are_both_named(ckpt, pair, dtype):
+    report = align(ckpt, IDS, dtype=dtype, patches=[fault(name) for name in pair], logical=True)
+    named = [one for one in diagnose_all(report) if one.fault]
+    assert [next(name for name in pair if name in one.names) for one in named] == sorted(
+        pair, key=lambda name: [name in one.names for one in named].index(True))
+
+
+@pytest.mark.parametrize("name", ["decode_position_off_by_one", "slot_off_by_one", "prefix_hash_without_parent",
+                                  "stale_block_table", "row_order"])
+def test_in_bfloat16_along_the_decode_path(ckpt, name):
+    report = align_decode(ckpt, **scenario(name, 67), dtype="bfloat16", patches=[fault(name)], logical=True)
+    assert [one.fault for one in diagnose_all(report)] == [name]
+    assert align_decode(ckpt, **scenario(name, 67), dtype="bfloat16", logical=True).ok
