@@ -1,21 +1,15 @@
-"""The recorder: everything an engine may hand over is read back as it was, wherever the engine stops."""
+"""The recorder: everything an engine may hand over is read back as it was, and kept apart by calls."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.modules import IDS, Calls, Toy, only, recorded
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tplab.align.check.folder import RecordingError, read_recorded
 from tplab.record import RecordError, record
@@ -30,49 +24,8 @@ class Output:
     text: str = ""
 
 
-class Toy(nn.Module):
-    """Runs layers[0] twice; its head is called from outside."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        return self.layers[1](self.layers[0](self.layers[0](x)))
-
-
-class Calls(nn.Module):
-    """A module that does what it is told."""
-
-    def __init__(self, function, **children):
-        super().__init__()
-        self.function = function
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
-
-
-IDS = torch.arange(5)
-
-
-def recorded(folder, function, **limits):
-    """What ``function(rec)`` recorded on one rank: its calls."""
-    with record(folder, rank=0, world_size=1, **limits) as rec:
-        function(rec)
-    return read_recorded(folder).ranks[0].calls
-
-
 def shape_of(call):
     return [(entry.name, entry.kind, entry.path, entry.nth) for entry in call.entries]
-
-
-def only(call, name, kind="out"):
-    return [entry.tensor() for entry in call.entries if (entry.name, entry.kind) == (name, kind)]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -265,25 +218,6 @@ def test_parameters_of_several_models_tied_ones_and_dictionaries(tmp_path):
     assert torch.equal(kept["head.weight"].tensor(), model.embed.weight)
 
 
-def test_tensors_of_torchs_own_tensor_parallelism_are_this_ranks_share(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        weight = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
-        model = Calls(lambda x: (all_reduce(x, "sum", mesh), weight))
-        with record(tmp_path / "run", rank=0, world_size=1) as rec:
-            rec.parameters({"weight": weight})
-            rec.watch(model)
-            waits, _ = model(torch.ones(2, 4))
-            assert type(waits) is not torch.Tensor
-        rank, = read_recorded(tmp_path / "run").ranks
-    finally:
-        dist.destroy_process_group()
-    assert torch.equal(rank.parameters["weight"].tensor(), weight.to_local())
-    assert [entry.tensor().tolist() for entry in rank.calls[0].entries] == [
-        [[1] * 4] * 2, [[1] * 4] * 2, weight.to_local().tolist()]
-
-
 def test_ranks_of_two_runs_are_never_mixed(tmp_path):
     for folder in ("first", "second"):
         for rank in range(2):
@@ -293,89 +227,6 @@ def test_ranks_of_two_runs_are_never_mixed(tmp_path):
     shutil.copytree(tmp_path / "second/rank1", tmp_path / "first/rank1")
     with pytest.raises(RecordingError, match="two runs are mixed: rank0 says '.*', rank1 '.*'"):
         read_recorded(tmp_path / "first")
-
-
-class Broken(nn.Module):
-    def forward(self, x):
-        raise ValueError("shapes\nnever \x1b[31mfit")
-
-
-def test_an_engine_that_raises_says_where(tmp_path):
-    broken = Broken()
-    model = Calls(lambda x: broken(x), inner=nn.ModuleList([broken]))
-    with pytest.raises(ValueError):
-        recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(1))))
-    call, = read_recorded(tmp_path).ranks[0].calls
-    assert call.status == "failed: ValueError: shapes never  [31mfit" and call.last == "inner.0"
-    assert call.raised == ("inner.0: ValueError: shapes never  [31mfit", ": ValueError: shapes never  [31mfit")
-    assert [entry.kind for entry in call.entries] == ["in", "in"]
-
-
-def test_an_exception_that_the_engine_swallows_is_seen(tmp_path):
-    broken = Broken()
-
-    def function(x):
-        try:
-            return broken(x)
-        except ValueError:
-            return x
-
-    model = Calls(function, rotary=broken)
-    call, = recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(1))))
-    assert call.status == "done" and call.inside == ""
-    assert call.raised == ("rotary: ValueError: shapes never  [31mfit",)
-
-
-def test_a_call_is_readable_while_it_hangs(tmp_path):
-    seen = []
-    wait = Calls(lambda x: seen.append(read_recorded(tmp_path).ranks[0].calls[-1]))
-    model = Calls(lambda x: (linear(x), wait(x)), linear=(linear := nn.Linear(2, 2)), wait=wait)
-    recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(2)), model(torch.ones(2))))
-    assert [(call.index, call.status, call.inside, call.last) for call in seen] == [
-        (0, "cut off", "wait", "wait"), (1, "cut off", "wait", "wait")]
-    assert only(seen[1], "linear")[0].shape == (2,)
-
-
-def test_an_interrupted_run_does_not_hide_the_next_call(tmp_path):
-    def function(x):
-        if x:
-            raise KeyboardInterrupt
-
-    model = Calls(function)
-    with record(tmp_path, rank=0, world_size=1) as rec:
-        rec.watch(model)
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.tensor(1))
-        model(torch.tensor(0))
-    assert [only(call, "", "in")[0].item() for call in read_recorded(tmp_path).ranks[0].calls] == [1, 0]
-
-
-@pytest.mark.parametrize("how", ["compiled", "compiled in place", "compiled within", "compiled afterwards", "function"])
-def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
-    model = Toy()
-    call = model
-    expected = model(IDS)
-    if how == "compiled":
-        call = torch.compile(model, backend="eager")
-    elif how == "compiled in place":
-        model.compile(backend="eager")
-    elif how == "compiled within":
-        model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    elif how == "function":
-        call = torch.compile(lambda ids: model(ids), backend="eager")
-    call(IDS)  # compiled before a hook is there
-
-    def run(rec):
-        nonlocal call
-        rec.parameters(call if how == "compiled" else model)
-        rec.watch(call if how == "compiled" else model)
-        if how == "compiled afterwards":
-            call = torch.compile(model, backend="eager")
-        assert torch.equal(call(IDS), expected)
-    found, = recorded(tmp_path, run)
-    assert len(only(found, "layers.0")) == 2 and torch.equal(only(found, "")[0], expected)
-    assert set(read_recorded(tmp_path).ranks[0].parameters) == set(dict(Toy().named_parameters()))
-    assert torch.compiler.is_compiling() is False
 
 
 def test_what_is_refused(tmp_path):
@@ -405,63 +256,3 @@ def test_what_is_refused(tmp_path):
     with record(tmp_path / "new", rank=1, world_size=2):
         pass
     assert [rank and rank.calls for rank in read_recorded(tmp_path / "new").ranks] == [None, ()]
-
-
-ENGINE = """
-import os, signal, sys
-import torch, torch.distributed as dist
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("tplab", "numpy", "transformers"):
-            raise ImportError(name + " is not here")
-sys.meta_path.insert(0, Blocked())
-sys.path.insert(0, os.path.dirname(__file__))
-from record import record
-
-class Row(torch.nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        if os.environ["DIES"] == os.environ["RANK"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(y)
-        return y
-
-rank, world_size = int(os.environ["RANK"]), 2
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world_size)
-torch.manual_seed(rank)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), Row(4, 4))
-with record(sys.argv[2], rank=rank, world_size=world_size) as rec:
-    rec.watch(model)
-    rec.inputs([1, 2], [0, 1])
-    with torch.inference_mode():
-        model(torch.ones(2, 4))
-"""
-
-
-@pytest.mark.parametrize("dies", ["", "1"])
-def test_one_file_beside_an_engine_where_tplab_is_not_installed(tmp_path, root, dies):
-    shutil.copy(root / "tplab/record.py", tmp_path)
-    (tmp_path / "engine.py").write_text(ENGINE)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"DIES": dies}
-    ranks = [subprocess.Popen([sys.executable, "-I", tmp_path / "engine.py", tmp_path / "store", tmp_path / "run"],
-                              env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-             for rank in range(2)]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in reversed(ranks)][::-1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found = read_recorded(tmp_path / "run")
-    calls = [rank.calls[0] for rank in found.ranks]
-    assert all(call.input_ids.tolist() == [1, 2] and call.positions.tolist() == [0, 1] for call in calls)
-    partial = [only(call, "0")[0] for call in calls]
-    assert partial[0].shape == (2, 4) and not torch.equal(*partial)
-    if dies:
-        assert ranks[1].returncode == -signal.SIGKILL
-        assert (calls[1].status, calls[1].inside) == ("cut off", "1") and not only(calls[1], "1")
-        assert calls[0].status.startswith("failed: RuntimeError"), errors[0]
-        assert calls[0].raised[0].startswith("1: RuntimeError")
-    else:
-        assert [rank.returncode for rank in ranks] == [0, 0], errors
-        assert torch.equal(only(calls[0], "1")[0], only(calls[1], "1")[0])
