@@ -7,37 +7,42 @@ tensor that equals a point of Hugging Face's trace on the same ids is that point
 from tplab.align.check import layouts
 from tplab.align.check.evidence import rms_norm
 from tplab.align.check.fused import columns_in, heads_in
-from tplab.align.check.names import pattern_of, place_of
+from tplab.align.check.names import pattern_of, place_of, role_of
 from tplab.align.check.shares import GROUPS, Shares
-from tplab.align.check.sources import SAMPLE, Source, Sources
+from tplab.align.check.sources import FEW, SAMPLE, Source, Sources
 from tplab.align.points import LAYER_POINTS, layout
 from tplab.checkpoint.layout import EMBEDDING
 
 _NORMS = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
 
 
-def learn(sources: Sources, shares: Shares) -> dict[str, str]:
-    """Place what the conventions did not know; returns, for each pattern of a name that was placed, how."""
-    roles: dict[str, str] = {}
+def learn(sources: Sources, shares: Shares) -> dict:
+    """Place what the conventions did not know; returns how, by the pattern of a module's name or of a source."""
+    roles: dict[str, str] = {}  # of modules
     for pattern, (entering, leaving) in _modules(sources).items():
         if role := _role(sources, shares, entering, leaving):
             roles[pattern] = role
     if roles:
         sources.claim(roles=roles)
     points: dict[tuple[str, str, str], str] = {}
-    for source in {source.pattern: source for source in reversed(sources.unclaimed())}.values():  # the first of each
+    for source in {source.pattern: source for source in reversed(_unknown(sources))}.values():  # the first of each
         if point := _equal(sources, shares, source):
             points[source.pattern] = point
     if points:
         sources.claim(roles=roles, points=points)
     return {name: f"known by what it does: {role}" for name, role in roles.items()} | {
-        name: f"equals Hugging Face's {point}" for (name, _, _), point in points.items()}
+        pattern: f"equals Hugging Face's {point}" for pattern, point in points.items()}
+
+
+def _unknown(sources: Sources) -> list[Source]:
+    """What was not claimed, of modules whose names say nothing: a known module's other tensors are tables or masks."""
+    return [source for source in sources.unclaimed() if source.kind == "tensor" or not role_of(*place_of(source.name))]
 
 
 def _modules(sources: Sources) -> dict[str, tuple[Source, Source]]:
     """By pattern, the modules nobody knows that take one tensor and give one; the first layer's."""
     found: dict[str, dict[str, list[Source]]] = {}
-    for source in sources.unclaimed():
+    for source in _unknown(sources):
         if source.kind != "tensor":
             found.setdefault(source.name, {"in": [], "out": []})[source.kind].append(source)
     modules: dict[str, tuple[Source, Source]] = {}
@@ -51,7 +56,7 @@ def _modules(sources: Sources) -> dict[str, tuple[Source, Source]]:
 def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: Source) -> str | None:
     """What a module does, as a role of :mod:`tplab.align.check.names`."""
     rank = sources.complete(leaving)[0]
-    y, (layer, _) = sources.rows(leaving, rank, True), place_of(leaving.name)
+    y, (layer, _) = sources.rows(leaving, rank, FEW), place_of(leaving.name)
     if y is None:
         return None
     hidden, evidence = shares.config.hidden_size, shares.evidence
@@ -59,7 +64,7 @@ def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: So
         ids = [sources.texts.ids[number][position] for number, position in sources.places[:SAMPLE]]
         same = y.shape[1] == hidden and layouts.near(y, evidence.weight(EMBEDDING)[ids])
         return "embed" if same and layer is None else None
-    x = sources.rows(entering, rank, True)
+    x = sources.rows(entering, rank, FEW)
     if x is None:
         return None
     if x.shape[1] == y.shape[1] == hidden:
@@ -94,12 +99,12 @@ def _is_row_parallel(sources: Sources, shares: Shares, entering: Source, leaving
     dim = shares.config.head_dim if role == "o" else 1
     own, outs = {}, {}
     for rank in sources.complete(leaving):
-        x = sources.rows(entering, rank, True)
+        x = sources.rows(entering, rank, FEW)
         columns = [index * dim + j for index in shares.planned["q" if role == "o" else "mlp"][rank] for j in range(dim)]
         if x is None or x.shape[1] != len(columns):
             return False
         own[rank] = shares.evidence.summand(layer, role, x, columns)
-        outs[rank] = sources.rows(leaving, rank, True)
+        outs[rank] = sources.rows(leaving, rank, FEW)
     bias = shares.evidence.bias(layer, role)
     total = sum(own.values())
     return any(all(layouts.near(outs[rank], found[rank] + more) for rank in outs)
@@ -117,27 +122,27 @@ def _equal(sources: Sources, shares: Shares, source: Source) -> str | None:
 def _equals(sources: Sources, shares: Shares, source: Source, name: str) -> bool:
     ranks = sources.complete(source)
     if name == "logits":
-        seen = {rank: sources.logits(source, rank) for rank in ranks}
+        seen = {rank: sources.logits(source, rank, FEW) for rank in ranks}
         if any(found is None or found[1].shape[1] * shares.size < shares.config.vocab_size for found in seen.values()):
             return False
-        return bool(seen) and all(shares.vote("vocab", tensor[:SAMPLE], shares.reference.logits(places[:SAMPLE]), rank)
+        return bool(seen) and all(shares.vote("vocab", tensor, shares.reference.logits(places), rank)
                                   for rank, (places, tensor) in seen.items())
     true = shares.reference.point(name)
     if true is None or not ranks:
         return False
     kind = layout(name)
     if kind == "partial":
-        outs = [sources.rows(source, rank, True) for rank in ranks]
+        outs = [sources.rows(source, rank, FEW) for rank in ranks]
         return len(ranks) == shares.size > 1 and all(out is not None and out.shape == true.shape for out in outs) and (
             layouts.near(sum(out.float() for out in outs), true))
     for rank in ranks:
         if kind == "replicated":
-            tensor = sources.rows(source, rank, True)
+            tensor = sources.rows(source, rank, FEW)
             if tensor is None or not layouts.near(tensor, true):
                 return False
         else:
-            ways = [sources.rows(source, rank, True)] if kind == "mlp" else list(
-                sources.heads(source, rank, True).values())
+            ways = [sources.rows(source, rank, FEW)] if kind == "mlp" else list(
+                sources.heads(source, rank, FEW).values())
             if not any(way is not None and shares.vote(GROUPS[name.rpartition(".")[2]], way, true, rank)
                        for way in ways):
                 return False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tplab.align.check.layouts import PADDING, Indices, agreed, candidates, fit
+from tplab.align.check.sources import FEW
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def split(shares, fused: Fused) -> Split:
         vote = [None] * shares.size
         for source in shares.sources.of(at + fused.name)[:1]:
             for rank in shares.sources.complete(source):
-                rows = shares.sources.rows(source, rank, True)
+                rows = shares.sources.rows(source, rank, FEW)
                 if rows is not None:
                     seen, widths[rank] = source, rows.shape[1]
                     x = shares.own_input(source, at + fused.before, rank)
@@ -137,11 +138,11 @@ def _follows(fused: Fused, rank: int) -> bool:
             if rank not in shares.sources.complete(source):
                 continue
             if fused.after == "mlp_act":
-                local = shares.sources.rows(source, rank, True)
+                local = shares.sources.rows(source, rank, FEW)
                 x = shares.own_input(shares.sources.of(at + fused.name)[0], at + fused.before, rank)
                 full = None if x is None else shares.evidence.projection(int(at.split(".")[1]), "mlp_act", x)
             else:
-                local = next(iter(shares.sources.heads(source, rank, True).values()), None)
+                local = next(iter(shares.sources.heads(source, rank, FEW).values()), None)
                 full = shares.reference.point(at + fused.after)
             if local is not None and full is not None and fit(local, full, []) is not None:
                 return True

@@ -1,6 +1,9 @@
 """``place``: a recorded engine's tensors as the lab's trace points."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
 
 import torch
 
@@ -8,12 +11,14 @@ from tplab.align.check.evident import learn
 from tplab.align.check.layouts import PADDING, Layout, span
 from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.shares import GROUPS, Shares
-from tplab.align.check.sources import Source, Sources
+from tplab.align.check.sources import SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
 from tplab.align.points import layout, point_names
 from tplab.align.recording import PlacementError, Recording, Shard
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
+
+KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
 def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None) -> Recording:
@@ -34,11 +39,34 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None) -> Re
     return _Placing(sources, shares, learn(sources, shares)).recording()
 
 
+class _Points(Mapping):
+    """Name → shards, read from the folder when they are asked for; the last few are kept."""
+
+    def __init__(self, world_size: int):
+        self.world_size, self.builders, self._recent = world_size, {}, OrderedDict()
+
+    def __getitem__(self, name: str) -> list[Shard | None]:
+        if name not in self._recent:
+            shards = self.builders[name]()
+            self._recent[name] = [shards.get(rank) for rank in range(self.world_size)]
+            if len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(name)
+        return self._recent[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.builders)
+
+    def __len__(self) -> int:
+        return len(self.builders)
+
+
 class _Placing:
     def __init__(self, sources: Sources, shares: Shares, learnt: dict[str, str]):
         self.learnt = learnt
         self.sources, self.shares, self.sums, self.config = sources, shares, Sums(shares), shares.config
-        self.points: dict[str, list[Shard | None]] = {}
+        self.points = _Points(sources.world_size)
+        self.dtypes: Counter = Counter()
         self.assumed: dict[str, str] = {}
         self.unplaced: dict[str, list[str]] = {}  # what and why, without the layer → the layers
 
@@ -52,55 +80,56 @@ class _Placing:
             if name == "logits":
                 logit_places = self._logits()
             elif layout(name) == "replicated":
-                self._replicated(name)
+                self._hidden(name, "replicated")
             elif layout(name) == "partial":
-                self._summands(name)
+                self._hidden(name, "partial")
             else:
                 self._dealt(name, point)
         self._name_unclaimed()
-        dtypes = Counter(shard.tensor.dtype for shards in self.points.values() for shard in shards if shard is not None)
         sources = self.sources
         return Recording(
             world_size=sources.world_size, ids=sources.texts.ids, places=sources.places, num_keys=sources.num_keys,
             logit_places=logit_places, points=self.points,
-            dtype=dtypes.most_common(1)[0][0] if dtypes else torch.float32, declared=sources.declared,
+            dtype=self.dtypes.most_common(1)[0][0] if self.dtypes else torch.float32, declared=sources.declared,
             assumed=self.assumed, unplaced=[self._listed(what, layers) for what, layers in self.unplaced.items()],
             notes=sources.notes, contradictions=sources.contradictions + self.shares.contradictions)
 
-    def _keep(self, name: str, shards: dict[int, Shard], source, sentence: str) -> None:
-        self.points[name] = [shards.get(rank) for rank in range(self.sources.world_size)]
-        how = self.learnt.get(source.pattern[0])
+    def _keep(self, name: str, source: Source, sentence: str, build: Callable[[], dict[int, Shard]]) -> None:
+        self.points.builders[name] = build
+        self.dtypes[source.dtype] += 1
+        how = self.learnt.get(source.pattern) or self.learnt.get(source.pattern[0])
         self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {sentence}"
 
-    def _replicated(self, name: str) -> None:
-        for source in self.sums.sources_of(name):
-            tensors = {rank: self.sources.rows(source, rank) for rank in self.sources.complete(source)}
-            if all(tensor is not None and tensor.shape[1] == self.config.hidden_size for tensor in tensors.values()):
-                return self._keep(name, {rank: Shard(tensor, "replicated") for rank, tensor in tensors.items()},
-                                  source, "whole on every rank")
-            self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
+    def _rows(self, source: Source, look: str, kind: str) -> dict[int, Shard] | None:
+        tensors = {rank: self.sources.rows(source, rank, look) for rank in self.sources.complete(source)}
+        whole = all(tensor is not None and tensor.shape[1] == self.config.hidden_size for tensor in tensors.values())
+        return {rank: Shard(tensor, kind) for rank, tensor in tensors.items()} if whole else None
 
-    def _summands(self, name: str) -> None:
+    def _hidden(self, name: str, kind: str) -> None:
+        """A point of the hidden size: the same on every rank, or a summand on each."""
         for source in self.sums.sources_of(name):
-            tensors = {rank: self.sources.rows(source, rank) for rank in self.sources.complete(source)}
-            if all(tensor is not None for tensor in tensors.values()):
-                return self._keep(name, {rank: Shard(tensor, "partial") for rank, tensor in tensors.items()}, source,
-                                  "one summand on each rank")
+            if self._rows(source, SHAPE, kind):
+                sentence = "whole on every rank" if kind == "replicated" else "one summand on each rank"
+                return self._keep(name, source, sentence, partial(self._rows, source, WHOLE, kind))
+            self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
 
     def _dealt(self, name: str, point: str) -> None:
         """A point of heads or columns."""
         group = self.shares.layouts[GROUPS[point]]
-        for found in self.shares.held(name):
-            shards = {}
-            for rank, tensor in found.tensors.items():
-                shard = self._shard(tensor, layout(name), group, rank, point)
-                if shard is None:
-                    break
-                shards[rank] = shard
-            else:
-                return self._keep(name, shards, found.source, found.sentence + group.sentence)
-            self._leave_out(found.source, f"{tensor.shape[1]} of {layout(name)} on rank {rank}, where its layout has "
-                            f"{len(group.indices[rank] or ())}")
+        for at, found in enumerate(self.shares.held(name, SHAPE)):
+            shards = {rank: self._shard(tensor, layout(name), group, rank, point)
+                      for rank, tensor in found.tensors.items()}
+            if None not in shards.values():
+                return self._keep(name, found.source, found.sentence + group.sentence, partial(
+                    self._shards, name, at, group))
+            rank = next(rank for rank, shard in shards.items() if shard is None)
+            self._leave_out(found.source, f"{found.tensors[rank].shape[1]} of {layout(name)} on rank {rank}, where its "
+                            f"layout has {len(group.indices[rank] or ())}")
+
+    def _shards(self, name: str, at: int, group: Layout) -> dict[int, Shard]:
+        held = next(islice(self.shares.held(name), at, None))
+        return {rank: self._shard(tensor, layout(name), group, rank, name.rpartition(".")[2])
+                for rank, tensor in held.tensors.items()}
 
     def _shard(self, tensor: torch.Tensor, kind: str, group: Layout, rank: int, point: str) -> Shard | None:
         indices, total = group.indices[rank], self.shares.totals[GROUPS[point]]
@@ -125,13 +154,17 @@ class _Placing:
         return [head // group for head in q] if q is not None and len(q) == count else None
 
     def _logits(self) -> list[tuple[int, int]]:
-        for source in self.sources.of("logits"):
+        group = self.shares.layouts["vocab"]
+
+        def shards(source: Source) -> dict[int, Shard]:
             found = {rank: self.sources.logits(source, rank) for rank in self.sources.complete(source)}
-            group = self.shares.layouts["vocab"]
+            return {rank: self._shard(tensor, "vocab", group, rank, "logits") for rank, (_, tensor) in found.items()}
+
+        for source in self.sources.of("logits"):
+            found = {rank: self.sources.logits(source, rank, SHAPE) for rank in self.sources.complete(source)}
             if all(value is not None and group.indices[rank] is not None and value[1].shape[1] == len(
                     group.indices[rank]) for rank, value in found.items()):
-                shards = {rank: self._shard(value[1], "vocab", group, rank, "logits") for rank, value in found.items()}
-                self._keep("logits", shards, source, group.sentence)
+                self._keep("logits", source, group.sentence, partial(shards, source))
                 return next(iter(found.values()))[0]
             self._leave_out(source, "rows or columns other than the logits'")
         return self.sources.places

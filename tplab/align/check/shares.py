@@ -1,6 +1,8 @@
 """The layouts of one recording: votes of a few layers, one decision for each dimension."""
 
+from collections.abc import Iterator
 from functools import cached_property, partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from tplab.align.check.evidence import Evidence, Reference
 from tplab.align.check.fused import Split, columns_in, heads_in, split
 from tplab.align.check.layouts import Indices, Layout
 from tplab.align.check.names import FUSED
-from tplab.align.check.sources import SAMPLE, Source, Sources
+from tplab.align.check.sources import FEW, WHOLE, Source, Sources
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
@@ -50,27 +52,26 @@ class Shares:
 
     # What a source holds.
 
-    def held(self, name: str, sample: bool = False) -> list[Held]:
+    def held(self, name: str, look: str = WHOLE) -> Iterator[Held]:
         """All that can be taken for a point of heads or columns, the strongest claim first."""
         at, _, point = name.rpartition(".")
-        found = [(source.strength, held) for source in self.sources.of(name)
-                 if (held := self._of(source, name, sample))]
+        found = [(source.strength, partial(self._of, source, name, look)) for source in self.sources.of(name)]
         if fused := _FUSED.get(point):
-            found += [(FUSED, held) for source in self.sources.of(f"{at}.{fused}")
-                      if (held := self._part(source, fused, point, sample))]
-        return [held for _, held in sorted(found, key=lambda pair: pair[0])]
+            found += [(FUSED, partial(self._part, source, fused, point, look))
+                      for source in self.sources.of(f"{at}.{fused}")]
+        return (held for _, read in sorted(found, key=lambda pair: pair[0]) if (held := read()))
 
-    def _of(self, source: Source, name: str, sample: bool) -> Held | None:
+    def _of(self, source: Source, name: str, look: str) -> Held | None:
         ranks = self.sources.complete(source)
         if GROUPS[name.rpartition(".")[2]] == "mlp":
-            tensors = {rank: self.sources.rows(source, rank, sample) for rank in ranks}
+            tensors = {rank: self.sources.rows(source, rank, look) for rank in ranks}
         else:
-            tensors = {rank: self._way(name, self.sources.heads(source, rank, sample)) for rank in ranks}
+            tensors = {rank: self._way(name, self.sources.heads(source, rank, look)) for rank in ranks}
         return None if any(tensor is None for tensor in tensors.values()) else Held(source, tensors)
 
     def _way(self, name: str, ways: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """The most usual way to read heads; where a tensor has as many tokens as heads, the one that fits."""
-        if len(ways) > 1 and not torch.equal(*list(ways.values())[:2]):
+        if len(ways) > 1 and not next(iter(ways.values())).is_meta and not torch.equal(*list(ways.values())[:2]):
             full = self.reference.point(name)
             if full is not None:
                 def distance(way: str) -> float:
@@ -81,11 +82,11 @@ class Shares:
                 return ways[min(ways, key=distance)]
         return next(iter(ways.values()), None)
 
-    def _part(self, source: Source, fused: str, point: str, sample: bool) -> Held | None:
+    def _part(self, source: Source, fused: str, point: str, look: str) -> Held | None:
         split = self.splits[fused]
         tensors = {}
         for rank in self.sources.complete(source):
-            rows = self.sources.rows(source, rank, sample)
+            rows = self.sources.rows(source, rank, look)
             if rows is None or split.parts[rank] is None or rows.shape[1] != split.widths[rank]:
                 return None
             part = rows[:, split.parts[rank][point]]
@@ -96,7 +97,7 @@ class Shares:
         """The sampled rows of what went into the module that a source is the output of; else of the point ``name``."""
         inputs = self.sources.of(name)
         for found in sorted(inputs, key=lambda s: (s.name != source.name, inputs.index(s))):
-            if rank in self.sources.complete(found) and (rows := self.sources.rows(found, rank, True)) is not None:
+            if rank in self.sources.complete(found) and (rows := self.sources.rows(found, rank, FEW)) is not None:
                 return rows
         return None
 
@@ -112,7 +113,7 @@ class Shares:
         for at in self.sampled:
             vote, guess = [None] * self.size, [None] * self.size
             for point in points:
-                for held in self.held(at + point, sample=True)[:1]:
+                for held in islice(self.held(at + point, FEW), 1):
                     for rank, tensor in held.tensors.items():
                         counts[rank] = counts[rank] or tensor.shape[1]
                         if vote[rank] is None and (full := self._expected(at, point, held.source, rank)) is not None:
@@ -188,9 +189,9 @@ class Shares:
         counts, found = [None] * self.size, [None] * self.size
         for source in self.sources.of("logits")[:1]:
             for rank in self.sources.complete(source):
-                if (logits := self.sources.logits(source, rank)) is None:
+                if (logits := self.sources.logits(source, rank, FEW)) is None:
                     continue
-                places, tensor = logits[0][:SAMPLE], logits[1][:SAMPLE]
+                places, tensor = logits
                 counts[rank] = tensor.shape[1]
                 x = self._head_input(source, places, rank)
                 full = self.reference.logits(places) if x is None else self.evidence.logits(x)

@@ -12,6 +12,7 @@ from tplab.align.check.shapes import as_heads, as_rows
 from tplab.align.recording import PlacementError
 
 SAMPLE = 16  # rows that are looked at to find a layout: the first ones
+WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read
 
 
 @dataclass(eq=False)
@@ -119,14 +120,16 @@ class Sources:
         self.notes += self.texts.notes
 
     def _order_rows(self) -> None:
-        last: dict[tuple[int, int], tuple[int, int, int | None]] = {}
+        last: dict[tuple[int, int], tuple[int, int, int | None, tuple[int, int]]] = {}
         offset = 0
-        for call in self.calls:
+        for number, call in enumerate(self.calls):
             for i, (row, place, keys) in enumerate(zip(call.rows, call.places, call.keys)):
-                last[place] = offset + row, keys, None if call.declared is None else call.declared[i]
+                declared = None if call.declared is None else call.declared[i]
+                last[place] = offset + row, keys, declared, (number, row)
             offset += call.size
         self.places = sorted(last)
         self._index = torch.tensor([last[place][0] for place in self.places], dtype=torch.long)
+        self._origins = [last[place][3] for place in self.places]
         self._in_order = torch.equal(self._index, torch.arange(len(self._index)))
         self.num_keys = [last[place][1] for place in self.places]
         said = [position if last[(number, position)][2] is None else last[(number, position)][2]
@@ -184,32 +187,43 @@ class Sources:
         """The ranks that recorded it in every call."""
         return [rank for rank in self.ranks if all((rank, call) in source.entries for call in self.used)]
 
-    def rows(self, source: Source, rank: int, sample: bool = False) -> torch.Tensor | None:
-        """``[places, columns]`` of one rank (the first ``SAMPLE`` rows only); None if its rows are others."""
-        found = [as_rows(source.entries[rank, call.index].tensor(), call) for call in self.calls]
+    def _tensors(self, source: Source, rank: int, look: str) -> list[torch.Tensor]:
+        entries = [source.entries[rank, call.index] for call in self.calls]
+        return [torch.empty(entry.shape, dtype=entry.dtype, device="meta") if look == SHAPE else entry.tensor()
+                for entry in entries]
+
+    def rows(self, source: Source, rank: int, look: str = WHOLE) -> torch.Tensor | None:
+        """``[places, columns]`` of one rank; None if its rows are others. ``look``: ``FEW`` reads the first ``SAMPLE``
+        rows, ``SHAPE`` none."""
+        found = [as_rows(tensor, call) for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
         if any(tensor is None or len(tensor) != call.size for tensor, call in zip(found, self.calls)):
             return None
-        return self._ordered(found, sample)
+        return self._ordered(found, look)
 
-    def heads(self, source: Source, rank: int, sample: bool = False) -> dict[str, torch.Tensor]:
+    def heads(self, source: Source, rank: int, look: str = WHOLE) -> dict[str, torch.Tensor]:
         """The same as ``[places, heads, head_dim]``, in each way in which all calls can be taken."""
-        found = [as_heads(source.entries[rank, call.index].tensor(), call, self.config.head_dim) for call in self.calls]
-        ways = {way: self._ordered([ways[way] for ways in found], sample) for way in (found[0] if found else ())
+        found = [as_heads(tensor, call, self.config.head_dim)
+                 for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
+        ways = {way: self._ordered([ways[way] for ways in found], look) for way in (found[0] if found else ())
                 if all(way in ways for ways in found)}
         return {way: tensor for way, tensor in ways.items() if tensor is not None}
 
-    def _ordered(self, tensors: list[torch.Tensor], sample: bool) -> torch.Tensor | None:
+    def _ordered(self, tensors: list[torch.Tensor], look: str) -> torch.Tensor | None:
         if len({tensor.shape[1:] for tensor in tensors}) != 1:
             return None
+        if look == SHAPE:
+            return tensors[0].new_empty(len(self.places), *tensors[0].shape[1:])
+        if look == FEW:
+            return torch.stack([tensors[call][row] for call, row in self._origins[:SAMPLE]])
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        index = self._index[:SAMPLE] if sample else self._index
-        return whole[:len(index)] if self._in_order else whole[index]
+        return whole[:len(self._index)] if self._in_order else whole[self._index]
 
-    def logits(self, source: Source, rank: int) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
+    def logits(self, source: Source, rank: int, look: str = WHOLE
+               ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call."""
         last: dict[tuple[int, int], torch.Tensor] = {}
-        for call in self.calls:
-            tensor = as_rows(source.entries[rank, call.index].tensor(), call)
+        for tensor, call in zip(self._tensors(source, rank, look), self.calls):
+            tensor = as_rows(tensor, call)
             if tensor is None:
                 return None
             where = dict(zip(call.rows, call.places))
@@ -219,7 +233,8 @@ class Sources:
                 last.update({where[row]: tensor[i] for i, row in enumerate(call.ends)})
         if not last or len({len(row) for row in last.values()}) != 1:
             return None
-        return sorted(last), torch.stack([last[place] for place in sorted(last)])
+        places = sorted(last)[:SAMPLE if look == FEW else None]
+        return places, torch.stack([last[place] for place in places])
 
 
 def _collect(sources: dict[tuple, Source], strength: int, rank: int, call: int, entry) -> None:

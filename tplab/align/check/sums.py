@@ -6,7 +6,7 @@ import torch
 
 from tplab.align.check.layouts import PADDING, near
 from tplab.align.check.shares import Shares
-from tplab.align.check.sources import SAMPLE, Source
+from tplab.align.check.sources import FEW, SAMPLE, Source
 from tplab.checkpoint.layout import EMBEDDING
 
 _SUMS = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down"}
@@ -46,7 +46,7 @@ class Sums:
         ranks = self.sources.complete(source)
         if self.shares.size == 1:
             return False
-        outs = {rank: self.sources.rows(source, rank, True) for rank in ranks}
+        outs = {rank: self.sources.rows(source, rank, FEW) for rank in ranks}
         if any(out is None for out in outs.values()):
             return False
         if len(ranks) > 1 and all(near(out, outs[ranks[0]]) for out in outs.values()):
@@ -64,7 +64,7 @@ class Sums:
 
     def _summand(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
         name = at + ("attn" if which == "o" else "mlp_act")
-        held = [h for h in self.shares.held(name, sample=True) if rank in h.tensors]
+        held = [h for h in self.shares.held(name, FEW) if rank in h.tensors]
         held.sort(key=lambda h: h.source.name != source.name)
         if not held:
             return None
@@ -80,7 +80,7 @@ class Sums:
     def _is_masked(self, source: Source) -> bool:
         """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
         ids = [self.sources.texts.ids[number][position] for number, position in self.sources.places[:SAMPLE]]
-        outs = [self.sources.rows(source, rank, True) for rank in self.sources.complete(source)]
+        outs = [self.sources.rows(source, rank, FEW) for rank in self.sources.complete(source)]
         if self.shares.size == 1 or any(out is None or out.shape[1] != self.shares.config.hidden_size for out in outs):
             return False
         table = self.shares.evidence.weight(EMBEDDING)[ids]
