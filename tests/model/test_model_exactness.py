@@ -37,7 +37,7 @@ def test_products(dtype, rows, out_features, in_features, bias):
         assert linear(x, weight, b).dtype == dtype
         assert (linear(x, weight, b).double() - exact).abs().max() <= bound
         assert torch.equal(linear(x, weight, b), linear(x, weight, b))
-        assert linear(x[None], weight, b).shape == (1, rows, out_features)
+        assert linear(x[:, None], weight, b).shape == (rows, 1, out_features)
 
 
 def test_a_product_that_wants_a_gradient_has_one():
