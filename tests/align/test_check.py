@@ -10,13 +10,16 @@ from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 from helpers.recorded import record_lab
 
-from tplab.align import check
+from tplab.align import align, check, diagnose
 from tplab.align.check.parameters import wrong_parameters
-from tplab.align.recording import Parameter
+from tplab.align.guilty import local_diffs
+from tplab.align.recording import Parameter, Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.cli import main
 from tplab.errors import TplabError
 from tplab.faults import fault
+from tplab.patch import Patch
+from tplab.ranks import RankError
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +113,46 @@ def test_another_checkpoint(ckpt, tmp_path):
     assert check(folder, other).verdict == "bug", "the same sizes, other weights"
     with pytest.raises(TplabError):
         check(folder, open_checkpoint(make_checkpoint(tmp_path / "n", "llama", hidden=40, layers=1)))
+
+
+def test_an_engine_that_raises_an_error_is_not_clean(ckpt, tmp_path):
+    def forward(self, x):
+        raise ValueError("no such thing")
+
+    with pytest.raises(RankError):
+        record_lab(tmp_path / "run", ckpt, prompts(67), patches=[
+            Patch("tplab.model.mlp.TensorParallelMLP.forward", forward)])
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "bug" and not report.ok and not report.guilty
+    assert "rank 0, call 0: failed: ValueError: no such thing, in layers.0.mlp" in report.summary()
+
+
+def test_a_contradiction_is_a_diagnosis_of_its_own(ckpt, tmp_path):
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67)), ckpt)
+    report.recording.contradictions.append("query heads 4–5 are on no rank")
+    assert report.verdict == "bug" and diagnose(report) == report.diagnoses[0]
+    assert report.diagnoses[0].sentence == "Query heads 4–5 are on no rank."
+
+
+def test_the_function_is_not_hidden_by_its_folder():
+    import tplab.align.check.folder  # noqa: F401
+    from tplab.align import check as imported
+
+    assert imported is check and callable(check)
+
+
+def test_whole_logits_may_be_computed_here_or_gathered(ckpt, tmp_path):
+    """Ranks that differ before the head: a gathered row is made from all of them, and the head is not to blame."""
+    report = align(ckpt, prompts(67), patches=[fault("all_reduce_missing")], logical=True)
+    recording = report.recording
+    parts = [shard.tensor for shard in recording.points["logits"]]
+    gathered = [Shard(torch.cat(parts, 1), "vocab", range(67))] * 2
+    with ckpt.reader() as reader:
+        head = reader["lm_head.weight"][:]
+    alone = [Shard(shard.tensor @ head.T, "vocab", range(67)) for shard in recording.points["norm"]]
+    for logits in (gathered, alone):
+        changed = dataclasses.replace(recording, points=recording.points | {"logits": logits})
+        assert local_diffs(changed, ckpt, report.plan)["logits"].inside
+    flipped = [dataclasses.replace(shard, tensor=shard.tensor.roll(1, 1)) for shard in gathered]
+    changed = dataclasses.replace(recording, points=recording.points | {"logits": flipped})
+    assert local_diffs(changed, ckpt, report.plan)["logits"].guilty == (0, 1)

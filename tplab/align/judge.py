@@ -66,7 +66,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
     if local is not None:
         report.local = local
-    if report.ok and not by_local:
+    if not by_local and report.ok:
         report.recording = None
     return report
 

@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch.nn import functional as F
 
-from tplab.align.arithmetic import attend, rms_norm
+from tplab.align.arithmetic import attend, distance, rms_norm
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 from tplab.model.rope import Rotary, rotate
 
@@ -237,9 +237,17 @@ class Operations:
         return torch.tensor([rows[place] for place in self.recording.logit_places], dtype=torch.long)
 
     def _logits(self, at: str, rank: int) -> torch.Tensor:
-        head = HEAD if HEAD in self.weights else EMBEDDING
-        rows = as_index(self.indices("logits", rank))
-        return F.linear(self.value("norm", rank)[self.logit_rows], self.weights.raw(head)[rows].to(self.dtype))
+        weight = self.weights.raw(HEAD if HEAD in self.weights else EMBEDDING)
+        rows, norms = self.indices("logits", rank), {r: self.value("norm", r)[self.logit_rows] for r in self.ranks}
+
+        def product(rank, rows):
+            return F.linear(norms[rank], weight[as_index(rows)].to(self.dtype))
+        own, shard = product(rank, rows), self.shard("logits", rank)
+        if shard is None or len(rows) < len(weight) or all(torch.equal(norms[rank], norm) for norm in norms.values()):
+            return own
+        # Whole logits on a rank were computed there, or gathered from ranks that had other inputs.
+        gathered = torch.cat([product(held.rank, held.vocab) for held in self.plan.ranks], 1)
+        return min((own, gathered[:, as_index(rows)]), key=lambda right: distance(shard.tensor, right))
 
 
 def as_index(indices: Sequence[int]) -> slice | torch.Tensor:

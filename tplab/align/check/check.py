@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from tplab.align.check.folder import Recorded, read_recorded
+from tplab.align.check.folder import read_recorded
 from tplab.align.check.parameters import wrong_parameters
 from tplab.align.check.place import place
 from tplab.align.check.verdict import CheckReport
@@ -33,17 +33,10 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     recorded = read_recorded(folder)
     plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
     recording = place(recorded, ckpt, dict(names) if names else None)
+    gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
+    ended = [(call.status, f"rank {found.rank}, call {call.index}: {call.status}" + (call.last and f", in {call.last}"))
+             for found in recorded.ranks if found is not None for call in found.calls if call.status != "done"]
     return judge(recording, ckpt, plan, by_local=True, kind=CheckReport, folder=str(folder),
-                 broken_off=tuple(_broken_off(recorded)),
+                 broken_off=(*gone, *(what for status, what in ended if not status.startswith("failed"))),
+                 stopped=tuple(what for status, what in ended if status.startswith("failed")),
                  parameters=wrong_parameters(recording, ckpt))
-
-
-def _broken_off(recorded: Recorded):
-    """Where the ranks did not come to an end."""
-    for rank, found in enumerate(recorded.ranks):
-        if found is None:
-            yield f"rank {rank} recorded nothing"
-            continue
-        for call in found.calls:
-            if call.status != "done":
-                yield f"rank {rank}, call {call.index}: {call.status}" + f", last in {call.last}" * bool(call.last)

@@ -18,7 +18,8 @@ class CheckReport(AlignReport):
     """
 
     folder: str = ""
-    broken_off: tuple[str, ...] = ()  # ranks without a recording, calls that did not come to an end
+    broken_off: tuple[str, ...] = ()  # ranks without a recording, calls of which the end is not there
+    stopped: tuple[str, ...] = ()  # calls in which the engine raised an error
     parameters: dict[str, str] = field(default_factory=dict)  # recorded weights that are not the checkpoint's
 
     @cached_property
@@ -26,12 +27,16 @@ class CheckReport(AlignReport):
         """One for each bug, in the order in which they show."""
         from tplab.align.diagnose import diagnose_all  # it looks at reports, so this room is below it
 
-        return diagnose_all(self) if self.guilty else []
+        return diagnose_all(self) if self.guilty or self.recording.contradictions else []
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "clean"
 
     @property
     def verdict(self) -> str:
         """``"bug"``: something is wrong; ``"clean"``: nothing of what can be seen is, up to the end of every call."""
-        if self.guilty or self.parameters or self.recording.contradictions:
+        if self.guilty or self.parameters or self.recording.contradictions or self.stopped:
             return "bug"
         return "cannot tell" if self.open_questions else "clean"
 
@@ -81,13 +86,13 @@ class CheckReport(AlignReport):
                  f"{seen} points" + f" without {' and '.join(ends)}" * bool(ends)]
         heirs = sum(self.inherits(point.name) for point in self.points)
         lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would",
-                      "bug": f"{len(self.guilty)} guilty points, {heirs} more inherit an error",
+                      "bug": f"not clean: {len(self.guilty)} guilty points, {heirs} more inherit an error",
                       "cannot tell": "cannot tell"}[self.verdict])
         for number, one in enumerate(self.diagnoses, 1):
             alike = f" (or {', '.join(one.lookalikes)})" if one.lookalikes else ""
             lines.append(f"{number}. {one.where}: {one.fault or 'no name'}{alike}. {one.sentence}")
         lines += [f"weights: {name}: {what}" for name, what in self.parameters.items()]
-        lines += [f"contradiction: {what}" for what in self.recording.contradictions]
+        lines += [f"stopped: {what}" for what in self.stopped]
         lines += [f"open: {what}" for what in self.open_questions]
         lines += [f"note: {what}" for what in (*self.recording.notes, *(f"not placed: {x}" for x in
                                                                         self.recording.unplaced))]

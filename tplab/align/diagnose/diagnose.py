@@ -29,6 +29,8 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     if isinstance(found, TplabError):
         return next(_fitting(ERROR, *_error_chain(found)), Diagnosis(
             None, f"Unknown cause; the run ended with: {str(found).splitlines()[0]}", "error"))
+    if wrong := _contradictions(found):
+        return wrong[0]
     if found.ok:
         return next(_fitting(COST, found), Diagnosis(
             None, "Nothing is wrong: every trace point is inside the rounding floor."))
@@ -46,15 +48,15 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     each layer none, is one bug. Without a name of its own, a point that may have its error from where nothing was
     recorded is none.
     """
-    if report.ok or not report.guilty:
-        return [] if (one := diagnose(report)).ok else [one]
-    found: list[Diagnosis] = []
+    found = _contradictions(report)
+    if not report.guilty:
+        return found or ([] if (one := diagnose(report)).ok else [one])
     judge = Judge(report.recording, report.checkpoint, report.plan)
     for name in report.guilty:
         case = Case(report, name, judge)
         one = _explain(case)
-        if one is None and report.local[name].perhaps_from:
-            continue
+        if one is None and (report.local[name].perhaps_from or found and name == "embed"):
+            continue  # with ranks that were given other ids, the embedding cannot be right
         one = one or _unknown(case)
         if one.fault in MISPLACED:
             return [replace(one, points=tuple(report.guilty))]
@@ -68,6 +70,13 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
         else:
             found.append(replace(one, points=(name,)))
     return found
+
+
+def _contradictions(report: AlignReport) -> list[Diagnosis]:
+    """What is wrong with a recorded engine whatever its numbers are."""
+    if report.recording is None:
+        return []
+    return [Diagnosis(None, f"{what[:1].upper()}{what[1:]}.", "layout") for what in report.recording.contradictions]
 
 
 def _short(name: str) -> str:
