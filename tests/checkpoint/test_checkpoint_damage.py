@@ -120,8 +120,10 @@ def test_nan_or_inf_weights(tmp_path, bad, dtype):
     assert f"{GATE} contains {'NaN' if bad != bad else 'inf'}" in refusal(folder)
 
 
-def test_large_tensors_are_searched_to_the_last_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "_CHUNK_ELEMENTS", 100)  # three rows at a time: many chunks, the last one short
+@pytest.mark.parametrize("chunk", [100, 10])
+def test_large_tensors_are_searched_to_the_last_row(tmp_path, monkeypatch, chunk):
+    """Three rows at a time: many chunks, the last one short; or one row, which is more than a chunk."""
+    monkeypatch.setattr(verify, "_CHUNK_ELEMENTS", chunk)
     folder = make_checkpoint(tmp_path / "m")
     open_checkpoint(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -145,6 +147,13 @@ def test_a_copy_of_a_tied_head_of_another_shape(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_tensors(folder, tensors | {"lm_head.weight": torch.ones(66, 32)})
     assert "lm_head.weight in model.safetensors has shape [66, 32], but config.json asks for [67" in refusal(folder)
+
+
+def test_a_copy_of_a_tied_head_of_another_dtype(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", tie=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_tensors(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].double()})
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(folder)
 
 
 # --- several files and their index
@@ -339,7 +348,9 @@ def test_data_is_verified_once_and_again_after_any_change(sharded, monkeypatch):
     open_checkpoint(sharded)
     assert sorted(looks) == ["config.json", FIRST, SECOND, INDEX]
     looks.clear()
-    open_checkpoint(sharded)
+    monkeypatch.chdir(sharded.parent)
+    for name in (sharded, sharded.name):
+        open_checkpoint(name)
     assert looks == []
     before = os.stat(sharded / SECOND)
     flip(sharded / SECOND, -3)
