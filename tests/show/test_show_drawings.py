@@ -78,6 +78,8 @@ def test_the_strips_cover_the_weight_and_name_all_holders(name):
 def test_a_fused_weight_is_cut_where_its_parts_end():
     made = plan(1, 8, 2)
     assert [len(rows) for rows, _ in ShardedWeight.of(made, "qkv_proj").strips()] == [128, 32, 32]
+    unaware = ShardedWeight("w", (8, 4), 0, [[range(0, 8)]], blocks={"a": 3, "b": 4, "c": 1})
+    assert [len(rows) for rows, _ in unaware.strips()] == [3, 4, 1]
     assert "font-weight" in write(0, 0, "x", bold=True) and "font-weight" not in write(0, 0, "x")
 
 
