@@ -8,6 +8,7 @@ from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
 from helpers.strangers import FastAttention, FastLike, HfLike, VllmAttention, VllmLike
 
 from tplab.align.check.folder import read_recorded
+from tplab.align.check.parameters import wrong_parameters
 from tplab.align.check.place import place
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import logical_ranks, rank
@@ -196,3 +197,36 @@ def test_ranks_that_were_given_other_tokens(tmp_path, small):
     logical_ranks(2, on_rank)
     found = place(read_recorded(tmp_path / "run"), small)
     assert found.contradictions == ["call 0: rank 1 was given other token ids than rank 0: [1, 2, 4], not [1, 2, 3]"]
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("engine", [HfLike, VllmLike, FastLike])
+@pytest.mark.parametrize("calls", [True, False])
+def test_recorded_weights_are_the_checkpoints(tmp_path, small, engine, calls):
+    shares = all_share(planned(small, 2), **LAYOUTS["every other group"], **LAYOUTS["equal shares with padding"])
+    made = (flat_calls if engine is VllmLike else batch_calls)(texts(1, 7))
+    run(tmp_path / "run", small, engine, made if calls else [], shares=shares, parameters=True)
+    found = place(read_recorded(tmp_path / "run"), small)
+    assert not wrong_parameters(found, small) and not found.contradictions
+    held = found.parameters[1]
+    assert {"model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
+            "model.norm.weight"} <= set(held)
+    assert held["model.layers.1.self_attn.k_proj.weight"].indices == (*range(6, 12), *range(18, 24))
+    assert len(held["model.layers.0.mlp.up_proj.weight"].tensor) == 19
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_recorded_weights_that_are_not(tmp_path, small, calls):
+    def change(model, weights):
+        model.model.layers[1].self_attn.o_proj.weight.data[3] += 1
+        if rank():
+            model.model.norm.weight.data.fill_(1)
+
+    shares = all_share(planned(small, 2), kv=[(0, 1), (0, 1)])
+    run(tmp_path / "run", small, HfLike, batch_calls(texts(1, 7)) if calls else [], shares=shares, change=change,
+        parameters=True)
+    wrong = wrong_parameters(place(read_recorded(tmp_path / "run"), small), small)
+    assert set(wrong) == {f"rank 1: model.layers.{i}.self_attn.{x}_proj.weight" for i in (0, 1) for x in "kv"} | {
+        f"rank {r}: model.layers.1.self_attn.o_proj.weight" for r in (0, 1)} | {"rank 1: model.norm.weight"}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.stranger_parts import all_share, planned
 from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
 from helpers.strangers import HfLike, VllmLike
 
@@ -92,6 +93,31 @@ def test_declared_positions_that_differ_are_kept(ckpt, healthy):
     found = place(wrong, ckpt)
     assert found.declared == [0, 1, 2, 3, 4, 6, 0, 1, 2, 4] and found.num_keys == [5] * 5 + [6] + [3] * 3 + [4]
     assert found.places == [(0, i) for i in range(6)] + [(1, i) for i in range(4)]
+
+
+def test_an_engine_without_a_cache_is_told_so(ckpt, tmp_path):
+    calls = [([[1, 2, 3, 4][:n]], [list(range(n))], [0] * n) for n in (2, 3, 4)]
+    run(tmp_path / "run", ckpt, HfLike, calls, change=lambda model, weights: forget(model))
+    found = place(read_recorded(tmp_path / "run"), ckpt)
+    assert not wrong_points(found, ckpt) and found.num_keys == [4] * 4
+    assert found.notes == ["calls 1–2 computed 5 tokens once more that earlier calls had computed: nothing was read "
+                           "from a cache"]
+
+
+def forget(model):
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda module, args: module.core_attention.past.clear())
+
+
+def test_in_bfloat16_too(ckpt, tmp_path):
+    shares = all_share(planned(ckpt, 2), q=[(3, 4, 5), (0, 1, 2)], kv=[(1,), (0,)], mlp=[range(0, 43, 2),
+                                                                                       [*range(1, 43, 2), -1]])
+    run(tmp_path / "run", ckpt, HfLike, batch_calls([[1, 2, 3, 4, 5, 6, 7]]), dtype=torch.bfloat16, shares=shares)
+    found = place(read_recorded(tmp_path / "run"), ckpt)
+    assert found.dtype == torch.bfloat16 and not found.contradictions and not wrong_points(found, ckpt, 0.2)
+    assert found.points["layers.1.attn"][0].indices == (3, 4, 5)
+    assert tuple(found.points["layers.1.mlp_act"][1].indices) == tuple(range(1, 43, 2))
+    assert "o_partial" in "".join(found.points) and found.points["layers.0.o_partial"][0].kind == "partial"
 
 
 def test_what_one_rank_lacks(ckpt, healthy):

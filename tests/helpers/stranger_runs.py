@@ -10,7 +10,8 @@ from tplab.record import record
 
 
 def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[Share] | None = None,
-        dtype: torch.dtype = torch.float32, change=lambda model, weights: None, ranks=None, **options) -> None:
+        dtype: torch.dtype = torch.float32, change=lambda model, weights: None, ranks=None,
+        parameters: bool = False, **options) -> None:
     """Record ``engine`` on logical ranks.
 
     Args:
@@ -18,6 +19,7 @@ def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[
             ``[batch, tokens]``. Third: sequence numbers of the rows.
         change: called with the model and its weights before the first call.
         ranks: those that record; all if not given.
+        parameters: record the weights too.
         options: of ``record``.
     """
     shares = shares or planned(ckpt, size)
@@ -31,6 +33,8 @@ def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[
                 return [model.call(*map(torch.tensor, call[:2]), call[2]) for call in calls] and None
             with record(folder, rank=rank(), world_size=size, **options) as rec:
                 rec.watch(model)
+                if parameters:
+                    rec.parameters(model)
                 for ids, positions, sequences in calls:
                     ids, positions = torch.tensor(ids), torch.tensor(positions)
                     said = sequences if ids.dim() == 1 else sequences[::ids.shape[1]]

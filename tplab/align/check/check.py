@@ -22,7 +22,7 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     Args:
         folder: the one that ``record(folder, …)`` wrote.
         model: the checkpoint that the engine runs: a name, folder or hub id, or an opened one.
-        names: ``{pattern: point}`` for tensors whose names say nothing: ``{"blocks.*.mix.out": "layers.*.o_proj"}``.
+        names: ``{pattern: point}`` for tensors whose names say nothing: ``{"blocks.{i}.mix.out": "o_proj"}``.
 
     Raises:
         RecordingError: the folder is no recording, or a damaged one.

@@ -5,6 +5,7 @@ import torch
 from tplab.align.local import Weights
 from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
+from tplab.checkpoint.layout import EMBEDDING, HEAD
 
 
 def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
@@ -12,7 +13,8 @@ def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
     weights, wrong = Weights(ckpt, recording.dtype, recording.dtype), {}
     for rank, held in enumerate(recording.parameters):
         for name, parameter in (held or {}).items():
-            right = weights.raw(name).to(parameter.tensor.dtype)
+            tied = name == HEAD and name not in weights.parts
+            right = weights.raw(EMBEDDING if tied else name).to(parameter.tensor.dtype)
             if parameter.dim is not None:
                 right = right.index_select(parameter.dim, torch.tensor(list(parameter.indices), dtype=torch.long))
             ours = parameter.tensor

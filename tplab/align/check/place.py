@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -13,6 +14,7 @@ from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
+from tplab.align.check.weights import parameters_of
 from tplab.align.points import layout, point_names
 from tplab.align.recording import PlacementError, Recording, Shard
 from tplab.checkpoint import Checkpoint
@@ -36,7 +38,12 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None) -> Re
     plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
     sources = Sources(recorded, ckpt.config, names)
     shares = Shares(sources, ckpt, plan)
-    return _Placing(sources, shares, learn(sources, shares)).recording()
+    learnt = learn(sources, shares)
+    parameters, unknown = parameters_of(recorded, shares)
+    found = _Placing(sources, shares, learnt).recording()
+    found.parameters, found.unplaced = parameters, found.unplaced + [
+        f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
+    return found
 
 
 class _Points(Mapping):
@@ -171,7 +178,9 @@ class _Placing:
 
     def _leave_out(self, source: Source, why: str) -> None:
         layer, _ = place_of(source.name)
-        layers = self.unplaced.setdefault(f"{source.named(pattern_of(source.name))}: {why}", [])
+        first, dot, _ = source.path.partition(".")
+        alike = replace(source, name=pattern_of(source.name), path=first + dot + "*" * bool(dot))
+        layers = self.unplaced.setdefault(f"{alike}: {why}", [])
         if layer is not None and layer not in layers:
             layers.append(layer)
 

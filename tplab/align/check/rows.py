@@ -43,6 +43,7 @@ class Texts:
         self.ids: list[list[int]] = []
         self.by_label: dict[int, int] = {}  # the engine's own number of a sequence → ours
         self.notes: list[str] = []
+        self.again: dict[int, list[int]] = {}  # calls that computed known tokens once more, and how many
 
     def add_call(self, index: int, input_ids: torch.Tensor, positions: torch.Tensor | None,
                  sequences: list[int] | None) -> CallRows:
@@ -69,6 +70,8 @@ class Texts:
             number, start = self._find(text, begin, label, free, index)
             free.discard(number)
             known = self.ids[number]
+            if start < len(known):
+                self.again.setdefault(index, []).append(len(known) - start)
             known[start:start + len(text)] = text
             call.rows += run
             call.places += [(number, start + i) for i in range(len(run))]

@@ -49,6 +49,7 @@ class Shares:
         last = config.num_layers - 1
         self.sampled = [f"layers.{layer}." for layer in sorted({0, last // 2, last})]
         self.contradictions: list[str] = []
+        self._by_weight: dict[str, tuple[list, list]] = {}
 
     # What a source holds.
 
@@ -107,6 +108,11 @@ class Shares:
         shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], local.shape[1], rank, self.size)]
         return layouts.fit(local, full, shares, search=which != "vocab")
 
+    def vote_by_weight(self, which: str, rank: int, local: torch.Tensor, full: torch.Tensor) -> None:
+        """What a recorded weight says about a dimension, for :attr:`layouts` to ask where no activation does."""
+        counts, found = self._by_weight.setdefault(which, ([None] * self.size, [None] * self.size))
+        counts[rank], found[rank] = local.shape[1], self.vote(which, local, full, rank)
+
     def _votes(self, which: str, points: tuple[str, ...]) -> tuple[list[int | None], list[Indices | None]]:
         """How many each rank holds, and which the values say."""
         counts, votes, guesses = [None] * self.size, [], []
@@ -158,6 +164,9 @@ class Shares:
         ups = self._votes("mlp", ("up",))[1]
         found["mlp"] = [None if up is not None and up != gate else gate for gate, up in zip(columns, ups)]
         counts["vocab"], found["vocab"] = self._vocabulary()
+        for which in self._by_weight:
+            if not any(counts[which]):
+                counts[which], found[which] = self._by_weight[which]
         for which in ("q", "k", "v"):  # every head several times, as attention without groups wants them
             for rank, count in enumerate(counts[which]):
                 if which != "q" and count == counts["q"][rank] != len(planned[which][rank]):

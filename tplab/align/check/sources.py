@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tplab.align.check.layouts import span
 from tplab.align.check.names import EVIDENT, OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, call_inputs
@@ -27,12 +28,8 @@ class Source:
     entries: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.named(self.name)
-
-    def named(self, name: str) -> str:
-        """The same in words, under another name."""
         what = {"in": "’s input", "out": "’s output", "tensor": ""}[self.kind]
-        return (name or "the model") + what + (f" {self.path}" if self.path not in ("", "0") else "")
+        return (self.name or "the model") + what + (f" {self.path}" if self.path not in ("", "0") else "")
 
     @property
     def layer(self) -> int | None:
@@ -118,6 +115,10 @@ class Sources:
             if index in self.used:
                 self.calls.append(call)
         self.notes += self.texts.notes
+        if again := self.texts.again:
+            tokens = sum(map(sum, again.values()))
+            self.notes.append(f"calls {span(list(again))} computed {tokens} tokens once more that earlier calls had "
+                              "computed: nothing was read from a cache")
 
     def _order_rows(self) -> None:
         last: dict[tuple[int, int], tuple[int, int, int | None, tuple[int, int]]] = {}
