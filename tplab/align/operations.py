@@ -77,10 +77,14 @@ class Operations:
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of every row's position, ``[1, rows, head_dim]``."""
+        return self.tables(self.config.hf, self.positions)
+
+    def tables(self, config, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by a transformers ``config``, the rows taken to stand at ``positions``."""
         # A dynamic RoPE depends on how long the sequence was when the row was computed.
         runs = groupby(zip(self.recording.places, self.recording.num_keys), lambda row: (row[0][0], row[1]))
         parts = [(len(list(rows)), keys) for (_, keys), rows in runs]
-        return Rotary(self.config.hf)(torch.empty(0, dtype=self.dtype), self.positions, parts)
+        return Rotary(config)(torch.empty(0, dtype=self.dtype), positions, parts)
 
     def before_rope(self, part: str) -> str:
         """The short name of the point that RoPE turns: ``"q"`` or ``"q_norm"``."""

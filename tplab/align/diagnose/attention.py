@@ -1,21 +1,13 @@
 """Hypotheses about attention itself: q, k and v are right, what was made of them is not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-
-# A rule says which keys a query may see, from the positions of queries [n, 1] and keys [1, m] and from how many keys
-# there were when the query was computed [n, 1].
-Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The right rule."""
-    return key <= query
+from tplab.align.diagnose.wrong import attention, explains
 
 
 def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -33,15 +25,15 @@ def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) 
     return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
 
 
-def explained(case: Case, rule: Rule = causal, heads: torch.Tensor | None = None, with_future: bool = False) -> bool:
-    """Whether another rule, or other KV heads, give what tplab computed; ``with_future``: look only at rows that had
-    later keys beside them. (A decoding row has none, but its batch may have padding, which no rule knows.)"""
+def sees_all(case: Case) -> bool:
+    """Whether the rows that had later keys beside them saw these, too. (A decoding row has none, but its batch may have
+    padding, which no rule knows.)"""
     checked = False
     for prompt, ours, positions, q in prompts(case):
-        k, v = keys_and_values(case, prompt, heads)
+        k, v = keys_and_values(case, prompt)
         keys = case.num_keys(prompt)
-        rows = keys > positions + 1 if with_future else torch.ones_like(keys, dtype=torch.bool)
-        visible = rule(positions[rows][:, None], torch.arange(len(k))[None], keys[rows][:, None])
+        rows = keys > positions + 1
+        visible = torch.arange(len(k))[None] < keys[rows][:, None]
         if rows.any() and not case.fits(ours[rows], attend(q[rows], k, v, visible, case.scaling)):
             return False
         checked = checked or bool(rows.any())
@@ -67,13 +59,16 @@ def zero_times_infinity(case: Case) -> Diagnosis | None:
 @hypothesis("attn")
 def sees_the_future(case: Case) -> Diagnosis | None:
     """Does attention without a mask, or with one that is a step off, give these numbers?"""
-    if explained(case, lambda query, key, keys: key < keys, with_future=True):
+    def everything(query, key, keys):
+        return key < keys
+    if (sees_all(case) if case.has("attn") else explains(case, lambda at, op: attention(at, rule=everything))):
         return case.diagnosis("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No "
                               "mask is applied.")
     for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
-        if explained(case, lambda query, key, keys, shift=shift: (key < keys) & (key <= query + shift)
-                     | (query + key == 0)):
-            return case.diagnosis(None, f"The mask's diagonal is one off: {says}.", shift=shift)
+        def off(query, key, keys, shift=shift):
+            return (key < keys) & (key <= query + shift) | (query + key == 0)
+        if explains(case, lambda at, op, off=off: attention(at, rule=off)):
+            return case.diagnosis("mask_off_by_one", f"The mask's diagonal is one off: {says}.", shift=shift)
 
 
 @hypothesis("attn")
@@ -83,18 +78,7 @@ def copies_taken_for_heads(case: Case) -> Diagnosis | None:
     for shard in case.plan.ranks:
         group = len(shard.q_heads) // len(shard.kv_heads)
         heads.extend(shard.kv_heads[reads // group] for reads in shard.kv_for_q)
-    if explained(case, heads=torch.tensor(heads)):
+    if explains(case, lambda at, op: attention(at, heads=torch.tensor(heads))):
         return case.diagnosis("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its "
                               "other ones should stand: keys and values were repeated for the query heads before they "
                               "were stored.")
-
-
-@hypothesis("attn")
-def other_kv_heads(case: Case) -> Diagnosis | None:
-    """Do the query heads read other KV heads than their group's?"""
-    plan = case.plan
-    for says, heads in (("query head h reads KV head h % kv_heads", torch.arange(plan.num_heads) % plan.num_kv_heads),
-                        ("all query heads read KV head 0", torch.zeros(plan.num_heads, dtype=torch.long))):
-        if plan.num_kv_heads > 1 and explained(case, heads=heads):
-            return case.diagnosis(None, f"K and V are right, but {says}; in grouped attention, head h reads h // "
-                                  "group.", group=plan.num_heads // plan.num_kv_heads)

@@ -3,9 +3,10 @@
 import torch
 
 from tplab.align.arithmetic import attend
-from tplab.align.diagnose.attention import causal, keys_and_values, prompts
+from tplab.align.diagnose.attention import keys_and_values, prompts
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
+from tplab.align.diagnose.wrong import causal
 from tplab.align.report import AlignReport, DecodeFacts
 
 

@@ -1,5 +1,6 @@
 """What the hypotheses of the diagnosis look at: the tensors around the first divergence, and how well a guess fits."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Case:
         name = name or next(iter(report.guilty), report.first_divergence.name)
         self.first = report[name]
         self.layer, _, self.point = name.rpartition(".")
+        self.ops: tuple[str, ...] = (self.point,)  # those that a hypothesis is to take for wrong
         self.judge.enter(name)
         self.frame = self.judge.frame
         # Which positions of each prompt the rows of the tensors stand for: all, unless the decode path was aligned.
@@ -122,6 +124,11 @@ class Case:
         return self.frame.weights[name if name.startswith("model.") else f"model.{self.layer}.{name}"]
 
     @property
+    def group(self) -> int:
+        """How many query heads share a KV head."""
+        return self.config.num_heads // self.config.num_kv_heads
+
+    @property
     def scaling(self) -> float:
         """What scores are multiplied with."""
         return self.config.head_dim ** -0.5
@@ -144,6 +151,22 @@ class Case:
         them; those included that it found in its cache."""
         whole = range(self.config.num_kv_heads)
         return self.frame.keys(prompt, self._full(name), 0, whole)
+
+    def about(self, *ops: str) -> "Case":
+        """The same case, for hypotheses about these ops on the way to its point, the first of which is ``op``."""
+        other = copy.copy(self)
+        vars(other).update(ops=ops, tolerance=self.tolerance, wrong_ranks=self.wrong_ranks)  # computed once for all
+        return other
+
+    @property
+    def op(self) -> str:
+        """The op that hypotheses are asked about: the point's own, or one before it whose point was not recorded."""
+        return self.ops[0]
+
+    @cached_property
+    def wrong_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold something else than they should."""
+        return self.judge.diff(self.first.name).guilty
 
     @cached_property
     def tolerance(self) -> float:

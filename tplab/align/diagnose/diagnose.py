@@ -11,6 +11,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import COST, ERROR, hypotheses
+from tplab.align.diagnose.wrong import compound
 from tplab.align.guilty import Judge
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
@@ -84,7 +85,9 @@ def _short(name: str) -> str:
 
 
 def _explain(case: Case) -> Diagnosis | None:
-    fitting = list(_fitting(case.point, case))
+    about = [case.about(*ops) for ops in compound(case)]
+    fitting = ([found for one in about for found in _fitting(one.op, one)] or
+               [found for one in about for found in _fitting(one.op, one, last=True)])
     if not fitting:
         return None
     first = fitting[0]
@@ -92,9 +95,9 @@ def _explain(case: Case) -> Diagnosis | None:
     return replace(first, lookalikes=first.lookalikes + tuple(dict.fromkeys(others))) if first.fault else first
 
 
-def _fitting(subject: str, *cases):
+def _fitting(subject: str, *cases, last: bool = False):
     """What fits, hypothesis by hypothesis; each is asked about every one of ``cases``."""
-    return filter(None, (hypothesis(case) for hypothesis in hypotheses(subject) for case in cases))
+    return filter(None, (hypothesis(case) for hypothesis in hypotheses(subject, last) for case in cases))
 
 
 def _error_chain(error: TplabError) -> list[TplabError]:

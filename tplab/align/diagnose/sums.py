@@ -4,6 +4,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
+from tplab.align.diagnose.wrong import right
 
 
 @hypothesis("o_partial", "mlp_partial")
@@ -36,6 +37,38 @@ def not_reduced(case: Case) -> Diagnosis | None:
         return case.diagnosis(names[0], f"After the reduce each rank still has its own summand; the {tp} summands add "
                               f"up to the right result, and {says}.", *names[1:], spread=case.first.spread,
                               wanted=wanted, done=min(done, default=0))
-    if all(case.fits(total * tp, case.reference(case.point)) for total in sums):
-        return case.diagnosis(None, f"The result is 1/{tp} of the right one on every rank: the summands were averaged, "
-                              "not added.", ranks=tp)
+
+
+@hypothesis("o_proj", "mlp")
+def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
+    """How many times does each rank's summand stand in each rank's result?"""
+    tp = case.recording.world_size
+    parts = [right(case, rank)(f"{case.op.removesuffix('_proj')}_partial") for rank in range(tp)]
+    columns, found = torch.stack([part.double().flatten() for part in parts], 1), []
+    for held in case.shards(case.point):
+        if tp == 1 or case.op != case.point or not torch.isfinite(held).all() or not torch.isfinite(columns).all():
+            return None
+        times = torch.linalg.lstsq(columns, held.double().flatten()[:, None]).solution.flatten()
+        found.append((times * tp).round() / tp)
+    if any(not case.fits(held, sum(n * part for n, part in zip(times.tolist(), parts)))
+           for held, times in zip(case.shards(case.point), found)):
+        return None
+    every = torch.stack(found)
+    if bool((every == 1).all()) or torch.equal(every, torch.eye(tp, dtype=every.dtype)):
+        return None
+    name = case.first.name
+    if bool((every == 1 / tp).all()):
+        return case.diagnosis("all_reduce_average", f"{name} is 1/{tp} of the right one on every rank: the summands "
+                              "were averaged, not added.", ranks=tp)
+    if bool((every == tp).all()):
+        return case.diagnosis("all_reduce_twice", f"{name} is {tp} times the right one on every rank: it was reduced "
+                              "twice, or every rank's summand was the whole already.", times=tp)
+    if bool(((every == 0) | (every == 1)).all()):
+        rank = int((every != 1).any(1).nonzero()[0])
+        added = every[rank].nonzero().flatten().tolist()
+        return case.diagnosis("all_reduce_subset", f"On rank {rank}, {name} is the sum of the summands of the ranks "
+                              f"{added} only; all {tp} belong to it.", rank=rank)
+    rank = int((every != 1).any(1).nonzero()[0])
+    said = " + ".join(f"{n:g} × rank {r}'s" for r, n in enumerate(every[rank].tolist()) if n)
+    return case.diagnosis(None, f"On rank {rank}, {name} is another sum of the ranks' summands than it should be: "
+                          f"{said or 'none of them'}.", rank=rank)

@@ -4,10 +4,14 @@ Each output feature of a column-parallel layer belongs to one row of its weight 
 the wrong rows shows the reference's own numbers in the wrong places, and no weight needs to be looked at to see it.
 """
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
+from tplab.align.diagnose.wrong import OnRank, explains, linear, right
 from tplab.shard import RankShard
 
 
@@ -96,7 +100,47 @@ def cut_along_dim1(case: Case) -> Diagnosis | None:
                               "column-parallel layer keeps rows, dim 0.")
 
 
+def _orders(at: OnRank) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The ways in which this rank's fused ``[q|k|v]`` may be filled or split otherwise, each as the features of
+    ``[q|k|v]`` that end up as q, k and v; with its name and what it is."""
+    dim, heads, kv_heads = at.case.config.head_dim, len(at.indices("q")), len(at.indices("k"))
+    sizes = dict(zip("qkv", (heads * dim, kv_heads * dim, kv_heads * dim)))
+    every = torch.arange(sum(sizes.values()))
+    blocks = dict(zip("qkv", every.split(list(sizes.values()))))
+    for order in itertools.permutations("qkv"):
+        if order != ("q", "k", "v"):
+            name = "|".join(order)
+            yield "qkv_order", f"it is filled as [{name}]", torch.cat([blocks[part] for part in order])
+            read = dict(zip(order, every.split([sizes[part] for part in order])))
+            yield "qkv_order", f"it was read as [{name}]", torch.cat([read[part] for part in "qkv"])
+    if kv_heads and heads % kv_heads == 0:
+        groups = every.view(kv_heads, -1, dim)
+        read = torch.cat([groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()])
+        yield "qkv_interleaved", "it was read group by group, [q … q k v] for each KV head", read
+        yield "qkv_interleaved", "it is filled group by group, [q … q k v] for each KV head", read.argsort()
+    halves = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
+    for inside, says in ((halves, "neighbours lie half a head apart"), (halves.argsort(), "halves lie in turns")):
+        turned = every.view(-1, dim)[:, inside]
+        turned[-kv_heads:] = every.view(-1, dim)[-kv_heads:]
+        yield "rope_permuted_rows", (f"the rows of each head of q and k stand in another order ({says}), as Meta's "
+                                     "checkpoints and Hugging Face's differ"), turned.flatten()
+
+
 @hypothesis("q", "k", "v")
+def another_order_in_the_fused_tensor(case: Case) -> Diagnosis | None:
+    """Was the fused projection filled in one order and split in another?"""
+    def taken(at, op, number):
+        fused = torch.cat([linear(at, part).flatten(1) for part in "qkv"], 1)
+        start = sum(len(at.features(part)) for part in "qkv"[:"qkv".index(op)])
+        features = [*_orders(at)][number][2][start:start + len(at.features(op))]
+        return fused[:, features].unflatten(1, (-1, case.config.head_dim))
+    for number, (fault, says, _) in enumerate(_orders(right(case, 0))):
+        if explains(case, lambda at, op, number=number: taken(at, op, number)):
+            return case.diagnosis(fault, f"The weights behind {case.first.name} are right, but in the fused [q|k|v] "
+                                  f"they have the wrong places: {says}.")
+
+
+@hypothesis("q", "k", "v", last=True)
 def rows_in_other_places(case: Case) -> Diagnosis | None:
     """Is every output feature one of the reference's, in another place?"""
     parts = {part: case.reference(part).flatten(1).double() for part in "qkv"}

@@ -1,0 +1,75 @@
+"""Hypotheses about the MLP's inside: gate, up and what is made of them."""
+
+import torch
+from torch.nn import functional as F
+
+from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.registry import hypothesis
+from tplab.align.diagnose.wrong import OnRank, activation, best, explains, linear
+
+_ACTIVATIONS = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x), "sigmoid": torch.sigmoid, "tanh": torch.tanh,
+    "relu²": lambda x: F.relu(x) ** 2, "no activation": lambda x: x}
+
+
+@hypothesis("mlp_act")
+def gate_and_up_exchanged(case: Case) -> Diagnosis | None:
+    """Was the activation applied to up instead of gate?"""
+    if explains(case, lambda at, op: activation(case)(at("up")) * at("gate")):
+        return case.diagnosis("gate_up_order", f"{case.op} is act(up) × gate: the two halves of the fused "
+                              "projection were taken for each other. Its order is [gate|up].")
+
+
+@hypothesis("mlp_act")
+def another_activation(case: Case) -> Diagnosis | None:
+    """Does another activation fit, or one that is applied elsewhere?"""
+    act, right = activation(case), case.config.hidden_act
+    wrong = {f"{name}(gate) × up": lambda at, op, f=f: f(at("gate")) * at("up") for name, f in _ACTIVATIONS.items()}
+    wrong |= {f"{right}(gate), up left out": lambda at, op: act(at("gate")),
+              f"{right}(up), gate left out": lambda at, op: act(at("up")),
+              f"{right}(gate) × {right}(up)": lambda at, op: act(at("gate")) * act(at("up")),
+              f"{right}(gate × up)": lambda at, op: act(at("gate") * at("up")),
+              f"{right}(gate) + up": lambda at, op: act(at("gate")) + at("up")}
+    if (found := best(case, wrong)) is not None and not found.startswith(f"{right}(gate) × up"):
+        return case.diagnosis("wrong_activation", f"{case.op} is {found}; right is {right}(gate) × up.")
+
+
+def _fused(at: OnRank) -> torch.Tensor:
+    """What this rank's fused projection gives, ``[tokens, gate here | up here]``."""
+    return torch.cat([linear(at, "gate"), linear(at, "up")], 1)
+
+
+@hypothesis("mlp_act")
+def gate_and_up_in_turns(case: Case) -> Diagnosis | None:
+    """Were gate and up taken to stand in turns in the fused tensor, or as blocks where they stand in turns?"""
+    act = activation(case)
+
+    def turns(at, op):
+        return act(_fused(at)[:, 0::2]) * _fused(at)[:, 1::2]
+
+    def blocks(at, op):  # columns g0 u0 g1 u1 …, of which the first half is taken for gate
+        g, u = linear(at, "gate"), linear(at, "up")
+        first, second = torch.stack([g, u], -1).flatten(1).chunk(2, 1)
+        return act(first) * second
+    for wrong, says in ((turns, "it holds [gate|up], and was read as gate 0, up 0, gate 1, up 1, …"),
+                        (blocks, "it holds gate 0, up 0, gate 1, up 1, …, and was read as [gate|up]")):
+        if explains(case, wrong):
+            return case.diagnosis("gate_up_interleaved", f"The fused tensor behind {case.op} was split in "
+                                  f"another way than it was filled: {says}.")
+
+
+@hypothesis("mlp_act")
+def gate_and_up_cut_as_one_block(case: Case) -> Diagnosis | None:
+    """Are a rank's gate and up one block of the fused ``[gate|up]``?"""
+    tp, size = case.plan.tensor_parallel_size, case.config.intermediate_size
+
+    def block(at, op):
+        here = len(at.indices("mlp_act"))
+        rows = (torch.arange(2 * here) + at.rank * 2 * size // tp) % (2 * size)
+        x = torch.cat([linear(at, part, features=torch.arange(size)) for part in ("gate", "up")], 1)[:, rows]
+        return activation(case)(x[:, :here]) * x[:, here:]
+    if tp > 1 and explains(case, block):
+        return case.diagnosis("fused_one_block", f"Each rank's gate and up are one block of the fused [gate|up]: {tp} "
+                              "ranks cut it as if it were one matrix. Cut gate and up apart first, then each for "
+                              "itself.")

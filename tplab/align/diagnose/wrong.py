@@ -1,0 +1,274 @@
+"""An op of the forward pass replaced by a wrong one: what would each rank hold then?
+
+A wrong op is a function of :class:`OnRank`, which gives it what this rank had at the points before, and of the op's
+name. Most hypotheses are one: ``explains(case, lambda at, op: attention(at, scaling=1.0))``. The op need not be the
+guilty point's own: where the points between were not recorded, every op on the way may be the wrong one.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from tplab.align.arithmetic import attend
+from tplab.align.diagnose.case import Case
+from tplab.align.local import LocalFrame
+from tplab.align.operations import as_index
+from tplab.align.points import layout, made_from
+from tplab.checkpoint.layout import EMBEDDING, HEAD
+from tplab.model.rope import Rotary, rotate
+
+# point → the module that computes it, and what from
+LINEAR = {"q": ("self_attn.q_proj", "input_norm"), "k": ("self_attn.k_proj", "input_norm"),
+          "v": ("self_attn.v_proj", "input_norm"), "gate": ("mlp.gate_proj", "post_norm"),
+          "up": ("mlp.up_proj", "post_norm"), "o_partial": ("self_attn.o_proj", "attn"),
+          "mlp_partial": ("mlp.down_proj", "mlp_act"), "logits": ("lm_head", "norm")}
+NORMS = {"input_norm": ("input_layernorm", "before"), "post_norm": ("post_attention_layernorm", "residual"),
+         "norm": ("model.norm", "before"), "q_norm": ("self_attn.q_norm", "q"), "k_norm": ("self_attn.k_norm", "k")}
+_TOGETHER = (("q", "k", "v"), ("q", "k"), ("q_norm", "k_norm"), ("q_rope", "k_rope"), ("gate", "up"))
+
+Wrong = Callable[["OnRank", str], torch.Tensor]
+
+
+class Attended(NamedTuple):
+    """The rows of one sequence on one rank: where they stand, their queries, and all they may look at."""
+
+    positions: torch.Tensor  # [n]
+    num_keys: torch.Tensor  # [n], how many keys there were when each was computed
+    q: torch.Tensor  # [n, heads here, head_dim]
+    k: torch.Tensor  # [m, all KV heads, head_dim]
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """What one rank's ops see: ``at("q")`` is this rank's q, as recorded, or by the ops before it."""
+
+    case: Case
+    rank: int
+    frame: LocalFrame
+
+    def _full(self, point: str) -> str:
+        at = f"{self.case.layer}." if self.case.layer else ""
+        return self.frame.before(at) if point == "before" else at + point
+
+    def __call__(self, point: str) -> torch.Tensor:
+        """``[rows, heads here, head_dim]`` at heads, ``[rows, columns here]`` otherwise; ``"before"`` is what went into
+        the layer. The case's own point is what it should be by its ops."""
+        of = self.frame.expected if point == self.case.point else self.frame.value
+        return of(self._full(point), self.rank)
+
+    def indices(self, point: str) -> Sequence[int]:
+        """The global heads, columns or vocabulary rows that this rank holds at a point."""
+        return self.frame.indices(self._full(point), self.rank)
+
+    def features(self, point: str) -> torch.Tensor:
+        """The rows of the weight (of a row-parallel one, the columns) that make this rank's part of a point."""
+        source = LINEAR[point][1] if layout(point) == "partial" else point
+        here = torch.tensor(self.indices(source), dtype=torch.long)
+        if layout(source) in ("q_heads", "kv_heads"):
+            here = (here[:, None] * self.case.config.head_dim + torch.arange(self.case.config.head_dim)).flatten()
+        return here
+
+    def sequences(self) -> Iterator[Attended]:
+        """What attention has, sequence by sequence."""
+        frame, q, every = self.frame, self("q_rope"), range(self.case.config.num_kv_heads)
+        for number in range(len(frame.recording.ids)):
+            rows = frame.rows_of(number)
+            if rows.stop > rows.start:
+                k, v = (frame.keys(number, self._full(name), self.rank, every) for name in ("k_rope", "v"))
+                yield Attended(frame.positions[rows], self.case.num_keys(number), q[rows], k, v)
+
+
+class _Altered(LocalFrame):
+    """A local frame in which some ops of one layer are others. What was recorded stays as it is."""
+
+    def __init__(self, case: Case, wrong: dict[str, Wrong]):
+        vars(self).update(vars(case.frame))
+        self.case, self.wrong, self._once = case, wrong, {}
+        self._values = {key: x for key, x in self._values.items() if key[0] in self.recording.points
+                        or not key[0].startswith(f"{case.layer}.")}
+
+    def expected(self, name: str, rank: int) -> torch.Tensor:
+        layer, _, point = name.rpartition(".")
+        if layer != self.case.layer or point not in self.wrong:
+            return super().expected(name, rank)
+        return self.wrong[point](OnRank(self.case, rank, self), point)
+
+
+def right(case: Case, rank: int) -> OnRank:
+    """What a rank's ops see where none of them is wrong."""
+    return OnRank(case, rank, case.frame)
+
+
+def compound(case: Case) -> Iterator[tuple[str, ...]]:
+    """The ops that may be wrong where the case's point is: its own, and those whose points were not recorded; each
+    alone, then those together that one mistake would touch."""
+    ops, unseen = [case.point], [case.point]
+    while unseen:
+        for point in made_from(unseen.pop(), case.config.qk_norm):
+            if point not in (*ops, "before") and not case.has(point):
+                ops.append(point)
+                unseen.append(point)
+    yield from ((op,) for op in ops)
+    yield from (some for some in _TOGETHER if set(some) <= set(ops))
+
+
+def explains(case: Case, wrong: Wrong) -> bool:
+    """Whether every rank that is wrong holds at the case's point what ``wrong`` in place of ``case.ops`` gives."""
+    return misfit(case, wrong) <= case.tolerance
+
+
+def misfit(case: Case, wrong: Wrong, ranks: Sequence[int] | None = None) -> float:
+    """How far what these ranks (those that are wrong) hold is from what a wrong op gives, relative to its scale;
+    infinite for NaN."""
+    frame, gaps = _Altered(case, dict.fromkeys(case.ops, wrong)), []
+    for rank in case.wrong_ranks if ranks is None else ranks:
+        gaps.append(distance(case.shard(case.point, rank), OnRank(case, rank, frame)(case.point)))
+        if gaps[-1] > 1:
+            break  # far off: the other ranks cannot make it better
+    return max(gaps, default=float("inf"))
+
+
+def distance(held: torch.Tensor, guess: torch.Tensor) -> float:
+    """The largest difference relative to the guess's scale; infinite where either is not finite or has another shape.
+    """
+    held, guess = held.flatten(1).double(), guess.flatten(1).double()
+    if held.shape != guess.shape or not (torch.isfinite(held).all() and torch.isfinite(guess).all()):
+        return float("inf")
+    return (held - guess).abs().max().item() / max(guess.abs().max().item(), 1e-30)
+
+
+def best(case: Case, candidates: dict[object, Wrong]) -> object | None:
+    """The key of the wrong op that fits best, if it fits."""
+    gaps = {key: misfit(case, wrong) for key, wrong in candidates.items()}
+    key = min(gaps, key=gaps.get, default=None)
+    return key if gaps and gaps[key] <= case.tolerance else None
+
+
+def fitted(case: Case, family: Callable[[float], Wrong], low: float, high: float) -> float | None:
+    """The number between ``low`` and ``high`` for which ``family(number)`` explains the point; None if none does."""
+    def gap(log: float) -> float:
+        return misfit(case, family(10 ** log))
+
+    grid = torch.linspace(torch.tensor(low).log10(), torch.tensor(high).log10(), 49, dtype=torch.float64).tolist()
+    gaps = list(map(gap, grid))
+    middle = gaps.index(min(gaps))
+    a, b = grid[max(middle - 1, 0)], grid[min(middle + 1, len(grid) - 1)]
+    golden = (5 ** 0.5 - 1) / 2
+    c, d = b - golden * (b - a), a + golden * (b - a)
+    at_c, at_d = gap(c), gap(d)
+    while b - a > 1e-7 and min(at_c, at_d) <= 3 * gaps[middle]:
+        if at_c < at_d:
+            b, d, at_d = d, c, at_c
+            c = b - golden * (b - a)
+            at_c = gap(c)
+        else:
+            a, c, at_c = c, d, at_d
+            d = a + golden * (b - a)
+            at_d = gap(d)
+    return 10 ** ((a + b) / 2) if min(at_c, at_d) <= case.tolerance else None
+
+
+# The ops, with what can be wrong about them as arguments.
+
+def linear(at: OnRank, point: str, *, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+           x: torch.Tensor | None = None, features: torch.Tensor | None = None) -> torch.Tensor:
+    """A column- or row-parallel product at ``point``; ``weight`` and ``bias`` are whole ones, ``features`` its rows (or
+    columns) that the rank takes. A row-parallel bias is added by the ranks that add it."""
+    module, source = LINEAR[point]
+    x = (at(source) if x is None else x).flatten(1)
+    weight = matrix(at.case, point) if weight is None else weight
+    bias = vector(at.case, point) if bias is None else bias
+    features = as_index((at.features(point) if features is None else features).tolist())
+    if layout(point) == "partial":
+        layer = f"{at.case.layer}."
+        share = at.frame.bias_shares(layer, point.removesuffix("_partial"), at.rank).get(at.rank, 0.0)
+        return F.linear(x, weight[:, features]) + (share * bias if share else 0)
+    if point == "logits":
+        x = x[at.frame.logit_rows]
+    y = F.linear(x, weight[features], bias[features])
+    return y.unflatten(1, (-1, at.case.config.head_dim)) if layout(point) in ("q_heads", "kv_heads") else y
+
+
+def matrix(case: Case, point: str, layer: str | None = None) -> torch.Tensor:
+    """The weight behind a point, ``[out, in]``, of this layer or of another one (``"layers.3"``)."""
+    weights, module = case.frame.weights, LINEAR[point][0]
+    if module == "lm_head":
+        return weights.raw(HEAD if HEAD in weights else EMBEDDING).to(weights.dtype)
+    if layer in (None, case.layer):
+        return case.weight(f"{module}.weight")
+    return weights.raw(f"model.{layer}.{module}.weight").to(weights.dtype)
+
+
+def vector(case: Case, point: str, layer: str | None = None) -> torch.Tensor:
+    """The bias behind a point, ``[out]``; zeros where the model has none."""
+    weights, name = case.frame.weights, f"model.{layer or case.layer}.{LINEAR[point][0]}.bias"
+    if name in weights:
+        return weights.raw(name).to(weights.dtype)
+    sizes = {"q_heads": case.config.q_size, "kv_heads": case.config.kv_size, "vocab": case.config.vocab_size,
+             "mlp": case.config.intermediate_size, "partial": case.config.hidden_size}
+    return torch.zeros(sizes[layout(point)], dtype=weights.dtype)
+
+
+def has_bias(case: Case, point: str) -> bool:
+    """Whether the checkpoint has a bias behind a point."""
+    return f"model.{case.layer}.{LINEAR[point][0]}.bias" in case.frame.weights
+
+
+def activation(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The checkpoint's activation."""
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[case.config.hidden_act]
+
+
+def before_rope(at: OnRank, op: str) -> torch.Tensor:
+    """q or k as RoPE gets it, ``[rows, heads here, head_dim]``, for ``op`` ``"q_rope"`` or ``"k_rope"``."""
+    return at(at.frame.before_rope(op[0]))
+
+
+def tables(at: OnRank, positions: torch.Tensor | None = None, **changed) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, ``[1, rows, head_dim]``, of the checkpoint's RoPE with some of its parameters changed; at the
+    positions of the case's rows if no others are given."""
+    config = copy.deepcopy(at.case.config.hf)
+    config.rope_parameters = {**config.rope_parameters, **changed}
+    if positions is None:
+        return at.frame.tables(config, at.frame.positions)
+    return Rotary(config)(torch.empty(0, dtype=at.frame.dtype), positions, [len(positions)])
+
+
+def rotated(case: Case, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x [rows, heads, head_dim]`` rotated by Hugging Face's function."""
+    x = x.transpose(0, 1)[None]
+    return rotate(case.config.model_type)(x, x, cos, sin)[0][0].transpose(0, 1)
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The right rule: which keys ``[1, m]`` a query ``[n, 1]`` may see."""
+    return key <= query
+
+
+def attention(at: OnRank, *, scaling: float | None = None, rule=causal, heads: torch.Tensor | None = None,
+              weigh: Callable | None = None, values: Callable | None = None) -> torch.Tensor:
+    """Attention of this rank's query heads, ``[rows, heads here, head_dim]``.
+
+    ``heads``: which KV head each query head of the model reads; ``weigh(scores, visible)``: the weights, both of them
+    ``[heads, n, m]`` (``visible`` without heads), for those who do something else than a masked softmax;
+    ``values(one)``: other values than an :class:`Attended` has.
+    """
+    case, outs = at.case, []
+    heads = torch.arange(case.config.num_heads) // case.group if heads is None else heads
+    scaling, reads = case.scaling if scaling is None else scaling, heads[list(at.indices("attn"))]
+    for one in at.sequences():
+        k, v = one.k[:, reads], (values(one) if values else one.v)[:, reads]
+        visible = rule(one.positions[:, None], torch.arange(len(k))[None], one.num_keys[:, None])
+        if weigh is None:
+            outs.append(attend(one.q, k, v, visible, scaling))
+            continue
+        weights = weigh(one.q.transpose(0, 1) @ k.permute(1, 2, 0) * scaling, visible).to(one.q.dtype)
+        outs.append((weights @ v.transpose(0, 1)).transpose(0, 1))
+    return torch.cat(outs)
