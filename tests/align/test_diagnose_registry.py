@@ -69,24 +69,16 @@ def test_what_describes_without_a_name_has_no_lookalikes(new_file):
     assert diagnose(doubled_v()).names == ()
 
 
-def test_what_is_asked_at_each_point_in_this_order():
-    asked = {subject: [one.__name__ for one in hypotheses(subject)]
-             for subject in ("embed", *LAYER_POINTS, "norm", "logits", COST, ERROR)}
-    assert {subject: names for subject, names in asked.items() if names} == {
-        "embed": ["offset_not_subtracted", "rows_in_other_orders"],
-        "q": (rows := ["fused_cut_as_one_block", "offset_divided_twice", "cut_along_dim1", "rows_in_other_places"]),
-        "k": (kv := ["k_and_v_exchanged", "first_kv_rows", "replica_by_modulo", *rows]), "v": kv,
-        "q_rope": (rope := ["not_rotated", "rotated_in_pairs", "rotated_by_head", "default_theta", "scaling_ignored",
-                            "other_positions"]), "k_rope": rope,
-        "attn": ["zero_times_infinity", "sees_the_future", "copies_taken_for_heads", "other_kv_heads", "stale_table",
-                 "written_too_early", "shared_without_parent"],
-        "o_partial": ["bias_on_every_rank"], "mlp_partial": ["bias_on_every_rank"],
-        "o_proj": ["not_reduced"], "mlp": ["not_reduced"],
-        "logits": ["empty_head", "ranks_exchanged", "unrelated_head"],
-        COST: ["read_too_much", "ranks_drew_differently", "tokens_computed_again", "stale_table_without_harm",
-               "blocks_not_released"],
-        ERROR: ["different_collectives", "still_running", "standstill", "strict_checks", "one_rank_failed", "refused"],
-    }
+@pytest.mark.parametrize("subject", ["embed", *LAYER_POINTS, "norm", "logits", COST, ERROR])
+def test_they_are_asked_file_by_file_and_line_by_line(subject):
+    for last in (False, True):
+        asked = [(one.__module__, one.__code__.co_firstlineno) for one in hypotheses(subject, last)]
+        assert asked == sorted(asked) and len(set(asked)) == len(asked) and (asked or last)
+
+
+def test_what_fits_much_is_asked_last(new_file):
+    asked = [one.__name__ for one in hypotheses("logits", last=True)]
+    assert "unrelated_head" in asked and "unrelated_head" not in [one.__name__ for one in hypotheses("logits")]
 
 
 @pytest.mark.parametrize("subjects", [(), ("q_rop",), ("v", "layers.0.v")])

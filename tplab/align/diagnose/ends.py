@@ -100,13 +100,22 @@ def changed_logits(case: Case) -> Diagnosis | None:
     if not torch.isfinite(ours).all() or not ours.any():
         return None
     times = ((ours * should).sum() / (should * should).sum()).item()
-    if explains(case, lambda at, op: right(case, at.rank)(op) * times):
+    if times > 0 and explains(case, lambda at, op: right(case, at.rank)(op) * times):
         return case.diagnosis("logits_scale", f"The logits are {times:.4g} times the right ones.", times=times)
     cap = fitted(case, lambda cap: lambda at, op: cap * torch.tanh(right(case, at.rank)(op) / cap),
                  ours.abs().max().item() * 1.0001, should.abs().max().item() * 100)
     if cap is not None:
         return case.diagnosis("logits_softcap", f"The logits are c × tanh(logits / c) with c = {cap:.3g}; this model "
                               "does not cap them.", cap=cap)
+
+
+@hypothesis("logits")
+def ranks_exchanged(case: Case) -> Diagnosis | None:
+    """Are these Hugging Face's logits, with the ranks' parts in another place?"""
+    parts = [case.reference("logits")[:, shard.vocab.start:shard.vocab.stop] for shard in case.plan.ranks]
+    if all(any(case.fits(held, part) for part in parts) for held in case.shards("logits")):
+        return case.diagnosis("shard_of_another_rank", "Every rank's logits are right, but they stand in another "
+                              "rank's place.")
 
 
 @hypothesis("logits")
@@ -123,8 +132,10 @@ def head_rows_elsewhere(case: Case) -> Diagnosis | None:
                 return None
             rows.append((rank, int(wanted[column]), place))
     wrong = [row for row in rows if row[1] != row[2]]
-    if not wrong:
-        return None
+    owner = {token: shard.rank for shard in case.plan.ranks for token in shard.vocab}
+    if not wrong or len({(rank, owner[place], place - wanted) for rank, wanted, place in rows}) == len(case.shards(
+            "logits")) > 1 and {owner[place] for *_, place in rows} == {*owner.values()}:
+        return None  # where whole shards are exchanged, no row of the head is
     if all(place in case.plan.ranks[rank].vocab for rank, _, place in rows):
         rank, wanted, place = wrong[0]
         return case.diagnosis("head_rows", f"The head's rows are right, but stand in another order: rank {rank} has "
@@ -143,15 +154,6 @@ def empty_head(case: Case) -> Diagnosis | None:
     return case.diagnosis("tie_ignored" if tied else "weight_not_loaded", "All logits are 0 although the final norm is "
                           "right: the head's weight was made and never filled."
                           + " This model ties it to the embedding." * tied)
-
-
-@hypothesis("logits")
-def ranks_exchanged(case: Case) -> Diagnosis | None:
-    """Are these Hugging Face's logits, with the ranks' parts in another place?"""
-    parts = [case.reference("logits")[:, shard.vocab.start:shard.vocab.stop] for shard in case.plan.ranks]
-    if all(any(case.fits(held, part) for part in parts) for held in case.shards("logits")):
-        return case.diagnosis("shard_of_another_rank", "Every rank's logits are right, but they stand in another "
-                              "rank's place.")
 
 
 @hypothesis("logits", last=True)

@@ -26,9 +26,9 @@ def _right(case: Case) -> tuple[torch.Tensor, float]:
     return torch.atan2(sin, cos)[:half], math.hypot(cos[0], sin[0])
 
 
-def _measured(case: Case) -> tuple[torch.Tensor, float] | None:
-    """By how much a pair was turned from one position to the next, ``[head_dim / 2]``, and how much longer it became.
-    None where that cannot be read off, because q (or k) before or after was not recorded."""
+def _measured(case: Case) -> torch.Tensor | None:
+    """By how much a pair was turned from one position to the next, ``[head_dim / 2]``; None where that cannot be read off,
+    because q (or k) before or after was not recorded."""
     name = case.frame.before_rope(case.op[0])
     if case.op != case.point or not case.has(name):
         return None
@@ -47,8 +47,7 @@ def _measured(case: Case) -> tuple[torch.Tensor, float] | None:
         elif position:
             wound = (angle - frequencies * position + math.pi).remainder(2 * math.pi) - math.pi
             frequencies = frequencies + wound / position
-    length = (after.abs().square().sum() / before.abs().square().sum()).sqrt().item()
-    return None if frequencies is None else (frequencies, length)
+    return frequencies
 
 
 @hypothesis("q_rope", "k_rope")
@@ -58,7 +57,7 @@ def another_theta(case: Case) -> Diagnosis | None:
     steps, scale, candidates = torch.arange(dim // 2), _right(case)[1], set(_THETAS)
     if (measured := _measured(case)) is not None:
         # theta from each pair that turns far enough to be read; the middle one
-        frequencies, scale = measured[0].clamp(min=1e-12), measured[1]
+        frequencies = measured.clamp(min=1e-12)
         readings = (-frequencies.log() * dim / (2 * steps.clamp(min=1)))[1:][frequencies[1:] > frequencies.max() / 1e3]
         if not len(readings) or not 0 < (log := readings.median().item()) < 40:
             return None
@@ -79,14 +78,15 @@ def another_theta(case: Case) -> Diagnosis | None:
 def other_frequencies(case: Case) -> Diagnosis | None:
     """Are positions stretched, pairs left alone, angles turned back or doubled, or is a factor left out?"""
     frequencies, scale = _right(case)
-    half, stretches, length = len(frequencies), set(_STRETCHES), 1.0
+    half, stretches = len(frequencies), set(_STRETCHES)
     if (measured := _measured(case)) is not None:
-        found, length = measured
         known = frequencies > frequencies.max() / 1e3
-        stretch = (found[known] / frequencies[known]).median().item()
+        stretch = (measured[known] / frequencies[known]).median().item()
         stretches = {float(f"{stretch:.2g}"), float(f"{stretch:.4g}"), 1 / max(round(1 / max(stretch, 1e-3)), 1)}
-    kinds = {("rope_attention_factor", f"the factor {scale:.4g} of cos and sin was left out, or another one was "
-              f"taken: {length:.4g}"): _turned(case, frequencies, length),
+    kinds = {("rope_attention_factor", f"the factor {scale:.4g} of cos and sin was left out"):
+                 _turned(case, frequencies),
+             ("rope_attention_factor", f"the factor {scale:.4g} of cos and sin was taken twice"):
+                 _turned(case, frequencies, scale ** 2),
              ("rope_direction", "it was turned the other way round: the sign of sin is wrong"):
                  _turned(case, -frequencies, scale),
              ("rope_twice", "it was turned twice"): _turned(case, 2 * frequencies, scale ** 2)}
@@ -97,7 +97,7 @@ def other_frequencies(case: Case) -> Diagnosis | None:
     for part in sorted(stretches):
         if part > 0 and abs(part - 1) > 1e-3 and abs(part - 2) > 1e-3:
             kinds |= {("rope_scaling", f"all positions are multiplied by {part:.4g}"):
-                      _turned(case, frequencies * part, length if measured else scale)}
+                      _turned(case, frequencies * part, scale)}
     if (kind := best(case, kinds)) is not None:
         return case.diagnosis(kind[0], f"{case.op} is not what the checkpoint's RoPE gives: {kind[1]}.")
 

@@ -152,7 +152,7 @@ def best(case: Case, candidates: dict[object, Wrong]) -> object | None:
 def fitted(case: Case, family: Callable[[float], Wrong], low: float, high: float) -> float | None:
     """The number between ``low`` and ``high`` for which ``family(number)`` explains the point; None if none does."""
     def gap(log: float) -> float:
-        return misfit(case, family(10 ** log))
+        return misfit(case, family(10 ** log), case.wrong_ranks[:1])
 
     grid = torch.linspace(torch.tensor(low).log10(), torch.tensor(high).log10(), 49, dtype=torch.float64).tolist()
     gaps = list(map(gap, grid))
@@ -161,7 +161,9 @@ def fitted(case: Case, family: Callable[[float], Wrong], low: float, high: float
     golden = (5 ** 0.5 - 1) / 2
     c, d = b - golden * (b - a), a + golden * (b - a)
     at_c, at_d = gap(c), gap(d)
-    while b - a > 1e-7 and min(at_c, at_d) <= 3 * gaps[middle]:
+    # Near the right number the gap falls in proportion to the distance; where it does not, there is none.
+    slope = 4 * max(gaps[max(middle - 1, 0)], gaps[min(middle + 1, len(grid) - 1)]) / (b - a)
+    while b - a > 1e-7 and min(at_c, at_d) <= case.tolerance + slope * (b - a):
         if at_c < at_d:
             b, d, at_d = d, c, at_c
             c = b - golden * (b - a)
@@ -170,7 +172,8 @@ def fitted(case: Case, family: Callable[[float], Wrong], low: float, high: float
             a, c, at_c = c, d, at_d
             d = a + golden * (b - a)
             at_d = gap(d)
-    return 10 ** ((a + b) / 2) if min(at_c, at_d) <= case.tolerance else None
+    found = 10 ** ((a + b) / 2)
+    return found if misfit(case, family(found)) <= case.tolerance else None
 
 
 # The ops, with what can be wrong about them as arguments.
