@@ -1,15 +1,13 @@
 """What strangers' engines do and the museum does not have: each is named, and a near miss is not."""
 
-import dataclasses
-
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 from helpers.mistakes import MISTAKES
+from helpers.reports import with_point
 
 from tplab.align import align, diagnose
-from tplab.align.report import Evidence
 from tplab.checkpoint import open_checkpoint
 
 MODELS = {
@@ -43,45 +41,38 @@ def report_of(models, name, tp=2, dtype="float32"):
     return align(models(one.model), PROMPTS, tensor_parallel_size=tp, dtype=dtype, patches=one.patches, logical=True)
 
 
-IN_BFLOAT16 = ["no norm weight", "1 + weight", "LayerNorm", "no norm", "another layer's qkv", "no o bias", "[v|k|q]",
-               "theta 1e6", "turned back", "scores not scaled", "reduced twice", "averaged", "no first residual",
-               "second residual behind the norm", "gate and up exchanged", "gate and up in turns", "relu",
-               "silu on both", "embedding × sqrt(hidden)", "head tied"]
-ANY_SIZE = {"logits scaled"}  # whatever the number is
-ALSO = {}
+IN_BFLOAT16 = ["no norm weight", "LayerNorm", "another layer's qkv", "no o bias", "[v|k|q]", "theta 1e6", "turned back",
+               "scores not scaled", "averaged", "second residual behind the norm", "gate and up in turns", "relu",
+               "embedding × sqrt(hidden)", "head tied"]
+WHERE_RANKS_MATTER = ["qkv interleaved per group", "o of the next rank", "first rows of the bias", "KV heads by modulo",
+                      "averaged", "rank 0 left out", "embedding not reduced", "gate and up as one block",
+                      "residual on every rank", "another layer's gate and up", "head rows shifted by one"]
+EXACT = {"gate and up of zeros", "norms in bfloat16", "o in bfloat16"}  # named by digits, or nothing to be off by
+LOST = {"head tied", "head rows reversed", "head rows shifted by one"}  # what is no longer the head's is "head_random"
 
 
-def moved(report, floors):
-    """The report with its first divergent tensor off by so many floors more, each number by another share of them."""
-    name, generator = report.first_divergence.name, torch.Generator().manual_seed(3)
-    found = report.evidence[name]
-
-    def off(tensor):
-        noise = 2 * torch.rand(tensor.shape, generator=generator) - 1
-        return tensor + floors * report.floor * tensor.abs().max() * noise.to(tensor.dtype)
-    whole = off(found.ours)
-    return dataclasses.replace(report, evidence=report.evidence | {
-        name: Evidence(whole, found.reference, [off(shard) for shard in found.shards])})
-
-
-@pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named(models, name, tp):
-    diagnosis = diagnose(report_of(models, name, tp))
-    assert MISTAKES[name].fault in diagnosis.names, diagnosis
-    assert diagnosis.fault == MISTAKES[name].fault or name == "KV head 0", diagnosis  # the museum has a bug like it
+def test_a_mistake_is_named_and_a_near_miss_is_not(models, name):
+    one, report = MISTAKES[name], report_of(models, name)
+    diagnosis = diagnose(report)
+    assert one.fault in diagnosis.names and one.point in (None, diagnosis.point), diagnosis
+    assert diagnosis.fault == one.fault or name == "KV head 0", diagnosis  # the museum has a bug like it
+    if name not in EXACT:
+        off = diagnose(with_point(report, diagnosis.point, lambda x: x + 8 * report.floor * x.abs().max() * noise(x)))
+        assert off.fault is None or (name in LOST and off.fault == "head_random"), off
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_in_bfloat16_too(models, name):
-    diagnosis = diagnose(report_of(models, name, dtype="bfloat16"))
+def noise(x):
+    return 2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype) - 1
+
+
+@pytest.mark.parametrize("name", WHERE_RANKS_MATTER)
+def test_over_three_ranks(models, name):
+    diagnosis = diagnose(report_of(models, name, tp=3))
     assert diagnosis.fault == MISTAKES[name].fault, diagnosis
 
 
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ANY_SIZE])
-def test_a_near_miss_is_not_named(models, name):
-    """What was named is moved: by one floor, which rounding may do, and by a few, which it may not."""
-    report = report_of(models, name)
-    assert MISTAKES[name].fault in diagnose(moved(report, 0.5)).names, "rounding must not hide it"
-    for floors in (8, 30):
-        assert diagnose(moved(report, floors)).fault in (None, *ALSO.get(name, ())), floors
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_in_bfloat16(models, name):
+    diagnosis = diagnose(report_of(models, name, dtype="bfloat16"))
+    assert diagnosis.fault == MISTAKES[name].fault, diagnosis

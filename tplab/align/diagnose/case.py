@@ -21,7 +21,9 @@ from tplab.align.report import AlignReport
 class Diagnosis:
     """What is wrong, as far as the numbers tell."""
 
-    fault: str | None  # the museum's name for it; None if nothing is wrong or no hypothesis fits
+    # The museum's name for it, or where the museum has no such bug, one in the same style ("norm_epsilon"); None if
+    # nothing is wrong or no hypothesis fits.
+    fault: str | None
     sentence: str  # the same in words, with the evidence
     point: str | None = None  # the trace point at which it was first seen; None if nothing is wrong
     numbers: dict[str, float] = field(default_factory=dict)  # the evidence by name
@@ -170,11 +172,20 @@ class Case:
 
     @cached_property
     def tolerance(self) -> float:
-        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors."""
+        """How far from a guess, relative to its scale, rounding can put what was computed from right tensors. Less
+        where what is to be explained is hardly more: a guess that leaves a quarter of it explains nothing."""
         if self.report.dtype not in SHORT:
-            return 3 * relative_floor(self.report.dtype, self.report.computed is not None)
-        return max(self.judge.tolerance(self.first.name, rank) for rank in self.frame.ranks
-                   if self.has(self.point, rank))
+            rounding = 3 * relative_floor(self.report.dtype, self.report.computed is not None)
+        else:
+            rounding = max(self.judge.tolerance(self.first.name, rank) for rank in self.frame.ranks
+                           if self.has(self.point, rank))
+        return min([rounding, *(self._off(rank) / 4 for rank in self.wrong_ranks)])
+
+    def _off(self, rank: int) -> float:
+        """How far a rank is from what it should hold, relative to its scale; infinite if that is lost."""
+        should = self.right(self.point, rank)
+        off = ((self.shard(self.point, rank) - should).abs().max() / should.abs().max().clamp(min=1e-30)).item()
+        return off if off == off else float("inf")
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
         """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``; never if either is not finite."""

@@ -27,8 +27,8 @@ def _right(case: Case) -> tuple[torch.Tensor, float]:
 
 
 def _measured(case: Case) -> torch.Tensor | None:
-    """By how much a pair was turned from one position to the next, ``[head_dim / 2]``; None where that cannot be read off,
-    because q (or k) before or after was not recorded."""
+    """By how much a pair was turned from one position to the next, ``[head_dim / 2]``; None where that cannot be read
+    off, because q (or k) before or after was not recorded."""
     name = case.frame.before_rope(case.op[0])
     if case.op != case.point or not case.has(name):
         return None
