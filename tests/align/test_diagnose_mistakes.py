@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from helpers import mistakes_attention, mistakes_rest
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
-from helpers.mistakes import MISTAKES
 from helpers.reports import with_point
 
 from tplab.align import align, diagnose
 from tplab.checkpoint import open_checkpoint
+
+MISTAKES = mistakes_attention.MISTAKES | mistakes_rest.MISTAKES  # one table, to which each of the files adds
 
 MODELS = {
     "llama": {"model_type": "llama", "heads": 6, "kv_heads": 3, "head_dim": 10, "hidden": 30, "attention_bias": True,

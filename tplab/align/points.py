@@ -40,13 +40,6 @@ _MADE_FROM = {
 }
 
 
-def made_from(point: str, qk_norm: bool) -> tuple[str, ...]:
-    """The points (short names) from which a point of a layer is made; ``"before"`` is what goes into the layer."""
-    if point in ("q_rope", "k_rope"):
-        return (f"{point[0]}_norm",) if qk_norm else (point[0],)
-    return _MADE_FROM[point]
-
-
 def goes_into(point: str, other: str) -> bool:
     """Whether the point ``other`` of a layer (short names) is made from the point ``point``, directly or not."""
     made_from = _MADE_FROM.get(other, ())

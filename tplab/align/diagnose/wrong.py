@@ -17,7 +17,7 @@ from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case
 from tplab.align.local import LocalFrame
 from tplab.align.operations import as_index
-from tplab.align.points import layout, made_from
+from tplab.align.points import inputs, layout
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 from tplab.model.rope import Rotary, rotate
 
@@ -107,12 +107,13 @@ def right(case: Case, rank: int) -> OnRank:
 def compound(case: Case) -> Iterator[tuple[str, ...]]:
     """The ops that may be wrong where the case's point is: its own, and those whose points were not recorded; each
     alone, then those together that one mistake would touch."""
-    ops, unseen = [case.point], [case.point]
+    ops, unseen = [case.point], [case.first.name]
     while unseen:
-        for point in made_from(unseen.pop(), case.config.qk_norm):
-            if point not in (*ops, "before") and not case.has(point):
+        for name in inputs(unseen.pop(), case.config.num_layers, case.config.qk_norm):
+            layer, _, point = name.rpartition(".")
+            if layer == case.layer and point not in ops and not case.has(point):
                 ops.append(point)
-                unseen.append(point)
+                unseen.append(name)
     yield from ((op,) for op in ops)
     yield from (some for some in _TOGETHER if set(some) <= set(ops))
 
