@@ -86,7 +86,7 @@ class HuggingFaceTP(_HuggingFacePeer):
     """Hugging Face's own tensor parallelism on ``tp`` processes of one thread, over gloo."""
 
     def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
-        super().__init__(f"HF tensor parallel, {tp} ranks", tp, _load_hf_tp, ckpt, dtype)
+        super().__init__(f"HF tensor parallel, {tp} ranks", tp, load_hf_tp, ckpt, dtype)
 
 
 def _load_hf(folder: str, dtype: str, threads: int) -> None:
@@ -98,7 +98,7 @@ def _load_hf(folder: str, dtype: str, threads: int) -> None:
     state["hf"] = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_dtype(dtype)).eval()
 
 
-def _load_hf_tp(folder: str, dtype: str) -> None:
+def load_hf_tp(folder: str, dtype: str) -> None:
     """The ranks of a pool are in a gloo group already; Hugging Face asks the environment which of them this is."""
     from unittest import mock
 
