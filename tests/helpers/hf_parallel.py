@@ -1,4 +1,4 @@
-"""Hugging Face's own tensor parallelism, recorded; and bugs put into it from outside, as a wrong port would have them."""
+"""Hugging Face's own tensor parallelism, recorded; and bugs put into it from outside."""
 
 import re
 from contextlib import ExitStack
@@ -24,14 +24,15 @@ class Fault(NamedTuple):
     change: object
     said: str
     form: str = "qwen2"
+    hidden: str | None = None  # why bfloat16 cannot show it
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(name, said, form="qwen2"):
+def fault(name, said, **more):
     def keep(change):
-        FAULTS[name] = Fault(change, said, form)
+        FAULTS[name] = Fault(change, said, **more)
         return change
     return keep
 
@@ -191,7 +192,7 @@ def _(model, stack):
     stack.enter_context(mock.patch.object(DynamicLayer, "update", update))
 
 
-@fault("epsilon 0.01", "norm_epsilon")
+@fault("epsilon 0.01", "norm_epsilon", hidden="5e-3 of the scale")
 def _(model, stack):
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
@@ -259,3 +260,7 @@ def _(model, stack):
 @fault("embeddings of the token before", "ids_shifted|embed")
 def _(model, stack):
     forward(model.model.embed_tokens, lambda right: lambda ids: right((ids - 1).clamp(min=0)))
+
+
+TWO = [("attention not reduced", "gelu"), ("theta 10000", "MLP averaged"), ("1 + weight", "scores not scaled"),
+       ("q's bias left out", "MLP reduced twice")]

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HEALTHY = Path(__file__).with_name("learner.py").read_text()
-UNDONE = "        dist.all_reduce(out)\n        return out\n\n\nclass {}"  # which of the two stands before this class
 
 
 class Fault(NamedTuple):
@@ -13,7 +12,6 @@ class Fault(NamedTuple):
     edits: tuple[tuple[str, str], ...]
     said: str
     form: str = "qwen2"
-    size: int = 2
     hidden: str | None = None  # why bfloat16 cannot show it
 
 
@@ -63,14 +61,15 @@ FAULTS = {
         '"k": self.rows(kv), "v": self.rows(kv)', '"k": self.rows(range(len(kv))), "v": self.rows(range(len(kv)))',
         said="kv_first_rows|first (KV )?(rows|heads)|shard_of_another_rank"),
     "head cut, joined in reverse": fault(
-        "torch.cat(parts, -1)", "torch.cat(parts[::-1], -1)", said="another rank's place"),
+        "torch.cat(parts, -1)", "torch.cat(parts[::-1], -1)", said="another rank's place|in another order"),
     "head cut, not joined": fault(
-        "torch.cat(parts, -1)", "torch.cat([logits] * self.size, -1)", said="vocabulary|another rank"),
+        "torch.cat(parts, -1)", "torch.cat([logits] * self.size, -1)", said="vocabulary|another rank|in another order"),
     # Sums.
     "attention not reduced": fault(REDUCE_O, REDUCE_O.splitlines()[0] + "\n", said="all_reduce_(missing|dropped)"),
     "MLP not reduced": fault(REDUCE_DOWN, REDUCE_DOWN.splitlines()[0] + "\n", said="all_reduce_(missing|dropped)"),
     "attention averaged": fault(REDUCE_O, REDUCE_O + "        out /= self.size\n", said="averaged"),
-    "MLP reduced twice": fault(REDUCE_DOWN, REDUCE_DOWN + "        dist.all_reduce(out)\n", said="twice|2 times|times too"),
+    "MLP reduced twice": fault(REDUCE_DOWN, REDUCE_DOWN + "        dist.all_reduce(out)\n",
+                               said="twice|2 times|times too"),
     "o_proj's bias on every rank": fault(" if rank == 0 else None", "", said="row_bias_everywhere", form="biases"),
     "o_proj's bias nowhere": fault(" if rank == 0 else None", " if rank < 0 else None", said="bias_missing",
                                    form="biases"),
@@ -105,15 +104,17 @@ FAULTS = {
                                       said="softmax_dim|softmax .*quer|NaN"),
     "KV by modulo": fault("[head // self.group - kv[0] for head in q]", "[head % len(kv) for head in q]",
                           said="query_to_kv|query head|repeated_kv", form="even"),
-    "a decoded token is not kept": fault("self.past = k, v\n", "self.past = (k, v) if len(q) > 1 else self.past or (k, v)\n",
-                                         said="cache|keys? .*(not|never)|stale|slot"),
+    "a decoded token is not kept": fault(
+        "self.past = k, v\n", "self.past = (k, v) if len(q) > 1 else self.past or (k, v)\n",
+        said="cache|keys? .*(not|never)|stale|slot"),
     "the last row is overwritten": fault(
         "k, v = torch.cat([self.past[0], k]), torch.cat([self.past[1], v])",
         "k, v = (torch.cat([past[:-1], past[:1], x]) for past, x in zip(self.past, (k, v)))",
         said="cache|stale|slot|keys?"),
     "the cache is not read": fault("if self.past is not None:", "if False:", said="cache_ignored|cache"),
     # Norms, MLP, residuals.
-    "epsilon 1e-6": fault('eps = f"model.layers.{layer}", config["rms_norm_eps"]', 'eps = f"model.layers.{layer}", 1e-6', said="norm_epsilon", form="eps", hidden="1e-3 of the scale"),
+    "epsilon 1e-6": fault('f"model.layers.{layer}", config["rms_norm_eps"]', 'f"model.layers.{layer}", 1e-6',
+                          said="norm_epsilon", form="eps", hidden="1e-3 of the scale"),
     "1 + weight": fault("return self.weight * wide", "return (1 + self.weight) * wide", said="norm_plus_one"),
     "no mean square": fault("wide.pow(2).mean(-1, keepdim=True) + self.eps", "wide.var(-1, keepdim=True) + self.eps",
                             said="layer_norm|mean|norm"),
@@ -122,7 +123,8 @@ FAULTS = {
     "gate and up exchanged": fault("silu(self.gate(x)) * self.up(x)", "silu(self.up(x)) * self.gate(x)",
                                    said="gate_up_order"),
     "gelu": fault("silu(self.gate(x))", "nn.functional.gelu(self.gate(x))", said="wrong_activation"),
-    "MLP without its norm": fault("self.mlp(self.norm2(x))", "self.mlp(x)", said="norm_(skipped|missing)|before the norm"),
+    "MLP without its norm": fault("self.mlp(self.norm2(x))", "self.mlp(x)",
+                                  said="norm_(skipped|missing)|before the norm"),
     "attention and MLP side by side": fault(
         SUMMED, "        return x + self.attn(self.norm1(x), positions) + self.mlp(self.norm2(x))\n",
         said="beside|norm_wrong_input|parallel"),
@@ -142,7 +144,8 @@ FAULTS = {
     "embeddings scaled": fault("x = self.embed(ids)\n", "x = self.embed(ids) * 48 ** 0.5\n",
                                said="times what|embed.*scale|scaled"),
     "token ids one off": fault("x = self.embed(ids)\n", "x = self.embed(ids + 1)\n", said="ids_shifted|token|embed"),
-    "q in bfloat16": fault("q, k = rotate(q, positions", "q = q.bfloat16().to(q.dtype)\n        q, k = rotate(q, positions",
+    "q in bfloat16": fault("q, k = rotate(q, positions",
+                           "q = q.bfloat16().to(q.dtype)\n        q, k = rotate(q, positions",
                            said="low_precision|bfloat16|precision", hidden="it is bfloat16"),
 }
 

@@ -12,7 +12,7 @@ from tplab.align.check.evident import learn
 from tplab.align.check.layouts import PADDING, Layout, span
 from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.shares import GROUPS, Shares
-from tplab.align.check.sources import SHAPE, WHOLE, Source, Sources
+from tplab.align.check.sources import SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
 from tplab.align.check.weights import parameters_of
 from tplab.align.points import layout, point_names
@@ -172,9 +172,35 @@ class _Placing:
             if all(value is not None and group.indices[rank] is not None and value[1].shape[1] == len(
                     group.indices[rank]) for rank, value in found.items()):
                 self._keep("logits", source, group.sentence, partial(shards, source))
-                return next(iter(found.values()))[0]
+                places = next(iter(found.values()))[0]
+                self._check_joined(source, places, shards(source))
+                return places
             self._leave_out(source, "rows or columns other than the logits'")
         return self.sources.places
+
+    def _check_joined(self, kept: Source, places: list[tuple[int, int]], shards: dict[int, Shard]) -> None:
+        """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""
+        held = {index: shard.tensor[:, at] for shard in shards.values() for at, index in enumerate(shard.indices)}
+        if set(held) != set(range(self.config.vocab_size)):
+            return
+        row_of = {place: row for row, place in enumerate(places)}
+        for source in self.sources.of("logits"):
+            for rank in self.sources.complete(source) if source is not kept else ():
+                there, joined = self.sources.logits(source, rank) or ([], torch.empty(0, 0))
+                rows = [(row_of[place], row) for row, place in enumerate(there) if place in row_of][:SAMPLE]
+                if joined.shape[1] < len(held) or not rows:
+                    continue
+                here, there = map(list, zip(*rows))
+                joined = joined[there, :len(held)].double().T.contiguous()
+                ours = torch.stack([held[token][here] for token in range(len(held))]).double()
+                token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
+                found = [token_of.get(bytes(column.numpy().data)) for column in joined]
+                wrong = (joined != ours).any(1).nonzero().flatten().tolist()
+                if wrong and None not in found:
+                    self.shares.contradictions.append(
+                        f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
+                        f"{found[wrong[0]]} stand where those of token {wrong[0]} belong")
+                    return
 
     def _leave_out(self, source: Source, why: str) -> None:
         layer, _ = place_of(source.name)
