@@ -109,6 +109,22 @@ def forget(model):
         layer.self_attn.register_forward_pre_hook(lambda module, args: module.core_attention.past.clear())
 
 
+def test_some_layers_only_and_calls_that_were_cut_short(ckpt, tmp_path):
+    shares = all_share(planned(ckpt, 2), q=[(3, 4, 5), (0, 1, 2)], kv=[(1,), (0,)])
+    calls = batch_calls([[1, 2, 3, 4, 5, 6, 7]], 2)
+    run(tmp_path / "last", ckpt, HfLike, calls, shares=shares, layers=[1])
+    found = place(read_recorded(tmp_path / "last"), ckpt)
+    assert not wrong_points(found, ckpt) and found.points["layers.1.attn"][0].indices == (3, 4, 5)
+    assert "layers.0.q" not in found.points and len(found.places) == 7
+    run(tmp_path / "whole", ckpt, HfLike, calls, shares=shares)
+    first = read_recorded(tmp_path / "whole").ranks[0].calls[0].entries
+    room = sum({(e.file, e.offset): e.tensor().nbytes for e in first}.values()) + 500
+    run(tmp_path / "short", ckpt, HfLike, calls, shares=shares, max_bytes=room)
+    found = place(read_recorded(tmp_path / "short"), ckpt)
+    assert not wrong_points(found, ckpt) and "logits" in found.points and len(found.places) < 7
+    assert any("lack what call 0 has, and were not looked at" in note for note in found.notes)
+
+
 def test_in_bfloat16_too(ckpt, tmp_path):
     shares = all_share(planned(ckpt, 2), q=[(3, 4, 5), (0, 1, 2)], kv=[(1,), (0,)], mlp=[range(0, 43, 2),
                                                                                        [*range(1, 43, 2), -1]])

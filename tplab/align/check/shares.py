@@ -46,10 +46,15 @@ class Shares:
         dimension = {"q": "q_heads", "k": "kv_heads", "v": "kv_heads", "mlp": "mlp", "vocab": "vocab"}
         self.planned = {which: [tuple(getattr(shard, name)) for shard in plan.ranks]
                         for which, name in dimension.items()}
-        last = config.num_layers - 1
-        self.sampled = [f"layers.{layer}." for layer in sorted({0, last // 2, last})]
         self.contradictions: list[str] = []
         self._by_weight: dict[str, tuple[list, list]] = {}
+
+    @cached_property
+    def sampled(self) -> list[str]:
+        """The layers that are asked: the first, the middle and the last of those that were recorded."""
+        layers = self.sources.layers()
+        asked = {layers[at] for at in (0, len(layers) // 2, -1)} if layers else ()
+        return [f"layers.{layer}." for layer in sorted(asked)]
 
     # What a source holds.
 

@@ -82,7 +82,12 @@ class Sources:
         began = [index for index in numbers if all(calls.get(index) and any(
             entry.dtype.is_floating_point for entry in calls[index].entries) for calls in self.recorded.values())]
         done = [index for index in began if all(calls[index].status == "done" for calls in self.recorded.values())]
-        self.used = done or began[:1]
+        whole = [index for index in done if all(calls[index].left_out == calls[done[0]].left_out
+                                                for calls in self.recorded.values())]
+        self.used = whole or began[:1]
+        if len(whole) < len(done):
+            short = span([index for index in done if index not in whole])
+            self.notes.append(f"calls {short} lack what call {done[0]} has, and were not looked at")
         for rank, calls in self.recorded.items():
             for call in calls.values():
                 said = [call.status + (f", in {call.last}" if call.last else "")] if call.status != "done" else []
@@ -178,6 +183,10 @@ class Sources:
     def of(self, point: str) -> list[Source]:
         """The claims for a point, in the order of :meth:`rank_of`."""
         return sorted((s for s in self._points.get(point, {}).values() if self.complete(s)), key=self.rank_of)
+
+    def layers(self) -> list[int]:
+        """The layers for which anything was claimed."""
+        return sorted({int(point.split(".")[1]) for point in self._points if point.startswith("layers.")})
 
     def rank_of(self, source: Source) -> tuple:
         """How good a claim is: overrides first, then what all ranks have, then the strongest, then the earliest."""
