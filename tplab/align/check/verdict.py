@@ -110,6 +110,9 @@ class CheckReport(AlignReport):
                              .rstrip().replace("nan", "NaN"))
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def to_dict(self) -> dict:
         """As :meth:`AlignReport.to_dict`, with what only a check knows."""
         return super().to_dict() | {
