@@ -10,9 +10,11 @@ from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 from helpers.recorded import record_lab
 
-from tplab.align import align, check, diagnose
+from tplab import show
+from tplab.align import CheckReport, align, check, diagnose
 from tplab.align.check.parameters import wrong_parameters
 from tplab.align.guilty import local_diffs
+from tplab.align.judge import judge
 from tplab.align.recording import Parameter, Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.cli import main
@@ -156,3 +158,18 @@ def test_whole_logits_may_be_computed_here_or_gathered(ckpt, tmp_path):
     flipped = [dataclasses.replace(shard, tensor=shard.tensor.roll(1, 1)) for shard in gathered]
     changed = dataclasses.replace(recording, points=recording.points | {"logits": flipped})
     assert local_diffs(changed, ckpt, report.plan)["logits"].guilty == (0, 1)
+
+
+def test_the_figures_take_what_was_recorded_of_an_engine(ckpt, tmp_path):
+    """Without logits, with a bug that is in no number."""
+    whole = check(record_lab(tmp_path / "run", ckpt, prompts(67), patches=[fault("shard_dim1")]), ckpt)
+    some = {name: shards for name, shards in whole.recording.points.items() if name != "logits"}
+    plan = whole.plan
+    for change in ({"points": some}, {"contradictions": ["query heads 4–5 are on no rank"]}):
+        report = judge(dataclasses.replace(whole.recording, **change), ckpt, plan, by_local=True, kind=CheckReport)
+        assert "leaves the floor" in show.points_figure(report).alt_text or "layers.0" in show.describe(report)
+        report.to_json(tmp_path / "r.json")
+        assert "shard_dim1" in str(report) and len(report.table()) == len(report.points)
+    healthy = check(record_lab(tmp_path / "good", ckpt, prompts(67)), ckpt)
+    healthy.recording.contradictions.append("query heads 4–5 are on no rank")
+    assert "inside the float32 floor" in show.describe(healthy) and show.diff_figure({"mine": healthy})

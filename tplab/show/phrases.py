@@ -55,8 +55,8 @@ def describe_report(report) -> str:
     first = report.first_divergence
     if first is None:
         return f"inside the {dtype_name(report)} floor at every point"
-    logits = report["logits"]
-    return f"first outside the floor at {first.name} ({describe_point(first)}); logits: {describe_point(logits)}"
+    ends = [f"; logits: {describe_point(point)}" for point in report.points if point.name == "logits"]
+    return f"first outside the floor at {first.name} ({describe_point(first)})" + "".join(ends)
 
 
 def describe(shown) -> str:

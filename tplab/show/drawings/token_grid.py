@@ -28,7 +28,8 @@ def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
     """
     if report.decode is None:
         raise ShowError("token_grid_figure takes a report of align_decode")
-    point = point or ("norm" if report.ok or report.first_divergence.name == "logits" else report.first_divergence.name)
+    first = report.first_divergence
+    point = point or ("norm" if first is None or first.name == "logits" else first.name)
     outside = iter(rows_outside(report, point))
     decoding = {s.request_id: s.segment.prompt_length for step in report.decode.steps for s in step.requests}
     body, y, details = write(8, 12, f"at {point}", bold=True), 30.0, []

@@ -81,7 +81,8 @@ def _lost(reports, names) -> str:
 
 
 def _first(report) -> str:
-    return "inside the floor" if report.ok else f"first outside at {report.first_divergence.name}"
+    first = report.first_divergence  # a recorded engine can be wrong without one: it may have stopped half way
+    return "inside the floor" if first is None else f"first outside at {first.name}"
 
 
 def _what(reports) -> str:
@@ -92,7 +93,7 @@ def _what(reports) -> str:
 
 def finding(reports: Mapping) -> str:
     """The title of a figure of these reports: which leaves the floor where."""
-    bad = {label: report for label, report in reports.items() if not report.ok}
+    bad = {label: report for label, report in reports.items() if report.first_divergence}
     good = [label for label in reports if label not in bad]
     if not bad:
         return "Only rounding is left: every point is inside the floor"
@@ -104,6 +105,6 @@ def finding(reports: Mapping) -> str:
 
 def _stairs_finding(reports) -> str:
     label, report = list(reports.items())[-1]
-    if report.ok:
+    if report.first_divergence is None:
         return f"Down the stairs: “{label}” is inside the rounding floor at every point"
     return f"“{label}” still leaves the floor, at {report.first_divergence.name}: there are bugs left"

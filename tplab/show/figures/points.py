@@ -40,7 +40,7 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
 
 
 def _first_layer(report) -> int:
-    name = "" if report.ok else report.first_divergence.name
+    name = report.first_divergence.name if report.first_divergence else ""
     return int(name.split(".")[1]) if name.startswith("layers.") else 0
 
 
