@@ -4,18 +4,15 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import right
+from tplab.align.diagnose.wrong import LINEAR, explains, has_bias, linear, right, vector
 
 
 @hypothesis("o_partial", "mlp_partial")
 def bias_on_every_rank(case: Case) -> Diagnosis | None:
     """Is the sum too large by a constant, and is that constant the bias, tp - 1 times?"""
-    module, tp = {"o_partial": "self_attn.o_proj", "mlp_partial": "mlp.down_proj"}[case.point], len(case.plan.ranks)
-    if tp == 1 or f"model.{case.layer}.{module}.bias" not in case.checkpoint.tensors:
-        return None
-    ours, right, bias = case.ours(case.point), case.reference(case.point), case.weight(f"{module}.bias")
-    times = ((ours - right) @ bias / (bias @ bias)).mean().item()
-    if case.fits(right + (tp - 1) * bias, ours):
+    module, times = LINEAR[case.op][0], case.recording.world_size - 1
+    if times and has_bias(case, case.op) and explains(case, lambda at, op: linear(
+            at, op, bias=0 * vector(case, op)) + vector(case, op)):
         return case.diagnosis("row_bias_everywhere", "The sum of the ranks' parts is too large by the same vector for "
                               f"every token: {times:.2f} times the bias of {module}. It belongs to the sum, so one "
                               "rank adds it.", times=times)
@@ -24,9 +21,9 @@ def bias_on_every_rank(case: Case) -> Diagnosis | None:
 @hypothesis("o_proj", "mlp")
 def not_reduced(case: Case) -> Diagnosis | None:
     """Does each rank go on with its own summand, and does its op log know of a reduce?"""
-    parts, sums = case.shards({"o_proj": "o_partial", "mlp": "mlp_partial"}[case.point]), case.shards(case.point)
-    tp = len(parts)
-    if all(torch.equal(part, total) for part, total in zip(parts, sums, strict=True)):
+    partial, tp = {"o_proj": "o_partial", "mlp": "mlp_partial"}[case.op], case.recording.world_size
+    if all(map(torch.equal, case.shards(partial), case.shards(case.op))) if case.op == case.point and case.has(
+            partial) else tp > 1 and explains(case, lambda at, op: at(partial)):
         done = [sum(record.op == "all_reduce" for record in log) for log in case.report.op_logs]
         wanted = 1 + 2 * case.config.num_layers
         dropped = bool(done) and min(done) >= wanted

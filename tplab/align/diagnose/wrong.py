@@ -28,7 +28,7 @@ LINEAR = {"q": ("self_attn.q_proj", "input_norm"), "k": ("self_attn.k_proj", "in
           "mlp_partial": ("mlp.down_proj", "mlp_act"), "logits": ("lm_head", "norm")}
 NORMS = {"input_norm": ("input_layernorm", "before"), "post_norm": ("post_attention_layernorm", "residual"),
          "norm": ("model.norm", "before"), "q_norm": ("self_attn.q_norm", "q"), "k_norm": ("self_attn.k_norm", "k")}
-_TOGETHER = (("q", "k", "v"), ("q", "k"), ("q_norm", "k_norm"), ("q_rope", "k_rope"), ("gate", "up"))
+_TOGETHER = (("q", "k", "v"), ("k", "v"), ("q", "k"), ("q_norm", "k_norm"), ("q_rope", "k_rope"), ("gate", "up"))
 
 Wrong = Callable[["OnRank", str], torch.Tensor]
 
