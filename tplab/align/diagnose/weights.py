@@ -129,13 +129,16 @@ def _orders(at: OnRank) -> Iterator[tuple[str, str, torch.Tensor]]:
 @hypothesis("q", "k", "v")
 def another_order_in_the_fused_tensor(case: Case) -> Diagnosis | None:
     """Was the fused projection filled in one order and split in another?"""
-    def taken(at, op, number):
+    def taken(at, op, says):
         fused = torch.cat([linear(at, part).flatten(1) for part in "qkv"], 1)
         start = sum(len(at.features(part)) for part in "qkv"[:"qkv".index(op)])
-        features = [*_orders(at)][number][2][start:start + len(at.features(op))]
-        return fused[:, features].unflatten(1, (-1, case.config.head_dim))
-    for number, (fault, says, _) in enumerate(_orders(right(case, 0))):
-        if explains(case, lambda at, op, number=number: taken(at, op, number)):
+        for _, name, features in _orders(at):
+            if name == says:
+                here = fused[:, features[start:start + len(at.features(op))]]
+                return here.unflatten(1, (-1, case.config.head_dim))
+        return torch.full_like(fused, float("nan"))  # this rank's heads cannot stand like that
+    for fault, says, _ in _orders(right(case, 0)):
+        if explains(case, lambda at, op, says=says: taken(at, op, says)):
             return case.diagnosis(fault, f"The weights behind {case.first.name} are right, but in the fused [q|k|v] "
                                   f"they have the wrong places: {says}.")
 

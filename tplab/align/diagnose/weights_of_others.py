@@ -45,7 +45,12 @@ def shard_of_another_rank(case: Case) -> Diagnosis | None:
     if {"k", "v"} & {*case.ops} and case.config.num_kv_heads < tp:
         return None  # ranks that share a KV head hold the same by right
     taken = list(range(tp))
-    for rank in case.wrong_ranks:
+    for shift in range(1, tp if case.op != case.point else 1):  # the ranks' parts cannot be told apart in their sum
+        if explains(case, lambda at, op, shift=shift: linear(at, op, features=right(
+                case, (at.rank + shift) % tp).features(op)[:len(at.features(op))])):
+            return case.diagnosis("shard_of_another_rank", f"Rank 0 multiplies with rank {shift}'s part of "
+                                  f"{_module(case)}, and so on in a circle.", rank=0, taken=shift)
+    for rank in case.wrong_ranks if case.op == case.point else ():
         for other in (other for other in range(tp) if other != rank):
             theirs = {op: right(case, other).features(op) for op in case.ops}
             if all(len(theirs[op]) == len(right(case, rank).features(op)) for op in case.ops) and misfit(
