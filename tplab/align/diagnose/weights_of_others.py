@@ -45,9 +45,11 @@ def shard_of_another_rank(case: Case) -> Diagnosis | None:
     if {"k", "v"} & {*case.ops} and case.config.num_kv_heads < tp:
         return None  # ranks that share a KV head hold the same by right
     taken = list(range(tp))
-    for shift in range(1, tp if case.op != case.point else 1):  # the ranks' parts cannot be told apart in their sum
+    alike = all(len({len(right(case, rank).features(op)) for rank in range(tp)}) == 1 for op in case.ops)
+    # Where the point is made from all ranks' parts, these cannot be looked at one by one.
+    for shift in range(1, tp if alike and case.op != case.point else 1):
         if explains(case, lambda at, op, shift=shift: linear(at, op, features=right(
-                case, (at.rank + shift) % tp).features(op)[:len(at.features(op))])):
+                case, (at.rank + shift) % tp).features(op))):
             return case.diagnosis("shard_of_another_rank", f"Rank 0 multiplies with rank {shift}'s part of "
                                   f"{_module(case)}, and so on in a circle.", rank=0, taken=shift)
     for rank in case.wrong_ranks if case.op == case.point else ():
