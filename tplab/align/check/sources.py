@@ -231,9 +231,12 @@ class Sources:
     def logits(self, source: Source, rank: int, look: str = WHOLE
                ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call."""
+        found = [as_rows(tensor, call) for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
+        if found and all(tensor is not None and len(tensor) == call.size for tensor, call in zip(found, self.calls)):
+            ordered = self._ordered(found, look)
+            return None if ordered is None else (self.places[:len(ordered)], ordered)
         last: dict[tuple[int, int], torch.Tensor] = {}
-        for tensor, call in zip(self._tensors(source, rank, look), self.calls):
-            tensor = as_rows(tensor, call)
+        for tensor, call in zip(found, self.calls):
             if tensor is None:
                 return None
             where = dict(zip(call.rows, call.places))
