@@ -180,6 +180,8 @@ class _Placing:
 
     def _check_joined(self, kept: Source, places: list[tuple[int, int]], shards: dict[int, Shard]) -> None:
         """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""
+        if self.sources.world_size == 1:
+            return  # there is nothing to join
         held = {index: shard.tensor[:, at] for shard in shards.values() for at, index in enumerate(shard.indices)}
         if set(held) != set(range(self.config.vocab_size)):
             return
