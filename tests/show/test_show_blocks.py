@@ -43,7 +43,9 @@ def test_a_recording_ends_with_the_outputs_of_an_undisturbed_run(folder, run):
     assert len(run.moments) == len(run.history) and run.arrivals == {0: 0, 1: 1, 2: 2}
 
 
-def test_every_moment_has_the_users_and_the_contents_of_its_blocks(run):
+@pytest.mark.parametrize("num_blocks", [12, 5])  # of five, each is handed out to several sequences, one after another
+def test_every_moment_has_the_users_and_the_contents_of_its_blocks(folder, run, num_blocks):
+    run = run if num_blocks == 12 else recorded(folder, num_blocks=num_blocks, enable_prefix_caching=False)
     for moment in run.moments:
         users = Counter(block for table in moment.tables.values() for block in table)
         assert list(moment.ref_counts) == [users[block] for block in range(run.num_blocks)]
