@@ -105,3 +105,8 @@ def test_the_rows_that_sizing_calls_needed_are_those_of_the_layer():
                           intermediate_size=8, vocab_size=8)
     layer = QKVParallelLinear(8, 64, 9, 3, shards=plan.ranks)
     assert layer.weight.shape[0] == sizing(9, 3, 1).needed_rows[0]
+
+
+def test_a_seed_decides_the_prompts_of_a_scenario():
+    first, again, other = (faults.scenario("block_leaked", 67, seed)["prompts"] for seed in (1, 1, 2))
+    assert first == again != other and faults.scenario("block_leaked", 67)["prompts"] not in (first, other)
