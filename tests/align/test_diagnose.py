@@ -36,6 +36,8 @@ def test_an_unknown_cause_is_admitted_with_its_place():
     diagnosis = broken("tplab.shard.linear.QKVParallelLinear.split_heads", split_heads)
     assert diagnosis.fault is None and not diagnosis.ok and diagnosis.point == "layers.0.v"
     assert diagnosis.sentence.startswith("Unknown cause, first seen at layers.0.v: off by")
+    assert ("It is computed from layers.0.input_norm. It is 1.01 times what it should be. Looked for and not found: "
+            "rows of other tokens, too few digits, k and v exchanged, ") in diagnosis.sentence
 
 
 def test_a_disagreement_between_ranks_alone_is_seen():

@@ -30,7 +30,7 @@ def another_softmax_scale(case: Case) -> Diagnosis | None:
 
 
 @hypothesis("attn")
-def a_window(case: Case) -> Diagnosis | None:
+def window(case: Case) -> Diagnosis | None:
     """Does every token see only the last few?"""
     longest = max(case.recording.num_keys)
     sizes = sorted({*range(1, min(longest, 65)), *(2 ** n for n in range(6, 16) if 2 ** n < longest)})
@@ -112,7 +112,7 @@ def rotated_values(case: Case) -> Diagnosis | None:
 
 
 @hypothesis("attn")
-def each_query_head_by_itself(case: Case) -> Diagnosis | None:
+def other_kv_heads(case: Case) -> Diagnosis | None:
     """Which KV head does each query head read?"""
     if case.point != "attn":
         return None

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from tplab.align.diagnose.anything import traits
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import COST, ERROR, hypotheses
-from tplab.align.diagnose.wrong import compound
+from tplab.align.diagnose.wrong import compound, sources
 from tplab.align.guilty import Judge
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
@@ -130,6 +131,17 @@ def _unknown(case: Case) -> Diagnosis:
         what = f"off by {first.relative:.1e} of its own scale"
     else:
         return case.diagnosis(None, f"Unknown cause at {first.name}: given its own inputs it is off by "
-                              f"{local.relative:.1e} of its scale.", relative=local.relative)
-    return case.diagnosis(None, f"Unknown cause, first seen at {first.name}: {what}. Everything before it is right.",
-                          relative=first.relative, spread=first.spread, nan=first.nan)
+                              f"{local.relative:.1e} of its scale.{_surroundings(case)}", relative=local.relative)
+    return case.diagnosis(None, f"Unknown cause, first seen at {first.name}: {what}. Everything before it is right."
+                          f"{_surroundings(case)}", relative=first.relative, spread=first.spread, nan=first.nan)
+
+
+def _surroundings(case: Case) -> str:
+    """What an unknown bug is made from and looks like, and what it is not."""
+    ops = [op for op, *more in compound(case) if not more]
+    asked = dict.fromkeys(one.__name__.replace("_", " ") for last in (False, True) for op in ops
+                          for one in hypotheses(op, last))
+    through = f", through {', '.join(ops[:0:-1])}, which were not recorded" * (len(ops) > 1)
+    looks = "".join(f" {trait[0].upper()}{trait[1:]}." for trait in traits(case))
+    return (f" It is computed from {' and '.join(sources(case)) or 'the token ids'}{through}.{looks} "
+            f"Looked for and not found: {', '.join(asked)}.")

@@ -27,7 +27,7 @@ def another_bias(case: Case) -> Diagnosis | None:
 
 
 @hypothesis("o_proj", "mlp")
-def a_sum_without_its_bias(case: Case) -> Diagnosis | None:
+def sum_without_its_bias(case: Case) -> Diagnosis | None:
     """Is it right but for the bias, which no rank has added?"""
     partial = f"{case.op.removesuffix('_proj')}_partial"
     if not has_bias(case, partial) or case.op != case.point:

@@ -118,6 +118,13 @@ def compound(case: Case) -> Iterator[tuple[str, ...]]:
     yield from (some for some in _TOGETHER if set(some) <= set(ops))
 
 
+def sources(case: Case) -> list[str]:
+    """The recorded points (or the input of the layer) from which the case's point is computed."""
+    ops = {f"{case.layer}.{op}".lstrip(".") for op, *more in compound(case) if not more}
+    found = (name for op in ops for name in inputs(op, case.config.num_layers, case.config.qk_norm))
+    return sorted({*found} - ops)
+
+
 def explains(case: Case, wrong: Wrong) -> bool:
     """Whether every rank that is wrong holds at the case's point what ``wrong`` in place of ``case.ops`` gives."""
     return misfit(case, wrong) <= case.tolerance
