@@ -1,5 +1,7 @@
 """What strangers' engines do and the museum does not have: each is named, and a near miss is not."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import mistakes_attention, mistakes_rest
@@ -8,6 +10,7 @@ from helpers.faults import prompts
 from helpers.reports import with_point
 
 from tplab.align import align, diagnose
+from tplab.align.diagnose.diagnose import diagnose_all
 from tplab.checkpoint import open_checkpoint
 
 MISTAKES = mistakes_attention.MISTAKES | mistakes_rest.MISTAKES  # one table, to which each of the files adds
@@ -72,6 +75,24 @@ def noise(x):
 def test_over_three_ranks(models, name):
     diagnosis = diagnose(report_of(models, name, tp=3))
     assert diagnosis.fault == MISTAKES[name].fault, diagnosis
+
+
+HOOKS = ("q_norm", "k_norm", "q_rope", "k_rope", "o_partial", "mlp_partial")  # what no module of most engines returns
+OUTSIDE = (*HOOKS, "q", "k", "v", "attn", "residual", "mlp_act")  # what only blocks' hooks do not see
+
+
+@pytest.mark.parametrize("unseen, name", [
+    *((HOOKS, name) for name in ("theta 1e6", "half of the head", "bf16 tables", "turned twice", "positions / 4",
+                                 "scores not scaled", "averaged", "another layer's o", "no o bias")),
+    *((OUTSIDE, name) for name in ("gate and up exchanged", "relu", "[v|k|q]", "another layer's qkv", "no down bias",
+                                   "o of the next rank", "window of 7", "qkv bias twice"))])
+def test_where_the_points_between_were_not_recorded(models, unseen, name):
+    report = report_of(models, name)
+    points = {point: shards for point, shards in report.recording.points.items()
+              if point.rpartition(".")[2] not in unseen}
+    report = dataclasses.replace(report, recording=dataclasses.replace(report.recording, points=points))
+    found = diagnose_all(report)
+    assert found and all(MISTAKES[name].fault in diagnosis.names for diagnosis in found), found
 
 
 @pytest.mark.parametrize("name", IN_BFLOAT16)
