@@ -11,7 +11,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import OnRank, explains, linear, right
+from tplab.align.diagnose.wrong import OnRank, explains, linear, matrix, right, vector
 from tplab.shard import RankShard
 
 
@@ -56,45 +56,49 @@ def replica_by_modulo(case: Case) -> Diagnosis | None:
                               "are neighbours: the head of rank r is r // replicas.")
 
 
-@hypothesis("q", "k", "v")
+def _fused(op: str) -> tuple[str, ...]:
+    """The projections that are often one with this one."""
+    return ("q", "k", "v") if op in "qkv" else ("gate", "up")
+
+
+@hypothesis("q", "k", "v", "gate", "up")
 def fused_cut_as_one_block(case: Case) -> Diagnosis | None:
     """Are a rank's rows one block of the fused ``[q|k|v]``, beginning at its share of the whole?"""
-    fused = torch.cat([case.reference(part).flatten(1) for part in "qkv"], dim=1)
+    def block(at, op):
+        parts = _fused(op)
+        fused, bias = (torch.cat([of(case, part) for part in parts]) for of in (matrix, vector))
+        start = at.rank * len(fused) // case.plan.tensor_parallel_size
+        start += sum(len(at.features(part)) for part in parts[:parts.index(op)])
+        rows = (start + torch.arange(len(at.features(op)))) % len(fused)
+        return linear(at, op, weight=fused, bias=bias, features=rows)
+    if explains(case, block):
+        *first, last = _fused(case.op)
+        return case.diagnosis("fused_one_block", f"Each rank's {case.op} is the right number of rows of "
+                              f"[{'|'.join(_fused(case.op))}], cut out of it as one block. Cut {', '.join(first)} and "
+                              f"{last} apart first, then each for itself.")
 
-    def guess(shard):
-        before = sum(len(_rows(case, shard, part)) for part in "qkv"[:"qkv".index(case.op)])
-        start = shard.rank * fused.shape[1] // case.plan.tensor_parallel_size + before
-        return fused.roll(-start, 1)[:, :len(_rows(case, shard, case.op))]
-    if _fits_on_all_ranks(case, guess):
-        return case.diagnosis("fused_one_block", f"Each rank's {case.op} is the right number of rows of [q|k|v], "
-                              "cut out of it as one block. Cut q, k and v apart first, then each for itself.")
 
-
-@hypothesis("q", "k", "v")
+@hypothesis("q", "k", "v", "gate", "up")
 def offset_divided_twice(case: Case) -> Diagnosis | None:
     """Do the ranks' rows begin at their offset divided by tp?"""
-    reference, tp = case.reference(case.op).flatten(1), case.plan.tensor_parallel_size
+    tp = case.plan.tensor_parallel_size
 
-    def guess(shard):
-        rows = _rows(case, shard, case.op)
-        return reference[:, rows.start // tp:rows.start // tp + len(rows)]
-    if _fits_on_all_ranks(case, guess):
+    def shifted(at, op):
+        rows = at.features(op)
+        return linear(at, op, features=rows - rows[0] + rows[0] // tp)
+    if explains(case, shifted):
         return case.diagnosis("divided_twice", f"Every rank has the right number of rows of {case.op}, but they "
                               f"begin at the rank's offset divided by {tp}: the offset was this rank's already.")
 
 
-@hypothesis("q", "k", "v")
+@hypothesis("q", "k", "v", "gate", "up")
 def cut_along_dim1(case: Case) -> Diagnosis | None:
     """Does x times the columns of the weight, read as ``[in, out]``, give what the ranks computed?"""
-    name, x = f"{case.op}_proj", case.reference("input_norm")
-    weight = case.weight(f"self_attn.{name}.weight")
-    bias = case.weight(f"self_attn.{name}.bias") if case.config.qkv_bias else torch.zeros(len(weight))
-    read = weight.reshape(weight.shape[1], weight.shape[0])
-
-    def guess(shard):
-        rows = _rows(case, shard, case.op)
-        return x @ read[:, rows.start:rows.stop] + bias[rows.start:rows.stop].to(x.dtype)
-    if _fits_on_all_ranks(case, guess):
+    def read(at, op):
+        weight = matrix(case, op)
+        return linear(at, op, weight=weight.reshape(weight.shape[1], weight.shape[0]).T)
+    if explains(case, read):
+        name = f"{case.op}_proj"
         return case.diagnosis("shard_dim1", f"{case.op} is what comes out when {name}.weight is taken for [in, out] "
                               "and cut along dim 1. A Linear's weight is [out_features, in_features]: a "
                               "column-parallel layer keeps rows, dim 0.")
