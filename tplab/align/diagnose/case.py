@@ -179,7 +179,7 @@ class Case:
         else:
             rounding = max(self.judge.tolerance(self.first.name, rank) for rank in self.frame.ranks
                            if self.has(self.point, rank))
-        return min([rounding, *(self._off(rank) / 4 for rank in self.wrong_ranks)])
+        return min(rounding, max(self._off(rank) for rank in self.wrong_ranks) / 4) if self.wrong_ranks else rounding
 
     def _off(self, rank: int) -> float:
         """How far a rank is from what it should hold, relative to its scale; infinite if that is lost."""
