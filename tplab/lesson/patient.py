@@ -89,7 +89,7 @@ def check_kv_share(function: Callable, examine: Callable) -> Callable:
     """Judge a learner's ``kv_share(num_heads, num_kv_heads)``; see :func:`check_rope`. ``examine`` uses three ranks."""
     def in_engine():
         report = examine({"linear.kv_share": function})
-        return "" if report.ok else f"in the engine, {_sentence(report)}"
+        return "" if report.verdict == "clean" else f"in the engine, {_sentence(report)}"
 
     return _judge(function, kv_share, kv_share_problem, in_engine, "every query head reads its own KV head")
 
@@ -241,9 +241,9 @@ def _judge(function, right, problem, in_engine, agreed):
 
 
 def _sentence(report):
-    from tplab.align import diagnose
-
-    return diagnose(report).sentence
+    """What the check found first."""
+    return next(iter([*(one.sentence for one in report.diagnoses), *report.recording.contradictions,
+                      *report.open_questions]))
 
 
 def _kind(value):
