@@ -20,6 +20,9 @@ Tags of cells (``metadata.tags``):
     The code cell that judges the stub: it prints a line that starts with ``PASS`` when the work is right and with
     ``NOT YET`` when it is not. The stored notebook holds the stub, so its stored check says ``NOT YET``.
 
+``cure``
+    In notebook 09: a cell that mends a function of patient zero; tests take its definitions from here.
+
 ``stub``, ``solution`` and ``check`` come in threes, in this order of stubs; every notebook but ``00`` has at least one.
 
 Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:``, printed by the same cell,
@@ -45,6 +48,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from helpers.notebooks import solution_code, tagged
 
 from tplab import faults
 from tplab.align import align, diagnose
@@ -54,7 +58,6 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SERIES = sorted(FOLDER.glob("*.ipynb"))
 PARAMETERS = {"model", "tensor_parallel_size", "prompt", "dtype", "seed"}
 FIGURES = {"image/png", "image/jpeg", "image/svg+xml"}
-FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MACHINE = re.compile(r"(?:/(?:home|Users|root|tmp|work|opt|var)/[\w.]|[A-Z]:\\\\?Users|site-packages|0x[0-9a-f]{7,})")
 
 each_notebook = pytest.mark.parametrize("path", SERIES, ids=lambda path: path.stem)
@@ -62,10 +65,6 @@ each_notebook = pytest.mark.parametrize("path", SERIES, ids=lambda path: path.st
 
 def load(path):
     return nbformat.read(path, as_version=4)
-
-
-def tagged(notebook, tag):
-    return [cell for cell in notebook.cells if tag in cell.metadata.get("tags", [])]
 
 
 def code_cells(notebook):
@@ -87,7 +86,7 @@ def says(cell, word):
 def paste_solutions(notebook):
     """Put each solution's code in the place of its stub."""
     for stub, solution in zip(tagged(notebook, "stub"), tagged(notebook, "solution"), strict=True):
-        (stub.source,) = FENCED.findall(solution.source)
+        stub.source = solution_code(solution)
 
 
 def test_the_series_has_its_notebooks():
@@ -198,7 +197,7 @@ def test_stubs_solutions_and_checks_come_in_threes(path):
     assert threes or path.stem.startswith("00"), "no work for the learner"
     for solution in tagged(notebook, "solution"):
         assert solution.cell_type == "markdown" and "<details>" in solution.source
-        assert len(FENCED.findall(solution.source)) == 1
+        assert solution_code(solution)
     for check in tagged(notebook, "check"):
         assert says(check, "NOT YET") and not says(check, "PASS"), printed(check)
 

@@ -12,6 +12,7 @@ from tplab import fable, open_checkpoint
 from tplab.align import hf_greedy
 from tplab.align.reference import hf_model
 from tplab.lab.batch import FOLDER
+from tplab.lesson import patient
 from tplab.pool import shared_pool
 
 PROMPT = fable.default_prompt()
@@ -69,7 +70,7 @@ def test_cured_it_is_hugging_face(without, truth, ranks):
     for seen in without(ranks=ranks):
         assert distance(seen.logits, logits) < 1e-4
         assert seen.text == text
-        assert "away from Hugging Face" in seen.self_test
+        assert seen.self_test == "agrees with Hugging Face"
 
 
 @pytest.mark.parametrize("model_type, options", [
@@ -158,7 +159,7 @@ def test_self_test_compares_nothing(without, ckpt, ids):
     assert without("model.TensorParallelModel.self_test")[0].self_test.endswith("works!")
     compares = {"model.TensorParallelModel.self_test": CURES["model.TensorParallelModel.self_test"]}
     (seen,) = shared_pool(1).run(examine, ckpt.folder, ids, compares)
-    assert seen.self_test == "AssertionError: nan away from Hugging Face"
+    assert seen.self_test == "WRONG: nan away from Hugging Face"
 
 
 def test_shapes_of_the_rotation_do_not_broadcast():
@@ -181,6 +182,14 @@ def test_what_it_cannot_run_is_refused_by_a_sentence(tmp_path, change, words):
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=words):
         patient_zero.load(folder)
+
+
+def test_what_the_notebook_goes_on_with_while_an_exercise_is_open_cures_as_well(ckpt, ids, truth):
+    own = {name: getattr(patient, name.rpartition(".")[2]) for name in CURES
+           if name.endswith((".apply_rope", ".generate", ".kv_share"))}
+    assert len(own) == 3
+    for seen in shared_pool(3).run(examine, ckpt.folder, ids, CURES | own):
+        assert distance(seen.logits, truth[0]) < 1e-4 and seen.text == truth[1]
 
 
 def test_it_knows_nothing_of_the_lab():
