@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.patient_zero import CURES, examine
+from helpers.patient_zero import CURES, examine, record_run
 
-from tplab import fable, open_checkpoint
-from tplab.align import hf_greedy
+from tplab import fable, lesson, open_checkpoint
+from tplab.align import check, hf_greedy
 from tplab.align.reference import hf_model
 from tplab.lab.batch import FOLDER
 from tplab.lesson import patient
@@ -160,6 +160,31 @@ def test_self_test_compares_nothing(without, ckpt, ids):
     compares = {"model.TensorParallelModel.self_test": CURES["model.TensorParallelModel.self_test"]}
     (seen,) = shared_pool(1).run(examine, ckpt.folder, ids, compares)
     assert seen.self_test == "WRONG: nan away from Hugging Face"
+
+
+FIRST_FOUR, UNREAD = tuple(CURES)[:4], ("model.TensorParallelModel.generate",)
+
+
+@pytest.mark.parametrize("sick, ranks, verdict, words", [
+    ((), 1, "clean", []), ((), 2, "clean", []), ((), 3, "clean", []), ((), 4, "clean", []),
+    (tuple(CURES), 2, "bug", ["shard_dim1", "rope_missing", "nan_mask"]),
+    (tuple(CURES), 3, "bug", ["rope_missing", "nan_mask", "6–7 on no rank"]),
+    (FIRST_FOUR[1:] + UNREAD, 2, "bug", ["shard_dim1", "rope_missing", "head_random"]),
+    (FIRST_FOUR[:1] + UNREAD, 2, "bug", ["nan_mask"]), (FIRST_FOUR[1:2], 1, "bug", ["shard_dim1"]),
+    (FIRST_FOUR[2:3] + UNREAD, 2, "bug", ["rope_missing"]), (FIRST_FOUR[3:], 2, "bug", ["head_random"]),
+    (("attention.extend_cache",), 2, "cannot tell", ["RuntimeError: Sizes of tensors", "layers.0.self_attn.attn"]),
+    (("linear.share",), 2, "clean", []), (("linear.share",), 3, "bug", ["6–7 on no rank"]),
+    (("linear.kv_share",), 2, "clean", []), (("linear.kv_share",), 3, "bug", ["the query heads of rank 1 read 0–1"]),
+    (UNREAD, 2, "clean", []), (("weight_loader.load_weights",), 2, "clean", []),
+    (("linear.LMHead",), 2, "clean", [])])
+def test_what_the_check_says(ckpt, ids, tmp_path, sick, ranks, verdict, words):
+    cures = {name: cure for name, cure in CURES.items() if name not in sick}
+    lesson.caught(shared_pool(ranks).run, record_run, ckpt.folder, ids, cures, tmp_path / "run")
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == verdict, report.summary()
+    assert not [word for word in words if word not in report.summary()], report.summary()
+    named = {one.fault for one in report.diagnoses} - {None}
+    assert named <= set(words)
 
 
 def test_shapes_of_the_rotation_do_not_broadcast():

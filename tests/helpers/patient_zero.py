@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import nbformat
 import torch
-import torch.distributed as dist  # noqa: F401, a cure's
+import torch.distributed as dist
 from helpers.notebooks import solution_code, tagged
 
 from tplab import lesson
 from tplab.lab.batch import FOLDER
+from tplab.record import record
 
 sys.path.insert(0, str(FOLDER))
 
@@ -36,6 +37,17 @@ CURES = _cures(nbformat.read(FOLDER / "09_your_own_engine.ipynb", as_version=4))
 def examine(folder, input_ids, cures):
     """On a rank: load the engine under ``cures``, write twelve tokens, and tell everything that a symptom shows in."""
     return lesson.with_cures(cures, _examine, folder, input_ids)
+
+
+def record_run(folder, input_ids, cures, out):
+    """On a rank: load the engine under ``cures`` and record it while it writes three tokens."""
+    def write():
+        engine = patient_zero.load(folder)
+        with record(out, rank=dist.get_rank(), world_size=dist.get_world_size()) as recording:
+            recording.watch(engine)
+            engine.generate(input_ids, 3)
+
+    lesson.with_cures(cures, write)
 
 
 def _examine(folder, input_ids):
