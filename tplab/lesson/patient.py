@@ -44,6 +44,13 @@ def generate(self, input_ids, max_new_tokens):
     return new_ids
 
 
+def extend_cache(kv_cache, k, v, num_repeats):
+    """New keys and values behind the cached ones; KV heads are stored, and repeated for attention only."""
+    if kv_cache is not None:
+        k, v = (torch.cat([cached, new], dim=2) for cached, new in zip(kv_cache, (k, v)))
+    return k.repeat_interleave(num_repeats, dim=1), v.repeat_interleave(num_repeats, dim=1), (k, v)
+
+
 def kv_share(num_heads, num_kv_heads):
     """The KV heads that this rank's query heads read, and how many of its query heads read each."""
     from patient_zero import linear
@@ -75,10 +82,11 @@ def check_rope(function: Callable, examine: Callable) -> Callable:
 def check_generate(function: Callable, text_of: Callable, right: list[int]) -> Callable:
     """Judge a learner's ``generate(self, input_ids, max_new_tokens)``; see :func:`check_rope`.
 
-    ``text_of(cures)``: the new ids that patient zero writes; ``right``: those of Hugging Face.
+    ``text_of(cures)``: the new ids that patient zero writes; ``right``: those of Hugging Face. It gets a right cache
+    along with the function, for its own has a bug that shows as soon as it is read.
     """
     def in_engine():
-        found = text_of({"model.TensorParallelModel.generate": function})
+        found = text_of({"model.TensorParallelModel.generate": function, "attention.extend_cache": extend_cache})
         agree = next((i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1]), len(right))
         return "" if list(found) == right else f"in the engine, {agree} of {len(right)} tokens are Hugging Face's"
 
