@@ -168,20 +168,20 @@ def refused(judge, answer, words, capsys, right):
 
 def test_what_only_the_engine_shows_is_said_and_what_passes_is_kept(capsys):
     wrong = SimpleNamespace(name="layers.0.q_rope")
-    sick = SimpleNamespace(first_divergence=wrong, ok=False)
-    well = SimpleNamespace(first_divergence=SimpleNamespace(name="logits"), ok=True)
+    sick = SimpleNamespace(first_divergence=wrong, verdict="bug", diagnoses=[SimpleNamespace(sentence="q is off")])
+    well = SimpleNamespace(first_divergence=SimpleNamespace(name="logits"), verdict="clean")
     assert lesson.check_rope(rope_by_hand, lambda cures: well) is rope_by_hand
     assert lesson.check_kv_share(kv_right := kv(), lambda cures: well) is kv_right
     assert lesson.check_generate(generate_counting, lambda cures: [1, 2], [1, 2]) is generate_counting
     assert capsys.readouterr().out.count("PASS") == 3
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patient, "_sentence", lambda report: "q is off")
-        lesson.check_rope(rope_by_hand, lambda cures: sick)
-        lesson.check_kv_share(kv(), lambda cures: sick)
+    sick.recording, sick.open_questions = SimpleNamespace(contradictions=["heads on no rank"]), []
+    lesson.check_rope(rope_by_hand, lambda cures: sick)
+    sick.diagnoses = []
+    lesson.check_kv_share(kv(), lambda cures: sick)
     lesson.check_generate(generate_counting, lambda cures: [1, 3, 2], [1, 2, 2])
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(": ", 1)[1] for line in said] == ["in the engine, q is off"] * 2 + [
-        "in the engine, 1 of 3 tokens are Hugging Face's"]
+    assert [line.split(": ", 1)[1] for line in said] == ["in the engine, q is off", "in the engine, heads on no rank",
+                                                            "in the engine, 1 of 3 tokens are Hugging Face's"]
 
 
 def test_cures_stand_for_one_call_only():
