@@ -22,6 +22,7 @@ def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) 
     """k and v of all tokens of a prompt, a head per query head; ``heads[q]`` is the KV head that query head q reads."""
     if heads is None:
         heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
+    heads = heads[case.query_heads]
     return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
 
 

@@ -126,6 +126,11 @@ class Case:
         return self.frame.weights[name if name.startswith("model.") else f"model.{self.layer}.{name}"]
 
     @property
+    def query_heads(self) -> list[int]:
+        """The query heads that any rank holds, in their order: all, unless the engine has lost some."""
+        return sorted({head for rank in self.frame.ranks for head in self.indices("attn", rank)})
+
+    @property
     def group(self) -> int:
         """How many query heads share a KV head."""
         return self.config.num_heads // self.config.num_kv_heads
