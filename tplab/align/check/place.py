@@ -197,7 +197,8 @@ class _Placing:
                 ours = torch.stack([held[token][here] for token in range(len(held))]).double()
                 token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
                 found = [token_of.get(bytes(column.numpy().data)) for column in joined]
-                wrong = (joined != ours).any(1).nonzero().flatten().tolist()
+                differs = (joined != ours) & ~(joined.isnan() & ours.isnan())
+                wrong = differs.any(1).nonzero().flatten().tolist()
                 if wrong and None not in found:
                     self.shares.contradictions.append(
                         f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
