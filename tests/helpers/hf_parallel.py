@@ -100,13 +100,13 @@ def _(model, stack):
         forward(module, without)
 
 
-@fault("MLP averaged", "averaged")
+@fault("MLP averaged", "all_reduce_average")
 def _(model, stack):
     for module in modules(model, "mlp.down_proj"):
         behind(module, lambda out: out / world_size())
 
 
-@fault("MLP reduced twice", "twice|2 times|times too")
+@fault("MLP reduced twice", "all_reduce_twice")
 def _(model, stack):
     for module in modules(model, "mlp.down_proj"):
         behind(module, lambda out: dist.all_reduce(out) or out)
@@ -153,7 +153,7 @@ def _(model, stack):
         x, position_ids + (position_ids.shape[1] == 1), *args, **kwargs))
 
 
-@fault("KV heads repeated in turns", "query_to_kv|query head", form="even")
+@fault("KV heads repeated in turns", "query_to_kv|repeated_kv_stored", form="even")
 def _(model, stack):
     from transformers.integrations import sdpa_attention
 
@@ -176,7 +176,7 @@ def _(model, stack):
         module.is_causal = False
 
 
-@fault("a decoded token is not kept", "cache|stale|not kept|slot|keys?")
+@fault("a decoded token is not kept", "cache_rows_lost")
 def _(model, stack):
     from transformers.cache_utils import DynamicLayer
 
@@ -218,13 +218,13 @@ def _(model, stack):
         module.act_fn = nn.GELU()
 
 
-@fault("gate and up exchanged", "gate_up_order|wrong_weight|gate.*up|up.*gate")
+@fault("gate and up exchanged", "gate_up_order")
 def _(model, stack):
     for module in modules(model, "mlp"):
         module.gate_proj, module.up_proj = module.up_proj, module.gate_proj
 
 
-@fault("rank 1 multiplies with rank 0's keys", "kv_first_rows|shard_of_another_rank|first")
+@fault("rank 1 multiplies with rank 0's keys", "kv_first_rows|shard_of_another_rank")
 def _(model, stack):
     for module in modules(model, "self_attn.k_proj"):
         for parameter in (module.weight, module.bias):
@@ -250,7 +250,7 @@ def _(model, stack):
             local(module.weight.data).zero_()
 
 
-@fault("a random head", "head_random|weight_not_loaded|tie_ignored")
+@fault("a random head", "head_random|weight_not_loaded")
 def _(model, stack):
     generator = torch.Generator().manual_seed(rank())
     weight = local(model.lm_head.weight.data)

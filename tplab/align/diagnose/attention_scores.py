@@ -63,15 +63,6 @@ def another_use_of_the_mask(case: Case) -> Diagnosis | None:
 
 
 @hypothesis("attn")
-def softmax_over_the_queries(case: Case) -> Diagnosis | None:
-    """Was the softmax taken over the wrong dimension?"""
-    if explains(case, lambda at, op: attention(at, weigh=lambda scores, visible: torch.softmax(
-            scores.masked_fill(~visible, float("-inf")), -2, dtype=torch.float32))):
-        return case.diagnosis("softmax_dim", "The softmax was taken over the queries; a query's weights over its keys "
-                              "must add up to 1.")
-
-
-@hypothesis("attn")
 def across_sequences(case: Case) -> Diagnosis | None:
     """Do the sequences of a batch see each other?"""
     def flattened(at, op):

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import OnRank, activation, best, explains, linear
+from tplab.align.diagnose.wrong import OnRank, activation, best, explains, linear, right
 
 _ACTIVATIONS = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
@@ -19,6 +19,35 @@ def gate_and_up_exchanged(case: Case) -> Diagnosis | None:
     if explains(case, lambda at, op: activation(case)(at("up")) * at("gate")):
         return case.diagnosis("gate_up_order", f"{case.op} is act(up) × gate: the two halves of the fused "
                               "projection were taken for each other. Its order is [gate|up].")
+
+
+@hypothesis("gate", "up")
+def gate_is_up(case: Case) -> Diagnosis | None:
+    """Is gate what up should be, or the other way round?"""
+    other = {"gate": "up", "up": "gate"}[case.op]
+    if case.op == case.point and explains(case, lambda at, op: linear(at, other)):
+        return case.diagnosis("gate_up_order", f"{case.op} is what {other} should be: the two were taken for each "
+                              "other.")
+
+
+@hypothesis("gate", "up", last=True)
+def features_in_other_places(case: Case) -> Diagnosis | None:
+    """Is every feature on a rank one of this layer's, in another place?"""
+    if case.op != case.point:
+        return None
+    every = torch.arange(case.config.intermediate_size)
+    for rank in case.wrong_ranks:
+        at = right(case, rank)
+        gaps = torch.cdist(case.shard(case.op, rank).double().T, linear(at, case.op, features=every).double().T,
+                           p=float("inf"))
+        if not torch.isfinite(gaps).all() or (
+                gaps.min(1).values > case.tolerance * case.shard(case.op, rank).abs().max()).any():
+            return None
+    column, wanted = next((column, wanted) for column, wanted in zip(gaps.argmin(1).tolist(), at.indices(case.op))
+                          if column != wanted)
+    return case.diagnosis("mlp_columns", f"Every feature of {case.op} is one of the checkpoint's in another place: "
+                          f"rank {rank} has feature {column} where {wanted} belongs. gate, up and the columns of "
+                          "down_proj must be cut alike.", rank=rank, column=column, wanted=wanted)
 
 
 @hypothesis("mlp_act")

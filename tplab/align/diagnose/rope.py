@@ -4,7 +4,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import before_rope, explains, right, rotated, tables
+from tplab.align.diagnose.wrong import before_rope, best, explains, right, rotated, tables
 
 
 @hypothesis("q_rope", "k_rope")
@@ -84,6 +84,31 @@ def other_positions(case: Case) -> Diagnosis | None:
         return case.diagnosis("decode_position_restarted", f"Counted from 0 again: {says}. A decode step's position is "
                               "the number of tokens before it.", **numbers)
     return case.diagnosis("rope_positions", f"RoPE is right, the positions are not: {says}.", **numbers)
+
+
+@hypothesis("q_rope", "k_rope")
+def usual_wrong_positions(case: Case) -> Diagnosis | None:
+    """Where q and k were not seen after RoPE: does one of the usual mistakes explain attention's output?"""
+    if case.op == case.point:
+        return None
+    rows = torch.tensor([place in case.decoded for place in case.places])
+    starts: dict[tuple[int, int], int] = {}
+    calls = [(number, keys) for (number, _), keys in zip(case.places, case.recording.num_keys)]
+    for call, (_, position) in zip(calls, case.places):
+        starts[call] = min(position, starts.get(call, position))
+    begun = torch.tensor([starts[call] for call in calls])
+    wrong = {("decode_position_off_by_one", "a decoding token is turned one position too far; the newest of n tokens "
+              "stands at position n - 1"): case.positions + rows,
+             ("decode_position_restarted", "a decoding token is turned as if it stood at position 0"):
+             case.positions * ~rows,
+             ("rope_positions", "every call counts its positions from 0 again"): case.positions - begun}
+
+    def turned(at, op, positions):
+        return rotated(case, before_rope(at, op), *at.frame.tables(case.config.hf, positions))
+    found = best(case, {kind: lambda at, op, positions=positions: turned(at, op, positions)
+                        for kind, positions in wrong.items() if not torch.equal(positions, case.positions)})
+    if found:
+        return case.diagnosis(found[0], f"Attention fits other positions: {found[1]}.")
 
 
 def _positions_used(case: Case) -> torch.Tensor | None:

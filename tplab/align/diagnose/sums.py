@@ -4,7 +4,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import LINEAR, explains, has_bias, linear, right, vector
+from tplab.align.diagnose.wrong import LINEAR, best, explains, has_bias, linear, right, vector
 
 
 @hypothesis("o_partial", "mlp_partial")
@@ -40,10 +40,12 @@ def not_reduced(case: Case) -> Diagnosis | None:
 def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
     """How many times does each rank's summand stand in each rank's result?"""
     tp = case.recording.world_size
+    if case.op != case.point:  # the sum itself was not recorded
+        return _averaged_or_twice(case, tp)
     parts = [right(case, rank)(f"{case.op.removesuffix('_proj')}_partial") for rank in range(tp)]
     columns, found = torch.stack([part.double().flatten() for part in parts], 1), []
     for held in case.shards(case.point):
-        if tp == 1 or case.op != case.point or not torch.isfinite(held).all() or not torch.isfinite(columns).all():
+        if tp == 1 or not torch.isfinite(held).all() or not torch.isfinite(columns).all():
             return None
         times = torch.linalg.lstsq(columns, held.double().flatten()[:, None]).solution.flatten()
         found.append((times * tp).round() / tp)
@@ -55,11 +57,9 @@ def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
         return None
     name = case.first.name
     if bool((every == 1 / tp).all()):
-        return case.diagnosis("all_reduce_average", f"{name} is 1/{tp} of the right one on every rank: the summands "
-                              "were averaged, not added.", ranks=tp)
+        return _times(case, 1 / tp)
     if bool((every == tp).all()):
-        return case.diagnosis("all_reduce_twice", f"{name} is {tp} times the right one on every rank: it was reduced "
-                              "twice, or every rank's summand was the whole already.", times=tp)
+        return _times(case, tp)
     if bool(((every == 0) | (every == 1)).all()):
         rank = int((every != 1).any(1).nonzero()[0])
         added = every[rank].nonzero().flatten().tolist()
@@ -69,3 +69,18 @@ def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
     said = " + ".join(f"{n:g} × rank {r}'s" for r, n in enumerate(every[rank].tolist()) if n)
     return case.diagnosis(None, f"On rank {rank}, {name} is another sum of the ranks' summands than it should be: "
                           f"{said or 'none of them'}.", rank=rank)
+
+
+def _averaged_or_twice(case: Case, tp: int) -> Diagnosis | None:
+    times = best(case, {n: lambda at, op, n=n: n * right(case, at.rank)(op) for n in (1 / tp, tp)}) if tp > 1 else None
+    return times and _times(case, times)
+
+
+def _times(case: Case, times: float) -> Diagnosis:
+    """The right sum, so many times."""
+    tp = case.recording.world_size
+    if times < 1:
+        return case.diagnosis("all_reduce_average", f"{case.op} is 1/{tp} of the right one on every rank: the summands "
+                              "were averaged, not added.", ranks=tp)
+    return case.diagnosis("all_reduce_twice", f"{case.op} is {tp} times the right one on every rank: it was reduced "
+                          "twice, or every rank's summand was the whole already.", times=tp)
