@@ -117,7 +117,7 @@ FAULTS = {
                           said="norm_epsilon", form="eps", hidden="1e-3 of the scale"),
     "1 + weight": fault("return self.weight * wide", "return (1 + self.weight) * wide", said="norm_plus_one"),
     "no mean square": fault("wide.pow(2).mean(-1, keepdim=True) + self.eps", "wide.var(-1, keepdim=True) + self.eps",
-                            said="layer_norm|norm_"),
+                            said="norm_by_deviation"),
     "norms exchanged": fault('w[f"{at}.input_layernorm.weight"]', 'w[f"{at}.post_attention_layernorm.weight"]',
                              said="norm_weight_exchanged"),
     "gate and up exchanged": fault("silu(self.gate(x)) * self.up(x)", "silu(self.up(x)) * self.gate(x)",

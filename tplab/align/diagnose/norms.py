@@ -57,12 +57,18 @@ def another_kind_of_norm(case: Case) -> Diagnosis | None:
 
     def centred(at, op):
         return normed(at, op, _input(at, op) - _input(at, op).mean(-1, keepdim=True))
+
+    def by_deviation(at, op):
+        x = _input(at, op)
+        return _weight(at, op) * x * torch.rsqrt(x.float().var(-1, keepdim=True) + eps).to(x.dtype)
     kind = best(case, {
         ("norm_weight_missing", "normalized, but not multiplied with the norm's weight"):
             lambda at, op: normed(at, op, weight=torch.ones_like(_weight(at, op))),
         ("norm_plus_one", "multiplied with 1 + weight, as Gemma does; this checkpoint's weight is the factor itself"):
             lambda at, op: normed(at, op, weight=1 + _weight(at, op)),
         ("layer_norm", "what a LayerNorm gives, which subtracts the mean; this model has RMSNorm"): centred,
+        ("norm_by_deviation", "divided by the standard deviation, where the mean is left out, not the mean square"):
+            by_deviation,
         ("norm_twice", "normalized twice"): lambda at, op: normed(at, op, x=normed(at, op))})
     if kind is not None:
         return case.diagnosis(kind[0], f"{case.op} is {kind[1]}.")
