@@ -380,3 +380,10 @@ def test_an_error_of_the_machine_keeps_its_traceback_and_a_closed_output_is_none
     with pytest.raises(type(error)) as raised:
         cli.main(["faults"])
     assert raised.value is error
+
+
+def test_an_option_that_is_given_twice_counts_twice():
+    parse = cli.build_parser().parse_args
+    assert parse(["align", "fable", "--fault", "a", "--fault", "b", "c"]).fault == ["a", "b", "c"]
+    assert parse(["check", "run", "--model", "fable", "--name", "a=b", "c=d", "--name", "e=f"]).name == [
+        "a=b", "c=d", "e=f"]

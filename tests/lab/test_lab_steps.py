@@ -13,8 +13,9 @@ from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tplab.checkpoint import CheckpointError
-from tplab.lab import batch, doctor, report
+from tplab.lab import batch, doctor, environment, report
 from tplab.lab.batch import BatchError, Outcome
+from tplab.lab.doctor import Finding
 
 
 def notebook_at(path, *cells, **metadata):
@@ -192,3 +193,11 @@ def test_the_doctor_forgets_no_failure(monkeypatch, capsys):
         monkeypatch.setattr(doctor, examine, lambda: [doctor.Finding("fine")])
     monkeypatch.setattr(doctor, "machine", lambda: [doctor.Finding("bad", "mend"), doctor.Finding("old", "new", False)])
     assert doctor.main() == 1 and "lines marked FAIL" in capsys.readouterr().out
+
+
+def test_a_machine_is_ready_whatever_it_could_have_besides(monkeypatch):
+    monkeypatch.setattr(doctor, "packages", lambda: [Finding("a"), Finding("no b", "get b"), Finding("no c", "get it")])
+    monkeypatch.setattr(doctor, "kernel", lambda: [Finding("a kernel")])
+    monkeypatch.setattr(doctor, "models", lambda: [Finding("fable"), Finding("no s", "fetch it", essential=False)])
+    shown = environment()
+    assert list(shown.frame["state"]) == ["no b → get b; no c → get it", "ok", "ok"] and str(shown).count("✗") == 1
