@@ -84,9 +84,10 @@ class CheckReport(AlignReport):
         lines = [f"{self.folder} as {self.model}: {self.recording.world_size} rank"
                  f"{'s' * (self.recording.world_size > 1)}, {str(self.dtype).removeprefix('torch.')}, {rows} rows, "
                  f"{seen} points" + f" without {' and '.join(ends)}" * bool(ends)]
-        heirs = sum(self.inherits(point.name) for point in self.points)
+        heirs, many = sum(self.inherits(point.name) for point in self.points), len(self.guilty)
         lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would",
-                      "bug": f"not clean: {len(self.guilty)} guilty points, {heirs} more inherit an error",
+                      "bug": f"not clean: {many} guilty point{'s' * (many != 1)}, {heirs} more inherit"
+                             f"{'s' * (heirs == 1)} an error",
                       "cannot tell": "cannot tell"}[self.verdict])
         for number, one in enumerate(self.diagnoses, 1):
             alike = f" (or {', '.join(one.lookalikes)})" if one.lookalikes else ""
