@@ -9,6 +9,7 @@ import torch
 from helpers.checkpoints import ROPES, make_checkpoint, shapes
 
 from tplab.align import align, reassemble
+from tplab.align.run import run_ranks
 from tplab.checkpoint import open_checkpoint
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-7}
@@ -84,3 +85,14 @@ def test_bfloat16_stays_inside_its_own_floor(tmp_path):
     ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", "qwen2"))
     report = align(ckpt, prompts(67), tensor_parallel_size=2, dtype="bfloat16", logical=True)
     assert report.ok and report.max_abs_diff > 1e-4
+
+
+def test_columns_that_no_rank_holds_are_found(tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path / "m", hidden=24)  # fewer than the MLP's columns
+
+    def without_the_last(fn, *args, **options):
+        first, last = run_ranks(fn, *args, **options)
+        return [first, [piece for piece in last if not piece.name.endswith("1.mlp.down_proj.weight")]]
+    monkeypatch.setattr("tplab.align.run.run_ranks", without_the_last)
+    wrong = reassemble(folder, tensor_parallel_size=2, logical=True)
+    assert wrong == {"model.layers.1.mlp.down_proj.weight": "21 of 43 rows are on no rank"}

@@ -72,6 +72,15 @@ def test_weights_are_judged_without_running_anything(ckpt, tmp_path):
     assert dataclasses.replace(report, parameters=found).verdict == "bug"
 
 
+def test_far_off_without_a_guilty_module_is_no_clean_run(ckpt, tmp_path):
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67)), ckpt)
+    for floors, verdict in ((5, "clean"), (20, "cannot tell")):
+        last = dataclasses.replace(report.points[-1], relative=floors * report.points[-1].floor)
+        far = dataclasses.replace(report, points=[*report.points[:-1], last])
+        far.local = report.local
+        assert far.verdict == verdict and ("though every module is right" in far.summary()) == (floors == 20)
+
+
 def test_a_missing_rank_is_said(ckpt, tmp_path):
     folder = record_lab(tmp_path / "run", ckpt, prompts(67))
     shutil.rmtree(folder / "rank1")

@@ -56,6 +56,13 @@ def test_what_was_cut_off_is_read_as_far_as_it_goes(folder):
         assert rank.parameters["weight"].tensor().tolist() == [[1, 1, 1]] * 2
 
 
+def test_a_module_is_left_with_all_that_was_entered_within_it(folder):
+    events = [("enter", "a"), ("enter", "b"), ("enter", "c"), ("leave", "b")]
+    write_lines(folder, lines_of(folder) + [dict(event=event, name=name) for event, name in events])
+    call = read_recorded(folder).ranks[0].calls[-1]
+    assert (call.status, call.last, call.inside) == ("cut off", "c", "a")
+
+
 def test_every_prefix_of_a_journal_is_readable(folder):
     # The process may die between any two writes; the tensors' files then hold more than the journal says.
     path = folder / "rank1" / MANIFEST

@@ -13,6 +13,7 @@ from helpers.strangers import HfLike, VllmLike
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.place import place
 from tplab.align.check.rows import Texts
+from tplab.align.check.shapes import as_rows
 from tplab.align.recording import PlacementError
 from tplab.checkpoint import open_checkpoint
 from tplab.record import record
@@ -51,12 +52,21 @@ def rows(*calls):
     # An engine without a cache computes everything again.
     ([([[1, 2]], None, None), ([[1, 2, 3]], None, None), ([[1, 2, 3, 4]], None, None)], [[1, 2, 3, 4]],
      [{0: (0, 0), 1: (0, 1)}, {0: (0, 0), 1: (0, 1), 2: (0, 2)}, {i: (0, i) for i in range(4)}]),
+    # The same with a number of its own, and a token of another sequence between.
+    ([([[1, 2]], None, [4]), ([[7]], None, [5]), ([[1, 2, 3]], None, [4])], [[1, 2, 3], [7]],
+     [{0: (0, 0), 1: (0, 1)}, {0: (1, 0)}, {i: (0, i) for i in range(3)}]),
     # Two prompts one after the other.
     ([([1, 2], [0, 1], None), ([3, 4, 5], [0, 1, 2], None)], [[1, 2], [3, 4, 5]], None),
 ])
 def test_rows(calls, ids, places):
     found, seen = rows(*calls)
     assert found == ids and (places is None or seen == places)
+
+
+def test_as_many_texts_as_tokens_stand_line_by_line():
+    call = Texts().add_call(0, torch.tensor([[1, 2], [3, 4]]), None, None)
+    tensor = torch.arange(12.0).reshape(2, 2, 3)
+    assert torch.equal(as_rows(tensor, call), tensor.reshape(4, 3))
 
 
 @pytest.mark.parametrize("sequences, words", [

@@ -8,6 +8,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 
 from tplab.align import Diagnosis, align, diagnose
+from tplab.align.diagnose.calls import _decoded_lost
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault
 from tplab.model import attention
@@ -187,3 +188,24 @@ def test_logits_that_stand_in_another_ranks_place():
 
     diagnosis = broken("tplab.shard.embedding.ParallelLMHead.tie_weights", tie_weights)
     assert diagnosis.point == "logits" and "another rank's place" in diagnosis.sentence
+
+
+def test_a_prompt_of_one_token_was_not_decoded():
+    """A decoded token that is not kept is seen by none after it, and the prompt by all."""
+    at = torch.arange(4)
+    visible = _decoded_lost(at[:, None], at[None], at[:, None] + 1)
+    assert visible.tolist() == [[key in (0, query) for key in range(4)] for query in range(4)]
+
+
+def test_rows_of_one_size_name_no_epsilon(tmp_path):
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", "llama", hidden=48))
+    with ckpt.reader() as reader:
+        sizes = reader["model.embed_tokens.weight"][:].float().pow(2).mean(1)
+    apart = (sizes[:, None] / sizes[None] - 1).abs() + torch.eye(len(sizes))
+    pair = divmod(int(apart.argmin()), len(sizes))
+    assert apart.min() < 1e-3
+    norm = "tplab.model.norm.RMSNorm.forward"
+    report = align(ckpt, [list(pair)], tensor_parallel_size=1, logical=True,
+                   patches=[Patch(norm, lambda self, x: 0.9 * original(norm)(self, x))])
+    diagnosis = diagnose(report)
+    assert diagnosis.point == "layers.0.input_norm" and diagnosis.fault != "norm_epsilon", diagnosis

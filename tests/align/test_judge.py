@@ -89,6 +89,15 @@ def test_any_selection_of_points_is_judged(ckpt, seed):
     assert report.verdict == "bug" and len(report.points) == len(some)
 
 
+def test_in_float16_half_a_percent_is_no_rounding(ckpt):
+    recording, plan = run(ckpt, 2, torch.float16)
+    assert guilty(recording, ckpt, plan) == []
+    name = "layers.1.post_norm"
+    off = [Shard(held.tensor * 1.005, held.kind) for held in recording.points[name]]
+    wrong = dataclasses.replace(recording, points=recording.points | {name: off})
+    assert guilty(wrong, ckpt, plan)[:1] == [name]
+
+
 def test_a_point_that_was_not_recorded_leaves_its_guilt_to_the_next(ckpt):
     recording, plan = run(ckpt, 2, patches=[fault("rope_missing")])
     kept = ("embed", "q", "k", "v", "attn", "output", "logits")

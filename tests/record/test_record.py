@@ -69,7 +69,7 @@ def test_every_dtype_in_every_form(tmp_path, dtype):
     forms = [whole, whole.transpose(0, 2), whole[:, 1], whole[..., ::2], whole[0, 0, 0], whole[:0], whole[:, :1].expand(
         2, 3, 4), whole.reshape(-1)[1:], whole.unsqueeze(0), nn.Parameter(whole, requires_grad=False)]
     if dtype == torch.complex64:
-        forms += [(whole * 1j).conj(), (whole * 1j).conj().imag]
+        forms += [(whole * 1j).conj(), (whole * 1j).conj().imag, (whole * 1j).conj().imag[0, 0, 1]]
     call, = recorded(tmp_path, lambda rec: [rec.tensor(f"form {at}", form) for at, form in enumerate(forms)])
     for entry, form in zip(call.entries, forms, strict=True):
         assert entry.shape == form.shape and entry.dtype == form.dtype
@@ -174,6 +174,13 @@ def test_identical_tensors_take_no_room_and_many_take_several_files(tmp_path):
     assert len(files) > 1 and sum(len(load_file(file)) for file in files) == 1500 + len(files)
     assert all(torch.equal(tensor, weights) for entry in call.entries[::100] if (tensor := entry.tensor()).dim() == 2)
     assert [entry.tensor()[0].item() for entry in call.entries[1::2]] == list(range(1500))
+
+
+def test_the_same_bytes_in_another_dtype_are_another_tensor(tmp_path):
+    call, = recorded(tmp_path, lambda rec: [rec.tensor(str(dtype), torch.zeros(40, dtype=dtype))
+                                            for dtype in (torch.int32, torch.float32, torch.int32)])
+    assert [entry.dtype for entry in call.entries] == [torch.int32, torch.float32, torch.int32]
+    assert len({entry.offset for entry in call.entries}) == 2
 
 
 def test_layers_calls_and_bytes_are_bounded_and_what_was_left_out_is_said(tmp_path):
