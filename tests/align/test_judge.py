@@ -162,6 +162,22 @@ def test_heads_in_another_order_are_where_their_indices_say(ckpt):
     assert guilty(dataclasses.replace(recording, points=points), ckpt, plan)[:1] == ["layers.1.q"]
 
 
+def test_a_rank_is_judged_by_its_own_values_where_others_hold_the_same_heads(ckpt):
+    """All heads on both ranks, keys and values in another order; rank 1's values are doubled, and so its attention."""
+    recording, plan = run(ckpt, 2)
+    alone, order, points = run(ckpt, 1)[0], (2, 0, 1), dict(recording.points)
+    for name in points:
+        (whole,) = alone.points[name]
+        if layout(name) == "q_heads":
+            points[name] = [Shard(whole.tensor, whole.kind, tuple(range(6)))] * 2
+        elif layout(name) == "kv_heads":
+            points[name] = [Shard(whole.tensor[:, list(order)], whole.kind, order)] * 2
+    for name in ("layers.1.v", "layers.1.attn"):
+        points[name] = [points[name][0], dataclasses.replace(points[name][1], tensor=2 * points[name][1].tensor)]
+    found = local_diffs(dataclasses.replace(recording, points=points), ckpt, plan)
+    assert found["layers.1.v"].guilty == (1,) and found["layers.1.attn"].inside
+
+
 def test_a_rank_that_is_missing_is_filled_in(ckpt):
     recording, plan = run(ckpt, 3)
     points = {name: [held[0], None, held[2]] for name, held in recording.points.items()}
