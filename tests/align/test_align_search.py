@@ -208,6 +208,18 @@ def test_nan_for_one_prompt_only_is_no_mask_of_nan(folder):
     assert diagnosis.fault is None and "26 rows every key is hidden" in diagnosis.sentence
 
 
+@pytest.mark.parametrize("target, wrong, names", [
+    ("tplab.model.attention.mask_scores", lambda scores, mask: scores + mask * float("-inf"), ("nan_mask",)),
+    (f"{ATTENTION}.apply_rope", lambda self, q, k, cos, sin: (q, k), ("rope_missing", "rope_swallowed"))])
+def test_a_bug_of_prompts_only_has_its_name_beside_decoding_tokens_that_are_right(folder, target, wrong, names):
+    def prompts_only(*args):
+        alone = args[1].shape[-2] == 1 if "mask" in target else len(args[1]) == 1
+        return original(target)(*args) if alone else wrong(*args)
+
+    report = align_decode(folder, prompts(67)[:1], new_tokens=4, logical=True, patches=[Patch(target, prompts_only)])
+    assert diagnose(report).names == names, diagnose(report)
+
+
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_rows_of_k_and_v_in_other_places_are_counted_from_q_on(folder, part):
     def split_heads(self, qkv):

@@ -55,7 +55,7 @@ def traits(case: Case) -> list[str]:
         said.append(f"it is {times:.6g} times what it should be")
     else:
         likeness = (ours @ theirs / (ours.norm() * theirs.norm()).clamp(min=1e-30)).item()
-        said.append(f"its correlation with what it should be is {likeness:.2f}")
+        said.append(f"its correlation with what it should be is {likeness:z.2f}")
     off = torch.stack([((held - should).abs() > case.tolerance * should.abs().max()).flatten(1).any(1)
                        for held, should in pairs]).any(0)
     if len(off) == len(case.places) and not off.all() and off.any():

@@ -48,8 +48,12 @@ def zero_times_infinity(case: Case) -> Diagnosis | None:
     if not nan.any():
         return None
     numbers = {"nan_share": case.first.nan / case.first.size, "nan": case.first.nan}
-    share, lengths = f"{numbers['nan_share']:.0%} NaN", torch.tensor(case.lengths)
-    if nan[lengths.cumsum(0)[lengths > 0] - 1].all():
+    share = f"{numbers['nan_share']:.0%} NaN"
+    rows = {place: row for row, place in enumerate(case.places)}
+    # A decoding token has no later ones to be hidden: an engine that reads its cache masks only what it reads at once.
+    masked = {s: row for (s, p), row in rows.items() if (s, p) not in case.decoded} or {s: row for (s, _), row in
+                                                                                        rows.items()}
+    if nan[list(masked.values())].all():
         return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
                               "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
                               "masked_fill.", **numbers)

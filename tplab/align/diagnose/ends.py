@@ -163,5 +163,5 @@ def unrelated_head(case: Case) -> Diagnosis | None:
     likeness = ((ours * right).sum() / (ours.norm() * right.norm()).clamp(min=1e-30)).item()
     if case.ours("logits").any() and abs(likeness) < 0.3:
         return case.diagnosis("head_random", "The final norm is right, and the logits have nothing to do with Hugging "
-                              f"Face's (correlation {likeness:.2f}): the head's weights are not the checkpoint's.",
+                              f"Face's (correlation {likeness:z.2f}): the head's weights are not the checkpoint's.",
                               correlation=likeness)

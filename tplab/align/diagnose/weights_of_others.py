@@ -130,7 +130,7 @@ def weight_never_loaded(case: Case) -> Diagnosis | None:
     if case.op == case.point and len(case.ops) == 1 and (likeness := _unrelated(case)) is not None:
         return case.diagnosis("weight_not_loaded", f"{case.first.name} is a linear function of its input, as it should "
                               f"be, but its matrix has nothing to do with that of {_module(case)} (correlation "
-                              f"{likeness:.2f}): it is not the checkpoint's.", correlation=likeness)
+                              f"{likeness:z.2f}): it is not the checkpoint's.", correlation=likeness)
 
 
 def _unrelated(case: Case) -> float | None:
