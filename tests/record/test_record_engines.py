@@ -149,6 +149,8 @@ with record(sys.argv[2], rank=rank, world_size=world_size) as rec:
     rec.inputs([1, 2], [0, 1])
     with torch.inference_mode():
         model(torch.ones(2, 4))
+dist.destroy_process_group()
+os._exit(0)  # how gloo's threads meet the end of Python is no matter of the recorder
 """
 
 
