@@ -3,7 +3,11 @@
 Its casts are made where it makes them: statistics of norms, softmax and rotary tables are float32, whatever is given.
 """
 
+from collections.abc import Callable
+
 import torch
+
+from tplab.model.rope import rotate
 
 LARGEST = 1 << 24  # scores that stand in memory at once, so that a long text needs no square of its length
 
@@ -13,6 +17,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     y = x.to(torch.float32)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
+
+
+def rotated(model_type: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x [rows, heads, head_dim]`` rotated by Hugging Face's function for this type of model."""
+    x = x.transpose(0, 1)[None]
+    return rotate(model_type)(x, x, cos, sin)[0][0].transpose(0, 1)
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """transformers' activation of this name."""
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float) -> torch.Tensor:

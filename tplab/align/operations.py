@@ -7,9 +7,9 @@ from itertools import groupby
 import torch
 from torch.nn import functional as F
 
-from tplab.align.arithmetic import attend, distance, rms_norm
+from tplab.align.arithmetic import activation, attend, distance, rms_norm, rotated
 from tplab.checkpoint.layout import EMBEDDING, HEAD
-from tplab.model.rope import Rotary, rotate
+from tplab.model.rope import Rotary
 
 SUMS = {"o": ("self_attn.o_proj", "attn"), "mlp": ("mlp.down_proj", "mlp_act")}  # part → module, what it is made from
 
@@ -52,10 +52,9 @@ class Operations:
         return F.linear(x, self.weights[f"{module}.weight"][rows], None if bias is None else bias[rows])
 
     def _heads(self, at: str, rank: int, part: str) -> torch.Tensor:
-        size, heads = self.config.head_dim, self.indices(at + part, rank)
-        rows = [row for head in heads for row in range(head * size, (head + 1) * size)]
+        rows = columns_of(self.indices(at + part, rank), self.config.head_dim)
         found = self.column(f"model.{at}self_attn.{part}_proj", self.value(at + "input_norm", rank), rows)
-        return found.unflatten(1, (-1, size))
+        return found.unflatten(1, (-1, self.config.head_dim))
 
     def _q(self, at: str, rank: int) -> torch.Tensor:
         return self._heads(at, rank, "q")
@@ -92,8 +91,7 @@ class Operations:
 
     def _q_rope(self, at: str, rank: int, part: str = "q") -> torch.Tensor:
         x = self.parts_of(at + self.before_rope(part), rank, self.indices(f"{at}{part}_rope", rank))
-        x = x.transpose(0, 1)[None]
-        return rotate(self.config.model_type)(x, x, *self.cos_sin)[0][0].transpose(0, 1)
+        return rotated(self.config.model_type, x, *self.cos_sin)
 
     def _k_rope(self, at: str, rank: int) -> torch.Tensor:
         return self._q_rope(at, rank, "k")
@@ -145,9 +143,7 @@ class Operations:
     def _columns(self, at: str, part: str, rank: int) -> list[int]:
         """The input columns of a row-parallel layer that a rank holds."""
         made_from = SUMS[part][1]
-        held = self.indices(at + made_from, rank)
-        size = self.config.head_dim if part == "o" else 1
-        return list(held) if size == 1 else [c for head in held for c in range(head * size, (head + 1) * size)]
+        return columns_of(self.indices(at + made_from, rank), self.config.head_dim if part == "o" else 1)
 
     def without_bias(self, at: str, part: str, rank: int) -> torch.Tensor:
         """A rank's summand of a row-parallel layer, from its own columns."""
@@ -228,11 +224,9 @@ class Operations:
         return self._gate(at, rank, "up")
 
     def _mlp_act(self, at: str, rank: int) -> torch.Tensor:
-        from transformers.activations import ACT2FN
-
         columns = self.indices(at + "mlp_act", rank)
         gate, up = (self.parts_of(at + part, rank, columns) for part in ("gate", "up"))
-        return ACT2FN[self.config.hidden_act](gate) * up
+        return activation(self.config.hidden_act)(gate) * up
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
@@ -252,6 +246,11 @@ class Operations:
         # Whole logits on a rank were computed there, or gathered from ranks that had other inputs.
         gathered = torch.cat([product(held.rank, held.vocab) for held in self.plan.ranks], 1)
         return min((own, gathered[:, as_index(rows)]), key=lambda right: distance(shard.tensor, right))
+
+
+def columns_of(items: Sequence[int], size: int) -> list[int]:
+    """The features of heads (or of other items) that have ``size`` each."""
+    return [item * size + j for item in items for j in range(size)]
 
 
 def as_index(indices: Sequence[int]) -> slice | torch.Tensor:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from tplab.lesson.exercise import check
+from tplab.shard import split_evenly
 
 
 def with_cures(cures: Mapping[str, Callable], function: Callable, *args):
@@ -234,8 +235,8 @@ def kv_share_problem(function: Callable) -> str:
 
 
 def _even(total, rank, ranks):
-    size, rest = divmod(total, ranks)
-    return rank * size + min(rank, rest), size + (rank < rest)
+    part = split_evenly(total, ranks)[rank]
+    return part.start, len(part)
 
 
 def _judge(function, right, problem, in_engine, agreed):

@@ -4,18 +4,13 @@ from functools import cached_property
 
 import torch
 
+from tplab.align.arithmetic import activation
 from tplab.align.check.sources import SAMPLE
 from tplab.align.reference import hf_model, hf_trace
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD, read_part, tensor_parts
 
 _ROW_PARALLEL = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of ``[rows, columns]``, in float32."""
-    wide = x.float()
-    return weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
 class Evidence:
@@ -48,10 +43,8 @@ class Evidence:
     def projection(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
         """``q``, ``k``, ``v``, ``gate``, ``up`` or ``mlp_act`` of ``x``: ``[rows, columns]``."""
         if which == "mlp_act":
-            from transformers.activations import ACT2FN
-
             gate, up = self.projection(layer, "gate", x), self.projection(layer, "up", x)
-            return ACT2FN[self.config.hidden_act](gate) * up
+            return activation(self.config.hidden_act)(gate) * up
         return self.product(f"model.layers.{layer}.{'self_attn' if which in 'qkv' else 'mlp'}.{which}_proj", x)
 
     def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:

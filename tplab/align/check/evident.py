@@ -4,12 +4,13 @@ A module that gives a matrix or a norm of the checkpoint, applied to its own rec
 tensor that equals a point of Hugging Face's trace on the same ids is that point.
 """
 
+from tplab.align.arithmetic import rms_norm
 from tplab.align.check import layouts
-from tplab.align.check.evidence import rms_norm
 from tplab.align.check.fused import columns_in, heads_in
 from tplab.align.check.names import pattern_of, place_of, role_of
 from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import FEW, SAMPLE, Source, Sources
+from tplab.align.operations import columns_of
 from tplab.align.points import LAYER_POINTS, layout
 from tplab.checkpoint.layout import EMBEDDING
 
@@ -71,7 +72,7 @@ def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: So
         norms = {"norm": "model.norm.weight"} if layer is None else {
             role: f"model.layers.{layer}.{name}" for role, name in _NORMS.items()}
         for role, name in norms.items():
-            if layouts.near(y, rms_norm(x, evidence.weight(name), shares.config.rms_norm_eps)):
+            if layouts.near(y, rms_norm(x.float(), evidence.weight(name), shares.config.rms_norm_eps)):
                 return role
     if layer is None:
         return "head" if x.shape[1] == hidden and shares.vote("vocab", y, evidence.logits(x), rank) else None
@@ -100,7 +101,7 @@ def _is_row_parallel(sources: Sources, shares: Shares, entering: Source, leaving
     own, outs = {}, {}
     for rank in sources.complete(leaving):
         x = sources.rows(entering, rank, FEW)
-        columns = [index * dim + j for index in shares.planned["q" if role == "o" else "mlp"][rank] for j in range(dim)]
+        columns = columns_of(shares.planned["q" if role == "o" else "mlp"][rank], dim)
         if x is None or x.shape[1] != len(columns):
             return False
         own[rank] = shares.evidence.summand(layer, role, x, columns)

@@ -15,6 +15,7 @@ from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
 from tplab.align.check.weights import parameters_of
+from tplab.align.gather import whole_point
 from tplab.align.points import layout, point_names
 from tplab.align.recording import PlacementError, Recording, Shard
 from tplab.checkpoint import Checkpoint
@@ -182,8 +183,8 @@ class _Placing:
         """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""
         if self.sources.world_size == 1:
             return  # there is nothing to join
-        held = {index: shard.tensor[:, at] for shard in shards.values() for at, index in enumerate(shard.indices)}
-        if set(held) != set(range(self.config.vocab_size)):
+        whole, _, held = whole_point("logits", list(shards.values())[::-1])  # of several that hold a token, the last
+        if held != list(range(self.config.vocab_size)):
             return
         row_of = {place: row for row, place in enumerate(places)}
         for source in self.sources.of("logits"):
@@ -194,7 +195,7 @@ class _Placing:
                     continue
                 here, there = map(list, zip(*rows))
                 joined = joined[there, :len(held)].double().T.contiguous()
-                ours = torch.stack([held[token][here] for token in range(len(held))]).double()
+                ours = whole[here].double().T.contiguous()
                 token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
                 found = [token_of.get(bytes(column.numpy().data)) for column in joined]
                 differs = (joined != ours) & ~(joined.isnan() & ours.isnan())

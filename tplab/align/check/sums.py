@@ -7,6 +7,7 @@ import torch
 from tplab.align.check.layouts import PADDING, near
 from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SAMPLE, Source
+from tplab.align.operations import columns_of
 from tplab.checkpoint.layout import EMBEDDING
 
 _SUMS = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down"}
@@ -73,7 +74,7 @@ class Sums:
             return None
         kept = [i for i, index in enumerate(indices) if index != PADDING]
         dim = self.shares.config.head_dim if which == "o" else 1
-        columns = [indices[i] * dim + j for i in kept for j in range(dim)]
+        columns = columns_of([indices[i] for i in kept], dim)
         return self.shares.evidence.summand(int(at.split(".")[1]), which, x[:, kept].flatten(1), columns)
 
     @cache  # noqa: B019  (one Sums lives as long as one placement)

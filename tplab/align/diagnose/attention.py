@@ -18,11 +18,9 @@ def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch
             yield prompt, ours, positions, q
 
 
-def keys_and_values(case: Case, prompt: int, heads: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of all tokens of a prompt, a head per query head; ``heads[q]`` is the KV head that query head q reads."""
-    if heads is None:
-        heads = torch.arange(case.plan.num_heads) // (case.plan.num_heads // case.plan.num_kv_heads)
-    heads = heads[case.query_heads]
+def keys_and_values(case: Case, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v of all tokens of a prompt, a head for each query head that a rank holds."""
+    heads = torch.tensor(case.query_heads) // case.group
     return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
 
 

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from tplab.align import arithmetic
 from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case
 from tplab.align.local import LocalFrame
-from tplab.align.operations import as_index
+from tplab.align.operations import as_index, columns_of
 from tplab.align.points import inputs, layout
 from tplab.checkpoint.layout import EMBEDDING, HEAD
-from tplab.model.rope import Rotary, rotate
+from tplab.model.rope import Rotary
 
 # point → the module that computes it, and what from
 LINEAR = {"q": ("self_attn.q_proj", "input_norm"), "k": ("self_attn.k_proj", "input_norm"),
@@ -68,10 +69,8 @@ class OnRank:
     def features(self, point: str) -> torch.Tensor:
         """The rows of the weight (of a row-parallel one, the columns) that make this rank's part of a point."""
         source = LINEAR[point][1] if layout(point) == "partial" else point
-        here = torch.tensor(self.indices(source), dtype=torch.long)
-        if layout(source) in ("q_heads", "kv_heads"):
-            here = (here[:, None] * self.case.config.head_dim + torch.arange(self.case.config.head_dim)).flatten()
-        return here
+        size = self.case.config.head_dim if layout(source) in ("q_heads", "kv_heads") else 1
+        return torch.tensor(columns_of(self.indices(source), size), dtype=torch.long)
 
     def sequences(self) -> Iterator[Attended]:
         """What attention has, sequence by sequence."""
@@ -232,9 +231,7 @@ def has_bias(case: Case, point: str) -> bool:
 
 def activation(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
     """The checkpoint's activation."""
-    from transformers.activations import ACT2FN
-
-    return ACT2FN[case.config.hidden_act]
+    return arithmetic.activation(case.config.hidden_act)
 
 
 def before_rope(at: OnRank, op: str) -> torch.Tensor:
@@ -254,8 +251,7 @@ def tables(at: OnRank, positions: torch.Tensor | None = None, **changed) -> tupl
 
 def rotated(case: Case, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """``x [rows, heads, head_dim]`` rotated by Hugging Face's function."""
-    x = x.transpose(0, 1)[None]
-    return rotate(case.config.model_type)(x, x, cos, sin)[0][0].transpose(0, 1)
+    return arithmetic.rotated(case.config.model_type, x, cos, sin)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
