@@ -1,6 +1,7 @@
 """What every test of the house shares: one thread per process, no hub, one way to ask for the real model."""
 
 import os
+import tempfile
 from pathlib import Path
 
 # Before torch or transformers is imported by any test: two ranks with two threads each on two cores run nearly
@@ -8,6 +9,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# What the tests solve is nobody's progress.
+os.environ["TPLAB_PROGRESS"] = os.path.join(tempfile.mkdtemp(prefix="tplab-tests-"), "progress.json")
 
 import hypothesis
 import pytest

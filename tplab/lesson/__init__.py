@@ -2,11 +2,12 @@
 
 from tplab import lazy
 
-_HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".judging", "check_mask": ".mask_exercise",
+_HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "check_mask": ".mask_exercise",
           "check": ".exercise", "shown_error": ".exercise", "side_by_side": ".exercise", "default_prompt": ".exercise",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
           "check_slots": ".slots_exercise", "trace_nan": ".nan_trace", "available_cores": ".exercise",
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "check_rope": ".patient",
-          "check_generate": ".patient", "check_kv_share": ".patient"}
+          "check_generate": ".patient", "check_kv_share": ".patient", "all_exercises": ".verdict",
+          "progress": ".progress_file", "clear_progress": ".progress_file"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

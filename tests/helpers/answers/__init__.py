@@ -1,0 +1,56 @@
+"""What learners really answer: data, one file a notebook, read by ``tests/lesson/test_exercises.py``.
+
+Each file holds ``ANSWERS = {exercise: [Wrong(code, words), Right(code), …]}``. ``code`` is what the learner's cell
+holds; `torch`, `F` (torch.nn.functional) and the collectives with `rank` and `world_size` are imported for it. The
+solutions of the notebooks are right answers of their own and need no entry.
+"""
+
+import linecache
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import count
+from pkgutil import iter_modules
+from textwrap import dedent
+
+_number = count()
+_SETUP = """
+import torch
+from torch.nn import functional as F
+from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, world_size
+"""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An answer that must be refused on every number of ranks in ``sizes``, in words among which are ``words``."""
+
+    code: str
+    words: str
+    sizes: tuple[int, ...] = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Right:
+    """Another way to be right."""
+
+    code: str
+    sizes: tuple[int, ...] = (1, 2, 3)
+
+
+def answers() -> dict[str, list[Wrong | Right]]:
+    """``{exercise: its answers}``."""
+    found = {}
+    for file in iter_modules(__path__):
+        found |= import_module(f"{__name__}.{file.name}").ANSWERS
+    return found
+
+
+def defined(code: str, name: str):
+    """What ``code`` calls ``name``, as from a notebook's cell: its lines can be shown, and ranks get it by value."""
+    file = f"<answer {next(_number)}>"
+    source = dedent(code).strip("\n") + "\n"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    space = {"__name__": "__main__"}
+    exec(_SETUP, space)
+    exec(compile(source, file, "exec"), space)
+    return space[name]

@@ -1,0 +1,64 @@
+"""What learners answer, right and wrong, to every exercise of the series: data, and one verdict for each."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from helpers.answers import Right, Wrong, answers, defined
+from helpers.notebooks import solution_code, tagged
+
+from tplab import lesson
+from tplab.lesson.verdict import Verdict
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+ANSWERS = answers()
+IDS = list(range(5, 24))
+PROMPTS = {"05": [IDS[:17], IDS[3:9]]}  # what stands in the place of a notebook's own prompt
+
+
+def judged(name, answer, size, capsys) -> tuple[Verdict, str]:
+    prompt = PROMPTS.get(lesson.all_exercises()[name].notebook, IDS)
+    verdict = lesson.judge(answer, "fable", prompt, tensor_parallel_size=size, name=name)
+    return verdict, capsys.readouterr().out
+
+
+def solutions() -> dict[str, str]:
+    """``{exercise: the code of its solution in the notebook}``."""
+    cells = [solution_code(cell) for path in sorted(NOTEBOOKS.glob("0*.ipynb"))
+             for cell in tagged(nbformat.read(path, as_version=4), "solution")]
+    return {name: code for name in lesson.all_exercises() for code in cells
+            if re.search(rf"^(?:def|class) {name}\b", code, re.MULTILINE)}
+
+
+SOLUTIONS = solutions()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name, number", [(name, at) for name, given in ANSWERS.items() for at in range(len(given))])
+def test_an_answer_gets_its_verdict(name, number, size, capsys):
+    answer = ANSWERS[name][number]
+    if size not in answer.sizes:
+        pytest.skip(f"says nothing on {size} ranks")
+    verdict, printed = judged(name, defined(answer.code, name), size, capsys)
+    if isinstance(answer, Right):
+        assert verdict.passed and printed.startswith(f"PASS  {name}: ") and printed.count("\n") == 1, printed
+        return
+    assert not verdict.passed and printed.startswith(f"NOT YET  {name}: "), printed
+    assert answer.words in printed
+    assert printed.count("\n") <= 3, printed
+    assert "Traceback" not in printed and "site-packages" not in printed and "tplab/" not in printed, printed
+    assert max(map(len, printed.splitlines())) <= 300
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", lesson.all_exercises())
+def test_the_solution_of_the_notebook_passes(name, size, capsys):
+    verdict, printed = judged(name, defined(SOLUTIONS[name], name), size, capsys)
+    assert verdict.passed, printed
+
+
+def test_every_exercise_has_six_wrong_answers():
+    few = {name: sum(isinstance(one, Wrong) for one in ANSWERS.get(name, ())) for name in lesson.all_exercises()}
+    assert not {name: count for name, count in few.items() if count < 6}
+    assert set(ANSWERS) <= set(lesson.all_exercises())

@@ -1,0 +1,81 @@
+"""What was solved is kept in a file of the user's: once, with when and after how many different answers."""
+
+import json
+
+import pytest
+
+from tplab import lesson
+from tplab.lesson import progress_file
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_PROGRESS", str(tmp_path / "deep" / "progress.json"))
+
+
+def wrong(scores, mask):
+    return scores
+
+
+def other(scores, mask):
+    return scores * 2
+
+
+def right(scores, mask):
+    return scores.masked_fill(mask, float("-inf"))
+
+
+def hand_in(*answers):
+    for answer in answers:
+        lesson.judge(answer, "fable", [5, 6, 7], tensor_parallel_size=1, name="mask_scores")
+    return progress_file.load()["mask_scores"]
+
+
+def test_each_different_answer_is_a_try_and_solving_ends_the_count(capsys):
+    kept = hand_in(wrong, wrong, other, right)
+    assert kept["tries"] == 3 and kept["solved"][:2] == "20"
+    assert hand_in(wrong, right) == kept
+    assert progress_file.SOLVED["mask_scores"] is right
+
+
+def test_the_table_shows_it_and_clear_forgets_it(capsys):
+    hand_in(wrong, right)
+    row = next(line for line in str(lesson.progress()).splitlines() if "mask_scores" in line)
+    assert row.split()[0] == "01" and row.split()[-1] == "2"
+    lesson.clear_progress()
+    assert progress_file.load() == {} and progress_file.SOLVED == {}
+    assert "2" not in next(line for line in str(lesson.progress()).splitlines() if "mask_scores" in line)[2:]
+
+
+def test_without_the_variable_it_lies_in_the_users_data_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("TPLAB_PROGRESS")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert progress_file.path() == tmp_path / "tplab" / "progress.json"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert progress_file.path() == tmp_path / "me" / ".local" / "share" / "tplab" / "progress.json"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"mask_scores": 3}', '{"mask_scores": {"answers": 2}}'])
+def test_a_damaged_file_is_named_and_left_alone(text, capsys):
+    progress_file.path().parent.mkdir()
+    progress_file.path().write_text(text)
+    verdict = lesson.judge(right, "fable", [5, 6, 7], tensor_parallel_size=1, name="mask_scores")
+    assert verdict.passed
+    told = capsys.readouterr().out
+    assert "PASS  mask_scores" in told and "(progress is not kept: " in told and "remove it to begin anew" in told
+    assert progress_file.path().read_text() == text
+
+
+def test_a_folder_that_cannot_be_made_costs_no_verdict(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TPLAB_PROGRESS", str(tmp_path / "file" / "progress.json"))
+    assert lesson.judge(right, "fable", [5, 6, 7], tensor_parallel_size=1, name="mask_scores").passed
+    assert "(progress is not kept: " in capsys.readouterr().out
+
+
+def test_what_an_older_version_kept_of_an_exercise_that_is_gone_stays(capsys):
+    progress_file.path().parent.mkdir()
+    progress_file.path().write_text(json.dumps({"gone": {"answers": ["a"], "solved": "2026-01-01 10:00", "tries": 1}}))
+    hand_in(right)
+    assert progress_file.load()["gone"]["solved"] == "2026-01-01 10:00"

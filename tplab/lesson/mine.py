@@ -1,0 +1,169 @@
+"""A learner's function as a check sees it: called with copies, its mistakes said in at most three lines."""
+
+import copy
+import functools
+import inspect
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tplab.checks import shown
+from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack, place
+from tplab.ranks.oplog import is_machinery
+
+_LONGEST = 240  # characters of one line of a verdict
+
+
+class NotYet(Exception):
+    """What is wrong with an answer, in the learner's terms: at most three lines."""
+
+
+class Mine:
+    """The learner's function (or class), ``takes`` the names of what it is called with: ``"scores, mask"``.
+
+    Calling it gives what it returns. It gets copies of its arguments; raises :class:`NotYet` if it raises, cannot be
+    called so, or writes into an argument that is not among ``writes``.
+    """
+
+    def __init__(self, function: Callable, takes: str, writes: str = ""):
+        self.function, self.takes = function, [name.strip() for name in takes.split(",")]
+        self.writes = [name.strip() for name in writes.split(",") if name]
+        if not callable(function):
+            raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
+        try:
+            inspect.signature(function).bind(*self.takes)
+        except TypeError:
+            raise NotYet(f"it must take ({takes}); yours takes {inspect.signature(function)}") from None
+        except ValueError:
+            pass  # a builtin without a signature: the call will tell
+
+    def __call__(self, *args):
+        given = [copy.deepcopy(arg) for arg in args]
+        result = guarded(self.function, *given)
+        for name, arg, after in zip(self.takes, args, given):
+            if name not in self.writes and not _same(arg, after):
+                raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
+        return result
+
+    def tensor(self, *args, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What it returns for ``args``, refused unless it is a tensor of that shape; ``dims`` names its dimensions."""
+        return tensor(self(*args), dims, shape, dtype)
+
+
+def guarded(function: Callable, *args, **kwargs):
+    """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line."""
+    try:
+        return function(*args, **kwargs)
+    except NotYet:
+        raise
+    except Exception as error:
+        raise NotYet(in_words(error)) from error
+
+
+class Object:
+    """An object of the learner's class: its methods are called with copies, as :class:`Mine` calls a function."""
+
+    def __init__(self, made, name: str):
+        self.made, self.name = made, name
+
+    def __getattr__(self, name: str):
+        try:
+            found = getattr(self.made, name)
+        except AttributeError:
+            raise NotYet(f"{self.name} has no {name}") from None
+        return functools.partial(guarded, found) if callable(found) else found
+
+
+def in_words(error: BaseException) -> str:
+    """An exception of the learner's code in at most three lines: what, and the learner's own line.
+
+    Of several ranks that say the same it is said once.
+    """
+    if isinstance(error, RankError) and error.first is not None:
+        return _of_ranks(error)
+    return _lines(describe(error), [frame for frame in learner_stack(error) if _is_learners(frame)])
+
+
+def _of_ranks(error: RankError) -> str:
+    first: Cause = error.first
+    alike = [cause.rank for cause in error.causes.values() if cause.kind == first.kind and cause.text == first.text]
+    who = "on every rank" if len(alike) == len(error.causes) > 1 else f"on rank {', '.join(map(str, sorted(alike)))}"
+    frames = [frame for frame in first.frames if _is_learners(frame)]
+    if first.kind == "raised":
+        return _lines(f"{who}: {first.text.removeprefix('raised ')}", frames)
+    return _lines(error.summary, frames)
+
+
+def _lines(what: str, frames: Sequence[Frame]) -> str:
+    lines = [_short(what)]
+    if frames:
+        source = linecache.getline(frames[-1].file, frames[-1].line).strip()
+        lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
+                                                         f" ({place(frames[-1].file, frames[-1].line)})"))
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
+
+
+def _is_learners(frame: Frame) -> bool:
+    import tplab
+
+    library = tplab.__file__.rpartition("__init__")[0]
+    return not (is_machinery(frame.file) or frame.file.startswith(library) or "site-packages" in frame.file
+                or frame.file.startswith("<frozen"))
+
+
+def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``value`` if it is a tensor of ``shape`` and ``dtype``; else :class:`NotYet`, in words.
+
+    ``dims``: the dimensions' names, ``"tokens, heads, head_dim"``.
+    """
+    wanted = f"[{dims}] = {list(shape)}"
+    if not isinstance(value, torch.Tensor):
+        raise NotYet(f"it returns {kind(value)}; a tensor {wanted} must come back")
+    if list(value.shape) != list(shape):
+        raise NotYet(f"it returns {list(value.shape)}; {wanted} must come back{_permuted(value, dims, shape)}")
+    if dtype is not None and value.dtype != dtype:
+        raise NotYet(f"it returns {value.dtype}; {dtype} must come back")
+    return value
+
+
+def _permuted(value: torch.Tensor, dims: str, shape: Sequence[int]) -> str:
+    names = [name.strip() for name in dims.split(",")]
+    if len(set(shape)) == len(shape) == value.dim() and sorted(value.shape) == sorted(shape):
+        return f" (yours is [{', '.join(names[list(shape).index(size)] for size in value.shape)}])"
+    return ""
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one is a view of the other (or of what both are cut from)."""
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def kind(value) -> str:
+    """A wrong answer's kind in words: ``"nothing (is there a return?)"``, ``"a list of 3"``, ``"a tensor [2, 3]"``."""
+    if value is None:
+        return "nothing (is a return missing?)"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, list | tuple | dict | set):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+def _same(a, b) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, int | float | str | bytes | bool | range | set | frozenset | type(None)):
+        return a == b
+    return True  # an object of the check's own: it watches itself

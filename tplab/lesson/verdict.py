@@ -1,0 +1,118 @@
+"""The verdict on a learner's answer: one helper for every exercise, ``PASS`` or ``NOT YET`` and at most three lines."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tplab.checkpoint import Checkpoint
+from tplab.checks import shown
+from tplab.errors import TplabError
+from tplab.lesson import progress_file
+from tplab.lesson.mine import Mine, NotYet, in_words
+from tplab.patch import Patch
+
+
+class ExerciseError(TplabError):
+    """There is no such exercise, or it cannot be judged with what was given."""
+
+
+@dataclass
+class Setting:
+    """What an answer is tried with once the toy is behind it: the notebook's parameters."""
+
+    model: str | Checkpoint = "fable"
+    prompt: str | Sequence[int] = ""
+    tensor_parallel_size: int = 2
+    dtype: str = "float32"
+    report: object = None  # the latest AlignReport, for the notebook's figures
+
+    def align(self, *patches: Patch, decode: bool = False, prompts=None, **options):
+        """The engine with the learner's function in it against Hugging Face.
+
+        ``options`` are those of :func:`tplab.align.align`, or with ``decode`` of :func:`tplab.align.align_decode`; the
+        setting's are taken where they say nothing. Raises `NotYet` with the diagnosis if it does not agree.
+        """
+        from tplab.align import align, align_decode, diagnose
+
+        run = align_decode if decode else align
+        options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": self.dtype, **options}
+        try:
+            self.report = run(self.model, self.prompt if prompts is None else prompts, patches=patches, **options)
+        except TplabError as error:
+            raise NotYet(in_words(error)) from error
+        if not self.report.ok:
+            raise NotYet(f"in the engine: {diagnose(self.report).sentence}")
+        return self.report
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise: ``examine(mine, setting)`` raises :class:`NotYet` at the first thing that is wrong."""
+
+    name: str  # the function (or class) that the learner writes
+    notebook: str  # "02"
+    takes: str  # what it is called with: "num_heads, num_kv_heads, tensor_parallel_size"
+    agreed: str  # what is true of an answer that passes; may name {ranks}
+    examine: Callable[[Mine, Setting], object]
+    writes: str = ""  # arguments that it may write into
+
+
+EXERCISES: dict[str, Exercise] = {}
+
+
+def exercise(name: str, notebook: str, takes: str, agreed: str, writes: str = ""):
+    """Register the decorated function as the check of an exercise; see :class:`Exercise`."""
+    def register(examine):
+        EXERCISES[name] = Exercise(name, notebook, takes, agreed, examine, writes)
+        return examine
+
+    return register
+
+
+def all_exercises() -> dict[str, Exercise]:
+    """All exercises by name, in the order of the series."""
+    import tplab.lesson.exercises  # noqa: F401  (its files register what they hold)
+
+    return dict(sorted(EXERCISES.items(), key=lambda pair: pair[1].notebook))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`judge` found."""
+
+    exercise: str
+    sentence: str  # what is wrong; the empty string if nothing is
+    report: object = field(default=None, repr=False)  # the AlignReport of the answer in the engine, if it got there
+
+    @property
+    def passed(self) -> bool:
+        return not self.sentence
+
+
+def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
+          tensor_parallel_size: int = 2, dtype: str = "float32", name: str | None = None) -> Verdict:
+    """Judge a learner's answer: a small example first, then the real model on the ranks.
+
+    Prints ``PASS`` and what is true of it, or ``NOT YET`` and what is wrong in at most three lines; whatever the
+    learner's code does, *Run All* goes on. ``name``: the exercise, if the function has another name.
+    Raises `ExerciseError` if there is no such exercise.
+
+        >>> verdict = lesson.judge(my_slot_mapping, ckpt, prompts, tensor_parallel_size=2)
+        NOT YET  my_slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …
+    """
+    name = name or getattr(answer, "__name__", shown(answer))
+    if name not in all_exercises():
+        raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(all_exercises())}. "
+                            "An answer of another name is judged with name=…")
+    task, setting, sentence = EXERCISES[name], Setting(model, prompt, tensor_parallel_size, dtype), ""
+    try:
+        task.examine(Mine(answer, task.takes, task.writes), setting)
+    except NotYet as wrong:
+        sentence = str(wrong)
+    if sentence:
+        first, *rest = sentence.splitlines()
+        print("\n".join([f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]))
+    else:
+        ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
+        print(f"PASS  {name}: {task.agreed.format(ranks=ranks)}")
+    progress_file.note(name, answer, passed=not sentence)
+    return Verdict(name, sentence, setting.report)
