@@ -21,6 +21,7 @@ from safetensors import safe_open
 import tplab.align
 import tplab.llm
 from tplab import cli
+from tplab.align import Diagnosis
 from tplab.lesson import default_prompt
 from tplab.model import LoadStats
 
@@ -186,6 +187,15 @@ def test_align_outside_the_floor_is_exit_1_and_names_the_point_and_the_cause(mod
     assert "multiplies 0 by -inf" in out.replace("\n", " ")
 
 
+def test_align_names_all_bugs_as_check_does(model, capsys, logical):
+    _, out, _ = run(f"align {model} --ids 1,2,3,4,5 --fault no_mask rope_missing head_random", capsys)
+    said = out.rpartition("\n\n")[2].splitlines()
+    assert [line.split(". ")[1] for line in said if line[0].isdigit()] == [
+        "layers 0–1: q_rope, k_rope: rope_missing (or rope_swallowed, rope_positions)", "layers 0–1: attn: no_mask",
+        "logits: head_random"]
+    assert max(map(len, said)) <= 100
+
+
 def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
     code, out, _ = run(f"align {model} --ids 1,2,3 --fault row_bias_everywhere", capsys)
     assert code == 0 and out.startswith("note: row_bias_everywhere changes nothing here: ")
@@ -333,8 +343,8 @@ def test_align_hands_over_what_was_asked_for(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(tplab.align, "align", lambda ckpt, **options: asked.append(
         (ckpt.name, {**options, "patches": [one.name for one in options["patches"]]})) or report)
-    monkeypatch.setattr(tplab.align, "diagnose", lambda report: SimpleNamespace(sentence="Well."))
-    report = make_report()
+    report = make_report({"norm": 1.0})
+    report.diagnoses = [Diagnosis(None, "Well.", "norm")]
     run("align fable", capsys)
     run("align fable --prompt Hi --tp 3 --dtype bfloat16 --fault nan_mask no_mask --fault qkv_order", capsys)
     assert asked == [

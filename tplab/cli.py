@@ -155,7 +155,8 @@ def align(chosen) -> int:
             f"{stats.bytes_read / 1e6:.1f} MB by rank {rank}" for rank, stats in enumerate(report.load_stats)))
     print(f"\n{_point_lines(report)}")
     if broken or not report.ok:
-        print("\n" + textwrap.fill(diagnose(report).sentence, 90))
+        print()
+        _print_lines(report.diagnosis_lines() or [diagnose(report).sentence])
     if chosen.json is not None:
         report.to_json(chosen.json)
     if chosen.save is not None:
@@ -171,8 +172,7 @@ def check(chosen) -> int:
     from tplab.align import check
 
     report = check(chosen.folder, chosen.model, names=dict(text.split("=", 1) for text in chosen.name))
-    for line in report.summary().splitlines():
-        print(textwrap.fill(line, 100, subsequent_indent="   "))
+    _print_lines(report.summary().splitlines())
     print(f"\n{report.point_lines()}")
     if chosen.json is not None:
         report.to_json(chosen.json)
@@ -239,6 +239,11 @@ def bench(chosen) -> int:
     if chosen.json is not None:
         write_file(chosen.json, lambda new: new.write_text(json.dumps(table, indent=1)))
     return 0
+
+
+def _print_lines(lines: list[str]) -> None:
+    for line in lines:
+        print(textwrap.fill(line, 100, subsequent_indent="   "))
 
 
 def _ranks(llm) -> str:

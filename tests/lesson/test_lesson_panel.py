@@ -10,7 +10,7 @@ from IPython.utils.capture import capture_output
 
 import tplab.align
 from tplab import lesson, show
-from tplab.align import AlignError
+from tplab.align import AlignError, Diagnosis
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def asked(monkeypatch):
             raise RuntimeError("boom")
         report = make_report({"layers.0.attn": math.nan} if "nan_mask" in calls[-1]["patches"] else None)
         report.evidence.clear()
+        report.diagnoses = [] if report.ok else [Diagnosis("nan_mask", "0 × -inf"), Diagnosis("no_mask", "a < b")]
         return report
 
     monkeypatch.setattr(tplab.align, "align", align)
-    monkeypatch.setattr(tplab.align, "diagnose",
-                        lambda report: type("D", (), {"sentence": "0 × -inf" if not report.ok else "fine"}))
+    monkeypatch.setattr(tplab.align, "diagnose", lambda report: Diagnosis(None, "fine"))
     return calls
 
 
@@ -52,7 +52,7 @@ def made(asked, fable_stand_in):
 def test_it_runs_once_when_it_is_made(made, asked):
     assert asked == [{"prompt": "Hi", "tensor_parallel_size": 2, "dtype": "float32", "patches": ["nan_mask"]}]
     assert [fault.name for fault in made.ticked] == ["nan_mask"]
-    assert "layers.0.attn" in made._verdict.value and "0 × -inf" in made._verdict.value
+    assert "layers.0.attn" in made._verdict.value and "0 × -inf<br>a &lt; b" in made._verdict.value
 
 
 def test_the_button_runs_what_is_ticked_chosen_and_written(made, asked):

@@ -111,6 +111,19 @@ class AlignReport:
         """The points that are wrong given their own inputs; what else is outside the floor only inherits an error."""
         return [name for name, diff in self.local.items() if not diff.inside]
 
+    @cached_property
+    def diagnoses(self) -> list:
+        """A :class:`Diagnosis` for each bug, in the order in which they show."""
+        from tplab.align.diagnose import diagnose_all  # it looks at reports, so this room is below it
+
+        return diagnose_all(self)
+
+    def diagnosis_lines(self) -> list[str]:
+        """The diagnoses in words and numbered: where, the bug's name, those that look alike, the evidence."""
+        return [f"{number}. {one.where}: {one.fault or 'no name'}" + (
+            f" (or {', '.join(one.lookalikes)})" if one.lookalikes else "") + f". {one.sentence}"
+            for number, one in enumerate(self.diagnoses, 1)]
+
     @property
     def tp_logits(self) -> torch.Tensor:
         """tplab's logits, ``[tokens, vocab]``, all prompts below each other."""

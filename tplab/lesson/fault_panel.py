@@ -72,8 +72,9 @@ class Panel:
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = self.figure.png()
         idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
+        said = [one.sentence for one in self.report.diagnoses]
         self._verdict.value = "<br>".join([f"<b>{escape(describe_report(self.report))}</b>",
-                                           *map(escape, [diagnose(self.report).sentence, *idle])])
+                                           *map(escape, [*(said or [diagnose(self.report).sentence]), *idle])])
 
     def _label(self) -> str:
         what = " + ".join(fault.name for fault in self.ticked) or HEALTHY

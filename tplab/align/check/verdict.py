@@ -24,10 +24,7 @@ class CheckReport(AlignReport):
 
     @cached_property
     def diagnoses(self) -> list[Diagnosis]:
-        """One for each bug, in the order in which they show."""
-        from tplab.align.diagnose import diagnose_all  # it looks at reports, so this room is below it
-
-        return diagnose_all(self) if self.guilty or self.recording.contradictions else []
+        return super().diagnoses if self.guilty or self.recording.contradictions else []
 
     @property
     def ok(self) -> bool:
@@ -89,9 +86,7 @@ class CheckReport(AlignReport):
                       "bug": f"not clean: {many} guilty point{'s' * (many != 1)}, {heirs} more inherit"
                              f"{'s' * (heirs == 1)} an error",
                       "cannot tell": "cannot tell"}[self.verdict])
-        for number, one in enumerate(self.diagnoses, 1):
-            alike = f" (or {', '.join(one.lookalikes)})" if one.lookalikes else ""
-            lines.append(f"{number}. {one.where}: {one.fault or 'no name'}{alike}. {one.sentence}")
+        lines += self.diagnosis_lines()
         lines += [f"weights: {name}: {what}" for name, what in self.parameters.items()]
         lines += [f"stopped: {what}" for what in self.stopped]
         lines += [f"open: {what}" for what in self.open_questions]
