@@ -46,13 +46,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: ``examine(mine, setting)`` raises :class:`NotYet` at the first thing that is wrong."""
+    """One exercise: ``examine(mine, setting)`` raises :class:`NotYet` at the first thing that is wrong.
+
+    What it returns, if anything, is a remark that ends the line of an answer that passes.
+    """
 
     name: str  # the function (or class) that the learner writes
     notebook: str  # "02"
     takes: str  # what it is called with: "num_heads, num_kv_heads, tensor_parallel_size"
     agreed: str  # what is true of an answer that passes; may name {ranks}
-    examine: Callable[[Mine, Setting], object]
+    examine: Callable[[Mine, Setting], str | None]
     writes: str = ""  # arguments that it may write into
 
 
@@ -105,7 +108,7 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
                             "An answer of another name is judged with name=…")
     task, setting, sentence = EXERCISES[name], Setting(model, prompt, tensor_parallel_size, dtype), ""
     try:
-        task.examine(Mine(answer, task.takes, task.writes), setting)
+        remark = task.examine(Mine(answer, task.takes, task.writes), setting)
     except NotYet as wrong:
         sentence = str(wrong)
     if sentence:
@@ -113,6 +116,6 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         print("\n".join([f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]))
     else:
         ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
-        print(f"PASS  {name}: {task.agreed.format(ranks=ranks)}")
+        print(f"PASS  {name}: {task.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""))
     progress_file.note(name, answer, passed=not sentence)
     return Verdict(name, sentence, setting.report)
