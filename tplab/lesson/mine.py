@@ -23,7 +23,7 @@ class Mine:
     """The learner's function (or class), ``takes`` the names of what it is called with: ``"scores, mask"``.
 
     Calling it gives what it returns. It gets copies of its arguments; raises :class:`NotYet` if it raises, cannot be
-    called so, or writes into an argument that is not among ``writes``.
+    called so, or writes into an argument that is not among ``writes``. ``given`` are the copies that it got last.
     """
 
     def __init__(self, function: Callable, takes: str, writes: str = ""):
@@ -39,7 +39,7 @@ class Mine:
             pass  # a builtin without a signature: the call will tell
 
     def __call__(self, *args):
-        given = [copy.deepcopy(arg) for arg in args]
+        self.given = given = [copy.deepcopy(arg) for arg in args]
         result = guarded(self.function, *given)
         for name, arg, after in zip(self.takes, args, given):
             if name not in self.writes and not _same(arg, after):
