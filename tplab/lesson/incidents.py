@@ -1,7 +1,6 @@
 """Failures on purpose: made to happen on real ranks, shown as they are, and timed against the promised bound."""
 
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import matplotlib
 
+from tplab.lesson.mine import CELL
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import place, side_by_side
@@ -16,7 +16,6 @@ from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, entitl
 from tplab.show.phrases import ShowError
 from tplab.show.tables import Table
 
-_CELL = re.compile(r"cell In\[\d+\], ")
 _LEFT = 1e-3  # where the axis of seconds begins
 
 
@@ -43,11 +42,11 @@ def error_text(error: Exception) -> str:
     text = str(error)
     if getattr(error, "logs", None):
         # Laid out anew: the columns are as wide as what stands in them.
-        logs = [[replace(record, file="") if _CELL.match(place(record.file, 1)) else record
+        logs = [[replace(record, file="") if CELL.match(place(record.file, 1)) else record
                  for record in log] for log in error.logs]
         head = str(RankError(error.summary, error.causes.values()))
         text = "\n".join([head, "", *side_by_side(logs, error.causes), *error.notes])
-    return f"{type(error).__name__}: {_CELL.sub('', text)}"
+    return f"{type(error).__name__}: {CELL.sub('', text)}"
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,19 @@ import copy
 import functools
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from tplab.checks import shown
+from tplab.ranks import OpRecord, logical_ranks, op_log
+from tplab.ranks.context import inside_rank
 from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack, place
 from tplab.ranks.oplog import is_machinery
 
 _LONGEST = 240  # characters of one line of a verdict
+CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
 
 
 class NotYet(Exception):
@@ -51,6 +55,28 @@ class Mine:
         return tensor(self(*args), dims, shape, dtype)
 
 
+def on_ranks(ranks, function: Callable, *args, waits: str = "", timeout: float | None = None
+             ) -> list[tuple[object, list[OpRecord]]]:
+    """What ``function(*args)`` returns on each rank, and the collectives that it took part in there.
+
+    ``ranks``: how many logical ones (threads), or a pool. ``waits`` is asked where ranks wait for one that does not
+    come. Raises :class:`NotYet` if a rank fails, or waits for ever.
+    """
+    try:
+        if isinstance(ranks, int):
+            return logical_ranks(ranks, with_collectives, function, *args)
+        return ranks.run(with_collectives, function, *args, timeout=timeout)
+    except RankError as error:
+        stuck = waits and error.first is not None and error.first.kind in ("waiting", "running")
+        raise NotYet(in_words(error) + f"\n{waits}" * bool(stuck)) from error
+
+
+def with_collectives(function: Callable, *args) -> tuple[object, list[OpRecord]]:
+    """On a rank: what ``function(*args)`` returns, and the collectives that it took part in."""
+    before = max((record.seq for record in op_log()), default=0)
+    return function(*args), [record for record in op_log() if record.seq > before]
+
+
 def guarded(function: Callable, *args, **kwargs):
     """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line."""
     try:
@@ -58,6 +84,8 @@ def guarded(function: Callable, *args, **kwargs):
     except NotYet:
         raise
     except Exception as error:
+        if inside_rank():
+            raise  # the caller of the ranks has the source of the cell, and knows who else says the same
         raise NotYet(in_words(error)) from error
 
 
@@ -91,8 +119,10 @@ def _of_ranks(error: RankError) -> str:
     who = "on every rank" if len(alike) == len(error.causes) > 1 else f"on rank {', '.join(map(str, sorted(alike)))}"
     frames = [frame for frame in first.frames if _is_learners(frame)]
     if first.kind == "raised":
-        return _lines(f"{who}: {first.text.removeprefix('raised ')}", frames)
-    return _lines(error.summary, frames)
+        text = first.text.removeprefix("raised ")
+        said = text.removeprefix(f"{NotYet.__name__}: ")
+        return f"{who}: {said}" if said != text else _lines(f"{who}: {text}", frames)
+    return _lines(CELL.sub("", error.summary), frames)
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:
