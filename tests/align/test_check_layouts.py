@@ -58,6 +58,7 @@ LAYOUTS = {
     "every other column": dict(mlp=[range(0, 43, 2), [*range(1, 43, 2), -1]]),
     "equal shares with padding": dict(mlp=[padded(43, 24, r) for r in (0, 1)],
                                       vocab=[padded(67, 36, r) for r in (0, 1)]),
+    "two padded KV slots": dict(kv=[(0, 1, -1, -1), (2, 3, -1, -1)]),
     "attention whole on every rank": dict(q=[range(8)] * 2, kv=[range(4)] * 2),
 }
 

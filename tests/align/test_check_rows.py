@@ -10,6 +10,7 @@ from helpers.stranger_parts import all_share, planned
 from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
 from helpers.strangers import HfLike, VllmLike
 
+from tplab.align import check
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.place import place
 from tplab.align.check.rows import Texts
@@ -149,7 +150,8 @@ def test_in_bfloat16_too(ckpt, tmp_path):
 def test_what_one_rank_lacks(ckpt, healthy):
     """A rank that left nothing, or stopped early: the rest is placed and the lack is said."""
     alone = place(replace(healthy, ranks=(healthy.ranks[0], None)), ckpt)
-    assert not wrong_points_of(alone, ckpt) and "nothing was recorded by rank 1 of 2" in alone.notes
+    assert not wrong_points(alone, ckpt) and "nothing was recorded by rank 1 of 2" in alone.notes
+    assert "layers.0.o_proj" in alone.points and "layers.0.o_partial" not in alone.points, "a sum is no summand"
     assert alone.points["layers.0.q"][1] is None and alone.points["layers.0.q"][0] is not None
     assert not alone.contradictions
     stopped = with_calls(healthy, lambda rank, call: replace(
@@ -159,10 +161,13 @@ def test_what_one_rank_lacks(ckpt, healthy):
     assert "rank 1, call 1: cut off, in model.layers.1.mlp" in found.notes
 
 
-def wrong_points_of(found, ckpt):
-    partly = replace(found, points={name: shards for name, shards in found.points.items()
-                                    if shards[0].kind != "partial"})
-    return wrong_points(partly, ckpt)
+@pytest.mark.parametrize("engine", [VllmLike, HfLike])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_healthy_engine_of_which_one_rank_was_recorded_is_not_guilty(ckpt, tmp_path, rank, engine):
+    calls = (flat_calls if engine is VllmLike else batch_calls)([[1, 2, 3, 4, 5, 6]], 1)
+    run(tmp_path / "run", ckpt, engine, calls, ranks=[rank])
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "cannot tell" and not report.guilty, report.summary()
 
 
 def test_a_first_call_that_was_cut_off_is_placed_as_far_as_it_goes(ckpt, healthy):

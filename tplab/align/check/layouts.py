@@ -162,7 +162,7 @@ def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group
             read = sorted({head // group for head in heads if head != PADDING})
             if not set(read) <= set(held):
                 return f"the query heads of rank {rank} read {span(read)}"
-            if len(set(held)) < len(held):
+            if any(times > 1 and head != PADDING for head, times in Counter(held).items()):
                 return f"rank {rank} holds one twice"
     return ""
 

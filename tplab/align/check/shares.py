@@ -174,7 +174,9 @@ class Shares:
                 counts[which], found[which] = self._by_weight[which]
         for which in ("q", "k", "v"):  # every head several times, as attention without groups wants them
             for rank, count in enumerate(counts[which]):
-                if which != "q" and count == counts["q"][rank] != len(planned[which][rank]):
+                seen = [head for head in found[which][rank] or () if head != layouts.PADDING]
+                once = seen and len(set(seen)) == len(seen)
+                if which != "q" and not once and count == counts["q"][rank] != len(planned[which][rank]):
                     counts[which][rank], found[which][rank] = len(planned[which][rank]), None
 
         def flaw_of_q(q) -> str:

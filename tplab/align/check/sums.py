@@ -60,8 +60,9 @@ class Sums:
         mine = [any(near(outs[rank], own[rank] + more) for more in added) for rank in ranks]
         if all(mine):
             return True
-        total = sum(own.values())
-        return not _any_pair(outs) and not any(near(out, total + more) for out in outs.values() for more in added)
+        total = sum(own.values())  # of one rank among several it says nothing: its output may well be the sum
+        return len(ranks) > 1 and not _any_pair(outs) and not any(
+            near(out, total + more) for out in outs.values() for more in added)
 
     def _summand(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
         name = at + ("attn" if which == "o" else "mlp_act")
