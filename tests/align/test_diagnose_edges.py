@@ -181,6 +181,13 @@ def test_another_sum_in_the_residual_stream(point, times, tp, fault):
     assert residuals.another_sum(case(NEAR)) is None
 
 
+@pytest.mark.parametrize("tp, fault", [(1, "no name"), (2, "residual_on_every_rank"), (3, "no name")])
+def test_the_first_layers_output_is_no_scaled_embedding(tp, fault):
+    held = [2 * POINTS["residual"] + POINTS["mlp"]] * tp
+    found = residuals.another_sum(HandCase("output", held, [POINTS] * tp, layer="layers.0"))
+    assert named(found) == fault and "is 2 × the residual stream + the MLP's output" in found.sentence
+
+
 @pytest.mark.parametrize("times, whole, scaled", [(4.0, None, True), (3.7, None, True), (2.0, "residual_on_every_rank",
                                                                                          True)])
 def test_embeddings_that_were_scaled(times, whole, scaled):

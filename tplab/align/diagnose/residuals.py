@@ -30,7 +30,7 @@ def another_sum(case: Case) -> Diagnosis | None:
         if (times[stream], times[branch]) == (1, 1) and not other or (other and not times[other]) or not any(
                 times.values()):
             continue
-        if case.layer == "layers.0" and times[stream] not in (0, 1, tp) and times[branch] == 1:
+        if (case.op, case.layer) == ("residual", "layers.0") and times[stream] not in (0, 1, tp) and times[branch] == 1:
             return None  # rather a number that is not whole: see below
         if not explains(case, lambda at, op, times=times: sum(n * at(name) for name, n in times.items() if n)):
             continue
