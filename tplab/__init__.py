@@ -26,4 +26,4 @@ def lazy(package: str, homes: dict[str, str]):
 _HOMES = {"TplabError": ".errors", "RankPool": ".pool", "shared_pool": ".pool", "open_checkpoint": ".checkpoint",
           "ShardPlan": ".shard", "LLM": ".llm", "SamplingParams": ".llm"}
 __all__ = list(_HOMES)
-__getattr__ = lazy(__name__, _HOMES | {"load_ipython_extension": ".pool.magic", "plan_svg": ".show"})
+__getattr__ = lazy(__name__, _HOMES | {"load_ipython_extension": ".pool.magic", "plan_html": ".show"})

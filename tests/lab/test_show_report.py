@@ -1,10 +1,13 @@
 """The report of a batch: what a notebook holds cannot write into the page."""
 
+from textwrap import fill
+
 import nbformat
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tplab.lab.batch import Outcome, write_report
 from tplab.lab.report import figures
+from tplab.show.drawings.svg import Drawing
 
 
 def test_a_pictures_data_stay_data(tmp_path):
@@ -33,3 +36,26 @@ def test_each_picture_of_a_cell_has_the_line_that_stands_for_it(tmp_path):
              cell([], "Figure: of no picture"), cell(["image/png"], "Figure: last")]
     book = new_notebook(cells=cells)
     assert [figure.alt_text for figure in figures(book)] == ["Figure: one", "Figure: two", "", "Figure: last"]
+
+
+def test_a_drawing_in_a_page_and_words_over_several_lines_are_found():
+    shown = Drawing('<svg xmlns="http://www.w3.org/2000/svg"/>', 'Figure: "a" & b')
+    words = "Figure: " + "word " * 40 + "end."
+    cells = [new_code_cell("", outputs=[
+        new_output("display_data", data={"text/html": shown.html()}),
+        new_output("stream", text=fill(words, 100, subsequent_indent="  ") + "\nnot of it\n")])]
+    (found,) = figures(new_notebook(cells=cells))
+    assert found.source.startswith("data:image/svg+xml;base64,") and found.alt_text == words
+    assert 'alt="&quot;a&quot; &amp; b"' in shown.html()
+
+
+def test_a_page_loads_nothing_from_afar_and_links_to_no_notebook_that_is_not_there(tmp_path):
+    text = "[one](a.ipynb) [other](b.ipynb) [web](https://x.org/c.ipynb)"
+    book = new_notebook(cells=[new_markdown_cell(text)])
+    outcomes = [Outcome(tmp_path / "a.ipynb", tmp_path / "a.ipynb", 1.0, None)]
+    nbformat.write(book, tmp_path / "a.ipynb")
+    index = write_report(outcomes, {}, tmp_path).read_text()
+    page = (tmp_path / "a.html").read_text()
+    assert 'href="a.html">one</a>' in page and " other " in page and 'href="https://x.org/c.ipynb"' in page
+    assert 'src="https://' not in page and "src='https://" not in page
+    assert "tplab run: passed" in index and "<main>" in index and "<th></th>" not in index

@@ -60,7 +60,8 @@ def test_the_button_runs_what_is_ticked_chosen_and_written(made, asked):
     before = made._image.value
     made._button.click()
     assert asked[-1] == {"prompt": "Once", "tensor_parallel_size": 4, "dtype": "float32", "patches": []}
-    assert made._image.value != before and made._image.value[:4] == b"\x89PNG"
+    assert made._image.value != before and made._image.value.startswith('<img alt="largest')
+    assert 'src="data:image/png;base64,iVBOR' in made._image.value and "nothing ticked, 4 ranks" in made._image.value
     assert "nan_mask, 2 ranks" in made.alt_text and "nothing ticked, 4 ranks: inside the float32 floor" in made.alt_text
 
 
@@ -88,6 +89,7 @@ def test_a_mistake_is_told_in_the_panel_and_the_button_works_again(made):
     made._prompt.value = ""
     made._button.click()
     assert "the prompt is empty; at least one token is &lt;needed&gt;" in made._verdict.value
+    assert made._image.value == "", "the picture of the run before would stand above the error"
     assert not made._button.disabled and made._button.description == "Run"
     made._prompt.value = "Once"
     made._button.click()

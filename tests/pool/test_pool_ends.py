@@ -185,8 +185,9 @@ def test_a_jupyter_kernel(tmp_path, monkeypatch):
         wait = "def stuck():\n    if rank() == 0: time.sleep(100)\n    all_reduce(torch.ones(1))\n" \
                "print('running', flush=True)\n"
         begin = time.monotonic()
-        reply, _ = cell(wait + "pool.run(stuck)", interrupt_after=0.3)
+        reply, said = cell(wait + "pool.run(stuck)", interrupt_after=0.3)
         assert reply["ename"] == "KeyboardInterrupt" and time.monotonic() - begin < 30
+        assert said.endswith("KeyboardInterrupt: the ranks were stopped; the pool can be used") and ".py" not in said
         assert cell("print(pool.run(fn)[0])")[1].endswith("2.0\n")
 
         processes = family(manager.provisioner.process.pid)

@@ -118,8 +118,8 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     texts = check_prompts(ckpt, prompts)
     shortest = min(map(len, texts))
     if whole_number(new_tokens, 1, shortest - 1) is None:
-        raise AlignError(f"new_tokens must be from 1 to one less than the shortest prompt ({shortest} tokens), "
-                         f"not {shown(new_tokens)}")
+        raise AlignError(f"the shortest prompt has {shortest} tokens, too few to decode {shown(new_tokens)} of them "
+                         "one by one and read at least one before: write a longer prompt, or give another new_tokens")
     ckpt.check_unchanged()
     block_size = from_one_up("block_size", block_size, AlignError)
     config = EngineConfig(

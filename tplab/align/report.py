@@ -81,7 +81,7 @@ class DecodeFacts:
     preemptions: int  # how often a sequence lost its blocks and had to begin again
 
 
-@dataclass
+@dataclass(repr=False)
 class AlignReport:
     """What :func:`tplab.align.align` found. ``ok`` says whether everything is inside the floor."""
 
@@ -179,6 +179,12 @@ class AlignReport:
 
         return pd.DataFrame([asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
                              in ("embed", "output", "norm", "logits")]).set_index("name")
+
+    def __repr__(self) -> str:
+        first = self.first_divergence
+        found = "everything inside the floor" if self.ok else f"first outside the floor: {first.name if first else '–'}"
+        return (f"{type(self).__name__}({self.model}, tp {self.plan.tensor_parallel_size}, "
+                f"{str(self.dtype).removeprefix('torch.')}: {found})")
 
     def summary(self) -> str:
         """Two or three lines for the terminal."""

@@ -1,6 +1,7 @@
 """The report of a batch: one HTML page per executed notebook, and an index with the results and all the figures."""
 
 import os
+import re
 from base64 import b64encode
 from dataclasses import dataclass
 from html import escape
@@ -22,6 +23,7 @@ td.seconds { text-align: right; font-variant-numeric: tabular-nums }
 .passed { color: #00603a }  .failed { color: #a4001d; font-weight: 600 }
 figure { margin: 1.5rem 0 }  figure img { max-width: 100% }
 figcaption { color: #444 }
+a { color: #0b57a4; text-decoration: underline }
 """
 
 PICTURES = ("image/png", "image/svg+xml")
@@ -40,12 +42,21 @@ def figures(notebook):
     found = []
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
-        printed = [line for output in outputs if output.output_type == "stream" for line in output.text.splitlines()]
-        texts = [line for line in printed if line.startswith("Figure:")]
-        sources = [_data_uri(mime, output.data[mime])
-                   for output in outputs for mime in PICTURES if mime in output.get("data", {})]
+        printed = "\n".join(output.text for output in outputs if output.output_type == "stream")
+        texts = [" ".join(text.split()) for text in _WORDS.findall(printed)]
+        sources = [source for output in outputs for source in _sources(output.get("data", {}))]
         found += [Figure(source, text) for source, text in zip_longest(sources, texts[: len(sources)], fillvalue="")]
     return found
+
+
+_WORDS = re.compile(r"^Figure:.*(?:\n  .*)*", re.MULTILINE)  # with the lines that go on below it
+_IMAGE = re.compile(r'<img [^>]*src="(data:image/[a-z+]+;base64,[\w+/=]+)"')
+
+
+def _sources(data):
+    """The pictures of one output: as such, or in its page."""
+    return ([_data_uri(mime, data[mime]) for mime in PICTURES if mime in data]
+            or _IMAGE.findall("".join(data.get("text/html", ""))))
 
 
 def _data_uri(mime, content):
@@ -71,6 +82,8 @@ def write_report(outcomes, parameters, out):
                 if other.notebook.parent == outcome.notebook.parent:
                     page = page.replace(f'href="{quote(os.fsencode(other.notebook.name))}"',
                                         f'href="{_address(other)}"')
+            # The others are notebooks that this run has no pages of; and what a page loads from afar, it lacks offline.
+            page = _AFAR.sub("", _NOT_HERE.sub(r"\1", page))
             _write_page(outcome.page, page.replace("<head>", f"<head>{MARK}", 1))
             shown = f'<a href="{_address(outcome)}">{shown}</a>'
             galleries.append(_gallery(shown, figures(notebook)))
@@ -83,6 +96,10 @@ def write_report(outcomes, parameters, out):
     index = out / "index.html"
     _write_page(index, _index(rows, galleries, parameters, outcomes))
     return index
+
+
+_NOT_HERE = re.compile(r'<a href="[^":/]+\.ipynb">(.*?)</a>', re.DOTALL)
+_AFAR = re.compile(r'<script[^>]* src="https?://[^>]*>\s*</script>')
 
 
 def _address(outcome):
@@ -124,16 +141,17 @@ def _gallery(title, pictures):
 def _index(rows, galleries, parameters, outcomes):
     given = ", ".join(f"{name} = {text}" for name, text in parameters.items()) or "the notebooks' own parameters"
     failed = sum(outcome.failure is not None for outcome in outcomes)
-    verdict = f"{failed} of {len(outcomes)} failed" if failed else f"all {len(outcomes)} passed"
+    count = len(outcomes)
+    verdict = f"{failed} of {count} failed" if failed else f"all {count} passed" if count > 1 else "passed"
     seconds = sum(outcome.seconds for outcome in outcomes)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">{MARK}<meta name="viewport" content="width=device-width">
-<title>tplab run: {verdict}</title><style>{STYLE}</style></head><body>
+<title>tplab run: {verdict}</title><style>{STYLE}</style></head><body><main>
 <h1>tplab run: {verdict}</h1>
 <p class="sub">{escape(given)} · {seconds:.1f} s</p>
-<table><tr><th>notebook</th><th>result</th><th>seconds</th></tr>
+<table><tr><th scope="col">notebook</th><th scope="col">result</th><th scope="col">seconds</th></tr>
 {chr(10).join(rows)}
 </table>
 {chr(10).join(galleries)}
-</body></html>
+</main></body></html>
 """

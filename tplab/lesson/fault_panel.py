@@ -6,7 +6,7 @@ from html import escape
 from tplab.errors import TplabError
 from tplab.lesson.exercise import default_prompt
 from tplab.show.figures.diffs import diff_figure, finding
-from tplab.show.figures.style import show_with_words
+from tplab.show.figures.style import image_html, show_with_words
 from tplab.show.phrases import ShowError, describe_report
 
 HEALTHY = "nothing ticked"
@@ -24,17 +24,21 @@ class Panel:
         import ipywidgets as widgets
 
         self._model, self._dtype, self._faults, self._previous = model, dtype, list(faults), {}
-        self._boxes = [widgets.Checkbox(value=fault.name in ticked, description=fault.title, indent=False,
-                                        layout=widgets.Layout(width="auto")) for fault in self._faults]
+        # The name that the legend uses; the title below it, where it may take several lines.
+        self._boxes = [widgets.Checkbox(value=fault.name in ticked, description=fault.name, tooltip=fault.title,
+                                        indent=False, layout=widgets.Layout(width="auto")) for fault in self._faults]
+        lines = [line for box, fault in zip(self._boxes, self._faults) for line in (box, widgets.HTML(
+            f'<div style="line-height: 1.3; padding: 0 0 6px 20px">{escape(fault.title)}</div>'))]
         self._tp = widgets.ToggleButtons(options=list(tensor_parallel_sizes), value=tensor_parallel_size,
                                          style={"button_width": "3em"})
         self._prompt = widgets.Textarea(value=prompt, layout=widgets.Layout(width="auto", height="7em"))
         self._button = widgets.Button(description="Run", button_style="primary", icon="play")
         self._button.on_click(lambda _: self.run())
         self._verdict = widgets.HTML()
-        self._image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self._image = widgets.HTML()
         titles = [widgets.HTML(f"<b>{text}</b>") for text in ("Faults", "Ranks", "Prompt")]
-        left = widgets.VBox([titles[0], *self._boxes, titles[1], self._tp, titles[2], self._prompt, self._button],
+        again = widgets.HTML("<small>After the kernel was restarted, run this cell again.</small>")
+        left = widgets.VBox([titles[0], *lines, titles[1], self._tp, titles[2], self._prompt, self._button, again],
                             layout=widgets.Layout(width="300px", flex="0 0 auto", padding="0 12px 0 0"))
         right = widgets.VBox([self._image, self._verdict], layout=widgets.Layout(flex="1 1 420px", min_width="0"))
         self.widget = widgets.Box([left, right], layout=widgets.Layout(display="flex", flex_flow="row wrap"))
@@ -46,17 +50,18 @@ class Panel:
 
     def run(self) -> None:
         """What the button does: align again with what is ticked, and redraw. A user's mistake is shown in the panel."""
-        self._button.disabled, self._button.description = True, "Running …"
+        self._button.description = "Running …"  # and not disabled, which would throw the keyboard's focus away
         try:
             self._redraw()
         except Exception as error:
             # A front end shows no traceback of a button, so every error is shown where the verdict would stand.
             what = escape(f"{type(error).__name__}: {error}")
+            self._image.value = ""  # the picture of the run before would stand above the error as if it were its own
             self._verdict.value = f'<pre style="white-space: pre-wrap">{what}</pre>'
             if not isinstance(error, TplabError):
                 raise
         finally:
-            self._button.disabled, self._button.description = False, "Run"
+            self._button.description = "Run"
 
     def _redraw(self) -> None:
         from tplab.align import align, align_decode, diagnose
@@ -70,7 +75,7 @@ class Panel:
                                    label: self.report}, title=finding({label: self.report}))
         self._previous = {label: self.report}
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
-        self._image.value = self.figure.png()
+        self._image.value = image_html(self.figure.png(), self.figure.alt_text)
         idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
         said = [one.sentence for one in self.report.diagnoses]
         self._verdict.value = "<br>".join([f"<b>{escape(describe_report(self.report))}</b>",

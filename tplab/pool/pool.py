@@ -125,9 +125,11 @@ class RankPool:
             self._inbox.put(payload)
             self._post(kind, len(payload))
             answers = self._watch.results()
-        except BaseException:
+        except BaseException as error:
             self._watch.stop()
             self._print()
+            if isinstance(error, KeyboardInterrupt):  # IPython shows this in place of a traceback through the pool
+                error._render_traceback_ = lambda: ["KeyboardInterrupt: the ranks were stopped; the pool can be used"]
             raise
         self._watch, self._fresh = None, False
         for file in (self._inbox, *(process.outbox for process in self._processes)):

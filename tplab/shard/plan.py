@@ -137,10 +137,10 @@ class ShardPlan:
                          f"MLP columns {_span(s.mlp)}, vocabulary rows {_span(s.vocab)}")
         return "\n".join(lines)
 
-    def _repr_svg_(self) -> str:
+    def _repr_html_(self) -> str:
         import tplab  # its face knows the drawing, which stands in a room above this one
 
-        return tplab.plan_svg(self)
+        return tplab.plan_html(self)
 
 
 def _count(heads: range, what: str) -> str:

@@ -11,9 +11,9 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "tokens_per_step_figure": ".figures.tokens_per_step", "bars_figure": ".figures.bars",
           "mask_figure": ".figures.masks", "op_logs": ".figures.oplogs",
           "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
-          "format_bytes": ".figures.collective_cost", "plan_figure": ".drawings.shards", "plan_svg": ".drawings.shards",
-          "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards", "slots_figure": ".drawings.blocks",
-          "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
+          "format_bytes": ".figures.collective_cost", "plan_figure": ".drawings.shards",
+          "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",
+          "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
           "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
           "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "top_tokens": ".tables",
           "record": ".recording", "describe": ".phrases", "magnitude": ".phrases", "ShowError": ".phrases"}

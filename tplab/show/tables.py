@@ -1,12 +1,16 @@
 """Tables for notebooks whose stored text is the same on every machine."""
 
+from html import escape
+
 from tplab.show.phrases import ShowError, describe_point
+
+_CELL = "text-align: left; padding: .2em .9em .2em 0"
 
 
 class Table:
-    """A pandas ``frame`` that shows itself with fixed ids, and with its text beside it.
+    """A pandas ``frame`` that shows itself, with its text beside it.
 
-    A plain ``Styler`` carries random ids and a memory address, which a stored notebook cannot keep.
+    Its styles stand in the cells: a notebook that is not trusted loses ``<style>``, and a ``Styler``'s ids are random.
     """
 
     def __init__(self, frame, bad=None):
@@ -14,7 +18,7 @@ class Table:
         self.frame, self._bad = frame, bad
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        return {"text/plain": str(self), "text/html": self._styler().to_html()}
+        return {"text/plain": str(self), "text/html": self._html()}
 
     def __str__(self) -> str:
         return self._marked().to_string()
@@ -24,15 +28,25 @@ class Table:
             return self.frame
         return self.frame.astype(str).mask(self._bad, "✗ " + self.frame.astype(str))
 
-    def _styler(self):
-        from pandas.io.formats.style import Styler
+    def _html(self) -> str:
+        frame, head = self._marked(), f'<th scope="col" style="{_CELL}">'
+        names = [frame.index.name or "", *map(str, frame.columns)]
+        titles = "".join(f"{head}{escape(name)}</th>" if name else "<td></td>" for name in names)
+        rows = ""
+        for at, (label, *values) in enumerate(frame.itertuples(name=None)):
+            bad = [False] * len(values) if self._bad is None else self._bad.iloc[at]
+            rows += f'<tr><th scope="row" style="{_CELL}">{escape(str(label))}</th>' + "".join(
+                f'<td style="{_CELL}{_BAD if wrong else ""}">{escape(_text(value))}</td>'
+                for value, wrong in zip(values, bad)) + "</tr>"
+        return f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
 
-        styler = Styler(self._marked(), uuid="tplab", cell_ids=False)
-        styler.set_table_styles([{"selector": "td, th", "props": "text-align: left; padding: .2em .9em .2em 0"}])
-        if self._bad is not None:
-            styles = self._bad.map(lambda bad: "font-weight: bold; background: #fbe3d6; color: #222" if bad else "")
-            styler.apply(lambda _: styles, axis=None)
-        return styler
+
+_BAD = "; font-weight: bold; background: #fbe3d6; color: #222"
+
+
+def _text(value) -> str:
+    """A value as pandas writes it in a table."""
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
 def table(rows, index: str | None = None) -> Table:

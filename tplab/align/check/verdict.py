@@ -10,7 +10,7 @@ from tplab.align.report import AlignReport
 GROWN = 10  # so many floors of float32 rounding can grow in an engine whose modules are all right
 
 
-@dataclass
+@dataclass(repr=False)
 class CheckReport(AlignReport):
     """An :class:`AlignReport` of a recorded engine; every point judged by its own inputs.
 

@@ -1,6 +1,7 @@
 """The paged cache drawn: where a sequence's tokens stand, and all blocks of an engine step by step."""
 
 from collections.abc import Sequence
+from html import escape
 
 from tplab.cache import BlockPool, slot_mapping
 from tplab.show.drawings.svg import Drawing, Svg, box, colour, write
@@ -169,20 +170,25 @@ class Stepper:
         self._recording, self._first = recording, blocks_figure(recording, [step])
         self.slider = widgets.IntSlider(value=step, min=1, max=len(recording.moments), description="step",
                                         layout=widgets.Layout(width="min(640px, 95%)"))
-        self.picture = widgets.HTML(self._first.svg)
+        self.picture = widgets.HTML(self._drawn(self._first))
         self.slider.observe(self._redraw, "value")
         self.widget = widgets.VBox([self.slider, self.picture])
-        self.alt_text = self._first.alt_text
+        self.alt_text = self._first.alt_text.replace("Figure:", "Figure: the slider when this cell ran.", 1)
 
     def _redraw(self, change) -> None:
-        self.picture.value = blocks_figure(self._recording, [change["new"]]).svg
+        self.picture.value = self._drawn(blocks_figure(self._recording, [change["new"]]))
+
+    @staticmethod
+    def _drawn(drawing: Drawing) -> str:
+        """The picture with its own words below it, which the slider moves as well."""
+        return f'{drawing.html()}<div style="line-height: 1.4">{escape(drawing.alt_text)}</div>'
 
     def __str__(self) -> str:
         return f"Slider over steps 1 to {len(self._recording.moments)}; shown: step {self.slider.value}."
 
     def _ipython_display_(self):
         view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
-        show_with_words(self, {"text/plain": str(self), "image/svg+xml": self._first.svg,
+        show_with_words(self, {"text/plain": str(self), "text/html": self._first.html(),
                                "application/vnd.jupyter.widget-view+json": view})
 
 

@@ -52,9 +52,10 @@ def _heads(plan: ShardPlan, shard: RankShard, left: float, y: float, cell: float
     return body
 
 
-def plan_svg(plan: ShardPlan) -> str:
-    """The drawing of one plan as an SVG document; what a plan shows as the last line of a cell."""
-    return plan_drawing(plan).text()
+def plan_html(plan: ShardPlan) -> str:
+    """The drawing of one plan for a page; what a plan shows as the last line of a cell."""
+    words = f"Who holds which heads: {_describe_plan(plan)}"
+    return Drawing(plan_drawing(plan).text(), words).html()
 
 
 def plan_figure(plans) -> Drawing:
@@ -136,8 +137,8 @@ class ShardedWeight:
         return (f"{self.name} [{self.shape[0]}, {self.shape[1]}], {what} (dim {self.dim}) dealt out: "
                 + ", ".join(f"rank {rank} holds {what} {text}" for rank, text in enumerate(held)))
 
-    def _repr_svg_(self) -> str:
-        return self.drawing().text()
+    def _repr_html_(self) -> str:
+        return Drawing(self.drawing().text(), str(self)).html()
 
     def drawing(self, title: str = "") -> Svg:
         """The weight as a rectangle, height ``out_features`` and width ``in_features``, to scale within limits."""

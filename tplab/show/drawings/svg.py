@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from tplab.show.figures.style import show_with_words
+from tplab.show.figures.style import image_html, show_with_words
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart, each with the ink that is readable on it.
 COLOURS = (("#0072B2", "#fff"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#CC79A7", "#000"),
@@ -70,4 +70,8 @@ class Drawing:
         self.svg, self.alt_text = svg, alt_text
 
     def _ipython_display_(self):
-        show_with_words(self, {"image/svg+xml": self.svg})
+        show_with_words(self, {"text/html": self.html()})
+
+    def html(self) -> str:
+        """The picture with its words, for a page."""
+        return image_html(self.svg.encode(), self.alt_text, "image/svg+xml")

@@ -3,7 +3,9 @@
 The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell apart.
 """
 
+from base64 import b64encode
 from collections.abc import Iterable
+from html import escape
 from io import BytesIO
 from textwrap import fill
 from typing import NamedTuple
@@ -77,16 +79,27 @@ class Picture(Figure):
         show_with_words(self, {"image/png": self.png()})
 
 
+WIDE = 100  # characters of a printed line: what a notebook's page shows without breaking it inside a word
+
+
 def show_with_words(shown, data: dict) -> None:
     """Put ``data`` ({mime type: content}) into the cell's output and print the text alternative below it."""
-    from base64 import b64encode
-
     from IPython.display import display
 
     data = {mime: b64encode(content).decode() if isinstance(content, bytes) else content
             for mime, content in data.items()}
-    display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True)
-    print(shown.alt_text)
+    words = shown.alt_text.removeprefix("Figure: ")
+    display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True, metadata={"image/png": {"alt": words}})
+    print(fill(shown.alt_text, WIDE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
+def image_html(content: bytes, words: str, mime: str = "image/png") -> str:
+    """An ``<img>`` with its text alternative that JupyterLab shows in a notebook it does not trust, too.
+
+    There it drops ``image/svg+xml``, ``<style>`` and an image's metadata. As wide as the page at most.
+    """
+    return (f'<img alt="{escape(words.removeprefix("Figure: "))}" style="max-width: 100%; height: auto" '
+            f'src="data:{mime};base64,{b64encode(content).decode()}">')
 
 
 def entitle(figure: Picture, title: str) -> None:
