@@ -22,6 +22,7 @@ from tplab.errors import TplabError
 from tplab.faults import fault
 from tplab.patch import Patch
 from tplab.ranks import RankError
+from tplab.show.phrases import ShowError
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +183,33 @@ def test_the_figures_take_what_was_recorded_of_an_engine(ckpt, tmp_path):
     healthy = check(record_lab(tmp_path / "good", ckpt, prompts(67)), ckpt)
     healthy.recording.contradictions.append("query heads 4–5 are on no rank")
     assert "inside the float32 floor" in show.describe(healthy) and show.diff_figure({"mine": healthy})
+
+
+PARTS = {  # what was watched: (how, the ends that a figure can have)
+    "all": (lambda rec, model: rec.watch(model), ["embed", "0", "1", "norm", "logits"]),
+    "a layer": (lambda rec, model: rec.watch(model.layers[1], "layers.1"), ["0", "1"]),
+    "the head": (lambda rec, model: rec.watch(model.lm_head, "lm_head"), ["norm", "logits"]),
+    "a projection": (lambda rec, model: rec.watch(model.layers[0].self_attn.qkv_proj, "layers.0.attn.qkv_proj"), []),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_few_modules_alone_are_judged_and_drawn(ckpt, tmp_path, part):
+    watch, ends = PARTS[part]
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67), patches=[fault("vocab_offset")], watch=watch), ckpt)
+    assert report.verdict == "bug", report.summary()
+    if part != "all":
+        said = str(report)
+        assert "Nothing before it was recorded." in said and "(not recorded)" in said and "Everything" not in said
+    if ends:
+        figure = show.diff_figure({"mine": report})
+        assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ends
+        assert figure.axes[0].get_ylabel().startswith("largest |engine − HF|")
+    else:
+        with pytest.raises(ShowError, match="no layer's output and no end of the model was recorded"):
+            show.diff_figure({"mine": report})
+    if part != "the head":
+        assert ": engine: " in show.points_figure(report).alt_text.replace(". engine", ": engine")
+    else:
+        with pytest.raises(ShowError, match="points of none"):
+            show.points_figure(report)

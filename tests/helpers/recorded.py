@@ -9,7 +9,8 @@ from tplab.record import record
 from tplab.shard import ShardPlan
 
 
-def record_lab(folder, ckpt, prompts, tp=2, dtype=torch.float32, patches=(), parameters=False):
+def record_lab(folder, ckpt, prompts, tp=2, dtype=torch.float32, patches=(), parameters=False,
+               watch=lambda rec, model: rec.watch(model)):
     """One forward pass of the lab's engine over several prompts, recorded into ``folder``."""
     plan = ShardPlan.from_config(ckpt.config, tp)
     lengths = [len(prompt) for prompt in prompts]
@@ -19,7 +20,7 @@ def record_lab(folder, ckpt, prompts, tp=2, dtype=torch.float32, patches=(), par
     def on_rank():
         with torch.inference_mode(), record(folder, rank=rank(), world_size=tp) as rec:
             model = load_model(ckpt, plan, dtype)
-            rec.watch(model)
+            watch(rec, model)
             if parameters:
                 rec.parameters(model)
             rec.inputs(ids, positions)

@@ -108,7 +108,7 @@ def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict
                 continue
             diff = judge.diff(name)
             if diff.guilty:
-                unseen = _unseen(name, recording, ckpt)
+                unseen = unseen_before(name, recording, ckpt)
                 first = next((suspects[point] for point in unseen if point in suspects), "")
                 diff = replace(diff, perhaps_from=first)
                 suspects.update(dict.fromkeys(unseen, first or name))
@@ -116,7 +116,7 @@ def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict
     return found
 
 
-def _unseen(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]:
+def unseen_before(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]:
     """The points that were not recorded and from which ``name`` was computed nevertheless."""
     found, todo = set(), [name]
     while todo:

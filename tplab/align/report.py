@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -85,6 +85,7 @@ class DecodeFacts:
 class AlignReport:
     """What :func:`tplab.align.align` found. ``ok`` says whether everything is inside the floor."""
 
+    engine: ClassVar[str] = "tplab"  # whose tensors these are, in figures and tables
     model: str
     plan: ShardPlan
     dtype: torch.dtype

@@ -101,7 +101,7 @@ def rank_shapes(report) -> Table:
 
 
 def top_tokens(report, tokenizer, k: int = 5) -> Table:
-    """The k likeliest next tokens after the last prompt with their probabilities, Hugging Face and tplab side by side.
+    """The k likeliest next tokens after the last prompt with their probabilities, Hugging Face's and the engine's.
 
     A model whose logits hold NaN has no likeliest token; the table says so.
 
@@ -118,6 +118,7 @@ def top_tokens(report, tokenizer, k: int = 5) -> Table:
                 for p, token in zip(best.values.tolist(), best.indices)]
 
     theirs, ours = column(report.hf_logits), column(report.tp_logits)
-    frame = pd.DataFrame({"Hugging Face": theirs, "tplab": ours}, index=pd.RangeIndex(1, k + 1, name="place"))
-    bad = pd.DataFrame({"Hugging Face": False, "tplab": [a != b for a, b in zip(theirs, ours)]}, index=frame.index)
+    frame = pd.DataFrame({"Hugging Face": theirs, report.engine: ours}, index=pd.RangeIndex(1, k + 1, name="place"))
+    other = [a != b for a, b in zip(theirs, ours)]
+    bad = pd.DataFrame({"Hugging Face": False, report.engine: other}, index=frame.index)
     return Table(frame, bad)

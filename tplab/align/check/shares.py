@@ -172,12 +172,12 @@ class Shares:
         for which in self._by_weight:
             if not any(counts[which]):
                 counts[which], found[which] = self._by_weight[which]
-        for which in ("q", "k", "v"):  # every head several times, as attention without groups wants them
+        for which in ("k", "v"):  # every head several times, as attention without groups wants them
             for rank, count in enumerate(counts[which]):
-                seen = [head for head in found[which][rank] or () if head != layouts.PADDING]
-                once = seen and len(set(seen)) == len(seen)
-                if which != "q" and not once and count == counts["q"][rank] != len(planned[which][rank]):
-                    counts[which][rank], found[which][rank] = len(planned[which][rank]), None
+                if count is not None and count == counts["q"][rank] != len(planned[which][rank]):
+                    seen = [head for head in found[which][rank] or () if head != layouts.PADDING]
+                    if not seen or len(set(seen)) < len(seen):
+                        counts[which][rank], found[which][rank] = len(planned[which][rank]), None
 
         def flaw_of_q(q) -> str:
             unserved = [layouts.not_serving(kv, q, group) for kv in (found["k"], planned["k"]) if None not in kv]

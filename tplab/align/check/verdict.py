@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.floors import SHORT
@@ -17,6 +18,7 @@ class CheckReport(AlignReport):
     ``verdict`` is ``"clean"``, ``"bug"`` or ``"cannot tell"``; :meth:`summary` says all that was found.
     """
 
+    engine: ClassVar[str] = "engine"
     folder: str = ""
     broken_off: tuple[str, ...] = ()  # ranks without a recording, calls of which the end is not there
     stopped: tuple[str, ...] = ()  # calls in which the engine raised an error

@@ -13,7 +13,7 @@ from tplab.align.diagnose.anything import traits
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import COST, ERROR, hypotheses
 from tplab.align.diagnose.wrong import compound, sources
-from tplab.align.guilty import Judge
+from tplab.align.guilty import Judge, unseen_before
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
@@ -132,8 +132,11 @@ def _unknown(case: Case) -> Diagnosis:
     else:
         return case.diagnosis(None, f"Unknown cause at {first.name}: given its own inputs it is off by "
                               f"{local.relative:.1e} of its scale.{_surroundings(case)}", relative=local.relative)
-    return case.diagnosis(None, f"Unknown cause, first seen at {first.name}: {what}. Everything before it is right."
-                          f"{_surroundings(case)}", relative=first.relative, spread=first.spread, nan=first.nan)
+    seen = next(iter(case.report.local)) != first.name
+    recorded = "recorded " * bool(unseen_before(first.name, case.recording, case.checkpoint))
+    before = f"Everything {recorded}before it is right." if seen or not recorded else "Nothing before it was recorded."
+    return case.diagnosis(None, f"Unknown cause, first seen at {first.name}: {what}. {before}{_surroundings(case)}",
+                          relative=first.relative, spread=first.spread, nan=first.nan)
 
 
 def _surroundings(case: Case) -> str:
@@ -142,6 +145,7 @@ def _surroundings(case: Case) -> str:
     asked = dict.fromkeys(one.__name__.replace("_", " ") for last in (False, True) for op in ops
                           for one in hypotheses(op, last))
     through = f", through {', '.join(ops[:0:-1])}, which were not recorded" * (len(ops) > 1)
+    given = [name + " (not recorded)" * (not any(case.recording.points.get(name, ()))) for name in sources(case)]
     looks = "".join(f" {trait[0].upper()}{trait[1:]}." for trait in traits(case))
-    return (f" It is computed from {' and '.join(sources(case)) or 'the token ids'}{through}.{looks} "
+    return (f" It is computed from {' and '.join(given) or 'the token ids'}{through}.{looks} "
             f"Looked for and not found: {', '.join(asked)}.")

@@ -28,7 +28,7 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
         axis.draw(looks(reports, [r.ok for r in reports.values()]),
                   {label: f"{label}: {_first(report)}" for label, report in reports.items()})
         _layer_ticks(ax, names)
-        finish(figure, ax, title or finding(reports), ncols=1 if len(reports) < 3 else 2)
+        finish(figure, ax, title or finding(reports), reports, ncols=1 if len(reports) < 3 else 2)
     figure.alt_text = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
     return figure
 
@@ -52,23 +52,29 @@ def _shared_points(reports) -> list[str]:
     names = [[p.name for p in report.points if p.name.rpartition(".")[2] in ENDS] for report in reports.values()]
     if any(other != names[0] for other in names):
         raise ShowError("the reports are of models with different numbers of layers; draw them in figures of their own")
+    if not names[0]:
+        raise ShowError("no layer's output and no end of the model was recorded; show.points_figure draws what was")
     return names[0]
 
 
 def _layer_ticks(ax, names) -> None:
-    layers = sum(name.startswith("layers.") for name in names)
-    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, layers) if layers / s <= 12)
-    at = [0, *range(1, layers + 1, step), layers + 1, layers + 2]
-    ax.set_xticks(at, [names[i].split(".")[1] if 1 <= i <= layers else names[i] for i in at])
+    layers = [at for at, name in enumerate(names) if name.startswith("layers.")]
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, len(layers)) if len(layers) / s <= 12)
+    ends = set(range(len(names))) - set(layers)
+    at = sorted(ends | set(layers[::step]))
+    ax.set_xticks(at, [names[i] if i in ends else names[i].split(".")[1] for i in at])
     ax.set_xlim(-0.5, len(names) - 0.5)
-    for label in (ax.get_xticklabels()[i] for i in (0, -2, -1)):
-        label.set(rotation=55 if layers > 16 else 30, ha="right", rotation_mode="anchor")
+    for i, label in zip(at, ax.get_xticklabels()):
+        if i in ends:
+            label.set(rotation=55 if len(layers) > 16 else 30, ha="right", rotation_mode="anchor")
     ax.set_xlabel("where it is measured: embedding, each layer's output, final norm, logits")
 
 
-def finish(figure: Picture, ax, title: str, ncols: int) -> None:
+def finish(figure: Picture, ax, title: str, reports: Mapping, ncols: int) -> None:
     """What stands around the lines of every figure of differences: the vertical axis's name, grid, title, legend."""
-    ax.set_ylabel("largest |tplab − HF|,\nrelative to HF's largest value")
+    engines = {report.engine for report in reports.values()}
+    ax.set_ylabel(f"largest |{engines.pop() if len(engines) == 1 else 'engine'} − HF|,\n"
+                  "relative to HF's largest value")
     ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
     entitle(figure, title)
     figure.legend(loc="outside lower left", ncols=ncols)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import matplotlib
 
+from tplab.align.check.layouts import span
 from tplab.show.figures.diffs import finish
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import RC, STAGES, Picture, looks, picture
@@ -18,30 +19,32 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
 
         >>> show.points_figure({"no rotation": a, "wrong theta": b}, layer=0)
     """
-    reports = reports if isinstance(reports, Mapping) else {"tplab": reports}
+    reports = reports if isinstance(reports, Mapping) else {reports.engine: reports}
     if not reports:
         raise ShowError("there is no report to draw; give a report or {label: report}")
     first = next(iter(reports.values()))
     layer = _first_layer(first) if layer is None else layer
     points = {label: [p for p in r.points if p.name.startswith(f"layers.{layer}.")] for label, r in reports.items()}
     if not all(points.values()):
-        layers = sum(p.name.endswith(".output") for p in first.points)
-        raise ShowError(f"there is no layer {layer!r}; {first.model} has 0 to {layers - 1}")
+        layers = sorted({int(p.name.split(".")[1]) for p in first.points if p.name.startswith("layers.")})
+        there = f"{first.model} has {span(layers).replace('–', ' to ')}" if layers else "points of none were recorded"
+        raise ShowError(f"there is no layer {layer!r}; {there}")
     names = [p.name.rpartition(".")[2] for p in next(iter(points.values()))]
     figure, ax = picture(9.0, 4.3)
     with matplotlib.rc_context(RC):
         _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})
         ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
-        finish(figure, ax, title or _finding(points, layer), ncols=3)
+        finish(figure, ax, title or _finding(points, layer), reports, ncols=3)
     details = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
     figure.alt_text = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {details}."
     return figure
 
 
 def _first_layer(report) -> int:
-    name = report.first_divergence.name if report.first_divergence else ""
-    return int(name.split(".")[1]) if name.startswith("layers.") else 0
+    """In which the report leaves the floor; else the first that there is."""
+    points = [*filter(None, [report.first_divergence]), *report.points]
+    return next((int(point.name.split(".")[1]) for point in points if point.name.startswith("layers.")), 0)
 
 
 def _draw(ax, points, floors) -> None:

@@ -33,7 +33,7 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
         axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
         axis.draw(looks(values), {label: label for label in values})
         ax.set_xlabel("position of the token in the prompt")
-        finish(figure, ax, title or f"{point}, token by token", ncols=4)
+        finish(figure, ax, title or f"{point}, token by token", reports, ncols=4)
     details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
                         f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
                         else f"{label}: {magnitude(line[0])}" for label, line in values.items())
