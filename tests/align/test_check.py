@@ -136,7 +136,7 @@ def test_an_engine_that_raises_an_error_is_not_clean(ckpt, tmp_path):
             Patch("tplab.model.mlp.TensorParallelMLP.forward", forward)])
     report = check(tmp_path / "run", ckpt)
     assert report.verdict == "bug" and not report.ok and not report.guilty
-    assert "rank 0, call 0: failed: ValueError: no such thing, in layers.0.mlp" in report.summary()
+    assert "stopped: ranks 0–1, call 0: failed: ValueError: no such thing, in layers.0.mlp" in report.summary()
 
 
 def test_a_contradiction_is_a_diagnosis_of_its_own(ckpt, tmp_path):

@@ -93,6 +93,7 @@ def test_hugging_faces_own_tensor_parallelism_is_clean(tmp_path, form, dtype):
     report = hugging_face(tmp_path / "run", form("qwen2"), dtype)
     assert report.verdict == "clean", report.summary()
     assert {"embed", "layers.2.q", "layers.2.attn", "layers.2.mlp_act", "norm", "logits"} <= set(report.local)
+    assert "position_embeddings" in report.recording.notes[0] and len(report.recording.notes) == 1
 
 
 @pytest.mark.parametrize("fault", ["MLP averaged", "no mask", "rank 1 multiplies with rank 0's keys", "a random head"])

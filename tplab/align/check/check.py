@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from tplab.align.check.folder import read_recorded
+from tplab.align.check.notes import once
 from tplab.align.check.parameters import wrong_parameters
 from tplab.align.check.place import place
 from tplab.align.check.verdict import CheckReport
@@ -34,9 +35,9 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
     recording = place(recorded, ckpt, dict(names) if names else None)
     gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
-    ended = [(call.status, f"rank {found.rank}, call {call.index}: {call.status}" + (call.last and f", in {call.last}"))
+    ended = [(found.rank, call.index, call.status + (call.last and f", in {call.last}"))
              for found in recorded.ranks if found is not None for call in found.calls if call.status != "done"]
+    stopped = [one for one in ended if one[2].startswith("failed")]
     return judge(recording, ckpt, plan, by_local=True, kind=CheckReport, folder=str(folder),
-                 broken_off=(*gone, *(what for status, what in ended if not status.startswith("failed"))),
-                 stopped=tuple(what for status, what in ended if status.startswith("failed")),
+                 broken_off=(*gone, *once(one for one in ended if one not in stopped)), stopped=tuple(once(stopped)),
                  parameters=wrong_parameters(recording, ckpt))

@@ -11,6 +11,7 @@ import torch
 from tplab.align.check.evident import learn
 from tplab.align.check.layouts import PADDING, Layout, span
 from tplab.align.check.names import pattern_of, place_of
+from tplab.align.check.notes import TABLES, Tables
 from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
@@ -76,7 +77,7 @@ class _Placing:
         self.points = _Points(sources.world_size)
         self.dtypes: Counter = Counter()
         self.assumed: dict[str, str] = {}
-        self.unplaced: dict[str, list[str]] = {}  # what and why, without the layer → the layers
+        self.unplaced: dict[tuple[str, str], list[int]] = {}  # what and why, without the layer → the layers
 
     def recording(self) -> Recording:
         logit_places = self.sources.places
@@ -95,12 +96,15 @@ class _Placing:
                 self._dealt(name, point)
         self._name_unclaimed()
         sources = self.sources
+        tables = [self._listed(what, layers) for (what, why), layers in self.unplaced.items() if why == TABLES]
         return Recording(
             world_size=sources.world_size, ids=sources.texts.ids, places=sources.places, num_keys=sources.num_keys,
             logit_places=logit_places, points=self.points,
             dtype=self.dtypes.most_common(1)[0][0] if self.dtypes else torch.float32, declared=sources.declared,
-            assumed=self.assumed, unplaced=[self._listed(what, layers) for what, layers in self.unplaced.items()],
-            notes=sources.notes, contradictions=sources.contradictions + self.shares.contradictions)
+            assumed=self.assumed, unplaced=[self._listed(f"{what}: {why}", layers) for (what, why), layers
+                                             in self.unplaced.items() if why != TABLES],
+            notes=sources.notes + [f"{TABLES}: {'; '.join(tables)}"] * bool(tables),
+            contradictions=sources.contradictions + self.shares.contradictions)
 
     def _keep(self, name: str, source: Source, sentence: str, build: Callable[[], dict[int, Shard]]) -> None:
         self.points.builders[name] = build
@@ -210,13 +214,14 @@ class _Placing:
         layer, _ = place_of(source.name)
         first, dot, _ = source.path.partition(".")
         alike = replace(source, name=pattern_of(source.name), path=first + dot + "*" * bool(dot))
-        layers = self.unplaced.setdefault(f"{alike}: {why}", [])
+        layers = self.unplaced.setdefault((str(alike), why), [])
         if layer is not None and layer not in layers:
             layers.append(layer)
 
     def _name_unclaimed(self) -> None:
+        tables = Tables(self.sources, self.config)
         for source in self.sources.unclaimed():
-            self._leave_out(source, "no point that the conventions know")
+            self._leave_out(source, TABLES if tables.known(source) else "no point that the conventions know")
 
     @staticmethod
     def _listed(what: str, layers: list[int]) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from tplab.align.check.layouts import span
 from tplab.align.check.names import EVIDENT, OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
+from tplab.align.check.notes import call_notes
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, call_inputs
 from tplab.align.check.shapes import as_heads, as_rows
@@ -71,13 +72,13 @@ class Sources:
         self._names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
                                           for entry in call.entries})
         self.texts = Texts()
-        self._read_calls()
+        self._read_calls(recorded)
         self._order_rows()
         self._check_sizes([entry for calls in self.recorded.values() for index in self.used
                            for entry in calls[index].entries])
         self.claim()
 
-    def _read_calls(self) -> None:
+    def _read_calls(self, recorded) -> None:
         numbers = sorted({index for calls in self.recorded.values() for index in calls})
         began = [index for index in numbers if all(calls.get(index) and any(
             entry.dtype.is_floating_point for entry in calls[index].entries) for calls in self.recorded.values())]
@@ -88,11 +89,7 @@ class Sources:
         if len(whole) < len(done):
             short = span([index for index in done if index not in whole])
             self.notes.append(f"calls {short} lack what call {done[0]} has, and were not looked at")
-        for rank, calls in self.recorded.items():
-            for call in calls.values():
-                said = [call.status + (f", in {call.last}" if call.last else "")] if call.status != "done" else []
-                self.notes += [f"rank {rank}, call {call.index}: {what}"
-                               for what in dict.fromkeys((*said, *call.raised, *call.left_out))]
+        self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
         self.calls = []
         for index in numbers:
             seen = {rank: call_inputs(calls[index]) for rank, calls in self.recorded.items() if index in calls}

@@ -1,0 +1,79 @@
+"""What a recording says besides its points: what was left out, which modules raised, the tables of the rotation."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from tplab.align.check.layouts import span
+from tplab.align.check.names import pattern_of, place_of, role_of
+from tplab.align.check.recorded import RecordedRank
+from tplab.model.rope import Rotary
+
+TABLES = "cos and sin of the rotation, which are no points by themselves"
+_TABLE_NAMES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
+_CLOSE = 2 ** -7  # bfloat16's rounding of a cosine
+
+
+def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
+    """``(rank, call, sentence)`` as lines, each sentence once: ``"ranks 0–1, calls 0–3: …"``."""
+    calls: dict[str, dict[int, list[int]]] = {}
+    for rank, call, what in said:
+        calls.setdefault(what, {}).setdefault(rank, []).append(call)
+    lines = []
+    for what, of_rank in calls.items():
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank, numbers in of_rank.items():
+            ranks.setdefault(tuple(sorted(set(numbers))), []).append(rank)
+        lines += [f"{_listed('rank', found)}, {_listed('call', numbers)}: {what}" for numbers, found in ranks.items()]
+    return lines
+
+
+def _listed(what: str, numbers) -> str:
+    return f"{what}{'s' * (len(numbers) > 1)} {span(numbers)}"
+
+
+def call_notes(ranks: Iterable[RecordedRank]) -> list[str]:
+    """What was left out of calls, and errors that were raised inside of those that went on nevertheless."""
+    return once((rank.rank, call.index, what) for rank in ranks for call in rank.calls
+                for what in (*_swallowed(call), *call.left_out))
+
+
+def _swallowed(call) -> Iterator[str]:
+    """Each error once, with the modules in which it began; the one that ended the call is said elsewhere."""
+    began: dict[str, list[str]] = {}
+    for what in call.raised:
+        name, _, error = what.partition(": ")
+        inner = began.setdefault(error, [])
+        if not any(known == name or known.startswith(f"{name}." if name else "") for known in inner):
+            inner.append(name)
+    for error, names in began.items():
+        if call.status != f"failed: {error}":
+            layers = sorted({layer for layer, _ in map(place_of, names) if layer is not None})
+            where = f" ({_listed('layer', layers)})" if len(layers) > 1 else ""
+            patterns = dict.fromkeys(map(pattern_of, names) if where else names)
+            yield f"{', '.join(patterns) or 'the model'}: {error}{where}"
+
+
+class Tables:
+    """Knows cos and sin: by their names, or because they are Hugging Face's for the recorded positions."""
+
+    def __init__(self, sources, config):
+        self.sources, self.head_dim = sources, config.head_dim
+        self._rotary = Rotary(config.hf)
+
+    def known(self, source) -> bool:
+        """Whether what a source holds are tables of the rotation, or what goes into the module that makes them."""
+        layer, rest = place_of(source.name)
+        if role_of(layer, rest) == "rotary" or source.path.partition(".")[0] in _TABLE_NAMES:
+            return True
+        return any(self._equal(source, rank) for rank in self.sources.complete(source)[:1])
+
+    def _equal(self, source, rank: int) -> bool:
+        shape = self.sources.rows(source, rank, "shape")
+        if shape is None or shape.dim() != 2 or shape.shape[1] not in (self.head_dim, self.head_dim // 2):
+            return False
+        rows = self.sources.rows(source, rank, "few").double()
+        places = self.sources.places[:len(rows)]
+        tables = self._rotary(torch.empty(0), torch.tensor([position for _, position in places]), [len(places)])
+        return len({position for _, position in places}) > 1 and any(
+            (rows - table[0, :, :rows.shape[1]]).abs().max() <= _CLOSE for table in tables)
