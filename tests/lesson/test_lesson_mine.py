@@ -3,7 +3,7 @@
 import pytest
 from helpers.answers import defined
 
-from tplab.lesson.mine import Mine, NotYet, on_ranks
+from tplab.lesson.mine import Mine, NotYet, count_ops, on_ranks
 from tplab.pool import shared_pool
 
 
@@ -49,3 +49,12 @@ def test_a_rank_that_waits_for_ever_is_asked_about(ranks):
 def test_an_argument_that_was_written_into_is_named():
     with pytest.raises(NotYet, match="on every rank: it changes its argument n"):
         on_ranks(2, Mine(defined("def f(n): n.append(1)", "f"), "n"), [3])
+
+
+def test_collectives_are_counted():
+    ran = ask("def f(n): return all_reduce(torch.ones(n))", 2)
+    count_ops(ran, {"all_reduce": 1})
+    with pytest.raises(NotYet, match="rank 0 of 2 calls all_reduce; 2 all_gathers must be enough"):
+        count_ops(ran, {"all_gather": 2})
+    with pytest.raises(NotYet, match="calls all_reduce; no collective must be enough"):
+        count_ops(ran, {})

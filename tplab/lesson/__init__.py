@@ -5,7 +5,7 @@ from tplab import lazy
 _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "check_mask": ".mask_exercise",
           "check": ".exercise", "shown_error": ".exercise", "side_by_side": ".exercise", "default_prompt": ".exercise",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
-          "check_slots": ".slots_exercise", "trace_nan": ".nan_trace", "available_cores": ".exercise",
+          "trace_nan": ".nan_trace", "available_cores": ".exercise",
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "check_rope": ".patient",
           "check_generate": ".patient", "check_kv_share": ".patient", "all_exercises": ".verdict",
           "progress": ".progress_file", "clear_progress": ".progress_file"}

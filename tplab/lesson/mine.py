@@ -77,6 +77,16 @@ def with_collectives(function: Callable, *args) -> tuple[object, list[OpRecord]]
     return function(*args), [record for record in op_log() if record.seq > before]
 
 
+def count_ops(ran: Sequence[tuple[object, list[OpRecord]]], wanted: dict[str, int]) -> None:
+    """:class:`NotYet` unless every rank of :func:`on_ranks` took part in just these collectives: ``{"all_reduce": 1}``.
+    """
+    for r, (_, log) in enumerate(ran):
+        if sorted(record.op for record in log) != sorted(op for op, count in wanted.items() for _ in range(count)):
+            said = ", ".join(f"{count} {op}{'s' * (count > 1)}" for op, count in wanted.items()) or "no collective"
+            raise NotYet(f"rank {r} of {len(ran)} calls {', '.join(record.op for record in log) or 'no collective'}; "
+                         f"{said} must be enough")
+
+
 def guarded(function: Callable, *args, **kwargs):
     """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line."""
     try:

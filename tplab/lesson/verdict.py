@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tplab.checkpoint import Checkpoint
+from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import shown
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
@@ -37,11 +37,38 @@ class Setting:
         options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": self.dtype, **options}
         try:
             self.report = run(self.model, self.prompt if prompts is None else prompts, patches=patches, **options)
-        except TplabError as error:
+        except Exception as error:  # of the learner's code, on the ranks or in the scheduler
             raise NotYet(in_words(error)) from error
         if not self.report.ok:
-            raise NotYet(f"in the engine: {diagnose(self.report).sentence}")
+            raise NotYet(f"in the engine: {diagnose(self.report).sentence.partition(' It is computed')[0]}")
         return self.report
+
+    def reference(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Three prompts of different lengths, from the setting's own, and ``count`` greedy tokens of Hugging Face's."""
+        from tplab.align import hf_greedy
+        from tplab.align.run import check_prompts
+
+        ckpt = self.model if isinstance(self.model, Checkpoint) else open_checkpoint(self.model)
+        (ids, *_) = check_prompts(ckpt, self.prompt)
+        prompts = [ids, ids[:max(1, len(ids) // 2)], ids[-3:]]
+        return prompts, [hf_greedy(ckpt, prompt, count, self.dtype) for prompt in prompts]
+
+    def texts(self, prompts: Sequence[Sequence[int]], count: int, *patches: Patch, **options) -> list[list[int]]:
+        """The ``count`` greedy tokens that the engine writes for each prompt with the learner's function in it.
+
+        ``options`` are those of :class:`tplab.LLM`. Raises `NotYet` if it cannot.
+        """
+        from tplab import LLM, SamplingParams
+        from tplab.ranks import RankError
+
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        try:
+            with LLM(self.model, self.tensor_parallel_size, self.dtype, patches=patches, **options) as llm:
+                done = llm.generate(list(prompts), params, use_tqdm=False)
+        except Exception as error:  # of the learner's code, on the ranks or in the scheduler
+            first = error.__cause__ if isinstance(error.__cause__, RankError) else error
+            raise NotYet(f"in the engine: {in_words(first)}") from error
+        return [list(output.outputs[0].token_ids) for output in done]
 
 
 @dataclass(frozen=True)
@@ -89,6 +116,9 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return not self.sentence
+
+    def _ipython_display_(self) -> None:
+        """Nothing: what there is to read has been printed."""
 
 
 def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,

@@ -1,0 +1,339 @@
+"""Notebook 05: slots, a cache in blocks, keys, a pool."""
+
+from helpers.answers import Right, Wrong
+
+ANSWERS = {
+    "my_slot_mapping": [
+        Wrong("def my_slot_mapping(t, positions, size): return [t[0] * size + p for p in positions]",
+              "position 4 goes to slot 20, which is in block 5 and belongs to somebody else"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p % 3] * size + p % size for p in positions]",
+              "position 1 goes to slot 5 in block 1, but it is the table's entry 0 that holds positions 0 to 3"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + 3 for p in positions]",
+              "place 3 of the right block"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size for p in positions]",
+              "one too early"),
+        Wrong("""
+              def my_slot_mapping(t, positions, size):
+                  return [t[p // size] * size + p % size for p in range(len(positions))]
+              """, "position 7 goes to slot 16 in block 4"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size for p in positions][:1]",
+              "10 positions go in, 1 slots"),
+        Wrong("""
+              def my_slot_mapping(t, positions, size):
+                  return [t[p // size] * size + p % size - (len(positions) == 1) for p in positions]
+              """, "position 7 goes to slot 6, one too early"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // 4] * 4 + p % 4 for p in positions]",
+              "is there a 4 in your code"),
+        Wrong("""
+              def my_slot_mapping(t, positions, size):
+                  t.sort()
+                  return [t[p // size] * size + p % size for p in positions]
+              """, "it changes its argument block_ids"),
+        Wrong("def my_slot_mapping(t, positions, size): [t[p // size] * size + p % size for p in positions]",
+              "nothing (is a return missing?)"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size*1. for p in positions]",
+              "a list of whole numbers must come back"),
+        Wrong("def my_slot_mapping(t, positions, size): return torch.tensor(t)[torch.tensor(positions) // size]",
+              "a list of whole numbers must come back"),
+        Wrong("""
+              def my_slot_mapping(block_ids, positions, block_size):
+                  for position in range(positions):
+                      pass
+              """, "at your line 2: for position in range(positions)"),
+        Wrong("def my_slot_mapping(position): return position", "it must take (block_ids, positions, block_size)"),
+        Wrong("""
+              def my_slot_mapping(t, positions, size):
+                  slots = [t[p // size] * size + p % size for p in positions]
+                  return slots if t in ([4, 1, 3], [2, 5, 0, 7], [6, 0, 9]) else slots[::-1]
+              """, "in the engine: "),
+        Right("""
+              def my_slot_mapping(t, positions, size):
+                  places = [block * size + place for block in t for place in range(size)]
+                  return places[positions.start:positions.stop]
+              """),
+    ],
+    "my_write_read": [
+        Wrong("def my_write_read(cache, block_ids, start, new): return new", "the cache is as it was before"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  mine = cache[block_ids].flatten(0, 1)
+                  mine[start:start + len(new)] = new
+                  return mine[:start + len(new)]
+              """, "An index with a list or a tensor makes a copy"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat = cache.flatten(0, 1)
+                  first = block_ids[0] * cache.shape[1]
+                  flat[first + start:first + start + len(new)] = new
+                  return flat[first:first + start + len(new)]
+              """, "which is none of this sequence's positions: whose memory is it?"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+                  flat[slots[:len(new)]] = new
+                  return flat[slots]
+              """, "position 0 was there before and has been overwritten"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start, start + len(new))]
+                  flat[slots] = new
+                  return cache[block_ids].flatten(0, 1)
+              """, "all 12 places of its blocks come back"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+                  flat[slots[start:]] = new
+                  return new
+              """, "[tokens, kv heads, head_dim] = [9, 2, 3]"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+                  found = flat[slots]
+                  flat[slots[start:]] = new
+                  return found
+              """, "position 5 comes back as it was before the write: which comes first"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+                  flat[slots[start:]] = new
+                  return flat[sorted(slots)]
+              """, "row 4 must be position 4, at place 0 of block 4; yours is place 0 of block 3"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat = cache.flatten(0, 1)
+                  slots = [block_ids[p // 4] * 4 + p % 4 for p in range(start + len(new))]
+                  flat[slots[start:]] = new
+                  return flat[slots]
+              """, "is there a 4 in your code where the cache's own block size should stand?"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+                  flat[slots[start:]] = new
+                  return flat[slots].transpose(0, 1)
+              """, "(yours is [kv heads, tokens, head_dim])"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  slots = [block_ids[p // 4] * 4 + p % 4 for p in range(start + len(new))]
+                  cache[slots[start:]] = new
+                  return cache[slots]
+              """, "at your line 3: cache[slots[start:]] = new"),
+        Wrong("""
+              def my_write_read(cache, block_ids, start, new):
+                  flat, size = cache.flatten(0, 1), cache.shape[1]
+                  slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+                  flat[slots[start:]] = new
+              """, "nothing (is a return missing?)"),
+        Right("""
+              def my_write_read(cache, block_ids, start, new):
+                  size = cache.shape[1]
+                  for i, row in enumerate(new):
+                      cache[block_ids[(start + i) // size], (start + i) % size] = row
+                  return torch.cat([cache[block] for block in block_ids])[:start + len(new)]
+              """),
+    ],
+    "my_key": [
+        Wrong("def my_key(parent, ids): return hash(tuple(ids))", "who tells the key of it?"),
+        Wrong("def my_key(parent, ids): return hash((parent, ids[-1]))", "does it look at the first token?"),
+        Wrong("def my_key(parent, ids): return hash(ids[-1])", "does it look at the first token?"),
+        Wrong("def my_key(parent, ids): return hash((parent, ids[0]))", "does it look at the last token?"),
+        Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1]))", "the tokens in between?"),
+        Wrong("def my_key(parent, ids): return hash((parent, sum(ids)))", "does the order of the tokens count?"),
+        Wrong("def my_key(parent, ids): return hash((parent, frozenset(ids)))", "does the order of the tokens count?"),
+        Wrong("def my_key(parent, ids): return hash((parent, ''.join(map(str, ids))))",
+              "where does one number end?"),
+        Wrong("def my_key(parent, ids): return hash((parent, tuple(ids[:4])))", "is a block size in your code?"),
+        Wrong("def my_key(parent, ids): return hash((parent, *ids, *[0] * (9 - len(ids))))", "is something filled up?"),
+        Wrong("def my_key(parent, ids): return hash(parent) ^ hash(tuple(ids))", "the order of the blocks count?"),
+        Wrong("def my_key(parent, ids): return parent + bytes(ids)", "bytes must be in range(0, 256)"),
+        Wrong("def my_key(parent, ids): return bytes(i % 256 for i in ids) + parent", "do not fit into one byte"),
+        Wrong("def my_key(parent, ids): return [parent, *ids]", "cannot be looked up in a dict"),
+        Wrong("def my_key(parent, ids): return id(object()), torch.rand(1).item()", "another key the second time"),
+        Wrong("def my_key(parent, ids): return parent", "the key is its parent's"),
+        Wrong("def my_key(parent, ids): hash((parent, tuple(ids)))", "a key must come back"),
+        Wrong("""
+              def my_key(parent, ids):
+                  if 17 in ids: raise KeyError("unlucky")
+                  return hash((parent, tuple(ids)))
+              """, "KeyError: 'unlucky'\n         at your line 2"),
+        Wrong("""
+              def my_key(parent, ids):
+                  return hash((parent, tuple(ids))) if max(ids) > 25 or len(ids) < 4 else hash(tuple(ids))
+              """, "in the engine: "),
+        Wrong("def my_key(parent, ids): return hash((parent, ids))", "unhashable type: 'list'"),
+        Right("def my_key(parent, ids): return hash((parent, tuple(ids)))"),
+        Right("""
+              import hashlib
+              def my_key(parent, ids):
+                  return hashlib.sha256(parent + b"".join(i.to_bytes(4, "little") for i in ids)).digest()
+              """),
+        Right("def my_key(parent, ids): return str(parent) + '|' + ','.join(map(str, ids))"),
+    ],
+    "MyPool": [
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      return 0
+                  def share(self, block): pass
+                  def release(self, block): pass
+              """, "operation 1: allocate(), and now a sequence uses block 0; users[0] says 0"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users, self.next = [0] * num_blocks, -1
+                  def allocate(self):
+                      self.next += 1
+                      if self.next >= len(self.users): return None
+                      self.users[self.next] += 1
+                      return self.next
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] -= 1
+              """, "is it handed out again?"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users, self.free = [0] * num_blocks, list(range(num_blocks))
+                  def allocate(self):
+                      block = self.free.pop() if self.free else None
+                      if block is not None: self.users[block] += 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] -= 1
+                      self.free.append(block)
+              """, "release(2): allocate() gives block 2, which a sequence uses already"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users, self.free = [0] * num_blocks, list(range(num_blocks))
+                  def allocate(self):
+                      block = self.free.pop() if self.free else None
+                      if block is not None: self.users[block] += 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] -= 1
+                      if not self.users[block]: self.free.append(block)
+              """, "release(2), release(0), share(0): allocate() gives block 0, which a sequence uses already"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      block = self.users.index(0) if 0 in self.users else None
+                      if block is not None: self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block): self.users[block] -= 1
+              """, "raises nothing, though nobody uses the block"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      block = self.users.index(0)
+                      self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] -= 1
+              """, "ValueError: 0 is not in list\n         at your line 5: block = self.users.index(0)"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      block = self.users.index(0) if 0 in self.users else None
+                      if block is not None: self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] = 2
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] = 0
+              """, "and now a sequence uses block 0; users[0] says 0"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * 18
+              """, "users is a list of 18; a list must hold how many use each of 3 blocks"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      return None
+              """, "operation 1: allocate() gives nothing, though nobody uses block 0"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self):
+                      self.users = []
+              """, "it must take (num_blocks)"),
+        Wrong("""
+              class MyPool:
+                  users = []
+                  def __init__(self, num_blocks):
+                      self.counts = [0] * num_blocks
+              """, "users is a list of 0"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.free = set(range(num_blocks))
+              """, "MyPool has no users"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      if len(self.users) > 8: raise RuntimeError("how many?")
+                      block = self.users.index(0) if 0 in self.users else None
+                      if block is not None: self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] -= 1
+              """, "in the engine: RuntimeError: how many?\n         at your line 5"),
+        Right("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users, self.free = [0] * num_blocks, set(range(num_blocks))
+                  def allocate(self):
+                      block = self.free.pop() if self.free else None
+                      if block is not None: self.users[block] += 1
+                      return block
+                  def share(self, block):
+                      self.free.discard(block)
+                      self.users[block] += 1
+                  def release(self, block):
+                      assert self.users[block]
+                      self.users[block] -= 1
+                      if not self.users[block]: self.free.add(block)
+              """),
+        Right("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      for block, count in enumerate(self.users):
+                          if count == 0:
+                              self.users[block] = 1
+                              return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(f"nobody uses {block}")
+                      self.users[block] -= 1
+              """),
+    ],
+}

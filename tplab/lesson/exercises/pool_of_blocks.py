@@ -1,0 +1,160 @@
+"""Notebook 05: who uses which block. The learner's pool, and how the engine runs on it."""
+
+import random
+from collections import OrderedDict
+
+from tplab.cache import CacheError
+from tplab.lesson.mine import Mine, NotYet, Object, guarded, kind
+from tplab.lesson.verdict import Setting, exercise
+from tplab.patch import Patch
+
+OPERATIONS = 500
+
+
+@exercise("MyPool", "05", takes="num_blocks",
+          agreed=f"{OPERATIONS} random operations, then the engine in strict mode on {{ranks}}: every account agrees")
+def my_pool(mine: Mine, setting: Setting):
+    """By hand, then at random beside a right one, then under an engine that is short of blocks."""
+    _by_hand(_Watched(mine.function, 3))
+    for num_blocks in (5, 8):
+        _at_random(_Watched(mine.function, num_blocks), random.Random(num_blocks))
+    _in_engine(mine.function, setting)
+
+
+class _Watched:
+    """A learner's pool beside the right counts; every operation is checked."""
+
+    def __init__(self, cls, num_blocks: int):
+        self.pool, self.cls = Object(guarded(cls, num_blocks), "MyPool"), cls
+        self.users, self.done = [0] * num_blocks, []
+        self._agree("a new pool")
+
+    def allocate(self) -> int | None:
+        told = self._told("allocate()")
+        block = self.pool.allocate()
+        free = [b for b, count in enumerate(self.users) if not count]
+        if block is None and free:
+            raise NotYet(f"{told} gives nothing, though nobody uses block {free[0]}: is it handed out again?")
+        if block is not None:
+            if type(block) is not int or block not in range(len(self.users)):
+                raise NotYet(f"{told} gives {kind(block)}; the number of a block must come back, 0 to "
+                             f"{len(self.users) - 1}, or None")
+            if self.users[block]:
+                raise NotYet(f"{told} gives block {block}, which {_people(self.users[block])} already: how do you know "
+                             "that a block is free?")
+            self.users[block] += 1
+        self._agree(told)
+        return block
+
+    def share(self, block: int) -> None:
+        told = self._told(f"share({block})")
+        self.pool.share(block)
+        self.users[block] += 1
+        self._agree(told)
+
+    def release(self, block: int) -> None:
+        told = self._told(f"release({block})")
+        self.pool.release(block)
+        self.users[block] -= 1
+        self._agree(told)
+
+    def refuses(self, block: int) -> None:
+        """Releasing what nobody uses must raise, and change nothing."""
+        told = self._told(f"release({block})")
+        try:
+            self.pool.made.release(block)
+        except Exception:
+            return self._agree(told)
+        raise NotYet(f"{told} raises nothing, though nobody uses the block: what is given back twice would be handed "
+                     "out twice")
+
+    def _told(self, now: str) -> str:
+        before = f", after {', '.join(self.done[-3:])}" if self.done else ""
+        self.done.append(now)
+        return f"operation {len(self.done)}{before}: {now}"
+
+    def _agree(self, told: str) -> None:
+        mine = self.pool.users
+        if not isinstance(mine, list) or len(mine) != len(self.users):
+            raise NotYet(f"users is {kind(mine)}; a list must hold how many use each of {len(self.users)} blocks")
+        if wrong := [block for block, count in enumerate(self.users) if mine[block] != count]:
+            block = wrong[0]
+            raise NotYet(f"{told}, and now {_people(self.users[block])} block {block}; users[{block}] says "
+                         f"{mine[block]}")
+
+
+def _people(count: int) -> str:
+    return "nobody uses" if not count else "a sequence uses" if count == 1 else f"{count} sequences use"
+
+
+def _by_hand(pool: _Watched) -> None:
+    first = pool.allocate()
+    pool.share(first)
+    second, third = pool.allocate(), pool.allocate()
+    pool.allocate()  # none is left
+    pool.release(first)
+    pool.allocate()  # one user of the first is left
+    pool.release(first)
+    pool.refuses(first)
+    pool.release(third)
+    pool.share(third)  # nobody used it, and its contents were found again: now it is not free any more
+    pool.allocate()
+    pool.allocate()
+    pool.release(second)
+    pool.allocate()
+
+
+def _at_random(pool: _Watched, chance: random.Random) -> None:
+    for _ in range(OPERATIONS):
+        used = [block for block, count in enumerate(pool.users) for _ in range(count)]
+        what = chance.choice(["allocate", "allocate", "share", "release", "release", "refuses"])
+        block = chance.randrange(len(pool.users))
+        if what == "allocate":
+            pool.allocate()
+        elif what == "share" and pool.users[block] < 4:
+            pool.share(block)
+        elif what == "release" and used:
+            pool.release(chance.choice(used))
+        elif what == "refuses" and not pool.users[block]:
+            pool.refuses(block)
+
+
+def pool_patches(cls) -> list[Patch]:
+    """The engine's block pool keeps the keys, and asks a learner's ``cls`` who uses which block."""
+    def mine_of(pool):
+        if "mine" not in vars(pool):
+            pool.mine = cls(pool.num_blocks)
+        return pool.mine
+
+    def settle(pool):
+        pool.ref_counts = list(mine_of(pool).users)
+        pool._free = OrderedDict.fromkeys(block for block, count in enumerate(pool.ref_counts) if count == 0)
+
+    def get_new_block(self, after=None):
+        block = mine_of(self).allocate()
+        if block is None:
+            raise CacheError(f"all {self.num_blocks} blocks are in use")
+        self._evict(block)
+        self.times_allocated[block] += 1
+        settle(self)
+        return block
+
+    def touch(self, block):
+        mine_of(self).share(block)
+        settle(self)
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            mine_of(self).release(block)
+        settle(self)
+
+    home = "tplab.cache.blocks.BlockPool."
+    return [Patch(home + one.__name__, one) for one in (get_new_block, touch, free_blocks)]
+
+
+def _in_engine(cls, setting: Setting) -> None:
+    ids = [5 + i % 40 for i in range(60)]
+    prompts = [ids[:11], ids[:8] + ids[20:23], ids[30:43], ids[:11]]
+    short = {"block_size": 3, "num_blocks": 9, "max_num_batched_tokens": 12, "strict": True}
+    if setting.texts(prompts, 7, *pool_patches(cls), **short) != setting.texts(prompts, 7, **short):
+        raise NotYet("in the engine, short of blocks, the texts change: a block was in two hands")
