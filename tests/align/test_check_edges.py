@@ -52,6 +52,7 @@ def test_a_fit_is_the_first_share_that_fits_else_what_is_found():
     assert fit(torch.cat([local, torch.zeros(2, 1)], 1), full, []) == (2, 0, -1)
     assert fit(full[:, :1], full[:, [0, 0]], [(1,), (0,)]) == (1,), "two that are alike: the first asked"
     assert fit(full[:, [0, 1]], full, [(0,), (0, 1, 2)], search=False) is None, "shares of another size"
+    assert fit(full[:, [0, 0]], full, [(0,)], search=False) is None, "one item is not two alike"
 
 
 def test_rows_that_are_not_finite_say_nothing_in_a_fit():
@@ -85,7 +86,8 @@ def test_most_layers_decide():
 
 
 @pytest.mark.parametrize("indices, total, words", [
-    ([(0, 1), (2,)], 3, ""), ([(0, 1, 2), (2, 1, 0)], 3, ""), ([(0,), (2,)], 3, "1 on no rank"),
+    ([(0, 1), (2,)], 3, ""), ([(0, 1, 2), (2, 1, 0)], 3, ""), ([(0, 1, 2), (2,)], 3, "2 more than once"),
+    ([(0,), (2,)], 3, "1 on no rank"),
     ([(0, 1), (1, 2)], 3, "1 more than once"), ([(0, 0), (2,)], 3, "1 on no rank and 0 more than once"),
     ([(0, 1), None], 3, ""), ([(0, 1, -1), (2, -1, -1)], 3, ""), ([(0, 0), None], 3, "0 more than once")])
 def test_what_is_a_partition(indices, total, words):

@@ -7,8 +7,10 @@ import torch
 
 from tplab.align.check.fused import Fused, _by_label, _by_size, _in_order
 from tplab.align.check.layouts import Layout
+from tplab.align.check.place import _Placing
 from tplab.align.check.shares import Shares
 from tplab.align.check.sums import Sums, _any_pair
+from tplab.align.recording import Shard
 
 
 def qkv(planned=(2, 1), total=(4, 2), dim=2, size=2):
@@ -224,3 +226,53 @@ def test_the_input_of_the_same_module_comes_first():
                          rows=lambda source, rank, look: given[source.name])
     assert found.own_input(Some(name="b"), "x", 0) is given["b"] and found.own_input(first, "x", 0) is given["a"]
     assert found.own_input(Some(name="b"), "x", 1) is given["a"] and found.own_input(second, "x", 2) is None
+
+
+# The model's own output beside its head's.
+
+WHOLE = torch.arange(18.0).reshape(3, 6) ** 2
+TURNED = WHOLE[:, [3, 4, 5, 0, 1, 2]]
+PLACES = [(0, 0), (0, 1), (1, 0)]
+
+
+def joined(*outputs, places=PLACES, size=2, shards=None):
+    """What is said where the ranks' joined logits are these (None: this rank has none)."""
+    placing, kept, whole = object.__new__(_Placing), "the head", "the model"
+    placing.config, placing.shares = Some(vocab_size=6), Some(contradictions=[])
+    placing.sources = Some(
+        world_size=size, of=lambda name: [kept, whole], complete=lambda source: range(len(outputs)),
+        logits=lambda source, rank: None if outputs[rank] is None else (places, outputs[rank]))
+    placing._check_joined(kept, PLACES, shards or {
+        rank: Shard(WHOLE[:, 3 * rank:3 * rank + 3], "vocab", range(3 * rank, 3 * rank + 3)) for rank in (0, 1)})
+    return placing.shares.contradictions
+
+
+def padded(tensor):
+    return torch.cat([tensor, torch.full((3, 2), -1e9)], 1)
+
+
+WRONG = "those of token 3 stand where those of token 0 belong"
+
+
+@pytest.mark.parametrize("outputs, rank", [
+    ([WHOLE, WHOLE], None), ([TURNED, WHOLE], 0), ([WHOLE, TURNED], 1), ([None, TURNED], 1), ([None, None], None),
+    ([padded(WHOLE)] * 2, None), ([padded(TURNED)] * 2, 0), ([WHOLE[:, :3], WHOLE[:, 3:]], None),
+    ([2 * WHOLE, WHOLE], None), ([TURNED * torch.tensor([1, 1, 1, 1, 1, 2.0])], None),  # other numbers, not these
+    ([WHOLE.double(), TURNED.double()], 1)])
+def test_joined_logits_stand_in_the_vocabularys_order(outputs, rank):
+    said = joined(*outputs)
+    assert len(said) == (rank is not None)
+    assert not said or said[0].startswith(f"the model on rank {rank} holds") and said[0].endswith(WRONG)
+
+
+def test_joined_logits_of_other_rows():
+    assert len(joined(TURNED[[2]], places=[(1, 0)])) == 1 and not joined(WHOLE[[2]], places=[(1, 0)])
+    assert not joined(TURNED, places=[(2, 0), (2, 1), (2, 2)]), "rows that the head has not"
+    assert not joined(TURNED, size=1), "one rank has nothing to join"
+    first = {0: Shard(WHOLE[:, :3], "vocab", range(3))}
+    assert not joined(TURNED, shards=first), "half of the vocabulary is on a rank that is missing"
+    lost = WHOLE.clone()
+    lost[1, 2] = float("nan")
+    both = {rank: Shard(lost, "vocab", range(6)) for rank in (0, 1)}
+    assert not joined(lost, shards=both), "a number that is lost on both sides"
+    assert not joined(WHOLE, shards={0: Shard(TURNED, "vocab", range(6)), 1: Shard(WHOLE, "vocab", range(6))})
