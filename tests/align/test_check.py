@@ -73,6 +73,17 @@ def test_weights_are_judged_without_running_anything(ckpt, tmp_path):
     assert dataclasses.replace(report, parameters=found).verdict == "bug"
 
 
+def test_weights_in_another_dtype_than_the_run(ckpt, tmp_path):
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67), tp=1), ckpt)
+    name = "model.layers.1.input_layernorm.weight"
+    with ckpt.reader() as reader:
+        right = reader[name][:].float()
+    for held, good in ((right, True), (right.bfloat16(), True), (right.bfloat16().float(), True), (right.half(), True),
+                       (right.double(), True), (right.half().float(), False), (right + 1e-6, False)):
+        recording = dataclasses.replace(report.recording, dtype=torch.bfloat16, parameters=[{name: Parameter(held)}])
+        assert (wrong_parameters(recording, ckpt) == {}) is good
+
+
 def test_far_off_without_a_guilty_module_is_no_clean_run(ckpt, tmp_path):
     report = check(record_lab(tmp_path / "run", ckpt, prompts(67)), ckpt)
     for floors, verdict in ((5, "clean"), (20, "cannot tell")):

@@ -46,6 +46,8 @@ def rows(*calls):
     # A batch, with padding on the left and decode steps.
     ([([[1, 2, 3], [-1, 4, 5]], None, None), ([[6], [7]], None, None)], [[1, 2, 3, 6], [4, 5, 7]],
      [{0: (0, 0), 1: (0, 1), 2: (0, 2), 4: (1, 0), 5: (1, 1)}, {0: (0, 3), 1: (1, 2)}]),
+    # A line of padding alone is no text.
+    ([([[1, 2], [-1, -1]], None, None), ([[3], [-1]], None, None)], [[1, 2, 3]], [{0: (0, 0), 1: (0, 1)}, {0: (0, 2)}]),
     # Padding that only the positions tell.
     ([([[0, 0, 3], [4, 5, 6]], [[-1, -1, 0], [0, 1, 2]], None)], [[3], [4, 5, 6]], None),
     # A prompt in two pieces.
@@ -167,6 +169,7 @@ def test_a_healthy_engine_of_which_one_rank_was_recorded_is_not_guilty(ckpt, tmp
     run(tmp_path / "run", ckpt, engine, calls, ranks=[rank])
     report = check(tmp_path / "run", ckpt)
     assert report.verdict == "cannot tell" and not report.guilty, report.summary()
+    assert report.computed == [[0, 1, 2, 3, 4, 5]], "in two calls: the rows of the decode path"
 
 
 def test_a_first_call_that_was_cut_off_is_placed_as_far_as_it_goes(ckpt, healthy):

@@ -7,8 +7,12 @@ import torch
 
 from tplab.align.check.fused import Fused, _follows, split
 from tplab.align.check.layouts import Layout
+from tplab.align.check.place import KEPT, _Points
+from tplab.align.check.rows import CallRows
 from tplab.align.check.shares import Held, Shares
+from tplab.align.check.sources import Sources
 from tplab.align.check.sums import Sums
+from tplab.align.check.weights import _pieces
 
 A, B = Some(name="a", pattern=("a",)), Some(name="b", pattern=("b",))
 
@@ -251,3 +255,54 @@ def test_embeddings_that_hold_a_ranks_own_rows_only(outs, masked):
         one.shares = Some(size=size, config=Some(hidden_size=2), evidence=Some(weight=lambda name: TABLE))
         return one._is_masked(object())
     assert found(2) is masked and not found(1)
+
+
+def test_the_points_that_were_asked_for_last_are_kept():
+    points, built = _Points(2), []
+    for name in range(KEPT + 1):
+        points.builders[name] = lambda name=name: built.append(name) or {1: name}
+    assert [points[name] for name in points] == [[None, name] for name in range(KEPT + 1)]
+    assert points[1] == [None, 1] and built == [*range(KEPT + 1)], "it is there still"
+    assert points[0] == [None, 0] and built[-1] == 0, "the first one had to go"
+    assert points[1] and points[2] and built[-1] == 2, "and now the one that was asked for longest ago"
+
+
+# Rows and weights.
+
+def ordered(*calls):
+    found = object.__new__(Sources)
+    found.calls = [CallRows(index, *call) for index, call in enumerate(calls)]
+    found._order_rows()
+    return found
+
+
+PADDED = (2, 3, [0, 1, 2, 4, 5], [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)], [2, 5], [3, 3, 3, 2, 2])
+
+
+def test_rows_of_several_calls_stand_by_sequence_and_position():
+    found = ordered(PADDED, (2, 1, [0, 1], [(0, 3), (1, 2)], [0, 1], [4, 3]))
+    assert found.places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
+    assert found._index.tolist() == [0, 1, 2, 6, 4, 5, 7], "padding is a row of its call, too"
+    assert found.num_keys == [3, 3, 3, 4, 2, 2, 3] and found.declared is None
+    tensors = [torch.arange(6)[:, None] * 10, torch.tensor([[70], [80]])]
+    for look in ("whole", "few"):
+        assert found._ordered(tensors, look).flatten().tolist() == [0, 10, 20, 70, 40, 50, 80]
+    assert found._ordered(tensors, "shape").shape == (7, 1)
+    assert found._ordered([tensors[0], torch.empty(2, 2)], "whole") is None
+
+
+def test_a_row_counts_as_it_was_computed_last():
+    found = ordered((1, 2, [0, 1], [(0, 0), (0, 1)], [1], [2, 2], [0, 1]),
+                    (1, 3, [0, 1, 2], [(0, 0), (0, 1), (0, 2)], [2], [3, 3, 3], [0, 1, 5]))
+    assert found._index.tolist() == [2, 3, 4] and found.num_keys == [3, 3, 3] and found.declared == [0, 1, 5]
+    assert ordered((1, 2, [0, 1], [(0, 0), (0, 1)], [1], [2, 2], [0, 1])).declared is None, "as they should be"
+
+
+@pytest.mark.parametrize("rank, value, kept", [(0, 0.0, True), (0, 1.0, True), (1, 0.0, False), (1, 1.0, True)])
+def test_a_bias_of_zeros_is_right_on_every_rank_but_the_first(rank, value, kept):
+    entry = Some(shape=(4,), dtype=torch.float32, tensor=lambda: torch.full((4,), value))
+    shares = Some(config=Some(num_layers=1, head_dim=2),
+                  evidence=Some(weight=lambda name: None if "mlp" in name else name))
+    found = dict(_pieces(shares, "model.layers.0.self_attn.o_proj.bias", entry, rank))
+    assert [*found] == ["model.layers.0.self_attn.o_proj.bias"] * kept
+    assert not dict(_pieces(shares, "model.layers.0.mlp.down_proj.bias", entry, rank)), "the model has no such bias"

@@ -64,8 +64,11 @@ def test_a_fault_in_a_later_layer_is_named_too():
     def apply_rope(self, q, k, cos, sin):
         return (q, k) if self.layer == 3 else original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)
 
-    diagnosis = broken(f"{ATTENTION}.apply_rope", apply_rope)
+    report = align("fable", prompts(768), patches=[Patch(f"{ATTENTION}.apply_rope", apply_rope)], logical=True)
+    diagnosis = diagnose(report)
     assert diagnosis.fault == "rope_missing" and diagnosis.point == "layers.3.q_rope"
+    assert {name.rpartition(".")[0] for name in report.evidence} == {"", "layers.3"}
+    assert {"embed", "norm", "logits", "layers.3.q", "layers.3.output"} <= {*report.evidence}
 
 
 @pytest.mark.parametrize("name", ["shard_dim1", "no_mask", "rope_missing", "all_reduce_dropped"])

@@ -1,16 +1,18 @@
 """The judge's numbers and rules at their very edges, on tensors made by hand: no model runs."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace as Some
 
 import pytest
 import torch
 
-from tplab.align import guilty
+from tplab.align import guilty, local
 from tplab.align import judge as judging
 from tplab.align.check.verdict import GROWN, CheckReport
 from tplab.align.floors import DECODE, LOCAL, LOGITS, LOGITS_RELATIVE, RELATIVE, SHORT, TIMES, bound, inside
 from tplab.align.guilty import CLEAR, Judge, LocalDiff, local_diffs
-from tplab.align.local import LocalFrame
+from tplab.align.local import LocalFrame, Weights
+from tplab.align.points import inputs
 from tplab.align.recording import Shard
 from tplab.align.report import PointDiff, compare
 
@@ -292,3 +294,30 @@ def test_parts_come_from_the_rank_itself_then_from_another_and_are_nan_where_nob
     assert found.parts_of("layers.0.q", 0, (0, 1, 2)).flatten().tolist() == [1, 2, 6]
     assert found.parts_of("layers.0.q", 1, (0, 1)).flatten().tolist() == [1, 5]
     assert found.parts_of("layers.0.q", 1, (1, 0, 9)).flatten().isnan().tolist() == [False, False, True]
+
+
+def test_weights_have_the_runs_digits_in_the_judges_dtype(monkeypatch):
+    """A checkpoint in float32 that an engine runs in bfloat16."""
+    weights, reads = object.__new__(Weights), []
+    third = torch.tensor([1 / 3])
+    vars(weights).update(ckpt=Some(reader=nullcontext), run_dtype=BF16, dtype=F32, parts={"w": None}, kept={})
+    monkeypatch.setattr(local, "read_part", lambda part, reader: reads.append(part) or third)
+    assert weights["w"].dtype is F32 and weights["w"] == third.to(BF16).float() != third
+    assert weights.raw("w").dtype is BF16
+    assert len(reads) == 2 and "w" in weights and "v" not in weights, "what was asked for is kept"
+    weights.drop()
+    assert weights["w"] == third.to(BF16) and len(reads) == 3
+
+
+@pytest.mark.parametrize("name, plain, normed", [
+    ("embed", [], []), ("layers.0.input_norm", ["embed"], ["embed"]),
+    ("layers.2.input_norm", ["layers.1.output"], ["layers.1.output"]), ("norm", ["layers.3.output"],
+                                                                         ["layers.3.output"]),
+    ("layers.1.q_rope", ["layers.1.q"], ["layers.1.q_norm"]), ("layers.1.k_rope", ["layers.1.k"], ["layers.1.k_norm"]),
+    ("layers.1.q_norm", [], ["layers.1.q"]),
+    ("layers.1.attn", *[["layers.1.q_rope", "layers.1.k_rope", "layers.1.v"]] * 2),
+    ("layers.0.residual", *[["embed", "layers.0.o_proj"]] * 2),
+    ("logits", ["norm"], ["norm"]), ("layers.3.output", *[["layers.3.residual", "layers.3.mlp"]] * 2)])
+def test_from_which_points_a_point_is_made(name, plain, normed):
+    assert inputs(name, 4, True) == normed
+    assert inputs(name, 4, False) == plain or name.endswith("q_norm")

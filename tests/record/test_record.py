@@ -154,6 +154,11 @@ def test_calls_are_kept_apart(tmp_path):
     assert [call.input_ids is None for call in calls] == [True, True, False, False]
 
 
+def test_a_call_without_tokens_is_one(tmp_path):
+    (call,) = recorded(tmp_path, lambda rec: rec.inputs(torch.tensor([], dtype=torch.long), []))
+    assert call.input_ids.dtype is call.positions.dtype is torch.long and call.input_ids.numel() == 0
+
+
 def test_a_watched_model_within_another_begins_no_call(tmp_path):
     inner = nn.Linear(8, 8)
     outer = Calls(lambda x: inner(inner(x)))
