@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tplab.model.norm import RMSNorm
-from tplab.shard.product import empty_weight, linear
+from tplab.shard import product
+from tplab.shard.product import Kernels, empty_weight, linear, pack
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 64, 576, 896, 4096])
@@ -45,3 +47,64 @@ def test_a_product_that_wants_a_gradient_has_one():
     x = torch.randn(2, 5, requires_grad=True)
     linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 5))
+
+
+def packed(out_features, in_features, dtype, numpy_for_one_row):
+    plain = torch.randn(out_features, in_features).to(dtype)
+    weight = nn.Parameter(empty_weight(out_features, in_features, dtype).copy_(plain), requires_grad=False)
+    weight.ranges = "kept"
+    pack(weight, Kernels(True, numpy_for_one_row))
+    if not isinstance(weight, product.PackedWeight):
+        pytest.skip("torch packs nothing on this processor")
+    return weight, plain
+
+
+@pytest.mark.parametrize("dtype, numpy_for_one_row",
+                         [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 65])
+@pytest.mark.parametrize("out_features, in_features", [(576, 576), (577, 129), (1000, 901)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_with_a_packed_weight(dtype, numpy_for_one_row, rows, out_features, in_features, bias):
+    weight, plain = packed(out_features, in_features, dtype, numpy_for_one_row)
+    b = torch.randn(out_features).to(dtype) if bias else None
+    wide = torch.randn(rows, in_features + 3).to(dtype)
+    for x in (wide[:, :in_features].contiguous(), wide[:, 3:]):
+        exact = F.linear(x.double(), plain.double(), None if b is None else b.double())
+        bound = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype] * (in_features ** 0.5 + 1) * 4
+        assert linear(x, weight, b).dtype == dtype
+        assert (linear(x, weight, b).double() - exact).abs().max() <= bound
+        assert (linear(x[:, None], weight, b)[:, 0].double() - exact).abs().max() <= bound  # by a plain copy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_weight_is_read_and_written_bit_for_bit(dtype):
+    weight, plain = packed(577, 500, dtype, dtype == torch.float32)
+    assert isinstance(weight, nn.Parameter) and weight.ranges == "kept" and weight.shape == plain.shape
+    assert torch.equal(weight, plain) and torch.equal(weight.data.split([77, 500])[1], plain[77:])
+    ids = torch.tensor([[0, 576], [63, 64]])
+    assert torch.equal(F.embedding(ids, weight), plain[ids])
+    weight.data[3] = 7
+    assert (weight[3] == 7).all() and torch.equal(weight[4:], plain[4:])
+    weight.data.copy_(plain * 2)
+    assert torch.equal(weight, plain * 2)
+    x = torch.randn(3, 500, dtype=dtype, requires_grad=True)
+    linear(x, weight).float().sum().backward()
+    torch.testing.assert_close(x.grad, (2 * plain).sum(0).expand(3, 500), rtol=1e-2, atol=1e-1)
+
+
+def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
+    measured = []
+    monkeypatch.setattr(product, "_measured", lambda dtype: measured.append(dtype) or Kernels(True, False))
+    for _ in range(2):
+        product.fastest.cache_clear()
+        assert product.fastest(torch.float32) == product.fastest(torch.float32) == Kernels(True, False)
+    assert measured == [torch.float32]
+    for file in (tmp_path / "kernels").iterdir():
+        file.write_text("[]")
+    product.fastest.cache_clear()
+    assert product.fastest(torch.float32) == Kernels(True, False) and len(measured) == 2
+    monkeypatch.setenv("TPLAB_CACHE", "/dev/null/nowhere")
+    product.fastest.cache_clear()
+    assert product.fastest(torch.bfloat16) == Kernels(True, False)
+    product.fastest.cache_clear()
