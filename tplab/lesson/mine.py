@@ -207,3 +207,32 @@ def _same(a, b) -> bool:
     if isinstance(a, int | float | str | bytes | bool | range | set | frozenset | type(None)):
         return a == b
     return True  # an object of the check's own: it watches itself
+
+
+def agree(value: torch.Tensor, right: torch.Tensor, mistakes: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]],
+          otherwise: str, within: float = 1e-4) -> None:
+    """Raise `NotYet` unless ``value`` is ``right`` to within ``within`` of its largest number.
+
+    ``mistakes``: ``{sentence: what one would return who makes this mistake}``, or several such; the first sentence
+    whose numbers are the same is said, else ``otherwise``. A mistake that does not show here is passed over.
+    """
+    def same(other: torch.Tensor) -> bool:
+        return other.shape == value.shape and torch.allclose(
+            value.double(), other.double(), rtol=0, atol=within * max(1.0, right.double().abs().max().item()))
+
+    if not same(right):
+        given = {says: one if isinstance(one, tuple) else (one,) for says, one in mistakes.items()}
+        raise NotYet(next((says for says, some in given.items() if any(map(same, some))), otherwise))
+
+
+def not_only(check: Callable, shown_case, hidden_case, says: str) -> None:
+    """``check`` the hidden case; an answer that is wrong there and right in the case that was shown has written its
+    numbers down, and ``says`` so."""
+    try:
+        check(hidden_case)
+    except NotYet as wrong:
+        try:
+            check(shown_case)
+        except NotYet:
+            raise wrong from None
+        raise NotYet(f"{says}: {wrong}") from None

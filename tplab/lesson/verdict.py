@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import shown
@@ -24,6 +25,16 @@ class Setting:
     tensor_parallel_size: int = 2
     dtype: str = "float32"
     report: object = None  # the latest AlignReport, for the notebook's figures
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's checkpoint, opened."""
+        return self.model if isinstance(self.model, Checkpoint) else open_checkpoint(self.model)
+
+    def ids(self, at_least: int = 1) -> list[int]:
+        """The prompt's token ids, begun again until there are ``at_least`` so many."""
+        ids = self.prompt if not isinstance(self.prompt, str) else self.checkpoint.tokenizer()(self.prompt).input_ids
+        return (list(ids) * at_least)[:max(at_least, len(ids))]
 
     def align(self, *patches: Patch, decode: bool = False, prompts=None, **options):
         """The engine with the learner's function in it against Hugging Face.

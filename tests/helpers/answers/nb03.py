@@ -1,0 +1,182 @@
+"""Notebook 03: the two halves, the rotation, Hugging Face's function, positions."""
+
+from helpers.answers import Right, Wrong
+
+_ROPE = """
+def my_rope(x, positions, theta):
+    tokens, heads, head_dim = x.shape
+    half = head_dim // 2
+    {angles}
+    cos, sin = angles.cos(), angles.sin()
+    {turn}
+"""
+_ANGLES = "angles = positions[:, None, None].float() * theta ** (-torch.arange(half) / half)"
+_TURN = ("a, b = x[..., :half].float(), x[..., half:].float(); "
+         "return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)")
+
+
+def rope(angles=_ANGLES, turn=_TURN):
+    return _ROPE.format(angles=angles, turn=turn)
+
+
+def half(line):
+    return f"def my_rotate_half(x): {line}"
+
+
+def apply_rope(*lines):
+    return "def my_apply_rope(self, q, k, cos, sin):\n    " + "\n    ".join(lines)
+
+
+def positions(*lines):
+    return "def my_positions(starts, counts):\n    " + "\n    ".join(lines)
+
+
+_CALL = "q, k = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)"
+_BACK = "return q[0].transpose(0, 1), k[0].transpose(0, 1)"
+_EACH = "[torch.arange(start, start + count) for start, count in zip(starts, counts)]"
+
+ANSWERS = {
+    "my_rotate_half": [
+        Wrong(half("return x"), "where does (1, 0) go in a quarter turn?"),
+        Wrong(half("return torch.cat(x.chunk(2, -1)[::-1], -1)"), "no sign changes"),
+        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([b, -a], -1)"), "the other way round"),
+        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b, -a], -1)"), "of (a, b) only one may"),
+        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-a, b], -1)"), "but the halves stay where they are"),
+        Wrong(half("return torch.stack([-x[..., 1::2], x[..., 0::2]], -1).flatten(-2)"), "neighbours are taken for"),
+        Wrong(half("return x.flip(-1)"), "the order is reversed"),
+        Wrong(half("a, b = x.chunk(2, 0); return torch.cat([-b, a], 0)"), "another dimension than the last"),
+        Wrong(half("a, b = x[:, :x.shape[1] // 2], x[:, x.shape[1] // 2:]; return torch.cat([-b, a], 1)"),
+              "another dimension than the last"),
+        Wrong(half("a, b = x.chunk(2, -1); return -b, a"), "it returns a tuple of 2; a tensor [tokens, heads, head_dim]"),
+        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b, a])"), "it returns [8, 3, 3]"),
+        Wrong(half("return torch.cat([-x[..., 8:], x[..., :8]], -1)"), "Is a size written down?"),
+        Wrong(half("x[..., :3], x[..., 3:] = -x[..., 3:].clone(), x[..., :3].clone(); return x"),
+              "it changes its argument x"),
+        Wrong(half("a, b, c = x.shape; return torch.cat([-x[..., c // 2:], x[..., :c // 2]], -1)"),
+              "ValueError: too many values to unpack"),
+        Wrong(half("torch.cat([-x, x], -1)"), "nothing (is a return missing?)"),
+        Wrong(half("a, b = x.double().chunk(2, -1); return torch.cat([-b, a], -1)"), "torch.float32 must come back"),
+        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b, 2 * a], -1)"), "does not become (-b, a)"),
+        Wrong("my_rotate_half = 3", "it is 3 (int); define a function that takes (x)"),
+        Right(half("n = x.shape[-1] // 2; return torch.cat([-x[..., n:], x[..., :n]], dim=-1)")),
+        Right(half("s = torch.ones(x.shape[-1]); s[:len(s) // 2] = -1; return x.roll(len(s) // 2, -1) * s.to(x)")),
+    ],
+    "my_rope": [
+        Wrong("def my_rope(x, positions, theta): return x", "nothing is turned"),
+        Wrong(rope(_ANGLES.replace("positions", "torch.arange(tokens)")), "as if its row were its position"),
+        Wrong(rope(turn="a, b = x[..., 0::2], x[..., 1::2]; "
+                        "return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)"),
+              "numbers 0 and 1 are turned as a pair"),
+        Wrong(rope(turn="cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1); "
+                        "return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin"),
+              "repeat each angle twice in a row"),
+        Wrong(rope(turn=_TURN.replace("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin")),
+              "the other way round"),
+        Wrong(rope(turn=_TURN.replace("- b * sin", "+ b * sin")), "that is a mirror and no turn"),
+        Wrong(rope(turn="cos, sin = sin, cos; " + _TURN), "cos and sin have changed places"),
+        Wrong(rope(turn="return x * torch.cat([cos, cos], -1)"), "only multiplied with the cosine"),
+        Wrong(rope(turn="return torch.cat([-x[..., half:], x[..., :half]], -1) * torch.cat([sin, sin], -1)"),
+              "only the sine's part"),
+        Wrong(rope(_ANGLES + " * 2"), "it is turned twice"),
+        Wrong(rope(_ANGLES.replace("theta **", "10000.0 **")), "theta 500 was given; this is right for 10000"),
+        Wrong(rope(_ANGLES.replace("/ half", "/ head_dim")), "in steps of 1 / head_dim"),
+        Wrong(rope(_ANGLES.replace("(-torch", "(torch")), "the first pair must be the fastest"),
+        Wrong(rope("angles = positions[:, None, None].float() + torch.zeros(half)"), "the same angle"),
+        Wrong(rope(_ANGLES.replace("positions[", "(positions + 1)[")), "one position too far"),
+        Wrong(rope(_ANGLES.replace("positions[", "(positions - 1)[")), "one position too little"),
+        Wrong(rope(_ANGLES.replace("[:, None, None]", "[None, :heads, None]")), "each head has an angle of its own"),
+        Wrong(rope(_ANGLES.replace("[:, None, None]", "[:, None]")), "RuntimeError: The size of tensor a (3) must match"),
+        Wrong(rope(_ANGLES.replace("positions[:, None, None].float()", "positions[:1, None, None]")),
+              "the angle of the first"),
+        Wrong(rope(_ANGLES.replace(".float()", ".to(x.dtype)")), "position 4001 is turned by another angle"),
+        Wrong(rope(turn="a, b = x[..., :half], x[..., half:]; "
+                        "return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)"),
+              "it returns torch.float32; torch.bfloat16 must come back"),
+        Wrong(rope(_ANGLES.replace("torch.arange(half) / half", "torch.arange(8) / 8")), "RuntimeError"),
+        Wrong(rope(turn="return torch.cat([x[..., :half] * cos, x[..., half:] * sin], -1)"), "a turn keeps lengths"),
+        Wrong(rope(_ANGLES + " / 3"), "is turned by a wrong angle: pair 0 of 3 is to be turned by"),
+        Wrong(rope(turn=_TURN.replace("-1).to", "-1)[None].to")), "it returns [1, 5, 3, 6]"),
+        Wrong(rope(turn="pass"), "nothing (is a return missing?)"),
+        Wrong(rope(_ANGLES.replace("theta", "base")), "NameError: name 'base' is not defined"),
+        Right(rope("inv = 1.0 / theta ** (torch.arange(0, head_dim, 2) / head_dim)\n"
+                   "    angles = (positions[:, None] * inv)[:, None]")),
+        Right(rope("angles = positions[:, None, None].double() * theta ** (-torch.arange(half).double() / half)")),
+        Right(rope(turn="z = torch.complex(x[..., :half].float(), x[..., half:].float()) * torch.complex(cos, sin)\n"
+                        "    return torch.cat([z.real, z.imag], -1).to(x.dtype)")),
+    ],
+    "my_apply_rope": [
+        Wrong(apply_rope("return q, k"), "self.rotate was never called"),
+        Wrong(apply_rope("try: q, k = self.rotate((cos, sin), q, k)", "except Exception: pass", "return q, k"),
+              "missing 1 required positional argument: 'sin'\n         and nobody was told"),
+        Wrong(apply_rope("try:", f"    {_CALL}", "    q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)",
+                         "except Exception: pass", "return q, k"), "does not come out of yours: what catches it?"),
+        Wrong(apply_rope("q, k = self.rotate((cos, sin), q, k)", "return q, k"),
+              "TypeError: apply_rotary_pos_emb() missing 1 required"),
+        Wrong(apply_rope("q, k = self.rotate(q, k, cos, sin)", "return q, k"), "RuntimeError: The size of tensor a"),
+        Wrong(apply_rope("q, k = self.rotate(q[None], k[None], cos, sin)", "return q[0], k[0]"),
+              "RuntimeError: The size of tensor a"),
+        Wrong(apply_rope("if q.shape[0] != q.shape[1]:", f"    {_CALL}", f"    {_BACK}",
+                         "q, k = self.rotate(q[None], k[None], cos, sin)", "return q[0], k[0]"),
+              "nothing clashes, and each head is turned as if its number"),
+        Wrong(apply_rope(_CALL, "return q[0], k[0]"), "q comes back as [4, 5, 6]; [tokens, heads, head_dim] = [5, 4, 6]"),
+        Wrong(apply_rope(_CALL, "return q.transpose(1, 2), k.transpose(1, 2)"), "q comes back as [1, 5, 4, 6]"),
+        Wrong(apply_rope("t, h, d = q.shape", "q, k = self.rotate(q.view(1, h, t, d), k.view(1, -1, t, d), cos, sin)",
+                         "return q.view(t, h, d), k.view(t, -1, d)"), "numbers of other tokens"),
+        Wrong(apply_rope("t, h, d = q.shape", "a, b = self.rotate(q.view(1, h, t, d), k.view(1, -1, t, d), cos, sin)",
+                         "return a[0].transpose(0, 1), b[0].transpose(0, 1)"), "q is neither turned right"),
+        Wrong(apply_rope(_CALL, "return q.reshape(cos.shape[1], -1, q.shape[-1]), k[0].transpose(0, 1)"),
+              "right until the way back"),
+        Wrong(apply_rope(_CALL, _CALL.replace("q.transpose(0, 1)[None]", "q").replace("k.transpose(0, 1)[None]", "k"),
+                         _BACK), "it is turned twice"),
+        Wrong(apply_rope(_CALL.replace("cos, sin", "sin, cos"), _BACK), "cos and sin have changed places"),
+        Wrong(apply_rope(_CALL.replace("sin)", "-sin)"), _BACK), "the sign of sin is wrong"),
+        Wrong(apply_rope("old = k", _CALL, "return q[0].transpose(0, 1), old"), "it is not turned"),
+        Wrong(apply_rope(_CALL, "return k[0].transpose(0, 1), q[0].transpose(0, 1)"), "it returns k, q; q comes first"),
+        Wrong(apply_rope(_CALL, "return q[0].transpose(0, 1)"), "the pair q, k must come back"),
+        Wrong(apply_rope(_CALL), "nothing (is a return missing?)"),
+        Wrong(apply_rope(_CALL, "return q.squeeze().transpose(0, 1), k.squeeze().transpose(0, 1)"),
+              "a squeeze take more than the batch?"),
+        Wrong("def my_apply_rope(q, k, cos, sin): return q, k", "it must take (self, q, k, cos, sin)"),
+        Wrong(apply_rope("half = q.shape[-1] // 2", "c, s = cos[0, :, None], sin[0, :, None]",
+                         "r = lambda x: torch.cat([-x[..., half:], x[..., :half]], -1)",
+                         "return q * c + r(q) * s, k * c + r(k) * s"), "self.rotate was never called"),
+        Right(apply_rope("q, k = self.rotate(q[None], k[None], cos, sin, unsqueeze_dim=2)", "return q[0], k[0]")),
+        Right(apply_rope("q, k = (x.permute(1, 0, 2).unsqueeze(0) for x in (q, k))",
+                         "q, k = self.rotate(q, k, cos, sin)",
+                         "return tuple(x.squeeze(0).permute(1, 0, 2).contiguous() for x in (q, k))")),
+    ],
+    "my_positions": [
+        Wrong(positions("return torch.arange(sum(counts))"), "as if all were one sequence"),
+        Wrong(positions("return torch.cat([torch.arange(count) for count in counts])"), "every sequence begins at 0"),
+        Wrong(positions(f"return torch.cat({_EACH}) - 1"), "one too little everywhere"),
+        Wrong(positions(f"return torch.cat({_EACH}) + 1"), "one too far everywhere"),
+        Wrong(positions(f"return torch.cat({_EACH.replace('(start, start', '(start + (count == 1), (count == 1) + start')})"),
+              "the newest of n stands at n - 1"),
+        Wrong(positions("return torch.arange(starts[0], starts[0] + counts[0])"), "those of the first sequence"),
+        Wrong(positions(f"return torch.cat({_EACH.replace('start + count', 'start + count + 1')})"),
+              "does a range hold its end?"),
+        Wrong(positions("return torch.cat([torch.arange(s, max(s, c)) for s, c in zip(starts, counts)])"),
+              "not where they end"),
+        Wrong(positions("return [p for s, c in zip(starts, counts) for p in range(s, s + c)]"),
+              "it returns a list of 12; a tensor [tokens] = [12] must come back"),
+        Wrong(positions(f"return torch.cat({_EACH}).float()"), "positions are whole numbers"),
+        Wrong(positions(f"return torch.cat({_EACH})[None]"), "it returns [1, 12]; [tokens] = [12]"),
+        Wrong(positions("return torch.tensor(starts).repeat_interleave(torch.tensor(counts))"), "in the same place"),
+        Wrong(positions("starts.sort()", f"return torch.cat({_EACH})"), "it changes its argument starts"),
+        Wrong(positions(f"return torch.cat({_EACH.replace('zip(starts, counts)', 'sorted(zip(starts, counts))')})"),
+              "in another order"),
+        Wrong(positions(f"return torch.stack({_EACH})"), "RuntimeError: stack expects each tensor to be equal size"),
+        Wrong(positions("return torch.cat([torch.arange(starts[0], starts[0] + count) for count in counts])"),
+              "where the first one does"),
+        Wrong(positions("rows = torch.arange(sum(counts))", "at = torch.tensor(starts).repeat_interleave(",
+                        "    torch.tensor(counts))", "return rows + at"), "counted on from row to row"),
+        Wrong(positions("return torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 20])"),
+              "right for the batch that was shown, and not for another"),
+        Wrong(positions("return torch.cat([torch.arange(s, s + c) for s in starts for c in counts])"),
+              "48 positions for 12 tokens"),
+        Right(positions("return torch.tensor([p for s, c in zip(starts, counts) for p in range(s, s + c)])")),
+        Right(positions("counts = torch.tensor(counts)", "before = counts.cumsum(0) - counts",
+                        "shift = (torch.tensor(starts) - before).repeat_interleave(counts)",
+                        "return torch.arange(len(shift)) + shift")),
+    ],
+}

@@ -1,0 +1,104 @@
+"""Notebook 03: Hugging Face's rotation, called with its shapes."""
+
+from types import SimpleNamespace
+
+import torch
+
+from tplab.lesson.exercises.rotation import APPLY, angles, halves, numbers, turned
+from tplab.lesson.mine import Mine, NotYet, agree, kind, tensor
+from tplab.lesson.verdict import Setting, exercise
+from tplab.model.rope import rotate
+from tplab.patch import Patch
+
+
+class _Failing(Exception):
+    """What a rotation raises to see whether it comes out."""
+
+
+@exercise("my_apply_rope", "03", takes="self, q, k, cos, sin",
+          agreed="on {ranks}, every trace point agrees with Hugging Face")
+def my_apply_rope(mine: Mine, setting: Setting):
+    """On as many heads as tokens, more and fewer, one KV head, one token; with a rotation that fails; in the engine."""
+    function = rotate(setting.checkpoint.config.model_type)
+    for tokens, heads, kv_heads in ((5, 4, 2), (4, 4, 4), (3, 6, 1), (1, 2, 1)):
+        _in_shape(mine, function, tokens, heads, kv_heads)
+    setting.align(Patch(APPLY, mine.function))
+
+
+def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> None:
+    calls, errors = [], []
+
+    def watched(*args, **kwargs):
+        calls.append(len(args) + len(kwargs))
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    def failing(*args, **kwargs):
+        raise _Failing("the rotation failed on purpose")
+
+    q, k = numbers(tokens, heads, 6, seed=1), numbers(tokens, kv_heads, 6, seed=2)
+    angle = angles(torch.arange(3, 3 + tokens), 500.0, 6)[:, 0]
+    cos, sin = (torch.cat([table, table], -1)[None] for table in (angle.cos(), angle.sin()))
+    found = mine(SimpleNamespace(rotate=watched), q, k, cos, sin)
+    if errors:
+        raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}\n"
+                     "and nobody was told: what catches it?")
+    if not calls:
+        raise NotYet("self.rotate was never called: the rotation of the checkpoint's own architecture is to turn q "
+                     "and k" + (", which come back as they went in" if _is(found, (q, k)) else ""))
+    try:
+        mine(SimpleNamespace(rotate=failing), q, k, cos, sin)
+        raise NotYet("an error that self.rotate raises does not come out of yours: what catches it?")
+    except NotYet as error:
+        if not isinstance(error.__cause__, _Failing):
+            raise
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise NotYet(f"it returns {kind(found)}; the pair q, k must come back")
+    if heads != kv_heads and [list(one.shape) for one in found if isinstance(one, torch.Tensor)] == [
+            list(k.shape), list(q.shape)]:
+        raise NotYet("it returns k, q; q comes first")
+    for name, one, x in (("q", found[0], q), ("k", found[1], k)):
+        try:
+            one = tensor(one, "tokens, heads, head_dim", x.shape, x.dtype)
+        except NotYet as wrong:
+            says = str(wrong).replace("it returns", f"{name} comes back as", 1)
+            raise NotYet(says + (": does a squeeze take more than the batch?" if 1 in x.shape else "")) from None
+        agree(one, turned(x, angle[:, None]), _confused(x, angle, {"q": k, "k": q}[name]),
+              f"{name} is neither turned right nor in one of the usual wrong ways; [tokens, heads, head_dim] = "
+              f"{list(x.shape)}, the same angle for all heads of a token")
+
+
+def _is(found, given) -> bool:
+    return isinstance(found, tuple | list) and len(found) == len(given) and all(
+        isinstance(one, torch.Tensor) and one.shape == x.shape and one.equal(x) for one, x in zip(found, given))
+
+
+def _confused(x: torch.Tensor, angle: torch.Tensor, other: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What comes out if the shapes or the tables are mixed up, ``angle [tokens, half]``."""
+    tokens, heads, dim = x.shape
+    right = angle[:, None]
+    cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
+    viewed = turned(x.reshape(heads, tokens, dim).transpose(0, 1), right).transpose(0, 1).reshape(x.shape)
+    back = turned(x, right).transpose(0, 1).reshape(x.shape)
+    known = {
+        "it is not turned: it comes back as it went in": x,
+        "right until the way back: view or reshape does not undo a transpose": back,
+        "it is turned twice": turned(x, 2 * right),
+        "cos and sin have changed places": x * sin + halves(x) * cos,
+        "it is turned the other way round: the sign of sin is wrong": turned(x, -right),
+        "it is multiplied with the cosine only": x * cos,
+    }
+    if tokens != heads:
+        known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
+                  "what exchanges two dimensions?": viewed}
+    else:
+        known |= {f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number "
+                  "were its token's: which order of dimensions does self.rotate expect?":
+                  turned(x, angle[:heads][None]),
+                  "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
+    if other.shape == x.shape:
+        known |= {"q and k have changed places": turned(other, right)}
+    return {f"[tokens, heads] = {[tokens, heads]}: {says}": value for says, value in known.items()}

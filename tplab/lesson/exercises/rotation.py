@@ -1,0 +1,163 @@
+"""Notebook 03: the two halves of a head, and the whole rotation."""
+
+import torch
+
+from tplab.lesson.mine import Mine, agree, not_only
+from tplab.lesson.verdict import Setting, exercise
+from tplab.patch import Patch
+
+APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
+TABLES = "tplab.model.rope.Rotary.__call__"
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers, the same ones every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The right ones, and what one gets who makes a mistake.
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([-x[..., 1::2], x[..., 0::2]], -1).flatten(-2)
+
+
+def angles(positions: torch.Tensor, theta: float, head_dim: int) -> torch.Tensor:
+    """``[tokens, 1, head_dim / 2]``: what each pair of numbers is turned by."""
+    return positions[:, None, None].float() * theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+
+
+def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """``x [tokens, heads, head_dim]`` with pair i of the two halves turned by ``angle[..., i]``."""
+    cos, sin = (torch.cat([table, table], -1) for table in (angle.cos(), angle.sin()))
+    return x * cos + halves(x) * sin
+
+
+@exercise("my_rotate_half", "03", takes="x",
+          agreed="on {ranks}, q and k turned with yours are Hugging Face's in every layer")
+def my_rotate_half(mine: Mine, setting: Setting):
+    """Heads of 6 and of 10 numbers, then the model's own; then in the engine's rotation."""
+    def check(shape):
+        x = numbers(*shape)
+        dims = ("tokens, heads, head_dim", "batch, heads, tokens, head_dim")[len(shape) == 4]
+        half, swapped = shape[-1] // 2, x.roll(shape[-1] // 2, -1)
+        a, b = x.chunk(2, -1)
+        agree(mine.tensor(x, dims=dims, shape=shape, dtype=x.dtype), halves(x), {
+            "x comes back as it went in: where does (1, 0) go in a quarter turn?": x,
+            "the halves change places and no sign changes: a quarter turn takes (1, 0) to (0, 1); and (0, 1)?": swapped,
+            "a quarter turn the other way round: (1, 0) must go to (0, 1), yours takes it to (0, -1)":
+                torch.cat([b, -a], -1),
+            "both halves have changed their sign: of (a, b) only one may": -swapped,
+            "a sign changes, but the halves stay where they are": (torch.cat([-a, b], -1), torch.cat([a, -b], -1)),
+            f"neighbours are taken for pairs, numbers 0 and 1; here number 0 belongs to number {half}": neighbours(x),
+            "the order is reversed; the numbers of a half keep theirs":
+                (x.flip(-1), torch.cat([-b.flip(-1), a.flip(-1)], -1)),
+            "another dimension than the last is cut in two: which one holds the numbers of one head?":
+                (_along(x, 0), _along(x, 1)),
+        }, f"in a head of {shape[-1]} numbers, (a, b) does not become (-b, a), where a is the first half")
+
+    size = setting.checkpoint.config.head_dim
+    for hidden in ((4, 3, 6), (2, 2, 4, 10)):
+        not_only(check, (4, 3, size), hidden, f"right for heads of {size} numbers, wrong for {hidden[-1]} in "
+                 f"{list(hidden)}. Is a size written down?")
+
+    function = mine.function
+
+    def apply_rope(self, q, k, cos, sin):
+        cos, sin = cos[0, :, None], sin[0, :, None]
+        return q * cos + function(q) * sin, k * cos + function(k) * sin
+    setting.align(Patch(APPLY, apply_rope))
+
+
+def _along(x: torch.Tensor, dim: int) -> torch.Tensor:
+    half = x.shape[dim] // 2
+    return torch.cat([-x.narrow(dim, half, x.shape[dim] - half), x.narrow(dim, 0, half)], dim)
+
+
+@exercise("my_rope", "03", takes="x, positions, theta",
+          agreed="on {ranks}, an engine without a table of its own turns as Hugging Face does")
+def my_rope(mine: Mine, setting: Setting):
+    """As many tokens as heads and not, positions in any order, another theta, bfloat16; then instead of the tables."""
+    def check(case):
+        (tokens, heads, dim), positions, theta = case
+        x, positions = numbers(tokens, heads, dim), torch.tensor(positions)
+        half, right = dim // 2, angles(positions, theta, dim)
+        cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
+        paired = (table.repeat_interleave(2, -1) for table in (right.cos(), right.sin()))
+        by_pair, by_pair_sin = paired
+        step = torch.arange(half)
+        known = {
+            "nothing is turned: x comes back as it went in": x,
+            "every token is turned as if its row were its position; positions says where it stands":
+                turned(x, angles(torch.arange(tokens), theta, dim)),
+            f"numbers 0 and 1 are turned as a pair; here number 0 belongs to number {half}":
+                x * by_pair + neighbours(x) * by_pair_sin,
+            "the tables repeat each angle twice in a row, the halves do not: which angle does number 1 have?":
+                x * by_pair + halves(x) * by_pair_sin,
+            "neighbours are exchanged, but the tables are made for halves": x * cos + neighbours(x) * sin,
+            "it is turned the other way round: look at the sign of the sine, or of one half": turned(x, -right),
+            "cos and sin have changed places: at position 0, where nothing turns, what are they?":
+                x * sin + halves(x) * cos,
+            "x is only multiplied with the cosine: where is the half that the sine brings in?": x * cos,
+            "only the sine's part is there: at position 0, what is left of x?": halves(x) * sin,
+            "it is turned twice": turned(x, 2 * right),
+            "the other half comes in without its sign: that is a mirror and no turn": x * cos + x.roll(half, -1) * sin,
+            f"theta {theta:g} was given; this is right for 10000": turned(x, angles(positions, 10000.0, dim)),
+            "the exponents rise in steps of 1 / head_dim, so theta is reached half as fast: how many pairs are there?":
+                turned(x, positions[:, None, None] * theta ** -(step / dim)),
+            "the exponents have the wrong sign: the first pair must be the fastest":
+                turned(x, positions[:, None, None] * theta ** (2 * step / dim)),
+            "all pairs are turned by the same angle: what makes the later ones slower?":
+                turned(x, (positions[:, None, None] * torch.ones(half))),
+            "every token is turned one position too far": turned(x, angles(positions + 1, theta, dim)),
+            "every token is turned one position too little": turned(x, angles(positions - 1, theta, dim)),
+            "all tokens are turned by the angle of the first": turned(x, angles(positions[:1], theta, dim)),
+        }
+        if tokens >= heads:
+            known |= {"each head has an angle of its own, whatever its token: along which dimension of x do the "
+                      "angles run?": turned(x, angles(positions[:heads], theta, dim).transpose(0, 1))}
+        found = mine.tensor(x, positions, theta, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
+        agree(found, turned(x, right), known, _off(found, x, positions, right), within=2e-3)
+
+    for case in (((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0)):
+        size = setting.checkpoint.config.head_dim
+        not_only(check, ((6, 4, size), list(range(6)), 10000.0), case, "right for tokens 0 to 5 and theta 10000, and "
+                 "not otherwise")
+    _in_bfloat16(mine)
+    rope = setting.checkpoint.config.hf.rope_parameters
+    if rope["rope_type"] != "default":
+        return f"in the small examples only, since {setting.checkpoint.name} scales its angles ({rope['rope_type']})"
+    function, theta = mine.function, rope["rope_theta"]
+
+    def call(self, x, positions, lengths):
+        return positions, positions  # in the place of the tables: what yours needs
+
+    def apply_rope(self, q, k, cos, sin):
+        return function(q, cos, theta), function(k, cos, theta)
+    setting.align(Patch(TABLES, call), Patch(APPLY, apply_rope),
+                  dtype="float32" if setting.dtype == "float64" else setting.dtype)
+
+
+def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: torch.Tensor) -> str:
+    gap = (found - turned(x, right)).abs()
+    token = int(gap.flatten(1).amax(1).argmax())
+    longer = (found[token].norm() / x[token].norm()).item()
+    if not abs(longer - 1) < 1e-3:
+        return (f"the token at position {positions[token]} is {longer:.3g} times as long as before: a turn keeps "
+                "lengths")
+    pair = int(gap.amax((0, 1)).argmax()) % right.shape[-1]
+    return (f"the token at position {positions[token]} keeps its length and is turned by a wrong angle: pair {pair} "
+            f"of {right.shape[-1]} is to be turned by {float(right[token, 0, pair]):.3g}")
+
+
+def _in_bfloat16(mine: Mine) -> None:
+    """Positions that bfloat16 cannot hold: 4001 lies between 4000 and 4016."""
+    x, positions = numbers(2, 3, 6).bfloat16(), torch.tensor([4001, 4003])
+    found = mine.tensor(x, positions, 500.0, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
+    right = turned(x.float(), angles(positions, 500.0, 6))
+    agree(found, right, {}, "for x in bfloat16, position 4001 is turned by another angle than for float32: in which "
+          "dtype are position and angle? bfloat16 has no number between 4000 and 4016", within=2e-2)
