@@ -133,3 +133,10 @@ def test_a_file_that_went_away_is_named(folder):
     os.unlink(folder / ckpt.tensors[UP].file)
     with ckpt.reader() as r, pytest.raises(CheckpointError, match=ckpt.tensors[UP].file):
         r[UP][:1]
+
+
+def test_a_folder_that_went_away_is_named_before_anything_is_compared(folder):
+    ckpt = open_checkpoint(folder)
+    os.unlink(folder / ckpt.tensors[UP].file)
+    with pytest.raises(CheckpointError, match="it was there when the checkpoint was opened"):
+        ckpt.check_unchanged()

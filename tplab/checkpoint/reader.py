@@ -21,7 +21,12 @@ def file_stat(path: Path) -> Stat:
 
 def check_unchanged(folder: Path, file: str, stat: Stat) -> None:
     """Raise ``CheckpointError`` unless ``file`` is the one that had this :func:`file_stat`."""
-    if file_stat(folder / file) != stat:
+    try:
+        same = file_stat(folder / file) == stat
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {file}: {words_of(error)}; it was there when the checkpoint was opened"
+                              ) from error
+    if not same:
         raise CheckpointError(f"{folder}: {file} has changed since the checkpoint was opened; open it again")
 
 

@@ -8,6 +8,6 @@ _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict"
           "trace_nan": ".nan_trace", "available_cores": ".exercise",
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "check_rope": ".patient",
           "check_generate": ".patient", "check_kv_share": ".patient", "all_exercises": ".verdict",
-          "progress": ".progress_file", "clear_progress": ".progress_file"}
+          "changed_config": ".changed_config", "progress": ".progress_file", "clear_progress": ".progress_file"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

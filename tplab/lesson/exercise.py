@@ -43,8 +43,10 @@ def check(name: str, condition, hint: str | Callable[[], str] = "") -> None:
 
 
 @contextmanager
-def shown_error() -> Iterator[None]:
+def shown_error(brief: bool = False) -> Iterator[None]:
     """Run a block that is expected to fail and print its error, so that *Run All* and papermill go on.
+
+    ``brief``: at most three lines, with the line of the cell, as a verdict has them.
 
         >>> with lesson.shown_error():
         ...     pool.run(broken)
@@ -52,7 +54,9 @@ def shown_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        print(f"{type(error).__name__}: {error}")
+        from tplab.lesson.mine import in_words
+
+        print(in_words(error) if brief else f"{type(error).__name__}: {error}")
     else:
         print("No error was raised.")
 

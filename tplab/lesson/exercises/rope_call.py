@@ -93,7 +93,7 @@ def _confused(x: torch.Tensor, angle: torch.Tensor, other: torch.Tensor) -> dict
     }
     if tokens != heads:
         known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
-                  "what exchanges two dimensions?": viewed}
+                  "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1))}
     else:
         known |= {f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number "
                   "were its token's: which order of dimensions does self.rotate expect?":

@@ -61,9 +61,8 @@ def my_rotate_half(mine: Mine, setting: Setting):
         }, f"in a head of {shape[-1]} numbers, (a, b) does not become (-b, a), where a is the first half")
 
     size = setting.checkpoint.config.head_dim
-    for hidden in ((4, 3, 6), (2, 2, 4, 10)):
-        not_only(check, (4, 3, size), hidden, f"right for heads of {size} numbers, wrong for {hidden[-1]} in "
-                 f"{list(hidden)}. Is a size written down?")
+    not_only(check, (4, 3, size), (4, 3, 6), f"right for heads of {size} numbers, wrong for 6. Is a size written down?")
+    check((2, 2, 4, 10))
 
     function = mine.function
 
