@@ -325,7 +325,8 @@ def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
 
 NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
 DEFAULTS = {
-    "plan m": {"model": "m", "tp": 2}, "faults": {"names": []}, "fetch m": {"model": "m"},
+    "plan m": {"model": "m", "tp": 2}, "fetch m": {"model": "m"},
+    "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "save": None, **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,
                               "seed": None, **NUMBERS},

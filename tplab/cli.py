@@ -12,6 +12,7 @@ import textwrap
 
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
+from tplab.lab import museum
 
 MODEL = "fable, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -89,9 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
                      help="what tensors are whose names say nothing, such as blocks.*.mix.out=layers.*.o_proj")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
 
-    museum = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
+    listed = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
                      model=False, tp=False)
-    museum.add_argument("names", nargs="*", metavar="NAME", help="faults to show with broken and right code")
+    museum.add_options(listed)
 
     fetching = command("fetch", fetch, "Get a real model once, into the user's cache.", model=False, tp=False)
     fetching.add_argument("model", metavar="MODEL", help="smollm2")
@@ -180,19 +181,7 @@ def check(chosen) -> int:
 
 
 def faults(chosen) -> int:
-    from tplab.faults import MUSEUM, fault
-
-    if not chosen.names:
-        for notebook in dict.fromkeys(one.notebook for one in MUSEUM.values()):
-            print(notebook)
-            print("\n".join(f"  {one.name:30}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
-        return 0
-    for one in [fault(name) for name in chosen.names]:
-        parts = [str(one), textwrap.fill(one.symptom, 90), f"first point: {one.first_point}; notebook: {one.notebook}",
-                 "broken:\n" + textwrap.indent(one.broken, "    "), "right:\n" + textwrap.indent(one.right, "    "),
-                 *(f"seen in the wild: {text}\n  {link}" for text, link in one.sightings)]
-        print("\n\n".join(parts) + "\n")
-    return 0
+    return museum.main(chosen)
 
 
 def fetch(chosen) -> int:

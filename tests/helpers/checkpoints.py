@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
 from tplab.checkpoint.headers import INDEX, SINGLE
-from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
+from tplab.checkpoint.random_weights import random_tensors
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
             "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32, "factor": 4.0}
@@ -131,25 +131,6 @@ def make_checkpoint(
     hf.save_pretrained(folder)
     save_tensors(folder, {name: tensor.to(dtype) for name, tensor in tensors.items()}, shards)
     return folder
-
-
-def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Random float32 weights for ``config``, by Hugging Face's names."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in expected_shapes(config, ()).items():
-        noise = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
-            tensors[name] = 1 + 0.3 * noise
-        elif name.endswith(".bias"):
-            tensors[name] = 0.5 * noise
-        elif name == HEAD or (name == EMBEDDING and config.tie_word_embeddings):
-            tensors[name] = noise * 3 / math.sqrt(config.hidden_size)
-        elif name == EMBEDDING:
-            tensors[name] = noise
-        else:
-            tensors[name] = noise * 1.5 / math.sqrt(shape[1])
-    return tensors
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""``python -m tplab.lab.store notebooks/01_mask_nan.ipynb …``: run notebooks and keep them as the repository holds them.
+"""``python -m tplab.lab.store notebooks/NN_NAME.ipynb …``: run notebooks store them as the repository does.
 
 Executed once from the top with the parameters that stand in them; no live view of a widget (a reader without a kernel
 would see "model not found" in the place of its picture), no widget state, no timings.
@@ -15,11 +15,11 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def stored(notebook, folder: Path):
-    """The nbformat node executed in ``folder``, cleaned. Raises nbclient's CellExecutionError if a cell fails."""
-    from nbclient import NotebookClient
+    """The nbformat node executed in ``folder``, cleaned. Raises nbconvert's CellExecutionError if a cell fails."""
+    from nbconvert.preprocessors import ExecutePreprocessor
 
-    NotebookClient(notebook, timeout=1200, kernel_name="python3", record_timing=False, store_widget_state=False,
-                   resources={"metadata": {"path": str(folder)}}).execute()
+    run = ExecutePreprocessor(timeout=1200, kernel_name="python3", record_timing=False, store_widget_state=False)
+    notebook, _ = run.preprocess(notebook, {"metadata": {"path": str(folder)}})
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

@@ -9,7 +9,7 @@ from tplab import lazy
 _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure": ".figures.diffs",
           "staircase": ".figures.diffs", "points_figure": ".figures.points", "position_figure": ".figures.positions",
           "tokens_per_step_figure": ".figures.tokens_per_step", "bars_figure": ".figures.bars",
-          "mask_figure": ".figures.masks", "heads_figure": ".figures.heads",
+          "mask_figure": ".figures.masks", "heads_figure": ".figures.heads", "confusion_figure": ".figures.confusion",
           "op_logs": ".figures.oplogs",
           "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
           "format_bytes": ".figures.collective_cost", "plan_figure": ".drawings.shards",

@@ -1,0 +1,86 @@
+"""The score: what counts as named, and what does not."""
+
+import pytest
+
+from tplab import faults, show
+from tplab.align import Diagnosis
+from tplab.faults import MUSEUM, fault
+from tplab.faults.score import (
+    EXACT,
+    FALSE_ALARM,
+    HEALTHY,
+    LOOKALIKE,
+    UNNAMED,
+    UNSEEN,
+    WRONG,
+    Run,
+    Score,
+    _outcome,
+    score,
+)
+
+
+def said(name, *lookalikes):
+    return Diagnosis(name, "…", "layers.0.q", lookalikes=lookalikes)
+
+
+@pytest.mark.parametrize("found, outcome", [
+    ([said("rope_missing")], EXACT),
+    ([said("rope_swallowed", "rope_missing")], LOOKALIKE),
+    ([said("rope_missing"), said(None)], EXACT),
+    ([said("rope_missing"), said("nan_mask")], WRONG),
+    ([said("nan_mask")], WRONG),
+    ([said(None)], UNNAMED),
+    ([], UNSEEN),
+])
+def test_what_was_said_of_a_broken_engine_has_its_outcome(found, outcome):
+    assert _outcome(fault("rope_missing"), found) == outcome
+
+
+def test_a_healthy_engine_is_healthy_or_blamed():
+    assert _outcome(None, []) == HEALTHY and _outcome(None, [said(None)]) == FALSE_ALARM
+
+
+def run(name, outcome, *said, dtype="float32"):
+    return Run("fable", 2, dtype, name, said, outcome)
+
+
+def test_a_score_is_good_only_if_nothing_was_missed_or_blamed():
+    good = [run(None, HEALTHY), run("nan_mask", EXACT, "nan_mask"), run("rope_missing", LOOKALIKE, "rope_swallowed")]
+    assert Score(tuple(good)).ok
+    for bad in (run(None, FALSE_ALARM, "?"), run("no_mask", UNSEEN), run("no_mask", UNNAMED, "?"),
+                run("no_mask", WRONG, "nan_mask")):
+        found = Score((*good, bad))
+        assert not found.ok and f"  {bad.outcome}: {bad.fault or 'healthy'} on fable, tp 2, float32" in str(found)
+    assert str(Score(tuple(good))) == ("float32: 2 broken engines: 1 named exactly, 1 among lookalikes, 0 wrongly, 0 "
+                                       "without a name, 0 unseen; 1 healthy ones: 0 false alarms")
+
+
+def test_the_picture_says_what_was_taken_for_what():
+    found = Score((run(None, HEALTHY), run("nan_mask", EXACT, "nan_mask"), run("no_mask", WRONG, "nan_mask"),
+                   run("no_mask", UNNAMED, "?")))
+    figure = show.confusion_figure(found)
+    assert "no_mask as nan_mask 1 times; no_mask as (no name) 1 times" in figure.alt_text
+    assert "Off the diagonal: nothing" in show.confusion_figure(Score(found.runs[:2])).alt_text
+
+
+def test_every_fault_is_put_into_a_model_on_which_it_can_show(monkeypatch):
+    """The five models on 2 and 3 ranks show every fault of the museum: none is left out of the score."""
+    broken = []
+    monkeypatch.setattr("tplab.faults.score._run", lambda name, ckpt, size, dtype, one: broken.append(one) or run(
+        one and one.name, EXACT, dtype=dtype))
+    lines = []
+    found = score(dtypes=["bfloat16"], told=lines.append)
+    assert {one.name for one in broken if one} == set(MUSEUM) and broken.count(None) == len(lines) == 10
+    assert found.counts("bfloat16")[EXACT] == len(broken)
+
+
+@pytest.mark.parametrize("name", ["nan_mask", "slot_off_by_one", "full_length_after_prefix_hit",
+                                  "full_copy_on_every_rank", None])
+def test_a_run_of_each_kind(name):
+    """A forward pass, a decode path, one that ends in an error, one that only costs; and a healthy one."""
+    from tplab.checkpoint import open_checkpoint
+    from tplab.faults.score import _run
+
+    found = _run("fable", open_checkpoint("fable"), 2, "float32", name and faults.fault(name))
+    assert found.outcome == (EXACT if name else HEALTHY), found

@@ -1,0 +1,48 @@
+"""Small checkpoints with random weights, for questions that one real model cannot answer alone.
+
+Biases are not zero, norms are not one, no two tensors are alike and the logits are of order 1 to 10, so that a bug in
+any of them shows.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+
+from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
+from tplab.checkpoint.headers import SINGLE
+from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
+
+
+def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Random float32 weights for ``config``, by Hugging Face's names."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config, ()).items():
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            tensors[name] = 1 + 0.3 * noise
+        elif name.endswith(".bias"):
+            tensors[name] = 0.5 * noise
+        elif name == HEAD or (name == EMBEDDING and config.tie_word_embeddings):
+            tensors[name] = noise * 3 / math.sqrt(config.hidden_size)
+        elif name == EMBEDDING:
+            tensors[name] = noise
+        else:
+            tensors[name] = noise * 1.5 / math.sqrt(shape[1])
+    return tensors
+
+
+def write_random(folder: Path, seed: int = 0, **config) -> Path:
+    """Write a checkpoint with random float32 weights into ``folder`` (made if missing) and return it.
+
+    ``config``: Hugging Face's fields, ``model_type`` among them.
+    """
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    hf = AutoConfig.for_model(**config, architectures=[ARCHITECTURES[config["model_type"]]], dtype="float32")
+    folder.mkdir(parents=True, exist_ok=True)
+    hf.save_pretrained(folder)
+    save_file(random_tensors(ModelConfig.from_hf(hf), seed), folder / SINGLE, metadata={"format": "pt"})
+    return folder

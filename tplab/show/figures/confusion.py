@@ -1,0 +1,51 @@
+"""Which fault was taken for which: the diagnosis's score as a matrix."""
+
+import numpy as np
+
+from tplab.show.figures.style import BLUE, FAINT, RED, Picture, entitle, picture
+
+HEALTHY, NAMELESS = "(healthy)", "(no name)"
+
+
+def confusion_figure(score) -> Picture:
+    """Rows: what was wrong with the engine; columns: what the diagnosis said; how often, on the diagonal in blue.
+
+    ``score``: what :func:`tplab.faults.score.score` returned. What is off the diagonal is red where it was a mistake,
+    and grey where the numbers could not tell the two apart.
+
+        >>> show.confusion_figure(score(["fable"]))
+    """
+    from tplab.faults.score import LOOKALIKE
+
+    counts, alike = {}, set()
+    for run in score.runs:
+        for said in run.said or ("",):
+            pair = run.fault or HEALTHY, {"": HEALTHY, "?": NAMELESS}.get(said, said)
+            counts[pair] = counts.get(pair, 0) + 1
+            if run.outcome == LOOKALIKE:
+                alike.add(pair)
+    rows = list(dict.fromkeys(row for row, _ in counts))
+    columns = rows + [column for column in dict.fromkeys(column for _, column in counts) if column not in rows]
+    figure, axes = picture(2.6 + 0.26 * len(columns), 2.6 + 0.22 * len(rows))
+    for (row, column), count in counts.items():
+        right = row == column
+        colour = BLUE if right else FAINT if (row, column) in alike else RED
+        at = columns.index(column), rows.index(row)
+        axes.add_patch(_square(*at, colour))
+        axes.text(*at, str(count), color="white", fontsize=7, ha="center", va="center")
+    axes.set_xticks(np.arange(len(columns)), columns, rotation=90, fontsize=8)
+    axes.set_yticks(np.arange(len(rows)), rows, fontsize=8)
+    axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(len(rows) - 0.4, -0.6), xlabel="what the diagnosis said",
+             ylabel="what was wrong")
+    axes.tick_params(length=0)
+    entitle(figure, "Nothing is taken for anything else" if score.ok else "Red: taken for something else")
+    off = "; ".join(f"{row} as {column} {count} times" for (row, column), count in counts.items() if row != column)
+    figure.alt_text = (f"Figure: {len(rows)} kinds of engines and what the diagnosis said of each. Off the diagonal: "
+                       f"{off or 'nothing'}.")
+    return figure
+
+
+def _square(x: float, y: float, colour: str):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, color=colour)
