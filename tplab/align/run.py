@@ -104,28 +104,30 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
     """Gather every rank's shards and compare them with the checkpoint, bit for bit.
 
     Returns:
-        ``{tensor name: what is wrong}``, empty when the shards *are* the checkpoint: rows that no rank holds, rows on
-        which ranks disagree, rows that differ from the file. Read in float32, which holds every float32, bfloat16
-        and float16 checkpoint exactly.
+        ``{tensor name: what is wrong}``, empty when the shards *are* the checkpoint: every rank whose rows differ from
+        the file, and rows that no rank holds. Read in float32, which holds every float32, bfloat16 and float16
+        checkpoint exactly.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     with applied(*as_patches(patches)):
         ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, pool=pool, logical=logical)
     by_name: dict[str, list] = {}
-    for pieces in ranks:
+    for rank, pieces in enumerate(ranks):
         for piece in pieces:
-            by_name.setdefault(piece.name, []).append(piece)
+            by_name.setdefault(piece.name, []).append((rank, piece))
     parts, wrong = tensor_parts(ckpt.config, ckpt.tensors), {}
     with ckpt.reader() as reader:
         for name, part in parts.items():
-            pieces, true = by_name[name], read_part(part, reader).float()
-            covered = torch.zeros(true.shape[pieces[0].dim], dtype=torch.bool)
-            for piece in pieces:
+            pieces, true, said = by_name[name], read_part(part, reader).float(), []
+            covered = torch.zeros(true.shape[pieces[0][1].dim], dtype=torch.bool)
+            for rank, piece in pieces:
                 covered[piece.rows.start:piece.rows.stop] = True
                 if not torch.equal(true.narrow(piece.dim, piece.rows.start, len(piece.rows)), piece.tensor.float()):
                     what = "rows" if piece.dim == 0 else "columns"
-                    wrong[name] = f"{what} {piece.rows.start}–{piece.rows.stop - 1} differ"
+                    said.append(f"{what} {piece.rows.start}–{piece.rows.stop - 1} on rank {rank} differ")
             if not covered.all():
-                wrong[name] = f"{int((~covered).sum())} of {len(covered)} rows are on no rank"
+                said.append(f"{int((~covered).sum())} of {len(covered)} rows are on no rank")
+            if said:
+                wrong[name] = "; ".join(said)
     return wrong

@@ -1,4 +1,4 @@
-"""Notebook 01: the mask."""
+"""Notebook 01: the mask, its spellings, an assert."""
 
 from helpers.answers import Right, Wrong
 
@@ -42,6 +42,109 @@ ANSWERS = {
         Right("""
               def mask_scores(scores, mask):
                   return scores + torch.zeros_like(scores).masked_fill(mask, float('-inf'))
+              """),
+    ],
+    "my_additive_mask": [
+        Wrong("def my_additive_mask(tokens): return torch.triu(torch.ones(tokens, tokens), 1) * float('-inf')",
+              "60% of the mask is NaN, where 0 was meant: something multiplies 0 by -inf"),
+        Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens) * float('-inf')",
+              "no NaN in mask or scores, and after softmax 100 % of the weights are"),
+        Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)",
+              "Added to scores, True is 1 and False 0"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).tril(-1)",
+              "keys of the future still get some weight: which entries are above the diagonal?"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).tril()",
+              "row 4 hides every key: softmax makes it NaN. Which of the two triangles is the future?"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).triu(0)",
+              "row 0 hides every key: softmax makes it NaN. May a token look at itself?"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).triu(2)",
+              "4 of 10 keys of the future"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), -5.0).triu(1)", "negative enough?"),
+        Wrong("def my_additive_mask(tokens): return torch.full((5, 5), float('-inf')).triu(1)",
+              "it returns [5, 5]; [queries, keys] = [8, 8] must come back"),
+        Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens).tril() + torch.full((tokens, tokens), "
+              "float('-inf')).triu(1)", "what is added there must be 0"),
+        Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens, dtype=torch.long).triu(1)",
+              "torch.int64, which has no -inf"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf'))[None].triu(1)",
+              "it returns [1, 5, 5]"),
+        Wrong("""
+              def my_additive_mask(tokens):
+                  mask = torch.zeros(tokens)
+                  mask[torch.ones(tokens, tokens).triu(1)] = float('-inf')
+                  return mask
+              """, "at your line 3: mask[torch.ones"),
+        Wrong("""
+              def my_additive_mask(tokens):
+                  return torch.full((tokens, tokens), float('-inf')).triu(1 if tokens < 9 else 2)
+              """, "in the engine: "),
+        Right("def my_additive_mask(tokens): return torch.zeros(tokens, tokens).masked_fill("
+              "torch.ones(tokens, tokens).triu(1) == 1, float('-inf'))"),
+        Right("def my_additive_mask(tokens): return torch.triu(torch.ones(tokens, tokens) * float('-inf'), 1)"),
+        Right("def my_additive_mask(tokens): return torch.full((tokens, tokens), torch.finfo(torch.float32).min)"
+              ".triu(1)"),
+    ],
+    "my_assert_no_nan": [
+        Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().all(), f'NaN in {name}'",
+              "8 of 20 numbers are NaN, and nothing fires"),
+        Wrong("def my_assert_no_nan(tensor, name): assert not (tensor == float('nan')).any()",
+              "is NaN ever equal to anything?"),
+        Wrong("""
+              def my_assert_no_nan(tensor, name):
+                  both = (not tensor.isnan().any(), f'NaN in {name}')
+                  assert both
+              """,
+              "Is a tuple (…, …) ever false?"),
+        Wrong("def my_assert_no_nan(tensor, name): assert tensor.isfinite().all(), f'NaN in {name}'",
+              "there are -inf in them, which is how a mask hides keys, and no NaN. Is -inf a NaN?"),
+        Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any, f'NaN in {name}'",
+              "Is a pair of () missing?"),
+        Wrong("def my_assert_no_nan(tensor, name): assert tensor.isnan().any(), f'NaN in {name}'",
+              "it fires on good scores: no NaN is in them. Which way round is the question?"),
+        Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan()", "ambiguous"),
+        Wrong("def my_assert_no_nan(tensor, name): return not tensor.isnan().any()", "nobody looks at that"),
+        Wrong("""
+              def my_assert_no_nan(tensor, name):
+                  import sys
+                  if tensor.isnan().any():
+                      print(f"NaN in {name}", file=sys.stderr)
+              """, "and nothing fires"),
+        Wrong("""
+              def my_assert_no_nan(tensor, name):
+                  if tensor.isnan().any():
+                      raise ValueError(f"NaN in {name}")
+              """, "ValueError: NaN in weights\n         at your line 3: raise ValueError"),
+        Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any()",
+              "which tensor? Its name, 'weights', is missing"),
+        Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any(), f'NaN in {name}'",
+              "of what shape? [4, 5] is missing"),
+        Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any(), f'NaN in {name}: 51 % of "
+              "{list(tensor.shape)}'", "how much is lost? Here 40 % of the numbers are NaN"),
+        Wrong("""
+              def my_assert_no_nan(tensor, name):
+                  lost = tensor.isnan().float().mean()
+                  assert lost < 0.05, f"NaN in {name}: {lost:.0%} of {list(tensor.shape)}"
+              """, "1 of 144 numbers, in the last head of the last text, is NaN, and nothing fires: is one enough"),
+        Wrong("""
+              def my_assert_no_nan(tensor, name):
+                  tensor.nan_to_num_(0)
+                  assert not tensor.isnan().any()
+              """, "it changes its argument tensor"),
+        Wrong("""
+              def my_assert_no_nan(tensor, name):
+                  lost = tensor[0].isnan().float().mean()
+                  assert lost == 0, f"NaN in {name}: {lost:.0%} of {list(tensor.shape)}"
+              """, "NaN"),
+        Right("""
+              def my_assert_no_nan(tensor, name):
+                  lost = torch.isnan(tensor)
+                  if lost.any():
+                      raise AssertionError(f"{lost.sum()} of {tensor.numel()} NaN in {name} {tuple(tensor.shape)}")
+              """),
+        Right("""
+              def my_assert_no_nan(tensor, name):
+                  share = (tensor != tensor).double().mean().item()
+                  assert not share, f"NaN in {name}: {share} of {tensor.shape}"
               """),
     ],
 }

@@ -1,0 +1,188 @@
+"""Notebook 02: which rows a rank keeps, who owns which heads, column, row and one sum."""
+
+from helpers.answers import Right, Wrong
+
+_CUT = "def my_column_shard(source, rows): return "
+_LINEARS = """
+def my_linears(x, up, down, bias):
+    size, inner = world_size(), len(up)
+    start, stop = rank() * inner // size, (rank() + 1) * inner // size
+"""
+_MERGED = "def my_merged(sources, ranges): return "
+
+
+def _heads(q: str, kv: str) -> str:
+    """An answer that gives rank r these two ranges; H, K, T: query heads, KV heads, ranks."""
+    return ("def my_heads(num_heads, num_kv_heads, tensor_parallel_size):\n"
+            "    H, K, T = num_heads, num_kv_heads, tensor_parallel_size\n"
+            f"    return [({q}, {kv}) for r in range(T)]\n")
+
+
+_EVEN_Q = "range(r * H // T, (r + 1) * H // T)"
+_READ = "range(r * H // T * K // H, ((r + 1) * H // T - 1) * K // H + 1)"
+
+ANSWERS = {
+    "my_column_shard": [
+        Wrong(_CUT + "source[0:len(rows)]",
+              "rank 1 has rows 0–5 and should have rows 6–11\n         every rank takes the first rows there are"),
+        Wrong(_CUT + "source[:, rows.start:rows.stop]", "a slice through every output: columns (dim 1) where rows"),
+        Wrong("""
+              def my_column_shard(source, rows):
+                  if len(source.shape) == 1:
+                      return source[rows.start:rows.stop]
+                  weight = source[:].reshape(source.shape[1], source.shape[0])
+                  return weight[:, rows.start:rows.stop].T
+              """, "each row of your shard is a column of the weight: it is cut along dim 1 and turned"),
+        Wrong("""
+              def my_column_shard(source, rows):
+                  start = rows.start // world_size()
+                  return source[start:start + len(rows)]
+              """, "the offset divided by 2 once more; whose offset is rows.start already?"),
+        Wrong(_CUT + "source[rank() * len(rows):(rank() + 1) * len(rows)]",
+              "rank × len(rows) is the offset only where all ranks keep equally many rows"),
+        Wrong(_CUT + "source[rows.start:rows.stop - 1]", "[5, 12] comes back; [6, 12] must"),
+        Wrong(_CUT + "source[:][rows.start:rows.stop]", "reads 144 numbers from the file to keep 72"),
+        Wrong(_CUT + "source[rows]", "a source is read by slices a:b, not by range(0, 6)"),
+        Wrong(_CUT + "source.narrow(0, rows.start, len(rows))", "and no .narrow: nothing of it is read yet\n"
+              "         at your line 1"),
+        Wrong(_CUT + "source[rows.start:rows.stop, :]", "this source has 1 dimension, a bias has one"),
+        Wrong(_CUT + "source[rows.start:rows.stop].half()", "torch.float16 comes back; torch.float32 must"),
+        Wrong("def my_column_shard(source, rows): source[rows.start:rows.stop]", "nothing (is a return missing?)"),
+        Wrong(_CUT + "source[rows.start:rows.stop].flip(0)", "rank 0 has rows 5, 4, 3, 2 … and should have rows "
+              "0–5; rank 1 has rows 11, 10, 9, 8 … and should have rows 6–11"),
+        Wrong(_CUT + "source[max(rows.start - 1, 0):max(rows.start - 1, 0) + len(rows)]",
+              "rank 1 has rows 5–10 and should have rows 6–11\n         which rows does `rows` name?"),
+        Wrong("""
+              def my_column_shard(source, rows):
+                  return source[rows.start:rows.stop] if source.shape[0] < 15 else source[0:len(rows)]
+              """, "on rank 1 differ", sizes=(2, 3)),
+        Right("def my_column_shard(source, rows): return source[slice(rows.start, rows.start + len(rows))]"),
+        Right("def my_column_shard(source, rows): return torch.cat([source[row:row + 1] for row in rows])"),
+    ],
+    "my_heads": [
+        Wrong(_heads("range(r * (H // T), (r + 1) * (H // T))", "[r * (H // T) * K // H]"),
+              "9 query and 3 KV heads over 2 ranks: query head 8 on no rank: what does floor division do"),
+        Wrong(_heads(_EVEN_Q, "[r % K]"), "that is rank % 2, but ranks that share a KV head are neighbours"),
+        Wrong(_heads(_EVEN_Q, "range(r * K // T, (r + 1) * K // T)"),
+              "8 query and 2 KV heads over 4 ranks: on rank 0, query head 0 reads KV head 0, and the rank holds no KV"),
+        Wrong(_heads(_EVEN_Q, "[r * K / T]"), "a head is whole"),
+        Wrong(_heads(_EVEN_Q, "range(K)"), "rank 0 holds KV head 1, which none of its query heads reads"),
+        Wrong(_heads("range(r, H, T)", "range(K)"), "rank 0 has query heads 0, 2, 4, 6; a rank keeps one slice"),
+        Wrong(_heads("range(H)", "range(K)"), "query head 0 is on every rank; each is computed once"),
+        Wrong(_heads("H // T", "max(1, K // T)"), "which heads, not how many"),
+        Wrong(_heads("range(H // T)", "range(max(1, K // T))"), "query heads 4, 5, 6, 7 on no rank: where do the heads of the second"),
+        Wrong("""
+              def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
+                  assert num_heads % tensor_parallel_size == 0, "heads must divide"
+                  here = num_heads // tensor_parallel_size
+                  group = num_heads // num_kv_heads
+                  return [(range(r * here, (r + 1) * here),
+                           range(r * here // group, ((r + 1) * here - 1) // group + 1))
+                          for r in range(tensor_parallel_size)]
+              """, "AssertionError: heads must divide\n         at your line 2: assert num_heads"),
+        Wrong(_heads(_EVEN_Q, "range(0, 1)"),
+              "query head 4 reads KV head 1, and the rank holds KV head 0: 4 query heads in a row share one"),
+        Wrong("def my_heads(num_heads, num_kv_heads, tensor_parallel_size): return [range(num_heads)]",
+              "a list of 1 comes back; it must have one entry for each rank"),
+        Wrong("def my_heads(num_heads, num_kv_heads, tensor_parallel_size): pass", "nothing (is a return missing?)"),
+        Wrong("""
+              def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
+                  group = num_heads // num_kv_heads
+                  ends = [*range(tensor_parallel_size), num_heads]
+                  return [(range(a, b), range(a // group, (b - 1) // group + 1)) for a, b in zip(ends, ends[1:])]
+              """, "8 query and 2 KV heads over 2 ranks: 1/7 query heads on the ranks"),
+        Right(_heads(_EVEN_Q, _READ)),
+        Right(_heads(f"list({_EVEN_Q})", f"list({_READ})")),
+    ],
+    "my_linears": [
+        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T + bias)",
+              "the bias is in it 2 times, once for each rank"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)", "the bias is missing"),
+        Wrong(_LINEARS + "    return x @ up[start:stop].T @ down[:, start:stop].T + bias",
+              "each rank returns its own summand. Who adds them up?"),
+        Wrong(_LINEARS + "    y = x @ up[start:stop].T @ down[:, start:stop].T\n    all_reduce(y.clone())\n"
+              "    return y + bias", "each rank returns its own summand. The log shows an all_reduce: who keeps its"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up[:, start:stop] @ down[:, start:stop].T) + bias",
+              "this is what comes out when up is cut along the other dimension"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[start:stop]) + bias",
+              "this is what comes out when down is cut along the other dimension"),
+        Wrong(_LINEARS + "    return x @ up.T @ down.T + bias",
+              "the result is right, and the op log holds no collective. Has every rank computed everything?"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T / size) + bias",
+              "a rank multiplies 384 times where its share is 192"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T) + bias", "is something added up that was whole"),
+        Wrong(_LINEARS + "    y = all_gather(x @ up[start:stop].T)\n    return y @ down.T + bias",
+              "the op log holds 1 × all_gather. One sum is enough"),
+        Wrong("""
+              def my_linears(x, up, down, bias):
+                  here = len(up) // world_size()
+                  start = rank() * here
+                  return all_reduce(x @ up[start:start + here].T @ down[:, start:start + here].T) + bias
+              """, "the 9 inner features do not divide by 2, and feature 8 went lost"),
+        Wrong(_LINEARS + "    y = all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)\n"
+              "    return y / size + bias", "averaged: this is the sum divided by 2"),
+        Wrong(_LINEARS + "    y = x @ up[:stop - start].T @ down[:, :stop - start].T\n    return all_reduce(y) + bias",
+              "every rank has used the first share of the weights"),
+        Wrong(_LINEARS + "    y = all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)\n"
+              "    return y + bias if rank() == 0 else y", "right on rank 0, wrong on rank 1"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop] @ down[:, start:stop].T) + bias",
+              "mat1 and mat2 shapes cannot be multiplied"),
+        Wrong(_LINEARS + "    y = x @ up[start:stop].T @ down[:, start:stop].T\n"
+              "    return (all_reduce(y) if rank() == 0 else y) + bias", "rank 0 waits in all_reduce"),
+        Wrong(_LINEARS + "    x *= 2\n    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T / 2) + bias",
+              "it changes its argument x"),
+        Wrong(_LINEARS + "    all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)", "is a return missing?"),
+        Right(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T) + bias"),
+        Right("""
+              def my_linears(x, up, down, bias):
+                  mine = torch.arange(len(up)).tensor_split(world_size())[rank()]
+                  y = F.linear(F.linear(x, up[mine]), down[:, mine], bias if rank() == 0 else None)
+                  return all_reduce(y)
+              """),
+    ],
+    "my_merged": [
+        Wrong("""
+              def my_merged(sources, ranges):
+                  fused = torch.cat([source[:] for source in sources])
+                  start = rank() * len(fused) // world_size()
+                  return fused[start:start + sum(map(len, ranges))]
+              """, "q|k|v is cut through as one block; which of them"),
+        Wrong(_MERGED + "torch.cat([source[0:len(rows)] for source, rows in zip(sources, ranges)])",
+              "every rank takes the first rows of each of q|k|v"),
+        Wrong("""
+              def my_merged(sources, ranges):
+                  parts = [source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]
+                  return torch.cat([parts[0], *parts[:0:-1]])
+              """, "the right rows in the order q|v|k; the layer splits its output as q|k|v"),
+        Wrong(_MERGED + "torch.cat([source[rows.start:rows.stop] for source, rows in zip(sources, ranges)], dim=1)",
+              "at your line 1"),
+        Wrong(_MERGED + "sources[0][ranges[0].start:ranges[0].stop]", "on rank 0, [8, 6] comes back; [12, 6] must"),
+        Wrong("""
+              def my_merged(sources, ranges):
+                  q, k, v = sources
+                  return torch.cat([part[rows.start:rows.stop] for part, rows in zip((q, k, v), ranges)])
+              """, "ValueError: not enough values to unpack"),
+        Wrong(_MERGED + "[source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]",
+              "on rank 0 it returns a list of 3; a tensor [12, 6] must come back"),
+        Wrong(_MERGED + "torch.cat([source[:][rows.start:rows.stop] for source, rows in zip(sources, ranges)])",
+              "the right rows, but rank 0 reads 144 numbers from the file to keep 72"),
+        Wrong("""
+              def my_merged(sources, ranges):
+                  rows = ranges[0]
+                  return torch.cat([source[rows.start * source.shape[0] // 16:rows.stop * source.shape[0] // 16]
+                                    for source in sources])
+              """, "IndexError: source[13:20] along dim 0 is outside 0:18"),
+        Wrong("""
+              def my_merged(sources, ranges):
+                  starts = [rows.start // world_size() for rows in ranges]
+                  return torch.cat([source[start:start + len(rows)]
+                                    for source, start, rows in zip(sources, starts, ranges)])
+              """, "each of q|k|v has rows of its own for each rank"),
+        Wrong("""
+              def my_merged(sources, ranges):
+                  parts = [source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]
+                  return torch.cat(parts if sources[0].shape[0] < 20 else parts[::-1])
+              """, "in the engine, "),
+        Right(_MERGED + "torch.cat([source[rows.start:rows.stop] for source, rows in zip(sources, ranges)])"),
+    ],
+}
