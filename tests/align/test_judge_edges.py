@@ -198,7 +198,7 @@ def point(name="layers.0.q", relative=0.0, nan=0, inf=0, inside=True, floor=2e-5
 def report(points=None, local=None, dtype=F32, **more):
     recording = Some(contradictions=more.pop("contradictions", []), points={}, places=[(0, 0)], world_size=2,
                      notes=[], unplaced=[], assumed={})
-    found = CheckReport("m", None, dtype, [[1]], [point()] if points is None else points, {}, [], recording=recording,
+    found = CheckReport("m", None, dtype, [[1]], [point()] if points is None else points, {}, recording=recording,
                         **more)
     found.local = local if local is not None else {p.name: LocalDiff(p.name, 0.0, 0, 2e-5, ()) for p in found.points}
     return found

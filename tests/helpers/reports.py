@@ -36,7 +36,7 @@ def make_report(differences=None, layers=4, dtype=torch.float32, quiet=1e-7, ten
     ours = logits * float("nan") if math.isnan(now) else logits + now
     shapes = [{"q": (64, 128), "k": (16, 128), "v": (16, 128)}] * tensor_parallel_size
     return AlignReport("fable", plan(tensor_parallel_size), dtype, [[1, 2, 3, 4, 5, 6]], points,
-                       {"logits": Evidence(ours, logits, [])}, shapes,
+                       {"logits": Evidence(ours, logits, [])}, shapes=shapes,
                        load_stats=[LoadStats(1_230_000 + rank, 2_460_000) for rank in range(tensor_parallel_size)])
 
 

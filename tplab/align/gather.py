@@ -15,9 +15,17 @@ from tplab.ranks import OpRecord, op_log
 from tplab.shard import ShardPlan
 
 
-def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]]
-                  ) -> tuple[dict[str, torch.Tensor], list[OpRecord], LoadStats]:
-    """On every rank: load, one forward pass over all prompts → its trace points, its collectives, what loading cost."""
+class Trace(NamedTuple):
+    """What one rank tells of a forward pass."""
+
+    points: dict[str, torch.Tensor]
+    op_log: list[OpRecord]  # its collectives
+    load_stats: LoadStats  # what loading cost
+    shapes: dict[str, tuple[int, ...]]  # of layer 0's q, k and v weights, as they stand in this rank's fused one
+
+
+def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[int]]) -> Trace:
+    """On every rank: load, and one forward pass over all prompts."""
     with torch.inference_mode():
         model = load_model(ckpt, plan, dtype)
         lengths = [len(prompt) for prompt in prompts]
@@ -26,7 +34,9 @@ def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[
         before = max((record.seq for record in op_log()), default=0)
         with recording() as points:
             model.compute_logits(model(input_ids, positions, NoCache(lengths)))
-    return points, [record for record in op_log() if record.seq > before], model.load_stats
+    qkv = model.layers[0].self_attn.qkv_proj
+    shapes = {part: tuple(weight.shape) for part, weight in zip("qkv", qkv.weight.split(qkv.split_sizes))}
+    return Trace(points, [record for record in op_log() if record.seq > before], model.load_stats, shapes)
 
 
 def recorded(traces: list[dict[str, torch.Tensor]], plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]],

@@ -60,9 +60,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
         if layer in ("", broken_layer) or broken_layer is None:
             evidence[name] = Evidence(ours, right, [shard and shard.tensor for shard in shards])
     computed = None if plain else [[p for s, p in recording.places if s == number] for number in whole]
-    shapes = [{"q": (len(s.q_heads) * plan.head_dim, plan.hidden_size),
-               **dict.fromkeys("kv", (len(s.kv_heads) * plan.head_dim, plan.hidden_size))} for s in plan.ranks]
-    report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, shapes, checkpoint=ckpt,
+    report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, checkpoint=ckpt,
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
     if local is not None:
         report.local = local

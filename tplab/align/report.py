@@ -92,10 +92,11 @@ class AlignReport:
     ids: list[list[int]]  # the prompts' token ids
     points: list[PointDiff]  # in the order of the forward pass
     evidence: dict[str, Evidence] = field(repr=False)  # of the first divergent layer and of the ends of the model
-    shapes: list[dict[str, tuple[int, ...]]] = field(repr=False)  # per rank, of layer 0's q, k and v weights
     patches: tuple[str, ...] = ()  # the dotted names that were replaced during the run
     op_logs: list[list[OpRecord]] = field(default_factory=list, repr=False)  # per rank, of the forward pass, in order
     load_stats: list[LoadStats] = field(default_factory=list, repr=False)  # per rank, the bytes read and held
+    # Per rank, of layer 0's q, k and v weights as the rank itself found them; of a plain forward pass only.
+    shapes: list[dict[str, tuple[int, ...]]] = field(default_factory=list, repr=False)
     computed: list[list[int]] | None = field(default=None, repr=False)  # per prompt, the rows' positions; None: all
     decode: DecodeFacts | None = field(default=None, repr=False)  # of align_decode
     checkpoint: Checkpoint | None = field(default=None, repr=False)  # what ran, for the diagnosis

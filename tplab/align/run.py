@@ -75,11 +75,11 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
     ckpt.check_unchanged()
     with applied(*patches):
         ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, pool=pool, logical=logical)
-    traces, op_logs, load_stats = map(list, zip(*ran))
+    traces, op_logs, load_stats, shapes = map(list, zip(*ran))
     places = [(number, position) for number, row in enumerate(ids) for position in range(len(row))]
     num_keys = [len(ids[number]) for number, _ in places]
     recording = recorded(traces, plan, dtype, ids, places, num_keys, places)
-    return judge(recording, ckpt, plan, patches, op_logs=op_logs, load_stats=load_stats)
+    return judge(recording, ckpt, plan, patches, op_logs=op_logs, load_stats=load_stats, shapes=shapes)
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:

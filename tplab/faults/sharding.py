@@ -25,6 +25,15 @@ def qkv_order(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return q, k, v
 
 
+def qkv_written_by_column(self, parameter: str, *sources) -> None:
+    parts = [source[rows.start:rows.stop] for source, rows in zip(sources, self.ranges)]   # the right rows
+    whole = torch.cat(parts)
+    if parameter == "weight":
+        whole = torch.cat([part.T for part in parts], dim=1)       # q, k and v side by side, as columns ...
+        whole = whole.reshape(self.weight.shape)                   # ... of a matrix that is read row by row
+    getattr(self, parameter).data.copy_(whole)
+
+
 def divided_twice(source, rows: range) -> torch.Tensor:
     start = rows.start // world_size()                             # rows.start is this rank's already
     return source[start:start + len(rows)]
@@ -53,6 +62,10 @@ _NOTEBOOK = "02_dim0_sharding"
 FAULTS = (
     bug(_COLUMN, shard_dim1, "cut along dim 1, as if weights were [in, out]",
         "All shapes fit, and the attention of every layer is a random linear map.",
+        first_point="layers.0.q", notebook=_NOTEBOOK),
+    bug("tplab.shard.linear.QKVParallelLinear.load", qkv_written_by_column,
+        "q, k and v are cut right and written into the fused weight by column",
+        "All shapes fit, every number of the checkpoint is there, and attention is a random linear map.",
         first_point="layers.0.q", notebook=_NOTEBOOK),
     bug("tplab.shard.linear.merged_shard", fused_one_block, "a fused [q|k|v] matrix cut as one block",
         "Correct on one rank; on two, rank 1 computes its queries with other heads' rows and with keys.",

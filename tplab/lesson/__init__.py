@@ -2,7 +2,7 @@
 
 from tplab import lazy
 
-_HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "check_mask": ".mask_exercise",
+_HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "fused_copy": ".fused",
           "check": ".exercise", "shown_error": ".exercise", "side_by_side": ".exercise", "default_prompt": ".exercise",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
           "trace_nan": ".nan_trace", "available_cores": ".exercise",

@@ -87,6 +87,14 @@ def count_ops(ran: Sequence[tuple[object, list[OpRecord]]], wanted: dict[str, in
                          f"{said} must be enough")
 
 
+def ranks_in_words(ranks: Sequence[int], size: int) -> str:
+    """``"rank 1"``, ``"ranks 1 and 2"``, ``"every rank"``."""
+    if len(ranks) == size > 1:
+        return "every rank"
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
 def guarded(function: Callable, *args, **kwargs):
     """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line."""
     try:
@@ -197,7 +205,8 @@ def kind(value) -> str:
 
 def _same(a, b) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and (torch.equal(a, b) or a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):

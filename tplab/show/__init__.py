@@ -14,6 +14,7 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
           "format_bytes": ".figures.collective_cost", "plan_figure": ".drawings.shards",
           "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",
+          "column_row_figure": ".drawings.linears",
           "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
           "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
           "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "top_tokens": ".tables",

@@ -87,16 +87,17 @@ HELD = {"replicated": "every rank", "q_heads": "ranks, by query head", "kv_heads
 
 
 def rank_shapes(report) -> Table:
-    """Per rank: the shapes of layer 0's q, k and v weights, ``[out_features, in_features]``, and what it read.
+    """Per rank: the shapes of layer 0's q, k and v weights there, ``[out_features, in_features]``, and what it read.
 
         >>> show.rank_shapes(report)
     """
     import pandas as pd
 
+    if not report.shapes:
+        raise ShowError("the shapes of the weights are read on the ranks by align(…) only")
     frame = pd.DataFrame([{f"{name}_proj": f"[{shape[0]}, {shape[1]}]" for name, shape in shapes.items()}
                           for shapes in report.shapes])
-    if report.load_stats:  # a diff along the decode path has none
-        frame["read from the checkpoint"] = [f"{stats.bytes_read / 1e6:.2f} MB" for stats in report.load_stats]
+    frame["read from the checkpoint"] = [f"{stats.bytes_read / 1e6:.2f} MB" for stats in report.load_stats]
     return Table(frame.set_index(pd.Index([f"rank {r}" for r in range(len(frame))])))
 
 

@@ -70,7 +70,8 @@ ANSWERS = {
         Wrong(_heads("range(r, H, T)", "range(K)"), "rank 0 has query heads 0, 2, 4, 6; a rank keeps one slice"),
         Wrong(_heads("range(H)", "range(K)"), "query head 0 is on every rank; each is computed once"),
         Wrong(_heads("H // T", "max(1, K // T)"), "which heads, not how many"),
-        Wrong(_heads("range(H // T)", "range(max(1, K // T))"), "query heads 4, 5, 6, 7 on no rank: where do the heads of the second"),
+        Wrong(_heads("range(H // T)", "range(max(1, K // T))"),
+              "query heads 4, 5, 6, 7 on no rank: where do the heads of the second rank begin?"),
         Wrong("""
               def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
                   assert num_heads % tensor_parallel_size == 0, "heads must divide"

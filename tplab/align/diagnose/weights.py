@@ -104,6 +104,22 @@ def cut_along_dim1(case: Case) -> Diagnosis | None:
                               "column-parallel layer keeps rows, dim 0.")
 
 
+@hypothesis("q", "k", "v", "gate", "up")
+def written_by_column(case: Case) -> Diagnosis | None:
+    """Were the right rows written side by side into a matrix ``[in, out]`` that is read as ``[out, in]``?"""
+    parts = _fused(case.op)
+
+    def read(at, op):
+        weight, bias = (torch.cat([of(case, part)[at.features(part)] for part in parts]) for of in (matrix, vector))
+        start = sum(len(at.features(part)) for part in parts[:parts.index(op)])
+        return linear(at, op, weight=weight.T.reshape(weight.shape), bias=bias,
+                      features=start + torch.arange(len(at.features(op))))
+    if explains(case, read):
+        return case.diagnosis("qkv_written_by_column" if case.op in "qkv" else None, "Each rank has cut the right rows "
+                              f"of {', '.join(parts)} and has written them side by side, as columns, into a fused "
+                              "weight that is read by row. A part's place is a row offset, dim 0.")
+
+
 def _orders(at: OnRank) -> Iterator[tuple[str, str, torch.Tensor]]:
     """The ways in which this rank's fused ``[q|k|v]`` may be filled or split otherwise, each as the features of
     ``[q|k|v]`` that end up as q, k and v; with its name and what it is."""

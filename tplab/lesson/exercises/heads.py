@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from tplab.checkpoint import open_checkpoint
 from tplab.checks import whole_number
-from tplab.lesson.mine import Mine, NotYet, kind
-from tplab.lesson.on_ranks import ranks_in_words
+from tplab.lesson.mine import Mine, NotYet, kind, ranks_in_words
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied
 from tplab.shard import ShardPlan

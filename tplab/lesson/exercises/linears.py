@@ -3,12 +3,13 @@
 import itertools
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
-from tplab.lesson.mine import Mine, NotYet, tensor
-from tplab.lesson.on_ranks import Answer, on_ranks, ranks_in_words
+from tplab.lesson.mine import Mine, NotYet, on_ranks, ranks_in_words, tensor
 from tplab.lesson.verdict import Setting, exercise
+from tplab.pool import shared_pool
 from tplab.shard import split_evenly
 
 # Tokens, hidden and inner features, ranks: first what halves, then what does not. Where hidden and inner are the same,
@@ -25,11 +26,10 @@ def linears(mine: Mine, setting: Setting):
         generator = torch.Generator().manual_seed(inner)
         x, up, down, bias = (torch.randn(shape, generator=generator) for shape in (
             (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
-        answers = on_ranks(mine, size, x, up, down, bias)
-        _judge(answers, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
+        _judge(on_ranks(size, _counted, mine, x, up, down, bias), x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
     size = setting.tensor_parallel_size
     x, up, down, bias = _from_the_model(setting.model)
-    _judge(on_ranks(mine, size, x, up, down, bias, real=True), x, up, down, bias,
+    _judge(on_ranks(shared_pool(size), _counted, mine, x, up, down, bias), x, up, down, bias,
            f"with the weights of the model, on {size} rank{'s' * (size > 1)}: ")
     return "one rank has nothing to cut, so two and three logical ranks have judged it" if size == 1 else None
 
@@ -45,15 +45,38 @@ def _from_the_model(model) -> tuple[torch.Tensor, ...]:
     return torch.randn(7, up.shape[1], generator=generator), up, down, torch.randn(len(down), generator=generator)
 
 
-def _judge(answers: list[Answer], x, up, down, bias, what: str) -> None:
-    size, shape, true = len(answers), [len(x), len(down)], x @ up.T @ down.T + bias
+def _counted(mine: Mine, *args) -> tuple[object, int]:
+    """On a rank: what it returns, and how many numbers it has multiplied for that."""
+    with _Multiplications() as work:
+        return mine(*args), work.count
+
+
+class _Multiplications(TorchDispatchMode):
+    """Counts multiplications by matrices."""
+
+    _INPUT = {"mm": 0, "bmm": 0, "mv": 0, "matmul": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, at = func(*args, **(kwargs or {})), self._INPUT.get(func.overloadpacket.__name__)
+        if at is not None:
+            self.count += result.numel() * args[at].shape[-1]
+        return result
+
+
+def _judge(ran: list, x, up, down, bias, what: str) -> None:
+    """``ran``: of each rank, what it returned and has multiplied, and its collectives."""
+    size, shape, true = len(ran), [len(x), len(down)], x @ up.T @ down.T + bias
     values = []
-    for number, answer in enumerate(answers):
+    for number, ((value, _), _) in enumerate(ran):
         try:
-            values.append(tensor(answer.value, "tokens, hidden", shape, true.dtype))
+            values.append(tensor(value, "tokens, hidden", shape, true.dtype))
         except NotYet as wrong:
             raise NotYet(f"{what}on rank {number} {wrong}") from None
-    ops = [record.op for record in answers[0].ops]
+    ops = [record.op for record in ran[0][1]]
     wrong = [number for number, value in enumerate(values) if not _close(value, true)]
     if wrong:
         raise NotYet(what + _named(values, wrong, ops, x, up, down, bias))
@@ -63,7 +86,7 @@ def _judge(answers: list[Answer], x, up, down, bias, what: str) -> None:
             "Has every rank computed everything?" if not ops else "One sum is enough, over the summands of "
             f"[tokens, hidden]{': what is needed of the other ranks before it?' if reduces < 2 else ''}"))
     share = max(map(len, split_evenly(len(up), size))) * (x.numel() + true.numel())
-    most = max(answer.multiplications for answer in answers)
+    most = max(multiplied for (_, multiplied), _ in ran)
     if most > 1.2 * share:
         raise NotYet(f"{what}the result is right, and a rank multiplies {most:,} times where its share is {share:,}: "
                      "cut the weights before you multiply, not the result")

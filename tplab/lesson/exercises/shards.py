@@ -6,11 +6,11 @@ from itertools import groupby, permutations
 import torch
 
 from tplab.align import reassemble
-from tplab.lesson.mine import Mine, NotYet, kind
-from tplab.lesson.on_ranks import Each, on_ranks, ranks_in_words
+from tplab.lesson.mine import Mine, NotYet, kind, on_ranks, ranks_in_words
 from tplab.lesson.source import Source
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
+from tplab.ranks import rank
 from tplab.shard import ShardPlan, split_evenly
 
 _ALONE = "one rank keeps everything, so two and three logical ranks have judged the cut"
@@ -22,9 +22,9 @@ def column_shard(mine: Mine, setting: Setting):
     """Weights and biases on 2 and 3 logical ranks, even and uneven; then in the engine, weights and numbers."""
     for size, total, columns in ((2, 12, 12), (2, 12, 5), (3, 11, 4), (2, 7, 6), (3, 11, 0)):
         data = _numbered(total, columns)
-        rows, sources = Each(split_evenly(total, size)), Each(Source(data) for _ in range(size))
+        rows, sources = split_evenly(total, size), [Source(data) for _ in range(size)]
         what = f"a weight [{total}, {columns}] over {size} ranks" if columns else f"a bias [{total}] over {size} ranks"
-        answers = [answer.value for answer in on_ranks(mine, size, sources, rows)]
+        answers = [value for value, _ in on_ranks(size, lambda: mine(sources[rank()], rows[rank()]))]
         _judge_rows(answers, data, rows, what)
         _judge_reading(answers, [[source] for source in sources], what)
     return _in_the_engine(setting, Patch("tplab.shard.linear.column_shard", mine.function))
@@ -39,10 +39,10 @@ def merged(mine: Mine, setting: Setting):
         for _ in range(size):
             sources.append([Source(_numbered(total, columns, 1000 * number))
                             for number, (_, _, total) in enumerate(parts)])
-        ranges = Each(tuple(held[r] for _, held, _ in parts) for r in range(size))
+        ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         shape = ", ".join(f"{name} [{total}{f', {columns}' * bool(columns)}]" for name, _, total in parts)
         what = f"{shape} over {size} ranks"
-        answers = [answer.value for answer in on_ranks(mine, size, Each(sources), ranges)]
+        answers = [value for value, _ in on_ranks(size, lambda: mine(sources[rank()], ranges[rank()]))]
         _judge_merged(answers, [(name, total) for name, _, total in parts], ranges, columns, what, names)
         _judge_reading(answers, sources, what)
     return _in_the_engine(setting, Patch("tplab.shard.linear.merged_shard", mine.function))
