@@ -15,6 +15,7 @@ from tplab.shard import split_evenly
 # Tokens, hidden and inner features, ranks: first what halves, then what does not. Where hidden and inner are the same,
 # a wrong cut fits; where they differ, it need not.
 SIZES = ((3, 8, 8, 2), (5, 6, 8, 2), (5, 6, 9, 2), (4, 4, 7, 3), (6, 5, 11, 3))
+_WAITS = "a sum has a summand from every rank: do all of them ask for it?"
 
 
 @exercise("my_linears", "02", takes="x, up, down, bias",
@@ -26,10 +27,11 @@ def linears(mine: Mine, setting: Setting):
         generator = torch.Generator().manual_seed(inner)
         x, up, down, bias = (torch.randn(shape, generator=generator) for shape in (
             (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
-        _judge(on_ranks(size, _counted, mine, x, up, down, bias), x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
+        ran = on_ranks(size, _counted, mine, x, up, down, bias, waits=_WAITS)
+        _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
     size = setting.tensor_parallel_size
     x, up, down, bias = _from_the_model(setting.model)
-    _judge(on_ranks(shared_pool(size), _counted, mine, x, up, down, bias), x, up, down, bias,
+    _judge(on_ranks(shared_pool(size), _counted, mine, x, up, down, bias, waits=_WAITS), x, up, down, bias,
            f"with the weights of the model, on {size} rank{'s' * (size > 1)}: ")
     return "one rank has nothing to cut, so two and three logical ranks have judged it" if size == 1 else None
 

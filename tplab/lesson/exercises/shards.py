@@ -24,7 +24,7 @@ def column_shard(mine: Mine, setting: Setting):
         data = _numbered(total, columns)
         rows, sources = split_evenly(total, size), [Source(data) for _ in range(size)]
         what = f"a weight [{total}, {columns}] over {size} ranks" if columns else f"a bias [{total}] over {size} ranks"
-        answers = [value for value, _ in on_ranks(size, lambda: mine(sources[rank()], rows[rank()]))]
+        answers = [value for value, _ in on_ranks(size, _on_rank, mine, sources, rows)]
         _judge_rows(answers, data, rows, what)
         _judge_reading(answers, [[source] for source in sources], what)
     return _in_the_engine(setting, Patch("tplab.shard.linear.column_shard", mine.function))
@@ -42,10 +42,15 @@ def merged(mine: Mine, setting: Setting):
         ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         shape = ", ".join(f"{name} [{total}{f', {columns}' * bool(columns)}]" for name, _, total in parts)
         what = f"{shape} over {size} ranks"
-        answers = [value for value, _ in on_ranks(size, lambda: mine(sources[rank()], ranges[rank()]))]
+        answers = [value for value, _ in on_ranks(size, _on_rank, mine, sources, ranges)]
         _judge_merged(answers, [(name, total) for name, _, total in parts], ranges, columns, what, names)
         _judge_reading(answers, sources, what)
     return _in_the_engine(setting, Patch("tplab.shard.linear.merged_shard", mine.function))
+
+
+def _on_rank(mine: Mine, *args):
+    """On a rank: what it gives back for this rank's own arguments."""
+    return mine(*(each[rank()] for each in args))
 
 
 def _in_the_engine(setting: Setting, patch: Patch) -> str | None:
