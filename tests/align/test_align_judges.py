@@ -199,6 +199,32 @@ def test_reassembly_is_bit_for_bit(folder, size):
     assert wrong[next(iter(wrong))].endswith("differ")
 
 
+def test_reassembly_names_every_rank_whose_rows_are_wrong(folder):
+    def flipped(source, rows):
+        return source[rows.start:rows.stop].flip(0)
+
+    wrong = reassemble(folder, tensor_parallel_size=3, logical=True,
+                       patches=[Patch("tplab.shard.linear.column_shard", flipped)])
+    assert wrong["model.layers.0.mlp.up_proj.weight"] == (
+        "rows 0–14 on rank 0 differ; rows 15–28 on rank 1 differ; rows 29–42 on rank 2 differ")
+
+
+def test_the_shapes_of_a_report_are_those_that_the_ranks_hold(folder):
+    """Not the plan's: a rank that holds fewer query heads than it should, and other values in their place, says so."""
+    def shifted(model):
+        qkv = model.layers[0].self_attn.qkv_proj
+        qkv.split_sizes = [qkv.split_sizes[0] - 8, qkv.split_sizes[1], qkv.split_sizes[2] + 8]
+
+    def split_heads(self, qkv):
+        q, k, v = qkv.split(list(map(len, self.ranges)), -1)
+        return tuple(part.view(len(qkv), -1, self.head_size) for part in (q, k, v))
+
+    patches = [loading_with(shifted), Patch("tplab.shard.linear.QKVParallelLinear.split_heads", split_heads)]
+    right, found = (align(folder, [5, 6, 7], logical=True, patches=more).shapes for more in ([], patches))
+    assert found[0] == right[0]
+    assert [found[1][part][0] - right[1][part][0] for part in "qkv"] == [-8, 0, 8]
+
+
 @pytest.mark.parametrize("keep, missing", [(slice(0, 0), 21), (slice(1, None), 1)])
 def test_reassembly_misses_rows_that_no_rank_holds(folder, keep, missing):
     right = original("tplab.align.gather.model_pieces")

@@ -119,6 +119,21 @@ def test_rows_in_the_wrong_order_are_described():
     assert "another place" in diagnosis.sentence
 
 
+def test_gate_and_up_written_by_column_have_no_name_and_a_sentence():
+    def load(self, parameter, *sources):
+        original("tplab.shard.linear.MergedColumnParallelLinear.load")(self, parameter, *sources)
+        if parameter == "weight":
+            self.weight.data.copy_(self.weight.data.clone().T.reshape(self.weight.shape))
+
+    diagnosis = broken("tplab.shard.linear.MergedColumnParallelLinear.load", load)
+    assert diagnosis.fault == "qkv_written_by_column" and "the right rows of q, k, v" in diagnosis.sentence
+    report = align("fable", prompts(67), logical=True, patches=[
+        Patch("tplab.shard.linear.MergedColumnParallelLinear.load", load),
+        Patch("tplab.shard.linear.QKVParallelLinear.load", original("tplab.shard.linear.QKVParallelLinear.load"))])
+    found = diagnose(report)
+    assert found.fault is None and "the right rows of gate, up and has written them side by side" in found.sentence
+
+
 def test_positions_from_one_instead_of_zero(tmp_path):
     def call(self, x, positions, lengths):
         return original("tplab.model.rope.Rotary.__call__")(self, x, positions + 1, lengths)

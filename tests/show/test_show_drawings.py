@@ -154,3 +154,20 @@ def test_the_strips_of_a_weight_lie_along_its_dimension_in_their_holders_colours
     assert a[along] + a[2 + along] == pytest.approx(b[along]) and a[across] == b[across] and a[2 + along] == 95
     colours = [one[4] for one in drawn if one[2:4] == pytest.approx((190.5, 95) if dim == 0 else (95.5, 190))]
     assert colours == [colour(0)[0], colour(1)[0]]
+
+
+@pytest.mark.parametrize("tokens, hidden, inner, tp", [(5, 32, 65, 2), (7, 128, 384, 4), (3, 65, 32, 1)])
+def test_column_and_row_are_cut_at_the_same_places_and_say_their_shapes(tokens, hidden, inner, tp):
+    drawing = show.column_row_figure(tokens, hidden, inner, tp)
+    said, drawn = texts(drawing.svg), boxes(drawing.svg)
+    for number, part in enumerate(split_evenly(inner, tp)):
+        for shape in ([len(part), hidden], [hidden, len(part)], [tokens, len(part)]):
+            assert str(shape) in said
+        rows, columns = ([one for one in drawn if one[6] == f"{what} {part.start}–{part.stop - 1}"]
+                         for what in ("rows", "columns"))
+        assert rows[0][3] == pytest.approx(columns[0][2], abs=1e-2), "as high as the other one is wide"
+        assert rows[0][4] == columns[0][4] == colour(number)[0]
+        assert f"rank {number} rows {part.start}–{part.stop - 1} of up" in drawing.alt_text.replace("\n", " ")
+    assert said.count(str([tokens, hidden])) >= 3 * tp and said.count("with the bias") == 1
+    with pytest.raises(show.ShowError, match="4 ranks cannot share 3 inner features"):
+        show.column_row_figure(5, 8, 3, 4)
