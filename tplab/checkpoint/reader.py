@@ -91,6 +91,9 @@ class TensorSlice:
         self._reader, self._name, self._info = reader, name, info
         self.shape, self.dtype = info.shape, info.dtype
 
+    def __repr__(self) -> str:
+        return f"<{self._name} {list(self.shape)}, not read>"
+
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):

@@ -6,8 +6,7 @@ _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict"
           "check": ".exercise", "shown_error": ".exercise", "side_by_side": ".exercise", "default_prompt": ".exercise",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
           "trace_nan": ".nan_trace", "available_cores": ".exercise",
-          "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "check_rope": ".patient",
-          "check_generate": ".patient", "check_kv_share": ".patient", "all_exercises": ".verdict",
+          "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "all_exercises": ".verdict",
           "changed_config": ".changed_config", "progress": ".progress_file", "clear_progress": ".progress_file"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -12,7 +12,7 @@ import torch
 from tplab.checks import shown
 from tplab.ranks import OpRecord, logical_ranks, op_log
 from tplab.ranks.context import inside_rank
-from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack, place
+from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, describe, learner_stack, place
 from tplab.ranks.oplog import is_machinery
 
 _LONGEST = 240  # characters of one line of a verdict
@@ -67,8 +67,9 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", timeout: float |
             return logical_ranks(ranks, with_collectives, function, *args)
         return ranks.run(with_collectives, function, *args, timeout=timeout)
     except RankError as error:
-        stuck = waits and error.first is not None and error.first.kind in ("waiting", "running")
-        raise NotYet(in_words(error) + f"\n{waits}" * bool(stuck)) from error
+        stuck = error.first is not None and error.first.kind in ("waiting", "running")
+        asks = f"\n{waits}" if waits and stuck and not isinstance(error, CollectiveMismatch) else ""
+        raise NotYet(in_words(error) + asks) from error
 
 
 def with_collectives(function: Callable, *args) -> tuple[object, list[OpRecord]]:

@@ -24,6 +24,7 @@ class Setting:
     prompt: str | Sequence[int] = ""
     tensor_parallel_size: int = 2
     dtype: str = "float32"
+    engine: Callable | None = None  # what the notebook tries an answer with, where it is not the lab's own engine
     report: object = None  # the latest AlignReport, for the notebook's figures
 
     @cached_property
@@ -95,15 +96,17 @@ class Exercise:
     agreed: str  # what is true of an answer that passes; may name {ranks}
     examine: Callable[[Mine, Setting], str | None]
     writes: str = ""  # arguments that it may write into
+    right: Callable | None = None  # the lab's own, for a notebook that goes on with it while the learner's is not right
 
 
 EXERCISES: dict[str, Exercise] = {}
 
 
-def exercise(name: str, notebook: str, takes: str, agreed: str, writes: str = ""):
+def exercise(name: str, notebook: str, takes: str, agreed: str, writes: str = "",
+             right: Callable | None = None):
     """Register the decorated function as the check of an exercise; see :class:`Exercise`."""
     def register(examine):
-        EXERCISES[name] = Exercise(name, notebook, takes, agreed, examine, writes)
+        EXERCISES[name] = Exercise(name, notebook, takes, agreed, examine, writes, right)
         return examine
 
     return register
@@ -123,6 +126,7 @@ class Verdict:
     exercise: str
     sentence: str  # what is wrong; the empty string if nothing is
     report: object = field(default=None, repr=False)  # the AlignReport of the answer in the engine, if it got there
+    function: Callable | None = field(default=None, repr=False)  # the answer if it passed, else the lab's own, if any
 
     @property
     def passed(self) -> bool:
@@ -133,12 +137,13 @@ class Verdict:
 
 
 def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
-          tensor_parallel_size: int = 2, dtype: str = "float32", name: str | None = None) -> Verdict:
+          tensor_parallel_size: int = 2, dtype: str = "float32", name: str | None = None,
+          engine: Callable | None = None) -> Verdict:
     """Judge a learner's answer: a small example first, then the real model on the ranks.
 
     Prints ``PASS`` and what is true of it, or ``NOT YET`` and what is wrong in at most three lines; whatever the
-    learner's code does, *Run All* goes on. ``name``: the exercise, if the function has another name.
-    Raises `ExerciseError` if there is no such exercise.
+    learner's code does, *Run All* goes on. ``name``: the exercise, if the function has another name. ``engine``: see
+    :class:`Setting`. Raises `ExerciseError` if there is no such exercise.
 
         >>> verdict = lesson.judge(my_slot_mapping, ckpt, prompts, tensor_parallel_size=2)
         NOT YET  my_slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …
@@ -147,7 +152,7 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
     if name not in all_exercises():
         raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(all_exercises())}. "
                             "An answer of another name is judged with name=…")
-    task, setting, sentence = EXERCISES[name], Setting(model, prompt, tensor_parallel_size, dtype), ""
+    task, setting, sentence = EXERCISES[name], Setting(model, prompt, tensor_parallel_size, dtype, engine), ""
     try:
         remark = task.examine(Mine(answer, task.takes, task.writes), setting)
     except NotYet as wrong:
@@ -159,4 +164,4 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
         print(f"PASS  {name}: {task.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""))
     progress_file.note(name, answer, passed=not sentence)
-    return Verdict(name, sentence, setting.report)
+    return Verdict(name, sentence, setting.report, task.right if sentence else answer)

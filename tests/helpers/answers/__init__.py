@@ -1,14 +1,16 @@
 """What learners really answer: data, one file a notebook, read by ``tests/lesson/test_exercises.py``.
 
 Each file holds ``ANSWERS = {exercise: [Wrong(code, words), Right(code), …]}``. ``code`` is what the learner's cell
-holds; `torch`, `F` (torch.nn.functional) and the collectives with `rank` and `world_size` are imported for it. The
-solutions of the notebooks are right answers of their own and need no entry.
+holds; `torch`, `F` (torch.nn.functional), the collectives with `rank` and `world_size`, and patient zero's `attention`
+and `linear` are imported for it. The solutions of the notebooks are right answers of their own and need no entry.
 """
 
 import linecache
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from pkgutil import iter_modules
 from textwrap import dedent
 
@@ -17,7 +19,9 @@ _SETUP = """
 import torch
 from torch.nn import functional as F
 from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, world_size
+from patient_zero import attention, linear
 """
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "notebooks"))  # where patient zero lies
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,412 @@
+"""Notebook 07: loading, sending, and comparing the ranks."""
+
+from helpers.answers import Right, Wrong
+
+LOAD = '''
+def my_load(ckpt, plan, rank):
+    here, d, kept = plan.ranks[rank], plan.head_dim, {}
+    q, kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))
+    mlp, vocab = slice(here.mlp.start, here.mlp.stop), slice(here.vocab.start, here.vocab.stop)
+    rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp, "embed_tokens": vocab,
+            "lm_head": vocab}
+    columns = {"o_proj": q, "down_proj": mlp}
+    with ckpt.reader() as files:
+        for name in ckpt.tensors:
+            layer, kind = name.split(".")[-2:]
+            if layer in rows:
+                kept[name] = files[name][rows[layer]]
+            elif layer in columns and kind == "weight":
+                kept[name] = files[name][:, columns[layer]]
+            else:
+                kept[name] = files[name][:]
+    return kept
+'''
+
+
+def load(old: str, new: str) -> str:
+    """The right answer with one thing changed."""
+    assert old in LOAD
+    return LOAD.replace(old, new)
+
+
+ANSWERS = {
+    "my_row_shard": [
+        Wrong("def my_row_shard(source, columns): return source[:][:, columns.start:columns.stop]",
+              "140 bytes were read for 80 that are kept, 1.8 times as many: which pair of brackets reads the file?"),
+        Wrong("def my_row_shard(source, columns): return source[:][:, columns.start:columns.stop].clone()",
+              "which pair of brackets reads the file?"),
+        Wrong("def my_row_shard(source, columns): return source[columns.start:columns.stop]",
+              "it returns rows, [4, 7]. A weight is [out, in]"),
+        Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop - 1]",
+              "it returns [5, 3]; [out, columns here] = [5, 4] must come back"),
+        Wrong("def my_row_shard(source, columns): return source[:, :len(columns)]",
+              "rank 1 of 2, columns 4–6 of [5, 7]: the shape is right, the numbers are others: columns 0, 1, 2"),
+        Wrong("""
+              def my_row_shard(source, columns):
+                  here = source.shape[1] // world_size()
+                  return source[:, rank() * here:(rank() + 1) * here]
+              """, "[out, columns here] = [5, 4] must come back"),
+        Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].T",
+              "it returns [4, 5]; [out, columns here] = [5, 4] must come back (yours is [columns here, out])"),
+        Wrong("def my_row_shard(source, columns): return source[:, list(columns)]", "is read by slices a:b"),
+        Wrong("def my_row_shard(source, columns): return source[:, columns]", "is read by slices a:b"),
+        Wrong("def my_row_shard(source, columns): return source",
+              "a tensor [out, columns here] = [5, 4] must come back"),
+        Wrong("def my_row_shard(source, columns): source[:, columns.start:columns.stop]", "is a return missing?"),
+        Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].double()",
+              "torch.float32 must come back"),
+        Wrong("""
+              def my_row_shard(source, columns):
+                  if source.shape[0] > 5:
+                      return source[:, :len(columns)] + 1
+                  return source[:, columns.start:columns.stop]
+              """, "in the engine: "),
+        Right("""
+              def my_row_shard(source, columns):
+                  part = slice(columns.start, columns.stop)
+                  return source[:, part].contiguous()
+              """),
+    ],
+    "MyRows": [
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.shape = shape
+                      self.data = source[start:start + shape[0]]
+
+                  def __getitem__(self, rows):
+                      return self.data[rows]
+              """, "making it reads 140 bytes already: nothing is to be read before somebody slices"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      return self.source[rows.start:rows.stop]
+              """, "part[2:5] of rows 4–10 of a source of 16 begins with row 2 of the source; it should be row 6"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      return self.source[self.start + rows.start:self.start + rows.stop]
+              """, "for +: 'int' and 'NoneType'\n         at your line 6: return self.source"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      return self.source[:][self.start:self.start + self.shape[0]][rows]
+              """, "320 bytes were read for 60 that are kept"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      return self.source[self.start:self.start + self.shape[0]][rows]
+              """, "140 bytes were read for 60 that are kept"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      first, last = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
+                      return self.source[self.start + first:self.start + last]
+              """, "two of them belong to the matrix behind it"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      first, last = rows.start or 0, rows.stop or self.source.shape[0] - self.start
+                      return self.source[self.start + first:self.start + last]
+              """, "part[:] of rows 4–10 of a source of 16 has [12, 5]; [7, 5] must come back"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.rows = source, start, shape
+
+                  def __getitem__(self, rows):
+                      first, last, _ = rows.indices(self.rows[0])
+                      return self.source[self.start + first:self.start + last]
+              """, "it has no .shape"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, source.shape
+
+                  def __getitem__(self, rows):
+                      first, last, _ = rows.indices(self.shape[0])
+                      return self.source[self.start + first:self.start + last]
+              """, "its .shape is [16, 5]; the part has 7 of the 16 rows, [7, 5]"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+              """, "it cannot be sliced: part[2:5] needs a method __getitem__(self, rows)"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+
+                  def __getitem__(self, rows):
+                      first, last, _ = rows.indices(self.shape[0])
+                      self.source[self.start + first:self.start + last]
+              """, "is nothing (is a return missing?); a tensor must come back"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, shape):
+                      self.source, self.shape = source, shape
+              """, "it must take (source, start, shape); yours takes (source, shape)"),
+        Right("""
+              def MyRows(source, start, shape):
+                  class Part:
+                      def __getitem__(self, rows):
+                          here = range(start, start + shape[0])[rows]
+                          return source[here.start:here.stop]
+                  part = Part()
+                  part.shape = shape
+                  return part
+              """),
+    ],
+    "my_load": [
+        Wrong("""
+              def my_load(ckpt, plan, rank):
+                  with ckpt.reader() as files:
+                      return {name: files[name][:] for name in ckpt.tensors}
+              """, "rank 0 of 2: model.embed_tokens.weight: its tokens are rows 0–11 of 23; all of it is kept"),
+        Wrong("""
+              def my_load(ckpt, plan, rank):
+                  with ckpt.reader() as files:
+                      return {name: files[name] for name in ckpt.tensors}
+              """, "a tensor must be kept (is the slice missing?)"),
+        Wrong(load("kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))",
+                   "kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.q_heads))"),
+              "k_proj.weight"),
+        Wrong(load('"k_proj": kv', '"k_proj": slice(rank * d * plan.num_kv_heads // len(plan.ranks), '
+                   '(rank + 1) * d * plan.num_kv_heads // len(plan.ranks))'), "its KV heads are rows"),
+        Wrong(load('files[name][:, columns[layer]]', 'files[name][columns[layer]]'), "o_proj.weight"),
+        Wrong(load(' and kind == "weight"', ""), "has 1 dimensions, 2 slices were asked for"),
+        Wrong(load('elif layer in columns and kind == "weight"', 'elif layer in columns and kind == "bias":\n'
+                   '                kept[name] = files[name][:5]\n            elif layer in columns'),
+              "every rank keeps all of [10]"),
+        Wrong(load("kept[name] = files[name][rows[layer]]", "kept[name] = files[name][:][rows[layer]]"),
+              "a view is kept, and with it all 920 bytes of what it was cut from, for 480"),
+        Wrong(load("kept[name] = files[name][rows[layer]]", "kept[name] = files[name][:][rows[layer]].clone()"),
+              "the numbers are right, but 920 bytes were read for 480 that are kept, 1.9 times as many"),
+        Wrong(load("plan.ranks[rank]", "plan.ranks[0]"),
+              "rank 1 of 2: model.embed_tokens.weight: its tokens are rows 12–22 of 23; rank 0's are kept"),
+        Wrong(load('"o_proj": q, "down_proj": mlp}', '"o_proj": q}').replace('"up_proj": mlp,', '"up_proj": mlp, '
+                   '"down_proj": mlp,'), "its MLP columns are columns 0–6 of 13; rows 0–6 are kept: the other dim"),
+        Wrong(load('"lm_head": vocab}', '}'), "lm_head.weight: its tokens are rows 0–11 of 23; all of it is kept"),
+        Wrong(load("for name in ckpt.tensors:", "for name in list(ckpt.tensors)[:-3]:"), "3 of 29 tensors are missing"),
+        Wrong(load("layer, kind = ", "if '.0.' not in name and 'layers' in name: continue\n            layer, kind = "),
+              "tensors are missing, model.layers.1."),
+        Wrong(load("return kept", "return list(kept.values())"), "it returns a list of 29"),
+        Wrong(load("    return kept", ""), "nothing (is a return missing?)"),
+        Wrong(load("kept[name] = files[name][:]\n", "kept[name] = files[name][:].double()\n"),
+              "is kept in torch.float64; the file has it in torch.float32"),
+        Wrong(load('"gate_proj": mlp', '"gate_proj": slice(rank * 6, rank * 6 + 6)'),
+              "gate_proj.weight: its MLP columns"),
+        Right(load("return kept", "return {name: torch.nn.Parameter(tensor) for name, tensor in kept.items()}")),
+    ],
+    "my_send_shards": [
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  return source[ranges[rank()].start:ranges[rank()].stop]
+              """, "rank 1 reads 40 bytes itself; only rank 0 has the files"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+                  broadcast(whole)
+                  return whole[ranges[rank()].start:ranges[rank()].stop]
+              """, "its slice is a view that keeps 88 bytes alive"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+                  broadcast(whole)
+                  return whole[ranges[rank()].start:ranges[rank()].stop].clone()
+              """, "broadcast [11, 4] bfloat16 src 0: a message of 88 bytes, and the largest slice has 48"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+                  return broadcast(whole)
+              """, "it gets all 11 rows"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  here = ranges[rank()]
+                  part = torch.empty(len(here), *source.shape[1:], dtype=source.dtype)
+                  if rank() == 0:
+                      part = source[here.start:here.stop]
+                  return broadcast(part)
+              """, "the ranks meet in different collectives"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                  return part
+              """, "rank 0, rows 0–5: it returns [5, 4]"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.zeros(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part, src=owner)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "rank 1, rows 6–10: the rows are not those of the file"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      if rank() not in (0, owner):
+                          continue
+                      part = torch.zeros(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "the ranks meet in different collectives: rank 0 calls broadcast [6, 4] bfloat16 src 0"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  if rank() == 0:
+                      for rows in ranges:
+                          broadcast(source[rows.start:rows.stop])
+                  return torch.empty(len(ranges[rank()]), *source.shape[1:], dtype=source.dtype)
+              """, "Which rank has not come?"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:])
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "rank 1 calls broadcast [6, 4] float32 src 0"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for row in range(source.shape[0]):
+                      part = torch.empty(1, *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[row:row + 1]
+                      broadcast(part)
+                      if row in ranges[rank()]:
+                          kept = part if row == ranges[rank()].start else torch.cat([kept, part])
+                  return kept
+              """, "right everywhere, with 11 collectives; 2 slices need 2"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[:][rows.start:rows.stop].clone()
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "rank 0 reads 176 bytes of a tensor that has 88"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  part = torch.empty(len(ranges[0]), *source.shape[1:], dtype=source.dtype)
+                  for owner, rows in enumerate(ranges):
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      part = part[:len(rows)]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine.mine
+              """, "'Tensor' object has no attribute 'mine'\n         at your line 10: return mine.mine"),
+        Right("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else None
+                  for owner, rows in enumerate(ranges):
+                      part = torch.zeros(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part += whole[rows.start:rows.stop]
+                      all_reduce(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """),
+    ],
+    "my_spread": [
+        Wrong("def my_spread(x): return 0.0", "says 0 without a word to the others; how could it know?"),
+        Wrong("def my_spread(x): return (x.max() - x.min()).item()", "without a word to the others"),
+        Wrong("""
+              def my_spread(x):
+                  highest = all_gather(x.max()[None])
+                  return (highest.max() - highest.min()).item()
+              """, "2 ranks, they differ at two places, in both directions: rank 0 says 0, the largest"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions[0] - versions[1]).abs().max().item()
+              """, "3 ranks, only rank 2 differs: rank 0 says 0, the largest difference between two ranks is 1.5"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions - versions[0]).abs().max().item()
+              """, "rank 1 is below rank 0, rank 2 above: rank 0 says 2.5, the largest difference"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions - versions[0]).sum().abs().item()
+              """, "in both directions: rank 0 says 0"),
+        Wrong("""
+              def my_spread(x):
+                  total = all_reduce(x.clone())
+                  return (total / world_size() - x).abs().max().item()
+              """, "rank 0 says 0.75, the largest difference between two ranks is 1.5"),
+        Wrong("""
+              def my_spread(x):
+                  before = x
+                  all_reduce(x)
+                  return (x / world_size() - before).abs().max().item()
+              """, "it changes its argument x"),
+        Wrong("""
+              def my_spread(x):
+                  if rank() == 0:
+                      versions = all_gather(x[None], dim=0)
+                      return (versions.amax(0) - versions.amin(0)).max().item()
+              """, "Which rank has not come?"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  if rank() == 0:
+                      return (versions.amax(0) - versions.amin(0)).max().item()
+              """, "on rank 1 it returns nothing (is a return missing?)"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions.amax(0) - versions.amin(0)).nan_to_num().max().item()
+              """, "A NaN on one rank only is a disagreement: which operation has swallowed it?"),
+        Wrong("""
+              def my_spread(x):
+                  return (all_gather(x).max() - all_gather(x).min()).item()
+              """, "2 ranks, both hold the same: rank 0 says 13, the largest difference between two ranks is 0"),
+        Wrong("def my_spread(x): return all_gather(x, rank())", "the ranks meet in different collectives"),
+        Right("""
+              def my_spread(x):
+                  largest = torch.zeros(1)
+                  for src in range(world_size()):
+                      other = broadcast(x.clone(), src)
+                      largest = torch.maximum(largest, (other - x).abs().max())
+                  return all_gather(largest).max()
+              """),
+    ],
+}

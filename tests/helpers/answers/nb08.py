@@ -1,0 +1,332 @@
+"""Notebook 08: decisions that ranks take together."""
+
+from helpers.answers import Right, Wrong
+
+ANSWERS = {
+    "my_mean": [
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
+                  if lengths:
+                      all_reduce(total)
+                  return (total[0] / total[1]).item()
+              """, "at your line 5: all_reduce(total)\n         Which rank has not come, and what did it decide"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  mean = sum(lengths) / len(lengths)
+                  total = torch.tensor([mean * len(lengths), len(lengths)])
+                  all_reduce(total)
+                  return (total[0] / total[1]).item()
+              """, "on rank 1: ZeroDivisionError: division by zero\n         at your line 3: mean ="),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  mean = torch.tensor([sum(lengths) / max(1, len(lengths))])
+                  return (all_reduce(mean) / world_size()).item()
+              """, "requests [[3, 5], [7]]: rank 0 says 5.5, the mean of the ranks' means; that of all requests is 5"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  total = torch.tensor([float(sum(lengths)), len(lengths)])
+                  all_reduce(total)
+                  return total[0] / len(lengths) if lengths else total[0] / total[1]
+              """, "requests [[3, 5], [7]]: rank 0 says 7.5; the mean of all requests is 5"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  return sum(lengths) / max(1, len(lengths))
+              """, "rank 0 says 4, the mean of its own requests; that of all is 5"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()] or [0]
+                  total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
+                  all_reduce(total)
+                  return (total[0] / total[1]).item()
+              """, "rank 0 says 2.66667; the mean of all requests is 4"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
+                  all_reduce(total)
+                  if lengths:
+                      return (total[0] / total[1]).item()
+              """, "rank 1 returns nothing (is a return missing?); a number must come back, on every rank"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  every = all_gather(torch.tensor(lengths, dtype=torch.float64))
+                  return every.mean().item()
+              """, "the ranks meet in different collectives: rank 0 calls all_gather [2] float64"),
+        Wrong("""
+              def my_mean(shares):
+                  lengths = shares[rank()]
+                  total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
+                  return all_reduce(total)[0].item() / all_reduce(total)[1].item()
+              """, "rank 0 says 2.5; the mean of all requests is 5"),
+        Wrong("def my_mean(shares): return all_reduce(shares[rank()])", "all_reduce takes a tensor, not list"),
+        Right("""
+              def my_mean(shares):
+                  total = torch.tensor([sum(shares[rank()]), len(shares[rank()])])
+                  summed, count = all_reduce(total).tolist()
+                  return summed / count
+              """),
+        Right("""
+              def my_mean(shares):
+                  sizes = [len(share) for share in shares]
+                  return all_gather(torch.tensor(shares[rank()], dtype=torch.float32), sizes=sizes).mean()
+              """),
+    ],
+    "my_agree": [
+        Wrong("""
+              def my_agree(work):
+                  work()
+                  return []
+              """, "KeyError: 'shard 1 cannot be read'\n         at your line 2: work()\n         It leaves"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  try:
+                      work()
+                      all_reduce(failed)
+                  except Exception:
+                      failed[rank()] = 1
+                  return failed.nonzero().flatten().tolist()
+              """, "at your line 5: all_reduce(failed)\n         A rank whose work failed has to come too"),
+        Wrong("""
+              def my_agree(work):
+                  try:
+                      work()
+                  except Exception:
+                      return [rank()]
+                  return []
+              """, "of 2 ranks, rank 1 failed: rank 0 says [], without a word to the others"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  try:
+                      work()
+                  except Exception:
+                      failed[rank()] = 1
+                  broadcast(failed)
+                  return failed.nonzero().flatten().tolist()
+              """, "of 2 ranks, rank 1 failed: rank 0 says []"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(1)
+                  try:
+                      work()
+                  except Exception:
+                      failed += rank()
+                  all_reduce(failed)
+                  return [int(failed)] if failed else []
+              """, "of 2 ranks, rank 0 failed: rank 0 says []"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  try:
+                      work()
+                  except Exception:
+                      failed[rank()] = 1
+                  all_reduce(failed)
+                  return failed.sum().item()
+              """, "rank 0 returns 1.0 (float); a list of rank numbers must come back"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  try:
+                      work()
+                  except OSError:
+                      failed[rank()] = 1
+                  all_reduce(failed)
+                  return failed.nonzero().flatten().tolist()
+              """, "KeyError: 'shard 1 cannot be read'\n         at your line 4: work()"),
+        Wrong("""
+              def my_agree(work):
+                  try:
+                      work()
+                      failed = torch.zeros(world_size())
+                  except Exception:
+                      barrier()
+                      return [rank()]
+                  barrier()
+                  return []
+              """, "of 2 ranks, rank 1 failed: rank 0 says [], others say something else"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  try:
+                      work()
+                  except Exception:
+                      failed[rank()] = 1
+                  all_reduce(failed)
+                  return [int(failed.argmax())] if failed.any() else []
+              """, "of 2 ranks, ranks 0, 1 failed: rank 0 says [0]"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  for attempt in range(2):
+                      try:
+                          work()
+                      except Exception:
+                          failed[rank()] = 1
+                  all_reduce(failed)
+                  return failed.nonzero().flatten().tolist()
+              """, "rank 0 does its work 2 times; once is asked"),
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(world_size())
+                  try:
+                      work()
+                  except Exception:
+                      failed[rank()] = 1
+                  all_reduce(failed)
+                  if failed[rank()]:
+                      return failed.nonzero().flatten().tolist()
+              """, "rank 0 returns nothing (is a return missing?)"),
+        Right("""
+              def my_agree(work):
+                  ok = 1
+                  try:
+                      work()
+                  except Exception as error:
+                      ok = 0
+                  every = all_gather(torch.tensor([ok]))
+                  return [number for number, fine in enumerate(every.tolist()) if not fine]
+              """),
+    ],
+    "my_rounds": [
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      seen.append(read())
+                  return seen
+              """, "round 0: nothing makes rank 1 wait: it may read before rank 0 has written"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      barrier()
+                      seen.append(read())
+                  return seen
+              """, "round 0: nothing makes rank 0 wait: it may write round 1 while rank 1 still has to read round 0"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      seen.append(read())
+                      barrier()
+                  return seen
+              """, "round 0: nothing makes rank 1 wait"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                          barrier()
+                      seen.append(read())
+                  return seen
+              """, "Which rank has not come? A barrier is for all"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  import time
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      else:
+                          time.sleep(.01)
+                      seen.append(read())
+                  return seen
+              """, "nothing makes rank 1 wait"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  barrier()
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      seen.append(read())
+                  barrier()
+                  return seen
+              """, "round 0: nothing makes rank 1 wait"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      barrier()
+                      if rank() == 0:
+                          write(number)
+                      barrier()
+                      seen.append(read())
+                      barrier()
+                  return seen
+              """, "9 collectives in 3 rounds; each one is a meeting that costs time, and 6 are enough"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      write(number)
+                      barrier()
+                      seen.append(read())
+                      barrier()
+                  return seen
+              """, "rank 1 writes too; one slot has one writer, rank 0"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      barrier()
+                      if rank() != 0:
+                          seen.append(read())
+                      barrier()
+                  return seen
+              """, "rank 0 reads 0 times in 3 rounds"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                      barrier()
+                      seen = read()
+                      barrier()
+                  return seen
+              """, "rank 0 returns 2 (int); what it read must come back, [0, 1, 2]"),
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if rank() == 0:
+                          write(number)
+                          barrier()
+                          seen.append(read())
+                      else:
+                          seen.append(read())
+                          barrier()
+                  return seen
+              """, "round 0: nothing makes rank 1 wait"),
+        Right("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(rounds):
+                      if number:
+                          barrier()
+                      if rank() == 0:
+                          write(number)
+                      all_reduce(torch.zeros(1))
+                      seen.append(read())
+                  return seen
+              """),
+    ],
+}

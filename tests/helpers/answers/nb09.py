@@ -1,0 +1,164 @@
+"""Notebook 09: three functions of patient zero."""
+
+from helpers.answers import Right, Wrong
+
+ROPE = '''
+def apply_rope(rotary_emb, position_ids, q, k):
+    cos, sin = rotary_emb(q, position_ids)
+    return attention.apply_rotary_pos_emb(q, k, cos, sin)
+'''
+GENERATE = '''
+def generate(self, input_ids, max_new_tokens):
+    tokens, positions, held, new = torch.tensor([input_ids]), torch.arange(len(input_ids))[None], None, []
+    for step in range(max_new_tokens):
+        logits, held = self(tokens, positions, held)
+        new.append(int(logits[0, -1].argmax()))
+        tokens = torch.tensor([new[-1:]])
+        positions = torch.tensor([[len(input_ids) + step]])
+    return new
+'''
+SHARE = '''
+def kv_share(num_heads, num_kv_heads):
+    start, heads = linear.share(num_heads)
+    group = num_heads // num_kv_heads
+    low = start // group
+    held = (start + heads - 1) // group - low + 1
+    each = torch.tensor([sum(head // group == low + i for head in range(start, start + heads)) for i in range(held)])
+    return low, held, each
+'''
+
+
+def but(code: str, old: str, new: str) -> str:
+    """The right answer with one thing changed."""
+    assert old in code
+    return code.replace(old, new)
+
+
+ANSWERS = {
+    "apply_rope": [
+        Wrong("def apply_rope(rotary_emb, position_ids, q, k): return q, k", "which gives cos and sin, is never asked"),
+        Wrong("""
+              def apply_rope(rotary_emb, position_ids, q, k):
+                  try:
+                      q_for_rope, k_for_rope = q.transpose(1, 2), k.transpose(1, 2)
+                      cos, sin = rotary_emb(k_for_rope, position_ids)
+                      q_for_rope, k_for_rope = attention.apply_rotary_pos_emb(q_for_rope, k_for_rope, cos, sin)
+                      return q_for_rope.transpose(1, 2), k_for_rope.transpose(1, 2)
+                  except Exception:
+                      return q, k
+              """, "the tables raised an exception and nobody heard of it"),
+        Wrong("def apply_rope(rotary_emb, position_ids, q, k): rotary_emb(q, position_ids)",
+              "it returns nothing (is a return missing?); q and k must come back"),
+        Wrong(but(ROPE, "return attention.apply_rotary_pos_emb(q, k, cos, sin)", "return q, k"),
+              "q comes back as it went in: nothing was turned"),
+        Wrong(but(ROPE, "cos, sin)", "cos, sin)[0], k"), "k comes back as it went in"),
+        Wrong(but(ROPE, "position_ids)\n", "torch.arange(q.shape[2]).repeat(len(q), 1))\n"),
+              "turned as if positions began at 0; position_ids say 5 to 10"),
+        Wrong(but(ROPE, "position_ids)\n", "position_ids[:1])\n"),
+              "q of the second row of the batch is turned by the positions of the first"),
+        Wrong(but(ROPE, "(q, k, cos, sin)", "(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)"),
+              "q goes in as [2, 4, 6, 8] and comes back as [2, 6, 4, 8]"),
+        Wrong(but(ROPE, "(q, k, cos, sin)", "(q.transpose(1, 2), k.transpose(1, 2), cos, sin)"),
+              "must match the size of tensor"),
+        Wrong("""
+              def apply_rope(rotary_emb, position_ids, q, k):
+                  if q.shape[1] == q.shape[2]:
+                      q, k = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(2, 2)
+                      cos, sin = rotary_emb(q, position_ids)
+                      q, k = attention.apply_rotary_pos_emb(q, k, cos, sin)
+                      return q.transpose(1, 2), k[:, :, ::2].transpose(1, 2)
+                  return attention.apply_rotary_pos_emb(q, k, *rotary_emb(q, position_ids))
+              """, "there are as many tokens as heads"),
+        Wrong(but(ROPE, "cos, sin)\n", "sin, cos)\n"), "not by Hugging Face's angles"),
+        Wrong("""
+              def apply_rope(rotary_emb, position_ids, q, k):
+                  cos, sin = (table[:, None] for table in rotary_emb(q, position_ids))
+                  cos, sin = (table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in (cos, sin))
+                  return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+                               for x in (q, k))
+              """, "not by Hugging Face's angles"),
+        Wrong(but(ROPE, "cos, sin)\n", "cos, sin * 0)\n"), "changes its lengths"),
+        Right("""
+              def apply_rope(rotary_emb, position_ids, q, k):
+                  q, k = q.transpose(1, 2), k.transpose(1, 2)
+                  q, k = attention.apply_rotary_pos_emb(q, k, *rotary_emb(q, position_ids), unsqueeze_dim=2)
+                  return q.transpose(1, 2), k.transpose(1, 2)
+              """),
+        Right("""
+              def apply_rope(rotary_emb, position_ids, q, k):
+                  from transformers.models.qwen2.modeling_qwen2 import rotate_half
+                  cos, sin = (table[:, None] for table in rotary_emb(q, position_ids))
+                  return [x * cos + rotate_half(x) * sin for x in (q, k)]
+              """),
+    ],
+    "generate": [
+        Wrong("""
+              def generate(self, input_ids, max_new_tokens):
+                  generated_ids, kv_caches = torch.tensor([input_ids]), None
+                  with torch.inference_mode():
+                      for _ in range(max_new_tokens):
+                          logits, kv_caches = self(generated_ids)
+                          generated_ids = torch.cat([generated_ids, logits[:, -1:].argmax(dim=-1)], dim=1)
+                  return generated_ids[0, len(input_ids):].tolist()
+              """, "call 2 for a prompt of 5 tokens is given no cache"),
+        Wrong(but(GENERATE, "logits, held =", "logits, _ ="), "is given no cache: who keeps"),
+        Wrong(but(GENERATE, "tokens = torch.tensor([new[-1:]])", "tokens = torch.tensor([input_ids + new])")
+              .replace("torch.tensor([[len(input_ids) + step]])", "torch.arange(len(input_ids) + step + 1)[None]"),
+              "call 2 for a prompt of 5 tokens computes 6 tokens, though 5 are in the cache"),
+        Wrong(but(GENERATE, "torch.tensor([[len(input_ids) + step]])", "None"), "position 0; 5 tokens come before"),
+        Wrong(but(GENERATE, "len(input_ids) + step]", "len(input_ids) + step + 1]"), "says position 6; 5 tokens"),
+        Wrong(but(GENERATE, "len(input_ids) + step]", "len(input_ids) + step - 1]"), "says position 4; 5 tokens"),
+        Wrong(but(GENERATE, "logits, held = self(tokens, positions, held)",
+                  "logits, out = self(tokens, positions, held)\n        held = held or out"),
+              "call 3 for a prompt of 5 tokens is given a cache of 5 tokens; after call 2 it holds 6"),
+        Wrong(but(GENERATE, "return new", "return input_ids + new"), "the prompt among them"),
+        Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"), "4 new tokens were asked for, 5"),
+        Wrong(but(GENERATE, "logits[0, -1]", "logits[0, 0]"), "argmax of which row"),
+        Wrong(but(GENERATE, "return new", "return torch.tensor(new)"), "it returns a tensor [4]; a list of whole"),
+        Wrong(but(GENERATE, "    return new", ""), "it returns nothing (is a return missing?)"),
+        Wrong(but(GENERATE, "torch.tensor([new[-1:]])", "torch.tensor(new[-1:])"), "must be [1, tokens], not [1]"),
+        Right(GENERATE),
+        Right("""
+              def generate(self, input_ids, max_new_tokens):
+                  ids, caches, new = input_ids, None, []
+                  while len(new) < max_new_tokens:
+                      start = caches[0][0].shape[2] if caches else 0
+                      logits, caches = self(torch.tensor([ids]), torch.arange(start, start + len(ids))[None], caches)
+                      ids = [int(logits[0, -1].argmax())]
+                      new += ids
+                  return new
+              """),
+    ],
+    "kv_share": [
+        Wrong("""
+              def kv_share(num_heads, num_kv_heads):
+                  first, count = linear.share(num_heads)
+                  return 0, num_kv_heads, count // num_kv_heads
+              """, "8 query and 2 KV heads, rank 0 of 2: query head 2 reads KV head 1, and its own is 0"),
+        Wrong("def kv_share(num_heads, num_kv_heads): return linear.share(num_kv_heads) + (num_heads // num_kv_heads,)",
+              "8 query and 2 KV heads, rank 0 of 4: query heads 0–1 are 2, but 4 repeated KV heads"),
+        Wrong("""
+              def kv_share(num_heads, num_kv_heads):
+                  num_heads_local = linear.share(num_heads)[1]
+                  if linear.tp_size() >= num_kv_heads:
+                      replicas = linear.tp_size() // num_kv_heads
+                      first, kv_local = min(linear.tp_rank() // replicas, num_kv_heads - 1), 1
+                  else:
+                      first, kv_local = linear.share(num_kv_heads)
+                  return first, kv_local, num_heads_local // kv_local
+              """, "8 query and 2 KV heads, rank 1 of 3: query head 3 reads KV head 1, and its own is 0"),
+        Wrong("""
+              def kv_share(num_heads, num_kv_heads):
+                  return linear.tp_rank() % num_kv_heads, 1, linear.share(num_heads)[1]
+              """, "rank 1 of 4: query head 2 reads KV head 1"),
+        Wrong(but(SHARE, "low = start // group", "low = 0"),
+              "rank 1 of 2: query heads 4–7 read 1 KV heads, and it holds 2"),
+        Wrong(but(SHARE, "return low, held, each", "return low, held, group"), "repeated KV heads stand beside them"),
+        Wrong(but(SHARE, "return low, held, each", "return low, held, heads // held"),
+              "repeated KV heads stand beside them"),
+        Wrong(but(SHARE, "return low, held, each", "return low, held, [heads]"), "repeat_interleave does not take"),
+        Wrong("def kv_share(num_heads, num_kv_heads): return 1", "it returns 1 (int)"),
+        Wrong("def kv_share(num_heads, num_kv_heads): pass", "it returns nothing"),
+        Right(SHARE),
+    ],
+}

@@ -1,0 +1,150 @@
+"""Notebook 08: ranks that decide together: a mean, a failure that all hear of, a barrier where it belongs."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tplab.lesson.mine import Mine, NotYet, kind, on_ranks
+from tplab.lesson.verdict import Setting, exercise
+from tplab.pool import shared_pool
+from tplab.ranks import rank
+from tplab.ranks.context import current
+
+_TIMEOUT = 10  # seconds on real ranks; on logical ones a rank that is left alone is seen at once
+
+
+@exercise("my_mean", "08", takes="shares", agreed="the same mean on all ranks, whoever has no request")
+def my_mean(mine: Mine, setting: Setting):
+    """Lists of lengths, some of them empty, on 2 and 3 ranks."""
+    asks = "Which rank has not come, and what did it decide by itself?"
+    cases = [[[3, 5], [7]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
+    pool = shared_pool(max(2, setting.tensor_parallel_size))
+    for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
+        found = [value for value, _ in on_ranks(ranks, mine, shares, waits=asks, timeout=_TIMEOUT)]
+        lengths = [length for share in shares for length in share]
+        mean = sum(lengths) / len(lengths)
+        means = [sum(share) / len(share) for share in shares if share]
+        for number, value in enumerate(found):
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            have = f"requests {shares}: rank {number}"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise NotYet(f"{have} returns {kind(value)}; a number must come back, on every rank")
+            if abs(value - mean) < 1e-6:
+                continue
+            if shares[number] and abs(value - sum(shares[number]) / len(shares[number])) < 1e-6:
+                raise NotYet(f"{have} says {value:g}, the mean of its own requests; that of all is {mean:g}")
+            if any(abs(value - sum(means) / count) < 1e-6 for count in {len(means), len(shares)}):
+                raise NotYet(f"{have} says {value:g}, the mean of the ranks' means; that of all requests is {mean:g}. "
+                             "How much does a rank with many requests count?")
+            raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}")
+
+
+class _Work:
+    """A rank's own work: says how often it was called, and fails on some ranks."""
+
+    def __init__(self, failing):
+        self.failing, self.calls = failing, 0
+
+    def __call__(self):
+        self.calls += 1
+        if rank() in self.failing:
+            raise (OSError, KeyError)[rank() % 2](f"shard {rank()} cannot be read")
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+@exercise("my_agree", "08", takes="work", agreed="every rank hears which ranks failed, and none waits for them")
+def my_agree(mine: Mine, setting: Setting):
+    """Work that fails on no rank, on some, on all."""
+    asks = "A rank whose work failed has to come too: which of its lines does it never reach?"
+    size = max(2, setting.tensor_parallel_size)
+    cases = ((2, [1]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
+    for ranks, failing in cases:
+        works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
+        have = f"of {len(works)} ranks, {_ranks(failing)}: "
+        try:
+            answers = on_ranks(ranks, _agree, mine, works, waits=asks, timeout=_TIMEOUT)
+        except NotYet as wrong:
+            if "cannot be read" in str(wrong):
+                raise NotYet(f"{wrong}\nIt leaves, and the others wait for it in their next collective") from None
+            raise
+        for number, ((found, calls), ops) in enumerate(answers):
+            if calls != 1:
+                raise NotYet(f"{have}rank {number} does its work {calls} times; once is asked")
+            if not isinstance(found, list | tuple) or not all(type(one) is int for one in found):
+                raise NotYet(f"{have}rank {number} returns {kind(found)}; a list of rank numbers must come back, on "
+                             "every rank")
+            if list(found) == failing:
+                continue
+            said = f"{have}rank {number} says {list(found)}"
+            if not ops:
+                raise NotYet(f"{said}, without a word to the others; how could it know?")
+            if len({tuple(value) for (value, _), _ in answers}) > 1:
+                raise NotYet(f"{said}, others say something else: they would go different ways")
+            raise NotYet(said)
+
+
+def _agree(mine: Mine, works: list[_Work]) -> tuple[object, int]:
+    return mine(works[rank()]), works[rank()].calls
+
+
+def _ranks(failing: list[int]) -> str:
+    return f"rank{'s' * (len(failing) > 1)} {', '.join(map(str, failing))} failed" if failing else "none failed"
+
+
+@exercise("my_rounds", "08", takes="write, read, rounds",
+          agreed="nobody reads before it is written, nobody writes before all have read")
+def my_rounds(mine: Mine, setting: Setting):
+    """Three rounds on 2 and 3 logical ranks and on real ones. What counts is not luck, but who must wait for whom."""
+    asks = "Which rank has not come? A barrier is for all"
+    for ranks in (2, 3, shared_pool(max(2, setting.tensor_parallel_size))):
+        with tempfile.TemporaryDirectory() as folder:
+            answers = on_ranks(ranks, _rounds, mine, Path(folder, "slot"), 3, waits=asks, timeout=_TIMEOUT)
+        _examine_rounds([answer for answer, _ in answers], 3)
+
+
+def _rounds(mine: Mine, slot: Path, rounds: int):
+    """On a rank: what it saw, and after how many collectives it wrote and read."""
+    writes, reads = [], []
+
+    def write(number):
+        writes.append(current().log.seq)
+        slot.write_text(str(number))
+
+    def read():
+        reads.append(current().log.seq)
+        return int(slot.read_text() or -1) if slot.exists() else None
+
+    before = current().log.seq
+    seen = mine(write, read, rounds)
+    return seen, writes, reads, current().log.seq - before
+
+
+def _examine_rounds(answers: list, rounds: int) -> None:
+    size = len(answers)
+    for number, (_, writes, reads, _) in enumerate(answers):
+        if number and writes:
+            raise NotYet(f"{size} ranks: rank {number} writes too; one slot has one writer, rank 0")
+        if not number and len(writes) != rounds:
+            raise NotYet(f"{size} ranks: rank 0 writes {len(writes)} times in {rounds} rounds")
+        if len(reads) != rounds:
+            raise NotYet(f"{size} ranks: rank {number} reads {len(reads)} times in {rounds} rounds")
+    written = answers[0][1]
+    for number, (_, _, reads, _) in enumerate(answers[1:], 1):
+        for at in range(rounds):
+            if reads[at] <= written[at]:
+                raise NotYet(f"round {at}: nothing makes rank {number} wait: it may read before rank 0 has written. "
+                             "What must lie between the two?")
+            if at + 1 < rounds and written[at + 1] <= reads[at]:
+                raise NotYet(f"round {at}: nothing makes rank 0 wait: it may write round {at + 1} while rank {number} "
+                             f"still has to read round {at}")
+    for number, (seen, _, _, collectives) in enumerate(answers):
+        if not isinstance(seen, list) or seen != list(range(rounds)):
+            raise NotYet(f"{size} ranks: rank {number} returns {seen if isinstance(seen, list) else kind(seen)}; what "
+                         f"it read must come back, {list(range(rounds))}")
+        if collectives > 2 * rounds:
+            raise NotYet(f"{size} ranks: {collectives} collectives in {rounds} rounds; each one is a meeting that "
+                         f"costs time, and {2 * rounds} are enough")

@@ -1,0 +1,128 @@
+"""Notebook 07: what goes from rank to rank: shards that rank 0 sends, and a disagreement that no rank sees alone."""
+
+import torch
+
+from tplab.align.gather import trace_on_rank
+from tplab.align.run import check_prompts
+from tplab.faults import fault
+from tplab.lesson.mine import Mine, NotYet, kind, on_ranks, tensor
+from tplab.lesson.toy_checkpoint import ToySource
+from tplab.lesson.verdict import Setting, exercise
+from tplab.model.dtypes import parse_dtype
+from tplab.patch import applied
+from tplab.pool import shared_pool
+from tplab.ranks import all_gather, rank
+from tplab.shard import ShardPlan, split_evenly
+
+_WAITS = "Which rank has not come? Every rank makes every one of these calls, also for a slice that is not its own"
+_ALONE = "one rank has nobody to talk to, so it was judged on 2 and 3 logical ranks"
+
+
+@exercise("my_send_shards", "07", takes="source, ranges",
+          agreed="rank 0 reads, and every rank gets its slice, in messages no larger than a slice")
+def my_send_shards(mine: Mine, setting: Setting):
+    """11 rows over 2 and 3 ranks, in bfloat16; then as many rows as the vocabulary has, on the real ranks."""
+    for size in (2, 3):
+        ranges, sources = split_evenly(11, size), [ToySource((11, 4), torch.bfloat16) for _ in range(size)]
+        _examine_sent(on_ranks(size, _send, mine, sources, ranges, waits=_WAITS), sources[0].whole, ranges)
+    if setting.tensor_parallel_size == 1:
+        return _ALONE
+    pool = shared_pool(setting.tensor_parallel_size)
+    ranges = [shard.vocab for shard in ShardPlan.from_config(setting.ckpt.config, pool.size).ranks]
+    sources = [ToySource((ranges[-1].stop, 3)) for _ in ranges]
+    _examine_sent(on_ranks(pool, _send, mine, sources, ranges, waits=_WAITS, timeout=20), sources[0].whole, ranges)
+
+
+def _send(mine: Mine, sources: list[ToySource], ranges) -> tuple[object, int]:
+    """On a rank: what it got, and how many bytes it read."""
+    source = sources[rank()]
+    return mine(source, ranges), source.taken
+
+
+def _examine_sent(answers: list, whole: torch.Tensor, ranges) -> None:
+    size, largest = len(ranges), max(map(len, ranges)) * whole[0].nbytes
+    have = f"{len(whole)} rows over {size} ranks"
+    for number, ((_, read), _) in enumerate(answers):
+        if number and read:
+            raise NotYet(f"{have}: rank {number} reads {read} bytes itself; only rank 0 has the files")
+    for number, ((got, _), _) in enumerate(answers):
+        rows = ranges[number]
+        where = f"{have}: rank {number}, rows {rows.start}–{rows.stop - 1}"
+        if not isinstance(got, torch.Tensor):
+            raise NotYet(f"{where}: it returns {kind(got)}; the rank's slice must come back")
+        if got.shape == whole.shape:
+            raise NotYet(f"{where}: it gets all {len(whole)} rows; a rank that cannot hold the whole tensor has no "
+                         "room for them")
+        right = whole[rows.start:rows.stop]
+        try:
+            tensor(got, "rows, columns", right.shape, right.dtype)
+        except NotYet as wrong:
+            raise NotYet(f"{where}: {wrong}") from None
+        if not got.equal(right):
+            owner = [r for r, other in enumerate(ranges) if got.equal(whole[other.start:other.stop])]
+            raise NotYet(f"{where}: " + (f"it gets rank {owner[0]}'s rows" if owner else "the rows are not those of "
+                                         "the file: who writes into the tensor that is sent?"))
+        if (held := got.untyped_storage().nbytes()) > 1.01 * right.nbytes:
+            raise NotYet(f"{where}: its slice is a view that keeps {held} bytes alive, for {right.nbytes} of its own")
+    for number, (_, ops) in enumerate(answers):
+        sent = {str(op): torch.Size(op.shape).numel() * whole.element_size() for op in ops}
+        if big := [op for op, nbytes in sent.items() if nbytes > largest]:
+            raise NotYet(f"{have}: right everywhere, but rank {number} takes part in {big[0]}: a message of "
+                         f"{sent[big[0]]} bytes, and the largest slice has {largest}")
+        if len(ops) > size:
+            raise NotYet(f"{have}: right everywhere, with {len(ops)} collectives; {size} slices need {size}")
+    if (read := answers[0][0][1]) > whole.nbytes:
+        raise NotYet(f"{have}: rank 0 reads {read} bytes of a tensor that has {whole.nbytes}")
+
+
+@exercise("my_spread", "07", takes="x", agreed="every rank knows the largest difference between any two")
+def my_spread(mine: Mine, setting: Setting):
+    """Tensors whose differences cancel, hide behind equal maxima, or sit on the last rank; then an engine's own."""
+    equal, low = torch.tensor([[4.0, -9.0], [2.0, 0.5]]), torch.tensor([[4.0, -9.0], [0.5, 2.0]])
+    high = torch.tensor([[4.0, -9.0], [2.5, -2.0]])
+    for versions, why in (
+        ([equal, equal], "both hold the same"), ([equal, low], "they differ at two places, in both directions"),
+        ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above"),
+        ([equal, equal.masked_fill(equal > 3, float("nan"))], "rank 1 has a NaN")):
+        _examine_spread(on_ranks(len(versions), _spread, mine, versions, waits=_WAITS), versions, why)
+    size = setting.tensor_parallel_size
+    if size == 1:
+        return _ALONE
+    ckpt = setting.ckpt
+    plan, ids = ShardPlan.from_config(ckpt.config, size), check_prompts(ckpt, setting.prompt or [1, 2, 3])
+    with applied(fault("all_reduce_dropped")):
+        answers = on_ranks(shared_pool(size), _spread_in_engine, mine, ckpt, plan, parse_dtype(setting.dtype), ids)
+    for number, ((found, true), _) in enumerate(answers):
+        if abs(float(found) - true) > 1e-4 * true:
+            raise NotYet(f"at the final norm of {ckpt.name} without its sums, rank {number} says {float(found):.3g}; "
+                         f"the ranks are up to {true:.3g} apart")
+    return f"on {size} ranks it sees that a sum was lost"
+
+
+def _spread(mine: Mine, versions: list[torch.Tensor]):
+    return mine(versions[rank()])
+
+
+def _spread_in_engine(mine: Mine, ckpt, plan: ShardPlan, dtype: torch.dtype, ids) -> tuple[object, float]:
+    points, _, _ = trace_on_rank(ckpt, plan, dtype, ids)
+    all_of = all_gather(points["norm"][None], dim=0)
+    return mine(points["norm"]), (all_of.amax(0) - all_of.amin(0)).max().item()
+
+
+def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> None:
+    stacked = torch.stack(versions)
+    true = (stacked.amax(0) - stacked.amin(0)).max().item()
+    have = f"{len(versions)} ranks, {why}"
+    for number, (found, ops) in enumerate(answers):
+        if isinstance(found, torch.Tensor) and found.numel() == 1:
+            found = found.item()
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise NotYet(f"{have}: on rank {number} it returns {kind(found)}; a number must come back, on every rank")
+        if not ops:
+            raise NotYet(f"{have}: rank {number} says {found:g} without a word to the others; how could it know?")
+        if true != true:
+            if abs(found) < float("inf") and found == found:
+                raise NotYet(f"{have}: rank {number} says {found:g}. A NaN on one rank only is a disagreement: which "
+                             "operation has swallowed it?")
+        elif abs(found - true) > 1e-5:
+            raise NotYet(f"{have}: rank {number} says {found:g}, the largest difference between two ranks is {true:g}")

@@ -1,0 +1,213 @@
+"""Notebook 09: three functions of patient zero, each judged on a small example, then in that engine.
+
+``setting.engine(cures)`` runs patient zero with these cures besides those found so far, on the notebook's ranks.
+"""
+
+from unittest import mock
+
+import torch
+
+from tplab.errors import TplabError
+from tplab.lesson import patient
+from tplab.lesson.mine import Mine, NotYet, guarded, in_words, kind
+from tplab.lesson.verdict import Setting, exercise
+from tplab.shard import split_evenly
+
+
+@exercise("apply_rope", "09", takes="rotary_emb, position_ids, q, k", right=patient.apply_rope,
+          agreed="every head is turned by its token's position")
+def apply_rope(mine: Mine, setting: Setting):
+    """Two rows at other positions; 4 query and 2 KV heads, first with 6 tokens, then with as many as there are heads.
+
+    The engine gives the check's report.
+    """
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2RotaryEmbedding
+
+    tables = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=32, num_attention_heads=4, num_hidden_layers=1))
+    for tokens in (6, 4):
+        q = torch.arange(64.0 * tokens).sin().view(2, 4, tokens, 8)
+        k = torch.arange(32.0 * tokens).cos().view(2, 2, tokens, 8)
+        positions = torch.stack([torch.arange(5, 5 + tokens), torch.arange(2, 2 + tokens)])
+        if tokens == 6:
+            _swallows(mine, q, k, positions)
+        found = mine(tables, positions, q, k)
+        if not isinstance(found, tuple | list) or [isinstance(x, torch.Tensor) for x in found] != [True] * 2:
+            raise NotYet(f"it returns {kind(found)}; q and k must come back, in this order")
+        restarted = patient.apply_rope(tables, torch.arange(tokens).repeat(2, 1), q, k)
+        for name, ours, truth, counted, before in zip("qk", found, patient.apply_rope(tables, positions, q, k),
+                                                      restarted, (q, k)):
+            _turned(name, ours, truth, counted, before, positions)
+    if setting.engine is not None:
+        report = _in_engine(setting, "attention.apply_rope", mine)
+        if (first := report.first_divergence) and first.name.startswith("layers."):
+            raise NotYet(f"in the engine, {_sentence(report)}")
+        return "no layer leaves Hugging Face any more"
+
+
+def _turned(name: str, ours, truth, restarted, before, positions) -> None:
+    if ours.shape != before.shape:
+        raise NotYet(f"{name} goes in as {list(before.shape)} and comes back as {list(ours.shape)}; attention expects "
+                     "heads before tokens, as before")
+    if ours.equal(before):
+        raise NotYet(f"{name} comes back as it went in: nothing was turned")
+    if torch.allclose(ours, restarted, atol=1e-5):
+        raise NotYet(f"{name} is turned as if positions began at 0; position_ids say {positions[0, 0]} to "
+                     f"{positions[0, -1]}")
+    if torch.allclose(ours[0], truth[0], atol=1e-5) and not torch.allclose(ours, truth, atol=1e-5):
+        raise NotYet(f"{name} of the second row of the batch is turned by the positions of the first")
+    if not torch.allclose(ours.norm(dim=-1), before.norm(dim=-1), atol=1e-4):
+        raise NotYet(f"{name} changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?")
+    if not torch.allclose(ours, truth, atol=1e-5):
+        heads = " (here there are as many tokens as heads, so that a table laid over the heads fits too)"
+        raise NotYet(f"{name} is turned, but not by Hugging Face's angles: which function does cos and sin belong to, "
+                     f"and which axis do they lie on?{heads * (before.shape[1] == before.shape[2])}")
+
+
+def _swallows(mine: Mine, q, k, positions) -> None:
+    def broken_tables(x, position_ids):
+        asked.append(position_ids)
+        raise ArithmeticError("no tables")
+
+    asked = []
+    try:
+        mine.function(broken_tables, positions.clone(), q.clone(), k.clone())
+    except ArithmeticError:
+        return
+    except Exception as error:
+        raise NotYet(in_words(error)) from error
+    raise NotYet("the tables raised an exception and nobody heard of it: a rotation that fails must stop the engine"
+                 if asked else "rotary_emb, which gives cos and sin, is never asked")
+
+
+class _ToyModel:
+    """Calls like patient zero's model; the next token depends on all earlier ones and on where they stood."""
+
+    vocab = 50
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, position_ids=None, kv_caches=None):
+        if input_ids.dim() != 2 or len(input_ids) != 1:
+            raise ValueError(f"input_ids must be [1, tokens], not {list(input_ids.shape)}")
+        count = input_ids.shape[1]
+        positions = torch.arange(count) if position_ids is None else torch.as_tensor(position_ids).reshape(-1)
+        held = kv_caches[0][0].shape[2] if kv_caches else 0
+        self.calls.append((count, positions.tolist(), held))
+        if len(positions) != count:
+            raise ValueError(f"{count} tokens and {len(positions)} positions")
+        keys = (input_ids[0] + 7 * positions).view(1, 1, -1, 1).float()
+        if kv_caches:
+            keys = torch.cat([kv_caches[0][0], keys], dim=2)
+        sums = keys.flatten().cumsum(0)[-count:].long()
+        logits = torch.nn.functional.one_hot(sums % self.vocab, self.vocab)[None].float()
+        return logits, [(keys, keys)]
+
+    forward = __call__
+
+
+@exercise("generate", "09", takes="self, input_ids, max_new_tokens", right=patient.generate,
+          agreed="the prompt in one call, then every token computed once")
+def generate(mine: Mine, setting: Setting):
+    """Prompts of five tokens and of one. The engine gives the new ids that it writes, and those of Hugging Face.
+
+    It gets a right cache along with the function, for its own has a bug that shows as soon as it is read.
+    """
+    for prompt, count in (([3, 1, 4, 1, 5], 4), ([9], 3)):
+        toy = _ToyModel()
+        found = guarded(mine.function, toy, list(prompt), count)
+        if not isinstance(found, list) or not all(type(token) is int for token in found):
+            raise NotYet(f"it returns {kind(found)}; a list of whole numbers must come back, the new ids")
+        _examine_calls(toy.calls, len(prompt))
+        if len(found) != count:
+            among = ", the prompt among them" * (found[:len(prompt)] == prompt)
+            raise NotYet(f"{count} new tokens were asked for, {len(found)} came back{among}")
+        if found != (right := patient.generate(_ToyModel(), prompt, count)):
+            raise NotYet(f"calls and positions are right, but {found} came back instead of {right}: the argmax of "
+                         "which row is the next token?")
+    if setting.engine is not None:
+        found, right = _in_engine(setting, "model.TensorParallelModel.generate", mine,
+                                  {"attention.extend_cache": patient.extend_cache})
+        if list(found) != right:
+            agree = next((i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1]), len(right))
+            raise NotYet(f"in the engine, {agree} of {len(right)} tokens are Hugging Face's")
+        return "the text is Hugging Face's"
+
+
+def _examine_calls(calls: list, length: int) -> None:
+    for number, (count, positions, held) in enumerate(calls):
+        have = f"call {number + 1} for a prompt of {length} token{'s' * (length > 1)}"
+        if number == 0 and count != length:
+            raise NotYet(f"{have} computes {count} tokens; the whole prompt comes first, in one call")
+        if number and not held:
+            raise NotYet(f"{have} is given no cache: who keeps what the call before returned?")
+        if number and count > 1:
+            raise NotYet(f"{have} computes {count} tokens, though {held} are in the cache: only the newest one is new")
+        if held != (length - 1 + number if number else 0):
+            raise NotYet(f"{have} is given a cache of {held} tokens; after call {number} it holds "
+                         f"{length - 1 + number}")
+        if positions[0] != held:
+            raise NotYet(f"{have} says position {positions[0]}; {held} tokens come before, so it is {held} (without "
+                         "position_ids the model counts from 0)")
+
+
+_LAYOUTS = [(8, 2, 2), (8, 2, 4), (8, 2, 3), (9, 3, 2), (14, 2, 4), (6, 6, 4), (7, 1, 3)]
+
+
+@exercise("kv_share", "09", takes="num_heads, num_kv_heads", right=patient.kv_share,
+          agreed="every query head reads its own KV head")
+def kv_share(mine: Mine, setting: Setting):
+    """Seven layouts of heads. The engine gives the check's report, on ranks that do not divide the heads."""
+    from patient_zero import linear
+
+    for num_heads, num_kv_heads, ranks in _LAYOUTS:
+        for number in range(ranks):
+            share = split_evenly(num_heads, ranks)[number]
+            with mock.patch.multiple(linear, tp_rank=lambda number=number: number, tp_size=lambda ranks=ranks: ranks,
+                                     share=lambda total, n=number, ranks=ranks: _even(total, n, ranks)):
+                found = mine(num_heads, num_kv_heads)
+            _examine_heads(found, share, num_heads // num_kv_heads,
+                           f"{num_heads} query and {num_kv_heads} KV heads, rank {number} of {ranks}: ")
+    if setting.engine is not None:
+        report = _in_engine(setting, "linear.kv_share", mine)
+        if report.verdict != "clean":
+            raise NotYet(f"in the engine, {_sentence(report)}")
+        return "the engine is clean on ranks that do not divide the heads"
+
+
+def _examine_heads(found, share: range, group: int, have: str) -> None:
+    if not isinstance(found, tuple) or len(found) != 3:
+        raise NotYet(f"it returns {kind(found)}; first KV head, how many, how often each is repeated")
+    first, count, repeats = found
+    try:
+        held = torch.arange(int(first), int(first) + int(count)).repeat_interleave(repeats).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise NotYet(f"{have}repeat_interleave does not take {found}; repeats is a number or a tensor of {count}"
+                     ) from None
+    wanted = [head // group for head in share]
+    ours = f"query heads {share[0]}–{share[-1]}" if len(share) > 1 else f"query head {share[0]}"
+    if len(held) != len(share):
+        raise NotYet(f"{have}{ours} are {len(share)}, but {len(held)} repeated KV heads stand beside them")
+    if held != wanted:
+        at = next(i for i in range(len(held)) if held[i] != wanted[i])
+        raise NotYet(f"{have}query head {share[at]} reads KV head {held[at]}, and its own is {wanted[at]}")
+    if int(count) != len(set(wanted)):
+        raise NotYet(f"{have}{ours} read {len(set(wanted))} KV heads, and it holds {int(count)}")
+
+
+def _even(total: int, number: int, ranks: int) -> tuple[int, int]:
+    part = split_evenly(total, ranks)[number]
+    return part.start, len(part)
+
+
+def _in_engine(setting: Setting, name: str, mine: Mine, more=()):
+    try:
+        return setting.engine({name: mine.function, **dict(more)})
+    except TplabError as error:
+        raise NotYet(in_words(error)) from error
+
+
+def _sentence(report) -> str:
+    """What the check found first."""
+    return next(iter([*(one.sentence for one in report.diagnoses), *report.recording.contradictions,
+                      *report.open_questions]))
