@@ -44,13 +44,13 @@ class Fault:
 
     @property
     def broken(self) -> str:
-        """Source of the wrong code, ready to be shown."""
-        return "\n\n".join(_source(patch.replacement) for patch in self.patches)
+        """Source of the wrong code, ready to be shown; a function that replaces several is shown once."""
+        return "\n\n".join(dict.fromkeys(_source(patch.replacement) for patch in self.patches))
 
     @property
     def right(self) -> str:
         """Source of the engine's own code at the same places."""
-        return "\n\n".join(_source(original(patch.target)) for patch in self.patches)
+        return "\n\n".join(dict.fromkeys(_source(original(patch.target)) for patch in self.patches))
 
     def __str__(self) -> str:
         return f"{self.name}: {self.title}"
