@@ -1,0 +1,199 @@
+"""Notebook 07: sending, and comparing the ranks."""
+
+from helpers.answers import Right, Wrong
+
+ANSWERS = {
+    "my_send_shards": [
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  return source[ranges[rank()].start:ranges[rank()].stop]
+              """, "rank 1 reads 40 bytes itself; only rank 0 has the files"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+                  broadcast(whole)
+                  return whole[ranges[rank()].start:ranges[rank()].stop]
+              """, "its slice is a view that keeps 88 bytes alive"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+                  broadcast(whole)
+                  return whole[ranges[rank()].start:ranges[rank()].stop].clone()
+              """, "broadcast [11, 4] bfloat16 src 0: a message of 88 bytes, and the largest slice has 48"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+                  return broadcast(whole)
+              """, "it gets all 11 rows"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  here = ranges[rank()]
+                  part = torch.empty(len(here), *source.shape[1:], dtype=source.dtype)
+                  if rank() == 0:
+                      part = source[here.start:here.stop]
+                  return broadcast(part)
+              """, "the ranks meet in different collectives"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                  return part
+              """, "rank 0, rows 0–5: it returns [5, 4]"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.zeros(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part, src=owner)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "rank 1, rows 6–10: the rows are not those of the file"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      if rank() not in (0, owner):
+                          continue
+                      part = torch.zeros(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "the ranks meet in different collectives: rank 0 calls broadcast [6, 4] bfloat16 src 0"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  if rank() == 0:
+                      for rows in ranges:
+                          broadcast(source[rows.start:rows.stop])
+                  return torch.empty(len(ranges[rank()]), *source.shape[1:], dtype=source.dtype)
+              """, "Which rank has not come?"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:])
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "rank 1 calls broadcast [6, 4] float32 src 0"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for row in range(source.shape[0]):
+                      part = torch.empty(1, *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[row:row + 1]
+                      broadcast(part)
+                      if row in ranges[rank()]:
+                          kept = part if row == ranges[rank()].start else torch.cat([kept, part])
+                  return kept
+              """, "right everywhere, with 11 collectives; 2 slices need 2"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[:][rows.start:rows.stop].clone()
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """, "rank 0 reads 176 bytes of a tensor that has 88"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  part = torch.empty(len(ranges[0]), *source.shape[1:], dtype=source.dtype)
+                  for owner, rows in enumerate(ranges):
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      part = part[:len(rows)]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine.mine
+              """, "'Tensor' object has no attribute 'mine'\n         at your line 10: return mine.mine"),
+        Right("""
+              def my_send_shards(source, ranges):
+                  whole = source[:] if rank() == 0 else None
+                  for owner, rows in enumerate(ranges):
+                      part = torch.zeros(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part += whole[rows.start:rows.stop]
+                      all_reduce(part)
+                      if owner == rank():
+                          mine = part
+                  return mine
+              """),
+    ],
+    "my_spread": [
+        Wrong("def my_spread(x): return 0.0", "says 0 without a word to the others; how could it know?"),
+        Wrong("def my_spread(x): return (x.max() - x.min()).item()", "without a word to the others"),
+        Wrong("""
+              def my_spread(x):
+                  highest = all_gather(x.max()[None])
+                  return (highest.max() - highest.min()).item()
+              """, "2 ranks, they differ at two places, in both directions: rank 0 says 0, the largest"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions[0] - versions[1]).abs().max().item()
+              """, "3 ranks, only rank 2 differs: rank 0 says 0, the largest difference between two ranks is 1.5"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions - versions[0]).abs().max().item()
+              """, "rank 1 is below rank 0, rank 2 above: rank 0 says 2.5, the largest difference"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions - versions[0]).sum().abs().item()
+              """, "in both directions: rank 0 says 0"),
+        Wrong("""
+              def my_spread(x):
+                  total = all_reduce(x.clone())
+                  return (total / world_size() - x).abs().max().item()
+              """, "rank 0 says 0.75, the largest difference between two ranks is 1.5"),
+        Wrong("""
+              def my_spread(x):
+                  before = x
+                  all_reduce(x)
+                  return (x / world_size() - before).abs().max().item()
+              """, "it changes its argument x"),
+        Wrong("""
+              def my_spread(x):
+                  if rank() == 0:
+                      versions = all_gather(x[None], dim=0)
+                      return (versions.amax(0) - versions.amin(0)).max().item()
+              """, "Which rank has not come?"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  if rank() == 0:
+                      return (versions.amax(0) - versions.amin(0)).max().item()
+              """, "on rank 1 it returns nothing (is a return missing?)"),
+        Wrong("""
+              def my_spread(x):
+                  versions = all_gather(x[None], dim=0)
+                  return (versions.amax(0) - versions.amin(0)).nan_to_num().max().item()
+              """, "A NaN on one rank only is a disagreement: which operation has swallowed it?"),
+        Wrong("""
+              def my_spread(x):
+                  return (all_gather(x).max() - all_gather(x).min()).item()
+              """, "2 ranks, both hold the same: rank 0 says 13, the largest difference between two ranks is 0"),
+        Wrong("def my_spread(x): return all_gather(x, rank())", "the ranks meet in different collectives"),
+        Right("""
+              def my_spread(x):
+                  largest = torch.zeros(1)
+                  for src in range(world_size()):
+                      other = broadcast(x.clone(), src)
+                      largest = torch.maximum(largest, (other - x).abs().max())
+                  return all_gather(largest).max()
+              """),
+    ],
+}
