@@ -60,9 +60,9 @@ class Setting:
         from tplab.align import hf_greedy
         from tplab.align.run import check_prompts
 
-        (ids, *_) = check_prompts(self.ckpt, self.prompt)
+        (ids, *_) = check_prompts(self.checkpoint, self.prompt)
         prompts = [ids, ids[:max(1, len(ids) // 2)], ids[-3:]]
-        return prompts, [hf_greedy(self.ckpt, prompt, count, self.dtype) for prompt in prompts]
+        return prompts, [hf_greedy(self.checkpoint, prompt, count, self.dtype) for prompt in prompts]
 
     def texts(self, prompts: Sequence[Sequence[int]], count: int, *patches: Patch, **options) -> list[list[int]]:
         """The ``count`` greedy tokens that the engine writes for each prompt with the learner's function in it.

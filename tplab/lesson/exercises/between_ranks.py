@@ -28,7 +28,7 @@ def my_send_shards(mine: Mine, setting: Setting):
     if setting.tensor_parallel_size == 1:
         return _ALONE
     pool = shared_pool(setting.tensor_parallel_size)
-    ranges = [shard.vocab for shard in ShardPlan.from_config(setting.ckpt.config, pool.size).ranks]
+    ranges = [shard.vocab for shard in ShardPlan.from_config(setting.checkpoint.config, pool.size).ranks]
     sources = [ToySource((ranges[-1].stop, 3)) for _ in ranges]
     _examine_sent(on_ranks(pool, _send, mine, sources, ranges, waits=_WAITS, timeout=20), sources[0].whole, ranges)
 
@@ -88,7 +88,7 @@ def my_spread(mine: Mine, setting: Setting):
     size = setting.tensor_parallel_size
     if size == 1:
         return _ALONE
-    ckpt = setting.ckpt
+    ckpt = setting.checkpoint
     plan, ids = ShardPlan.from_config(ckpt.config, size), check_prompts(ckpt, setting.prompt or [1, 2, 3])
     with applied(fault("all_reduce_dropped")):
         answers = on_ranks(shared_pool(size), _spread_in_engine, mine, ckpt, plan, parse_dtype(setting.dtype), ids)

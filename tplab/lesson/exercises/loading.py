@@ -59,7 +59,7 @@ def my_rows(mine: Mine, setting: Setting):
         raise NotYet("part[5:9] of a part with 7 rows gives 4 rows: two of them belong to the matrix behind it")
     inner = _part(mine, made, 2, (4, 5))
     _rows_of(inner, slice(1, 3), whole[7:9], source, "rows 2–5 of rows 4–10, a slice of a slice")
-    ckpt, name = setting.ckpt, "model.embed_tokens.weight"
+    ckpt, name = setting.checkpoint, "model.embed_tokens.weight"
     with ckpt.reader() as files:
         count = ckpt.tensors[name].shape[0]
         part = _part(mine, files[name], count // 3, (count // 2, *ckpt.tensors[name].shape[1:]))
@@ -81,7 +81,7 @@ def my_load(mine: Mine, setting: Setting):
             compare(kept, ckpt, plan, number, where, owned=True)
             for name, read in taken.items():
                 _read_once(read, kept[name].nbytes, where + name, "")
-    ckpt = setting.ckpt
+    ckpt = setting.checkpoint
     plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
     if any(".qkv_proj." in name or ".gate_up_proj." in name for name in ckpt.tensors):
         return "this checkpoint has fused tensors, so only the small model was read"
