@@ -86,19 +86,3 @@ def gate_and_up_in_turns(case: Case) -> Diagnosis | None:
         if explains(case, wrong):
             return case.diagnosis("gate_up_interleaved", f"The fused tensor behind {case.op} was split in "
                                   f"another way than it was filled: {says}.")
-
-
-@hypothesis("mlp_act")
-def gate_and_up_cut_as_one_block(case: Case) -> Diagnosis | None:
-    """Are a rank's gate and up one block of the fused ``[gate|up]``?"""
-    tp, size = case.plan.tensor_parallel_size, case.config.intermediate_size
-
-    def block(at, op):
-        here = len(at.indices("mlp_act"))
-        rows = (torch.arange(2 * here) + at.rank * 2 * size // tp) % (2 * size)
-        x = torch.cat([linear(at, part, features=torch.arange(size)) for part in ("gate", "up")], 1)[:, rows]
-        return activation(case)(x[:, :here]) * x[:, here:]
-    if tp > 1 and explains(case, block):
-        return case.diagnosis("fused_one_block", f"Each rank's gate and up are one block of the fused [gate|up]: {tp} "
-                              "ranks cut it as if it were one matrix. Cut gate and up apart first, then each for "
-                              "itself.")
