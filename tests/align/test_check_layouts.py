@@ -7,6 +7,7 @@ from helpers.stranger_parts import Weights, all_share, planned
 from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
 from helpers.strangers import FastAttention, FastLike, HfLike, VllmAttention, VllmLike
 
+from tplab.align import check
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.parameters import wrong_parameters
 from tplab.align.check.place import place
@@ -198,6 +199,9 @@ def test_ranks_that_were_given_other_tokens(tmp_path, small):
     logical_ranks(2, on_rank)
     found = place(read_recorded(tmp_path / "run"), small)
     assert found.contradictions == ["call 0: rank 1 was given other token ids than rank 0: [1, 2, 4], not [1, 2, 3]"]
+    report = check(tmp_path / "run", small)
+    assert "embed" in report.guilty and [one.point for one in report.diagnoses][:1] == ["layout"]
+    assert not any("embed" in one.points for one in report.diagnoses), "it cannot be right with other ids"
 
 
 # Weights.

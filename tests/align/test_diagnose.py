@@ -41,6 +41,14 @@ def test_an_unknown_cause_is_admitted_with_its_place():
             "rows of other tokens, too few digits, k and v exchanged, ") in diagnosis.sentence
 
 
+def test_keys_and_values_in_each_others_place_have_one_name():
+    def split_heads(self, qkv):
+        q, k, v = original("tplab.shard.linear.QKVParallelLinear.split_heads")(self, qkv)
+        return q, v, k
+
+    assert broken("tplab.shard.linear.QKVParallelLinear.split_heads", split_heads).names == ("qkv_order",)
+
+
 def test_a_disagreement_between_ranks_alone_is_seen():
     def reduce(self, partial):
         return all_reduce(partial) * (1 + rank())

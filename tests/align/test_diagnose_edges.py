@@ -337,3 +337,34 @@ def test_ranks_that_stand_in_each_others_place():
     assert ends.ranks_exchanged(swapped).fault == "shard_of_another_rank"
     swapped.held = [LOGITS[1], LOGITS[0] * NEAR]
     assert ends.ranks_exchanged(swapped) is None
+
+
+def order_case(orders, decode=True, change=lambda x: x):
+    """Ranks that look the tokens of a step up in these orders of the sequences; each holds two rows of eight."""
+    tp, ids = len(orders), {(0, 0): 0, (0, 1): 3, (1, 0): 5, (2, 0): 6}
+    places = sorted(ids)
+    case = HandCase("embed", [None] * tp, [{"model.embed_tokens.weight": TABLE}] * tp, layer="")
+    case.plan = Some(ranks=[Some(rank=rank, vocab=range(rank * 8 // tp, (rank + 1) * 8 // tp)) for rank in range(tp)])
+    rows = [[place for number in order for place in places if place[0] == number] for order in orders]
+    held = sum(own(TABLE[[ids[place] for place in row]], torch.tensor([ids[place] for place in row]), shard)
+               for row, shard in zip(rows, case.plan.ranks))
+    case.places = rows[0]
+    case.ours = lambda name: change(held)
+    case.token_ids = lambda some: torch.tensor([ids[place] for place in some])
+    requests = [Some(request_id=number, segment=Some(start=0, count=sum(place[0] == number for place in places)))
+                for number in orders[0]]
+    case.report = Some(decode=Some(steps=[Some(step_number=4, requests=requests)]) if decode else None)
+    return case
+
+
+@pytest.mark.parametrize("orders, rank", [
+    ([(0, 1, 2), (1, 0, 2)], 1), ([(0, 1, 2), (0, 2, 1)], 1), ([(2, 0, 1), (0, 1, 2), (2, 0, 1), (0, 1, 2)], 1),
+    ([(0, 1, 2)] + [(2, 1, 0)] * 3, 1), ([(0, 1, 2)] * 2, None), ([(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 0, 1)], None)])
+def test_sequences_in_another_order_on_other_ranks(orders, rank):
+    found = ends.rows_in_other_orders(order_case(orders))
+    assert named(found) == (None if rank is None else "row_order")
+    assert not found or found.numbers == {"step": 4, "rank": rank}
+    first, other = map(list, orders[:2])
+    assert not found or f"in the order {first}, rank 1 in the order {other}" in found.sentence
+    assert ends.rows_in_other_orders(order_case(orders, decode=False)) is None
+    assert ends.rows_in_other_orders(order_case(orders, change=lambda x: x + 0.1)) is None

@@ -55,6 +55,8 @@ WHERE_RANKS_MATTER = ["qkv interleaved per group", "o of the next rank", "first 
 EXACT = {"gate and up of zeros", "norms in bfloat16", "o in bfloat16"}  # named by digits, or nothing to be off by
 LOST = {"head tied", "head rows reversed", "head rows shifted by one"}  # what is no longer the head's is "head_random"
 
+ALIKE = {"q transposed": ("weight_transposed",), "theta 10000": ("rope_theta",), "KV head 0": ("query_to_kv",),
+         "no first residual": ("embedding_scale",), "residual on every rank": ("embedding_scale",)}
 # What tells a mistake from others of its name.
 SAYS = {
     "eps 1e-2": "epsilon of 0.01;", "eps outside the root": "0.01 outside of the square root",
@@ -109,7 +111,7 @@ def test_a_mistake_is_named_and_a_near_miss_is_not(models, name):
     diagnosis = diagnose(report)
     assert one.fault in diagnosis.names and one.point in (None, diagnosis.point), diagnosis
     assert diagnosis.fault == one.fault or name == "KV head 0", diagnosis  # the museum has a bug like it
-    assert SAYS.get(name, "") in diagnosis.sentence
+    assert SAYS.get(name, "") in diagnosis.sentence and diagnosis.names == (diagnosis.fault, *ALIKE.get(name, ()))
     if name not in EXACT:
         off = diagnose(with_point(report, diagnosis.point, lambda x: x + 8 * report.floor * x.abs().max() * noise(x)))
         assert off.fault is None or (name in LOST and off.fault == "head_random"), off

@@ -1,4 +1,5 @@
-"""What is said of a difference that no hypothesis explains, and of rows and digits, on tensors made by hand."""
+"""What is said of a difference that no hypothesis explains, which ops may be wrong, what angles were used, and which
+block tables: on tensors made by hand."""
 
 from types import SimpleNamespace as Some
 
@@ -7,6 +8,9 @@ import torch
 
 from tplab.align.diagnose import anything
 from tplab.align.diagnose.anything import traits
+from tplab.align.diagnose.cache import stale_block_table
+from tplab.align.diagnose.rope_frequencies import _measured
+from tplab.align.diagnose.wrong import compound, sources
 
 PLACES = [(0, 0), (0, 1), (2, 5), (2, 6)]
 RIGHT = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -82,3 +86,66 @@ def test_nothing_is_said_of_numbers_that_are_lost_or_of_another_shape():
     lost[0, 0, 0] = float("nan")
     assert traits(case(lost)) == [] == traits(case(RIGHT[:, :2])) == traits(case())
     assert traits(case(lost, RIGHT, wrong=(0,))) == ["only on rank 0 of 2"]
+
+
+# Which ops may be wrong.
+
+def unseen(name, recorded, qk_norm=False):
+    layer, _, point = name.rpartition(".")
+    return Some(point=point, layer=layer, first=Some(name=name), has=lambda point: point in recorded,
+                config=Some(num_layers=3, qk_norm=qk_norm))
+
+
+@pytest.mark.parametrize("name, recorded, ops, made_from", [
+    ("layers.1.q", {"input_norm"}, [("q",)], ["layers.1.input_norm"]),
+    ("layers.1.q", (), [("q",), ("input_norm",)], ["layers.0.output"]),  # never those of the layer before
+    ("layers.0.q", (), [("q",), ("input_norm",)], ["embed"]), ("norm", (), [("norm",)], ["layers.2.output"]),
+    ("logits", (), [("logits",), ("norm",)], ["layers.2.output"]),
+    ("layers.1.attn", {"k_rope", "v", "q"}, [("attn",), ("q_rope",)], ["layers.1.k_rope", "layers.1.q", "layers.1.v"]),
+    ("layers.1.attn", {"v", "input_norm", "q", "k"}, [("attn",), ("q_rope",), ("k_rope",), ("q_rope", "k_rope")],
+     ["layers.1.k", "layers.1.q", "layers.1.v"]),
+    ("layers.1.mlp_act", {"post_norm"}, [("mlp_act",), ("gate",), ("up",), ("gate", "up")], ["layers.1.post_norm"])])
+def test_which_ops_may_be_wrong(name, recorded, ops, made_from):
+    case = unseen(name, recorded)
+    assert [*compound(case)] == ops and sources(case) == made_from
+
+
+# Angles.
+
+def angles(positions, frequencies, **more):
+    """Rows turned by position × frequency, as halves of heads of four."""
+    before = torch.randn(len(positions), 2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    turn = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    pairs = torch.complex(*before.chunk(2, -1)) * torch.exp(1j * turn)[:, None]
+    after = torch.cat([pairs.real, pairs.imag], -1)
+    return Some(**{"op": "q_rope", "point": "q_rope", "has": lambda name: name == "q", "ours": lambda name: after,
+                   "frame": Some(before_rope=lambda part: part), "reference": lambda name: before,
+                   "positions": torch.tensor(positions)} | more)
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3], [1, 2, 3], [0, 1, 0, 1, 2, 7, 30]])
+@pytest.mark.parametrize("frequencies", [(1.0, 0.01), (2.9, -0.3)])
+def test_angles_are_read_off_from_one_position_to_the_next(positions, frequencies):
+    assert _measured(angles(positions, frequencies)).tolist() == pytest.approx(frequencies, abs=1e-9)
+
+
+def test_where_no_angle_can_be_read_off():
+    assert _measured(angles([5, 6, 7], (2.9, 0.1))) is None, "nothing says how often it went round before"
+    assert _measured(angles([0, 0], (1.0, 0.1))) is None
+    assert _measured(angles([0, 1], (1.0, 0.1), point="attn")) is None
+    assert _measured(angles([0, 1], (1.0, 0.1), has=lambda name: False)) is None
+    assert _measured(angles([0, 1], (float("nan"), 0.1))) is None
+
+
+# Block tables.
+
+@pytest.mark.parametrize("at_ranks, true, stale", [
+    ([[1, 2]], [[1, 2]], None), ([[1, 3]], [[1, 2]], 0), ([[1]], [[1, 2]], 0), ([[1, 2, 3]], [[1, 2]], None),
+    ([[1, 2], [4, 3]], [[1, 2], [4, 5]], 1), ([[2, 1]], [[1, 2]], 0)])
+def test_a_table_is_stale_where_the_schedulers_blocks_are_not_its_own(at_ranks, true, stale):
+    steps = [Some(step_number=10 + i, requests=[(7, Some(block_ids=table))]) for i, table in enumerate(at_ranks)]
+    said = stale_block_table(Some(decode=Some(steps=steps, tables=[{7: tuple(table)} for table in true])))
+    assert said == "" if stale is None else said.startswith(
+        f"In step {10 + stale} the ranks were told that sequence 7 has the blocks {at_ranks[stale]}; the scheduler had "
+        f"given it {true[stale]}.")
+    assert stale_block_table(Some(decode=None)) == ""

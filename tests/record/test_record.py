@@ -188,6 +188,12 @@ def test_the_same_bytes_in_another_dtype_are_another_tensor(tmp_path):
     assert len({entry.offset for entry in call.entries}) == 2
 
 
+def test_a_tensor_that_begins_and_ends_like_a_longer_one_is_another(tmp_path):
+    sizes = 100, 50, 200
+    (call,) = recorded(tmp_path, lambda rec: [rec.tensor(f"zeros{size}", torch.zeros(size)) for size in sizes])
+    assert [only(call, f"zeros{size}", "tensor")[0].shape for size in sizes] == [(100,), (50,), (200,)]
+
+
 def test_layers_calls_and_bytes_are_bounded_and_what_was_left_out_is_said(tmp_path):
     model = Toy()
 
