@@ -46,6 +46,9 @@ def rows(*calls):
     # A batch, with padding on the left and decode steps.
     ([([[1, 2, 3], [-1, 4, 5]], None, None), ([[6], [7]], None, None)], [[1, 2, 3, 6], [4, 5, 7]],
      [{0: (0, 0), 1: (0, 1), 2: (0, 2), 4: (1, 0), 5: (1, 1)}, {0: (0, 3), 1: (1, 2)}]),
+    # A token that is the prompt's first one again does not begin it anew.
+    ([([5, 6, 7], None, None), ([5], None, None), ([6], None, None)], [[5, 6, 7, 5, 6]], [{i: (0, i) for i in range(3)},
+                                                                                     {0: (0, 3)}, {0: (0, 4)}]),
     # A line of padding alone is no text.
     ([([[1, 2], [-1, -1]], None, None), ([[3], [-1]], None, None)], [[1, 2, 3]], [{0: (0, 0), 1: (0, 1)}, {0: (0, 2)}]),
     # Padding that only the positions tell.
