@@ -102,6 +102,7 @@ OTHER = [torch.tensor([[7.0, 7.0]]), torch.tensor([[-5.0, 6.0]])]
     (plus(0, 0), True), (plus(BIAS, 0), True), (plus(0, BIAS), True), (plus(BIAS / 2, BIAS / 2), True),
     (plus(BIAS, BIAS), True), ([TOTAL, TOTAL], False), ([TOTAL + BIAS] * 2, False), ([OTHER[0]] * 2, False),
     ([TOTAL, OTHER[1]], False), ([OTHER[0], TOTAL + BIAS], False), ([TOTAL + BIAS / 2, OTHER[1]], False),
+    ([OWN[0], TOTAL], False),  # one rank went on without the sum
     (OTHER, True),  # neither, and no two alike: not the sum
     ([OWN[0], None], True), (["gone", OWN[1]], False),
     ([TOTAL, None], False), ([None, TOTAL + BIAS], False), ([OTHER[0], None], False)])  # of one rank: perhaps the sum

@@ -128,6 +128,8 @@ def test_a_sum_that_is_no_number_is_no_other_sum():
     case = summed([(2, 2), (2, 2)])
     case.held[1][0, 0] = float("nan")
     assert sums.another_sum_of_the_parts(case) is None
+    case.held[1] = 2 * sum(PARTS[:2]) + noise(5, 8, seed=9)
+    assert sums.another_sum_of_the_parts(case) is None, "one rank's is one, the other's is not"
 
 
 @pytest.mark.parametrize("times, tp, fault", [(2, 2, "all_reduce_twice"), (.5, 2, "all_reduce_average"), (2, 3, None),
@@ -172,7 +174,8 @@ POINTS = {name: noise(6, 16, seed=seed) for seed, name in enumerate(
     ("output", {"before": 1, "mlp": 1}, 2, "residual_wrong_place"),
     ("output", {"residual": 1, "mlp": 1, "o_proj": 1}, 2, "parallel_sublayers"),
     ("output", {"residual": 1, "mlp": 1, "o_proj": 2}, 2, "no name"),
-    ("output", {"residual": 1, "mlp": 1, "before": 1}, 2, "no name")])
+    ("output", {"residual": 1, "mlp": 1, "before": 1}, 2, "no name"),
+    ("output", {"residual": 1, "mlp": 1, "before": 1}, 1, "no name")])
 def test_another_sum_in_the_residual_stream(point, times, tp, fault):
     def case(near=1.0):
         held = [sum(n * POINTS[name] for name, n in times.items()) * near] * tp
