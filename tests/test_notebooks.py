@@ -54,7 +54,7 @@ from tplab.align import align, diagnose
 from tplab.checkpoint import open_checkpoint
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-SERIES = sorted(FOLDER.glob("*.ipynb"))
+SERIES = sorted(FOLDER.glob("[0-9]*.ipynb"))
 PARAMETERS = {"model", "tensor_parallel_size", "prompt", "dtype", "seed"}
 FIGURES = {"image/png", "image/jpeg", "image/svg+xml"}
 MACHINE = re.compile(r"(?:/(?:home|Users|root|tmp|work|opt|var)/[\w.]|[A-Z]:\\\\?Users|site-packages|0x[0-9a-f]{7,})")

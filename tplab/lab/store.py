@@ -35,6 +35,8 @@ def main(paths: list[str]) -> None:
     with tempfile.TemporaryDirectory() as own:
         os.environ["TPLAB_PROGRESS"] = os.path.join(own, "progress.json")  # a stub is nobody's answer
         for path in map(Path, paths):
+            if not path.is_file():
+                raise SystemExit(f"there is no notebook {path}")
             done = stored(nbformat.read(path, as_version=4), path.resolve().parent)
             write_file(path, lambda new, done=done: nbformat.write(done, new))
             print(f"stored {path}")

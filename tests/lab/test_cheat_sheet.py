@@ -1,0 +1,52 @@
+"""The cheat sheet: what it says is what the plan holds and what the museum has."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tplab import lab
+from tplab.checkpoint import open_checkpoint
+from tplab.faults import MUSEUM
+from tplab.lab.sheet import NUMBERS, STREET
+from tplab.model.loader import load_model
+from tplab.ranks import logical_ranks
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "cheat_sheet.ipynb"
+FULL = {"embed": "embed_tokens", "o_proj": "layers.0.self_attn.o_proj", "down_proj": "layers.0.mlp.down_proj"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_shapes_are_those_that_the_engine_loads(size):
+    sheet, ckpt = lab.cheat_sheet("fable", size), open_checkpoint("fable")
+    held = {name: cells for names, *cells in sheet.held() for name in names.split(", ")}
+
+    def shapes():
+        model = load_model(ckpt, sheet.plan)
+        layer = model.layers[0]
+        return [list(weight.shape) for weight in (model.embed_tokens.weight, layer.self_attn.o_proj.weight,
+                                                  layer.mlp.down_proj.weight)]
+
+    ranks = logical_ranks(size, shapes)
+    for at, name in enumerate(FULL):
+        assert held[name][2] == " | ".join(str(rank[at]) for rank in ranks)
+        assert held[name][0] == str(list(ckpt.tensors[f"model.{FULL[name]}.weight"].shape))
+
+
+def test_every_fault_of_the_museum_is_a_suspect_once():
+    text = str(lab.cheat_sheet())
+    assert all(text.count(one.title) == 1 for one in MUSEUM.values())
+    assert sum(text.count(f"({number:02})") for number in range(12)) == len(MUSEUM)
+
+
+def test_the_page_loads_nothing_and_says_all_that_the_text_says():
+    sheet = lab.cheat_sheet("fable", 2)
+    page = sheet.page()
+    assert "http" not in page and page.count("ALL-REDUCE") == sum(one.startswith("ALL") for one in STREET) == 2
+    assert all(number in page for number, _ in NUMBERS) and "a fused [q|k|v] matrix" in page
+    assert "<style" not in sheet.html(), "an untrusted notebook drops it"
+
+
+def test_the_notebook_shows_it():
+    (output,) = nbformat.read(NOTEBOOK, as_version=4).cells[-1].outputs
+    assert output.data["text/plain"] == str(lab.cheat_sheet()) and output.data["text/html"] == lab.cheat_sheet().html()
