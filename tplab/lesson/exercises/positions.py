@@ -1,8 +1,10 @@
-"""Notebook 03: where the tokens of a batch stand."""
+"""Notebooks 03 and 04: where the tokens of a batch stand, and the next one."""
 
 import torch
 
-from tplab.lesson.mine import Mine, NotYet, agree, not_only, tensor
+from tplab.cache import Segment
+from tplab.checks import shown, whole_number
+from tplab.lesson.mine import Mine, NotYet, agree, kind, not_only, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, original
 
@@ -50,6 +52,38 @@ def my_positions(mine: Mine, setting: Setting):
         return original(FORWARD)(self, input_ids, function(*given), context)
     ids = setting.ids(16)
     setting.align(Patch(FORWARD, forward), decode=True, prompts=[ids, ids[4:]], new_tokens=3, max_num_batched_tokens=5)
+
+
+@exercise("my_token_positions", "04", takes="segment",
+          agreed="on {ranks}, chunks of a prompt and tokens behind it agree with Hugging Face")
+def my_token_positions(mine: Mine, setting: Setting):
+    """A prompt, a chunk, a token; then in the engine."""
+    for start, count in ((0, 5), (6, 1), (4, 3), (7, 8)):
+        found = mine(Segment(start, count, list(range(4)), 12))
+        given = f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "
+        try:
+            found = found.tolist() if isinstance(found, torch.Tensor) else list(found)
+            found = [whole_number(position) for position in found]
+        except TypeError:
+            raise NotYet(f"it returns {kind(found)}; a range or a list of positions must come back") from None
+        if None in found:
+            raise NotYet("it returns something else than whole numbers")
+        right = list(range(start, start + count))
+        ways = {"a new token that comes alone stands one too far": [start + 1] if count == 1 else right,
+                "counted from 0 again: where does the first of them stand?": range(count),
+                "one too far: the first token of all stands at 0": range(start + 1, start + count + 1),
+                "one too little: that place is taken by the last token in the cache": range(start - 1, right[-1]),
+                "only the first of the new tokens has a position": right[:1],
+                "only the last of the new tokens has a position": right[-1:],
+                "those in the cache have their positions already": range(start + count),
+                "one too many: does a range hold its end?": range(start, start + count + 1),
+                "count says how many come, not where they end": range(start, count)}
+        if found != right:
+            raise NotYet(given + next((says for says, wrong in ways.items() if found == list(wrong)),
+                                      f"yours stand at {shown(found)}"))
+    ids = setting.ids(16)
+    setting.align(Patch("tplab.engine.runner.token_positions", mine.function), decode=True, prompts=[ids, ids[4:]],
+                  new_tokens=3, max_num_batched_tokens=5)
 
 
 def _laid_out(starts, counts) -> torch.Tensor:

@@ -1,0 +1,187 @@
+"""Notebook 04: positions behind a cache, grouped attention, the cache, the mask."""
+
+from helpers.answers import Right, Wrong
+
+
+def attend(*lines, copies="k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))"):
+    return "def my_attend(q, k, v, mask, scaling):\n    " + "\n    ".join([copies, *lines])
+
+
+def cache(append, *, init="self.k, self.v = [None] * num_layers, [None] * num_layers", head="class MyCache:"):
+    return "\n".join([head, "    def __init__(self, num_layers):", f"        {init}",
+                      "    def append(self, layer, k, v):", *(f"        {line}" for line in append)]) + "\n"
+
+
+def mask(line):
+    return f"def my_mask(positions, keys): {line}"
+
+
+def token(line):
+    return f"def my_token_positions(segment): {line}"
+
+
+_SCORES = "scores = q @ k.transpose(2, 3) * scaling"
+_HIDE = "scores = scores.masked_fill(mask, float('-inf'))"
+_OUT = "return torch.softmax(scores, dim=-1) @ v"
+_JOIN = ("old_k, old_v = self.k[layer], self.v[layer]",
+         "self.k[layer] = k.clone() if old_k is None else torch.cat([old_k, k])",
+         "self.v[layer] = v.clone() if old_v is None else torch.cat([old_v, v])",
+         "return self.k[layer], self.v[layer]")
+
+ANSWERS = {
+    "my_token_positions": [
+        Wrong(token("return range(segment.count)"), "counted from 0 again"),
+        Wrong(token("return range(segment.start + 1, segment.start + segment.count + 1)"), "one too far: the first"),
+        Wrong(token("return range(segment.start - 1, segment.start + segment.count - 1)"), "one too little"),
+        Wrong(token("s = segment.start + (segment.count == 1); return range(s, s + segment.count)"),
+              "a new token that comes alone stands one too far"),
+        Wrong(token("return range(segment.start, segment.count)"), "not where they end"),
+        Wrong(token("return range(segment.start + segment.count)"), "have their positions already"),
+        Wrong(token("return [segment.start]"), "only the first of the new tokens"),
+        Wrong(token("return [segment.start + segment.count - 1]"), "only the last of the new tokens"),
+        Wrong(token("return range(segment.start, segment.start + segment.count + 1)"), "does a range hold its end?"),
+        Wrong(token("return segment.start + segment.count"), "it returns 5 (int); a range or a list"),
+        Wrong(token("return [float(p) for p in range(segment.start, segment.start + segment.count)]"),
+              "something else than whole numbers"),
+        Wrong(token("return segment.positions"), "AttributeError: 'Segment' object has no attribute 'positions'"),
+        Wrong(token("range(segment.start, segment.start + segment.count)"), "nothing (is a return missing?)"),
+        Wrong(token("return [p * 2 for p in range(segment.start, segment.start + segment.count)]"), "yours stand at"),
+        Right(token("return [segment.start + i for i in range(segment.count)]")),
+        Right(token("return torch.arange(segment.count) + segment.start")),
+    ],
+    "my_attend": [
+        Wrong("def my_attend(q, k, v, mask, scaling): return q", "nothing has looked at a key"),
+        Wrong(attend(_SCORES, _HIDE, _OUT, copies="n = q.shape[1] // k.shape[1]; "
+                     "k, v = (x.repeat(1, n, 1, 1) for x in (k, v))"),
+              "in which order must the copies lie?"),
+        Wrong(attend(_SCORES, _HIDE, _OUT, copies="n = q.shape[1] // k.shape[1]; "
+                     "k, v = k.repeat_interleave(n, 1), v.repeat(1, n, 1, 1)"), "the values lie in another order"),
+        Wrong(attend(_SCORES, _HIDE, _OUT, copies="n = q.shape[1] // k.shape[1]; "
+                     "k, v = k.repeat(1, n, 1, 1), v.repeat_interleave(n, 1)"), "the keys lie in another order"),
+        Wrong(attend(_SCORES, _HIDE, _OUT, copies="k, v = k[:, :1], v[:, :1]"),
+              "right for one sequence and one KV head"),
+        Wrong(attend(_SCORES, _HIDE, _OUT, copies="pass"), "RuntimeError: The size of tensor a (6) must match"),
+        Wrong(attend(_SCORES.replace(" * scaling", ""), _HIDE, _OUT), "the scores are not scaled"),
+        Wrong(attend(_SCORES.replace("*", "/"), _HIDE, _OUT), "divided by scaling"),
+        Wrong(attend(_SCORES + " * scaling", _HIDE, _OUT), "the scores are scaled twice"),
+        Wrong(attend(_SCORES.replace(" * scaling", ""), _HIDE, _OUT.replace("@ v", "* scaling @ v")),
+              "the weights are scaled"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "-2")), "the softmax runs over the queries"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "1")), "the softmax runs over the heads"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "0")), "the softmax runs over the sequences"),
+        Wrong(attend(_SCORES, _OUT), "the mask is not used"),
+        Wrong(attend(_SCORES, _HIDE.replace("(mask", "(~mask"), _OUT), "Yours looks just there"),
+        Wrong(attend(_SCORES, "scores = scores + mask * float('-inf')", _OUT), "is something multiplying 0 by -inf"),
+        Wrong(attend(_SCORES, "scores = scores * ~mask", _OUT), "a score of 0 is not a weight of 0"),
+        Wrong(attend(_SCORES, "scores = scores + mask", _OUT), "added as a number"),
+        Wrong(attend(_SCORES, "return torch.softmax(scores, -1).masked_fill(mask, 0) @ v"), "after the softmax"),
+        Wrong(attend(_SCORES, "return scores.masked_fill(mask, 0) @ v"), "there is no softmax"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("@ v", "@ k")), "keys are taken for values"),
+        Wrong(attend(_SCORES, _HIDE, "out = torch.softmax(scores, dim=-1) @ v", "return out.transpose(1, 2)"),
+              "(yours is [batch, queries, heads, head_dim])"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("(scores", "(scores[:1]").replace("@ v", "@ v[:1]")),
+              "it returns [1, 6, 4, 5]"),
+        Wrong(attend("k, v = k[:1].expand_as(k), v[:1].expand_as(v)", _SCORES, _HIDE, _OUT),
+              "looks at the keys of the first one"),
+        Wrong(attend("mask = mask[:1]", _SCORES, _HIDE, _OUT), "has the mask of the first one"),
+        Wrong(attend(_SCORES.replace("q @", "q.double() @").replace("k.t", "k.double().t"), _HIDE,
+                     _OUT.replace("@ v", "@ v.double()")), "torch.float64; torch.float32 must come back"),
+        Wrong(attend("q *= scaling", _SCORES.replace(" * scaling", ""), _HIDE, _OUT), "it changes its argument q"),
+        Wrong(attend(_SCORES.replace("transpose(2, 3)", "T"), _HIDE, _OUT), "RuntimeError"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("return ", "")), "nothing (is a return missing?)"),
+        Wrong(attend(_SCORES, _HIDE, _OUT + " * 1.5"), "and by none of the usual mistakes"),
+        Right(attend("b, h, n, d = q.shape", "q = q.view(b, k.shape[1], -1, n, d)",
+                     "k, v = k[:, :, None], v[:, :, None]",
+                     "scores = (q @ k.transpose(-1, -2) * scaling).masked_fill(mask[:, :, None], float('-inf'))",
+                     "weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)",
+                     "return (weights @ v).view(b, h, n, d)", copies="pass")),
+        Right(attend("return F.scaled_dot_product_attention(q, k, v, attn_mask=~mask, scale=scaling)")),
+        Right(attend(_SCORES, _HIDE, _OUT)),
+    ],
+    "MyCache": [
+        Wrong(cache(["return k, v"]), "append gives 1 back: where are the earlier ones?"),
+        Wrong(cache(["pass"]), "append returns nothing (is a return missing?); the pair k, v"),
+        Wrong(cache([*_JOIN[:3], "return self.k[layer]"]), "the pair k, v of all tokens so far"),
+        Wrong(cache([line.replace(".clone()", "") for line in _JOIN]),
+              "the memory from which they were cut is used again"),
+        Wrong(cache(["self.k[layer].append(k)", "self.v[layer].append(v)",
+                     "return torch.cat(self.k[layer]), torch.cat(self.v[layer])"],
+                    init="self.k, self.v = ([[] for _ in range(num_layers)] for _ in range(2))"),
+              "the memory from which they were cut is used again"),
+        Wrong(cache([line.replace("old_k, k]", "k, old_k]").replace("old_v, v]", "v, old_v]") for line in _JOIN]),
+              "in front of the old ones"),
+        Wrong(cache([line.replace("])", "], 1)") for line in _JOIN]),
+              "RuntimeError: Sizes of tensors must match"),
+        Wrong(cache([*_JOIN[:3], "return self.v[layer], self.k[layer]"]), "k and v have changed places"),
+        Wrong(cache([line.replace("[layer]", "[0]") for line in _JOIN]),
+              "after 0 tokens and 4 more, append gives for k"),
+        Wrong(cache([*_JOIN[:3], "group = 4", "return tuple(x.repeat_interleave(group, 1) for x in (self.k[layer], "
+                     "self.v[layer]))"]), "[4, 8, 5]; [tokens so far, kv_heads, head_dim]"),
+        Wrong(cache(_JOIN, init="pass", head="class MyCache:\n    k, v = [None] * 9, [None] * 9"),
+              "a second MyCache gives out the tokens of the first"),
+        Wrong("OLD = {}\n" + cache(["old = OLD.get((id(self), layer), (k[:0], v[:0]))",
+                                   "OLD[id(self), layer] = torch.cat([old[0], k]), torch.cat([old[1], v])",
+                                   "return OLD[id(self), layer]"]),
+              "where is the rest? Outside of self"),
+        Wrong(cache([*_JOIN[:3], "self.all.append(self.k[layer])", "self.all.append(self.v[layer])", _JOIN[3]],
+                    init="self.k, self.v, self.all = [None] * num_layers, [None] * num_layers, []"),
+              "is kept beside what was there after it"),
+        Wrong(cache([*_JOIN[:3], "self.more = torch.zeros(100)", _JOIN[3]]), "what else is kept?"),
+        Wrong(cache([line.replace("k.clone()", "k.half()").replace("v.clone()", "v.half()") for line in _JOIN]),
+              "append gives for k torch.float16; torch.float32 must come back"),
+        Wrong(cache(["k, v = k.half(), v.half()", *_JOIN[:3], "return self.k[layer].float(), self.v[layer].float()"]),
+              "is not what was given"),
+        Wrong("class MyCache:\n    def __init__(self, num_layers): pass", "MyCache has no append"),
+        Wrong("class MyCache:\n    def append(self, layer, k, v): return k, v", "it must take (num_layers)"),
+        Wrong(cache(["self.k[layer] = torch.cat([self.k[layer], k])", "return self.k[layer], v"]),
+              "TypeError: expected Tensor as element 0 in argument 0, but got NoneType"),
+        Wrong(cache(["k *= 1.5", *_JOIN]), "append changes the k or v"),
+        Right(cache(["self.k[layer].append(k.clone())", "self.v[layer].append(v.clone())",
+                     "return torch.cat(self.k[layer]), torch.cat(self.v[layer])"],
+                    init="self.k, self.v = ([[] for _ in range(num_layers)] for _ in range(2))")),
+        Right(cache(["for name, new in (('k', k), ('v', v)):",
+                     "    old = self.held.get((name, layer), new[:0])",
+                     "    self.held[name, layer] = torch.cat([old, new])",
+                     "return self.held['k', layer], self.held['v', layer]"], init="self.held = {}")),
+    ],
+    "my_mask": [
+        Wrong(mask("return torch.zeros(len(positions), 1, positions.shape[1], keys, dtype=torch.bool)"),
+              "a prompt of 5, keys 0 to 4: nothing is hidden"),
+        Wrong(mask("n = positions.shape[1]; return torch.ones(n, n, dtype=torch.bool).triu(1)"), "it returns [5, 5]"),
+        Wrong(mask("b, n = positions.shape; return torch.ones(b, 1, n, n, dtype=torch.bool).triu(1)"),
+              "it returns [1, 1, 3, 3]; [batch, 1, queries, keys] = [1, 1, 3, 6]"),
+        Wrong(mask("b, n = positions.shape; return torch.ones(b, 1, n, keys, dtype=torch.bool).triu(1)"),
+              "a chunk at positions 3 to 5, keys 0 to 5: rows are taken for positions"),
+        Wrong("""
+              def my_mask(positions, keys):
+                  batch, queries = positions.shape
+                  if positions[0, 0] > 0:
+                      return torch.zeros(batch, 1, queries, keys, dtype=torch.bool)
+                  return torch.ones(batch, 1, queries, keys, dtype=torch.bool).triu(1)
+              """, "a chunk at positions 3 to 5, keys 0 to 5: nothing is hidden"),
+        Wrong(mask("return (torch.arange(keys) <= positions[..., None])[:, None]"), "Yours hides what may be seen"),
+        Wrong(mask("return (torch.arange(keys) >= positions[..., None])[:, None]"), "no token sees itself"),
+        Wrong(mask("return (torch.arange(keys) > positions[..., None] + 1)[:, None]"), "also sees the next one"),
+        Wrong(mask("return (torch.arange(keys) > positions[:1, :, None])[:, None].expand(len(positions), -1, -1, -1)"),
+              "two sequences, at positions 2 and 5, keys 0 to 5: every sequence has the mask of the first one"),
+        Wrong(mask("return (torch.arange(keys) > positions[0][:, None])[None, None]"),
+              "it returns [1, 1, 1, 6]; [batch, 1, queries, keys] = [2, 1, 1, 6]"),
+        Wrong(mask("return (torch.arange(keys) > positions[..., None])"), "it returns [1, 5, 5]"),
+        Wrong(mask("return (torch.arange(keys) > positions[..., None])[:, None].float()"),
+              "torch.float32; torch.bool must come back"),
+        Wrong(mask("return torch.ones(len(positions), 1, positions.shape[1], keys, dtype=torch.bool)"),
+              "everything is hidden"),
+        Wrong(mask("return (torch.arange(keys) < positions[..., None])[:, None]"), "the past is hidden"),
+        Wrong(mask("return (torch.arange(keys) > positions)[:, None]"), "it returns [1, 1, 5]"),
+        Wrong(mask("m = (torch.arange(keys) > positions[..., None])[:, None]; m[..., 0] = True; return m"),
+              "the query at position 0 may look at keys 0 to 0; yours looks at none"),
+        Wrong(mask("return (torch.arange(keys) > position)[:, None]"), "NameError: name 'position' is not defined"),
+        Wrong(mask("(torch.arange(keys) > positions[..., None])[:, None]"), "nothing (is a return missing?)"),
+        Right(mask("return ~(torch.arange(keys)[None, None, None] <= positions[:, None, :, None])")),
+        Right("""
+              def my_mask(positions, keys):
+                  rows = [[[[key > position for key in range(keys)] for position in row]] for row in positions.tolist()]
+                  return torch.tensor(rows)
+              """),
+    ],
+}

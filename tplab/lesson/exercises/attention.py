@@ -1,0 +1,129 @@
+"""Notebook 04: grouped attention, and the mask of a prompt, a chunk and a token."""
+
+import torch
+
+from tplab.lesson.exercises.rotation import numbers
+from tplab.lesson.mine import Mine, NotYet, agree, not_only
+from tplab.lesson.verdict import Setting, exercise
+from tplab.model.attention import attend, causal_mask
+from tplab.patch import Patch
+
+
+@exercise("my_attend", "04", takes="q, k, v, mask, scaling",
+          agreed="on {ranks}, every trace point agrees with Hugging Face")
+def my_attend(mine: Mine, setting: Setting):
+    """Several KV heads, several query heads for each, more keys than queries, two sequences; then in the engine."""
+    def check(case):
+        (batch, kv_heads, group, queries, keys, dim), starts = case
+        q, k = numbers(batch, kv_heads * group, queries, dim, seed=1), numbers(batch, kv_heads, keys, dim, seed=2)
+        v, scaling = numbers(batch, kv_heads, keys, dim, seed=3), dim ** -0.5
+        mask = causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys)
+        right = attend(q, k, v, mask, scaling)
+        found = mine.tensor(q, k, v, mask, scaling, dims="batch, heads, queries, head_dim", shape=q.shape,
+                            dtype=q.dtype)
+        nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, or is the mask the wrong "
+               "way round? True means: must not look")
+        agree(found.nan_to_num(), right, _ways(q, k, v, mask, scaling), nan if found.isnan().any() else
+              f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: query head "
+              f"{int((found - right).abs().amax((0, 2, 3)).argmax())} is off by {(found - right).abs().max():.1g}, and "
+              "by none of the usual mistakes")
+
+    for case in (((2, 3, 2, 4, 7, 5), (3, 2)), ((1, 2, 3, 1, 6, 8), (5,)), ((2, 4, 1, 3, 3, 6), (0, 0))):
+        not_only(check, ((1, 1, 4, 5, 5, 16), (0,)), case, "right for one sequence and one KV head, where all heads "
+                 "read the same, and not for several")
+    setting.align(Patch("tplab.model.attention.attend", mine.function),
+                  dtype="float32" if setting.dtype == "float64" else setting.dtype)
+
+
+def _ways(q, k, v, mask, scaling: float) -> dict:
+    """What comes out if one mistake is made: ``{sentence: numbers}``."""
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
+    k_each, v_each = (x.repeat_interleave(group, 1) for x in (k, v))
+    k_copy, v_copy = (x.repeat(1, group, 1, 1) for x in (k, v))
+    k_first, v_first = (x[:, :1].expand_as(k_each) for x in (k, v))
+
+    def hidden(scores):
+        return scores.masked_fill(mask, float("-inf"))
+
+    def weighed(scores, values=v_each, dim=-1):
+        return (torch.softmax(scores, dim) @ values).nan_to_num()
+
+    def product(keys):
+        return q @ keys.transpose(2, 3)
+
+    raw = product(k_each)
+    scores = raw * scaling
+    return {
+        "the queries come back as they went in: nothing has looked at a key": q,
+        f"with {group} query heads for each of {kv_heads} KV heads, query head 1 reads KV head {1 % kv_heads}. "
+        "Neighbours belong together: in which order must the copies lie?":
+            weighed(hidden(product(k_copy) * scaling), v_copy),
+        "the keys are right, the values lie in another order": weighed(hidden(scores), v_copy),
+        "the values are right, the keys lie in another order": weighed(hidden(product(k_copy) * scaling)),
+        "all query heads read KV head 0": weighed(hidden(product(k_first) * scaling), v_first),
+        "the scores are not scaled: what is scaling for?": weighed(hidden(raw)),
+        "the scores are divided by scaling, which is a factor": weighed(hidden(raw / scaling)),
+        "the scores are scaled twice": weighed(hidden(scores * scaling)),
+        "the weights are scaled, where the scores should be": scaling * weighed(hidden(raw)),
+        "the softmax runs over the queries: which numbers must add up to 1?": weighed(hidden(scores), dim=-2),
+        "the softmax runs over the heads: which numbers must add up to 1?": weighed(hidden(scores), dim=1),
+        "the softmax runs over the sequences: which numbers must add up to 1?": weighed(hidden(scores), dim=0),
+        "the mask is not used: tokens see the future": weighed(scores),
+        "True in the mask means: must not look. Yours looks just there":
+            weighed(scores.masked_fill(~mask, float("-inf"))),
+        "the mask comes after the softmax, so the weights that are left do not add up to 1":
+            torch.softmax(scores, -1).masked_fill(mask, 0) @ v_each,
+        "hidden scores become 0, and a score of 0 is not a weight of 0": weighed(scores.masked_fill(mask, 0)),
+        "the mask is added as a number, 1 for what is hidden": weighed(scores + mask.float()),
+        "there is no softmax: weights must be positive and add up to 1": scores.masked_fill(mask, 0) @ v_each,
+        "keys are taken for values": weighed(hidden(scores), k_each),
+        "every sequence of the batch looks at the keys of the first one":
+            attend(q, k[:1].expand_as(k), v[:1].expand_as(v), mask, scaling),
+        "every sequence of the batch has the mask of the first one": attend(q, k, v, mask[:1].expand_as(mask), scaling),
+    }
+
+
+@exercise("my_mask", "04", takes="positions, keys",
+          agreed="on {ranks}, prompts in chunks and tokens behind them agree with Hugging Face")
+def my_mask(mine: Mine, setting: Setting):
+    """A whole prompt, a chunk, one token, two sequences of other lengths; then in the engine."""
+    def check(case):
+        kind, positions, keys = case
+        positions = torch.tensor(positions)
+        found = mine.tensor(positions, keys, dims="batch, 1, queries, keys", shape=(*positions.shape[:1], 1,
+                            positions.shape[1], keys), dtype=torch.bool)
+        right = causal_mask(positions, keys)
+        if not found.equal(right):
+            raise NotYet(f"{kind}, keys 0 to {keys - 1}: {_mask_mistake(found, right, positions, keys)}")
+
+    for case in (("a prompt of 5", [[0, 1, 2, 3, 4]], 5), ("a chunk at positions 3 to 5", [[3, 4, 5]], 6),
+                 ("a token at position 6", [[6]], 7), ("two sequences, at positions 2 and 5", [[2], [5]], 6),
+                 ("two chunks, from positions 1 and 4", [[1, 2, 3], [4, 5, 6]], 9)):
+        check(case)
+    ids, function = setting.ids(16), mine.function
+    patches = [Patch(f"tplab.{place}.causal_mask", function) for place in ("cache.paged", "model.attention")]
+    setting.align(*patches, decode=True, prompts=[ids, ids[4:]], new_tokens=3, max_num_batched_tokens=5)
+
+
+def _mask_mistake(found: torch.Tensor, right: torch.Tensor, positions: torch.Tensor, keys: int) -> str:
+    queries = positions.shape[1]
+    square = torch.ones(queries, keys, dtype=torch.bool)
+    known = {
+        "True means: must not look. Yours hides what may be seen": ~right,
+        "nothing is hidden: these queries see what comes after them. Does a cache make a mask needless?":
+            torch.zeros_like(right),
+        "everything is hidden": torch.ones_like(right),
+        "no token sees itself": causal_mask(positions - 1, keys),
+        "each token also sees the next one": causal_mask(positions + 1, keys),
+        "rows are taken for positions: the first query of a chunk does not stand at 0": square.triu(1).expand_as(right),
+        "every sequence has the mask of the first one": right[:1].expand_as(right),
+        "the past is hidden, and the future is seen": (torch.arange(keys) < positions[..., None])[:, None],
+    }
+    for says, wrong in known.items():
+        if found.equal(wrong) and not wrong.equal(right):
+            return says
+    row, _, query, _ = (found != right).nonzero()[0].tolist()
+    seen = (~found[row, 0, query]).nonzero().flatten().tolist()
+    position, whose = int(positions[row, query]), f" of sequence {row}" * (len(positions) > 1)
+    return f"the query at position {position}{whose} may look at keys 0 to {position}; yours looks at {seen or 'none'}"

@@ -1,0 +1,144 @@
+"""Notebook 04: a cache of one's own, its numbers and its bytes."""
+
+import torch
+
+from tplab.lesson.exercises.rotation import numbers
+from tplab.lesson.mine import Mine, NotYet, Object, agree, kind, on_ranks, tensor
+from tplab.lesson.verdict import Setting, exercise
+from tplab.model import NoCache, causal_mask, load_model
+from tplab.model.attention import AttentionBatch
+from tplab.pool import shared_pool
+from tplab.shard import ShardPlan
+
+NAME = "MyCache"
+
+
+def held(thing, seen: set[int] | None = None) -> dict[int, int]:
+    """``{address: bytes}`` of the memory that tensors below ``thing`` keep, a view all that it was cut from."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return {}
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
+    parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple | set) else
+             vars(thing).values() if hasattr(thing, "__dict__") and not callable(thing) else ())
+    return {address: size for part in parts for address, size in held(part, seen).items()}
+
+
+@exercise(NAME, "04", takes="num_layers",
+          agreed="on {ranks}, an engine on your cache computes what one pass over the text computes")
+def my_cache(mine: Mine, setting: Setting):
+    """Three layers with two KV heads, five with three, in steps; then an engine that reads from it."""
+    for layers, kv_heads, dim, steps in ((3, 2, 5, (4, 1, 2)), (5, 3, 4, (1, 1, 6))):
+        _fill(mine, layers, kv_heads, dim, steps)
+    ckpt, ids = setting.checkpoint, setting.ids(12)
+    plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
+    pool = shared_pool(setting.tensor_parallel_size)
+    found = [one for one, _ in on_ranks(pool, generate_with, ckpt, plan, mine.function, ids)]
+    gap = max(gap for gap, _, _ in found)
+    if not gap < 1e-4:
+        raise NotYet(f"in an engine, in steps, the last layer's output is {gap:.1g} off what one pass computes")
+    for rank, (_, bytes_held, needed) in enumerate(found):
+        if bytes_held != needed:
+            raise NotYet(f"in an engine, rank {rank} holds {bytes_held:,} bytes for {len(ids)} tokens; {needed:,} are "
+                         "needed")
+    return f"{len(ids)} tokens take " + ", ".join(f"{size:,} bytes on rank {rank}" for rank, (_, size, _)
+                                                 in enumerate(found))
+
+
+def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
+    cache, other = (Object(mine(layers), NAME) for _ in range(2))
+    whole = {layer: tuple(numbers(sum(steps), kv_heads, dim, seed=seed) for seed in (layer, 90 + layer))
+             for layer in range(layers)}
+    fused = 0
+    for at, count in enumerate(steps):
+        start = sum(steps[:at])
+        for layer in range(layers):
+            # As an engine has them: cut out of one product [q | k | v], whose memory is used again afterwards.
+            qkv = torch.zeros(count, 4 * kv_heads, dim)
+            k, v = qkv[:, 2 * kv_heads:3 * kv_heads], qkv[:, 3 * kv_heads:]
+            right_k, right_v = (one[:start + count] for one in whole[layer])
+            k.copy_(right_k[start:])
+            v.copy_(right_v[start:])
+            fused += qkv.nbytes
+            found = cache.append(layer, k, v)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise NotYet(f"append returns {kind(found)}; the pair k, v of all tokens so far must come back")
+            if not (k.equal(right_k[start:]) and v.equal(right_v[start:])):
+                raise NotYet("append changes the k or v that it is given; they are still needed")
+            for name, one, right, wrong in (("k", found[0], right_k, right_v), ("v", found[1], right_v, right_k)):
+                _compare(name, one, right, wrong, whole, layer, start, count)
+            qkv.fill_(77)
+    found = other.append(0, *(one[:1] for one in whole[0]))
+    if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and len(found[0]) > 1:
+        raise NotYet(f"a second {NAME} gives out the tokens of the first: are the tensors in the class, or in a global "
+                     "variable, instead of in self?")
+    _weigh(cache.made, layers, kv_heads, dim, steps, fused)
+
+
+def _compare(name: str, one, right: torch.Tensor, other: torch.Tensor, whole: dict, layer: int, start: int, count: int
+             ) -> None:
+    if isinstance(one, torch.Tensor) and one.shape == right[start:].shape != right.shape and one.equal(right[start:]):
+        raise NotYet(f"after {start} tokens and {count} more, append gives {count} back: where are the earlier ones?")
+    try:
+        one = tensor(one, "tokens so far, kv_heads, head_dim", right.shape, right.dtype)
+    except NotYet as wrong:
+        raise NotYet(str(wrong).replace("it returns", f"after {start} tokens and {count} more, append gives for {name}",
+                                        1)) from None
+    index = 0 if name == "k" else 1
+    overwritten = right.clone()
+    overwritten[:start] = 77
+    others = tuple(torch.cat([pair[index][:start], right[start:]]) for number, pair in whole.items() if number != layer)
+    agree(one, right, {
+        "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
+        "kept, instead of a copy?": overwritten,
+        "the new tokens stand in front of the old ones": torch.cat([right[start:], right[:start]]),
+        "k and v have changed places": other,
+        f"layer {layer} gives out what another layer has stored": others,
+    }, f"{name} of layer {layer} after {start} tokens and {count} more is not what was given", within=1e-6)
+
+
+def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...], fused: int) -> None:
+    tokens, size = sum(steps), sum(held(made).values())
+    needed = 2 * layers * tokens * kv_heads * dim * 4
+    every_step = 2 * layers * kv_heads * dim * 4 * sum(sum(steps[:at + 1]) for at in range(len(steps)))
+    if size == needed:
+        return
+    says = (f"after {tokens} tokens it holds {size:,} bytes; 2 · {layers} layers · {tokens} tokens · {kv_heads} "
+            f"heads · {dim} · 4 bytes = {needed:,} are needed")
+    if size < needed:
+        raise NotYet(f"{says}: where is the rest? Outside of self, two caches would share it")
+    why = {fused: "views keep the whole product [q | k | v] from which they were cut", every_step: "what was there "
+           "before a step is kept beside what was there after it", needed + every_step: "the new tokens are kept "
+           "alone, and with all before them"}.get(size, "what else is kept?")
+    raise NotYet(f"{says}: {why}")
+
+
+class _Step:
+    """The attention context of one sequence's step on a learner's cache."""
+
+    def __init__(self, cache, start: int, count: int):
+        self.cache, self.start, self.count = cache, start, count
+        self.lengths = [(count, start + count)]
+
+    def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor):
+        """Everything in the cache, for the new tokens."""
+        k, v = self.cache.append(layer, k, v)
+        mask = causal_mask(torch.arange(self.start, self.start + self.count)[None], self.start + self.count)
+        yield AttentionBatch(slice(0, self.count), k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask)
+
+
+def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
+    """On a rank: the text in chunks and tokens through a cache of this class. How far its output is from one pass's,
+    relative to its scale; the bytes that the cache holds in the end; the bytes that are needed."""
+    with torch.inference_mode():
+        model = load_model(ckpt, plan)
+        cache, outputs = cache_class(ckpt.config.num_layers), []
+        cuts = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)]
+        for start, stop in zip(cuts, cuts[1:]):
+            step = _Step(cache, start, stop - start)
+            outputs.append(model(torch.tensor(ids[start:stop]), torch.arange(start, stop), step))
+        right = model(torch.tensor(ids), torch.arange(len(ids)), NoCache([len(ids)]))
+    needed = 2 * ckpt.config.num_layers * len(ids) * len(model.shard.kv_heads) * plan.head_dim * 4
+    return ((torch.cat(outputs) - right).abs().max() / right.abs().max()).item(), sum(held(cache).values()), needed
