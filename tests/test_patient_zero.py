@@ -227,3 +227,13 @@ def test_it_knows_nothing_of_the_lab():
                 if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
     assert {name.split(".")[0] for name in imported} <= {"torch", "transformers", "safetensors", "patient_zero",
                                                          "pathlib", "sys"}
+
+
+def test_lost_heads_are_told_from_copies_in_the_cache(tmp_path):
+    """9 query and 3 KV heads over 2 ranks, cut as if they divided: no name that is not true comes before one that is."""
+    small = open_checkpoint(make_checkpoint(tmp_path / "m", "llama", heads=9, kv_heads=3, hidden=36))
+    cures = {name: cure for name, cure in CURES.items() if name not in ("linear.share", "linear.kv_share")}
+    shared_pool(2).run(record_run, small.folder, [1, 2, 3, 4, 5, 6], cures, tmp_path / "run")
+    report = check(tmp_path / "run", small)
+    named = [one.names for one in report.diagnoses if one.fault]
+    assert named == [("query_to_kv",), ("vocab_rows_missing",)], report.summary()

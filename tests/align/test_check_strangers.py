@@ -82,6 +82,12 @@ def test_a_bug_in_the_learners_engine_is_named(tmp_path, form, fault):
     assert report.verdict == "bug" and named(report, one), report.summary()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_heads_on_every_rank_are_one_bug(tmp_path, form, dtype):
+    report = learner(tmp_path / "run", form("qwen2"), dtype, "every rank has rank 0's heads")
+    assert [one.fault for one in report.diagnoses] == ["shard_of_another_rank"], report.summary()
+
+
 @pytest.mark.parametrize("faults", learner_faults.TWO[2:3] + learner_faults.TWO[-1:], ids=" + ".join)
 def test_two_bugs_at_once_are_both_named(tmp_path, form, faults):
     report = learner(tmp_path / "run", form("qwen2"), "bfloat16", *faults)

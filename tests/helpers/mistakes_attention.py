@@ -59,6 +59,8 @@ mistake("bf16 tables", "rope_dtype", rope(lambda self, q, k, cos, sin, right: ri
     q, k, cos.bfloat16().to(q.dtype), sin.bfloat16().to(q.dtype))))
 mistake("fp16 tables", "rope_dtype", rope(lambda self, q, k, cos, sin, right: right(
     q, k, cos.half().to(q.dtype), sin.half().to(q.dtype))))
+mistake("q and k rounded before they turn", "low_precision", rope(lambda self, q, k, cos, sin, right: right(
+    q.bfloat16().to(q), k.bfloat16().to(k), cos, sin)))
 mistake("bf16 frequencies", "rope_dtype", tables(
     lambda p, dim, theta: p[:, None] * frequencies(dim, theta).bfloat16().float()))
 mistake("bf16 angles", "rope_dtype", tables(

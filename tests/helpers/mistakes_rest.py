@@ -119,6 +119,8 @@ mistake("head rows shifted by one", "head_rows", head_of(lambda weight: weight.r
 mistake("logits of the token before", "rows_shifted", (HEAD, lambda self, x: original(HEAD)(self, x).roll(1, 0)))
 mistake("logits capped", "logits_softcap", (HEAD, lambda self, x: 30 * torch.tanh(original(HEAD)(self, x) / 30)))
 mistake("logits scaled", "logits_scale", (HEAD, lambda self, x: original(HEAD)(self, x) / 7.3))
+mistake("last rows of the head lost", "vocab_rows_missing", (HEAD, lambda self, x: torch.cat([
+    original(HEAD)(self, x)[:, :-2], x.new_zeros(len(x), 2)], 1)))
 
 
 # Anything.

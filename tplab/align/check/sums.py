@@ -51,7 +51,7 @@ class Sums:
         if any(out is None for out in outs.values()):
             return False
         if len(ranks) > 1 and all(near(out, outs[ranks[0]]) for out in outs.values()):
-            return False
+            return self._made_of_the_same(source, which, at, ranks)
         own = {rank: self._summand(at, which, rank, source) for rank in ranks}
         if any(summand is None for summand in own.values()):
             return len(ranks) > 1 and not _any_pair(outs)
@@ -64,14 +64,22 @@ class Sums:
         return len(ranks) > 1 and not _any_pair(outs) and not any(
             near(out, total + more) for out in outs.values() for more in added)
 
+    def _made_of_the_same(self, source: Source, which: str, at: str, ranks: list[int]) -> bool:
+        """Whether ranks that put out the same have the same share of the input, too: then it is no sum over shares."""
+        inputs = [self._input(at, which, rank, source) for rank in ranks]
+        total = self.shares.totals["q" if which == "o" else "mlp"]
+        return all(x is not None and x.shape[1] < total and torch.isfinite(x).all() and near(x, inputs[0])
+                   for x in inputs)
+
+    def _input(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
+        """What a row-parallel layer was given on a rank, ``[rows, heads or columns here, …]``."""
+        held = [h for h in self.shares.held(at + ("attn" if which == "o" else "mlp_act"), FEW) if rank in h.tensors]
+        return min(held, key=lambda h: h.source.name != source.name).tensors[rank] if held else None
+
     def _summand(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
-        name = at + ("attn" if which == "o" else "mlp_act")
-        held = [h for h in self.shares.held(name, FEW) if rank in h.tensors]
-        held.sort(key=lambda h: h.source.name != source.name)
-        if not held:
-            return None
-        x, indices = held[0].tensors[rank], self.shares.layouts["q" if which == "o" else "mlp"].indices[rank]
-        if indices is None or x.shape[1] != len(indices):
+        x, indices = self._input(at, which, rank, source), self.shares.layouts["q" if which == "o" else "mlp"].indices[
+            rank]
+        if x is None or indices is None or x.shape[1] != len(indices):
             return None
         kept = [i for i, index in enumerate(indices) if index != PADDING]
         dim = self.shares.config.head_dim if which == "o" else 1

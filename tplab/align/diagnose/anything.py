@@ -4,7 +4,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import best, distance, right
+from tplab.align.diagnose.wrong import best, coarser, distance, explains, right, rounded
 from tplab.align.points import LAYER_POINTS
 
 _POINTS = ("embed", *LAYER_POINTS, "norm", "logits")
@@ -28,13 +28,17 @@ def rows_of_other_tokens(case: Case) -> Diagnosis | None:
 
 @hypothesis(*_POINTS)
 def too_few_digits(case: Case) -> Diagnosis | None:
-    """Does it have the digits of a smaller dtype only?"""
-    for dtype in (torch.bfloat16, torch.float16):
+    """Does it have the digits of a smaller dtype only, or does what it is made of?"""
+    for dtype in coarser(case):
+        name = str(dtype).removeprefix("torch.")
+        if case.op != case.point:  # it was not recorded
+            if explains(case, lambda at, op, dtype=dtype: rounded(at.expected(op), dtype)):
+                return case.diagnosis("low_precision", f"{case.first.name} fits {case.op} in {name}: it was computed, "
+                                      "or passed on, with so few digits.")
+            continue
         some = [(case.shard(case.point, rank), right(case, rank)(case.point)) for rank in case.wrong_ranks]
-        if some and torch.finfo(dtype).eps > 1000 * torch.finfo(case.report.dtype).eps and all(
-                torch.equal(held.to(dtype).to(held.dtype), held) and held.any()
-                and distance(held, should) < 4 * torch.finfo(dtype).eps for held, should in some):
-            name = str(dtype).removeprefix("torch.")
+        if some and all(torch.equal(rounded(held, dtype), held) and held.any()
+                        and distance(held, should) < 4 * torch.finfo(dtype).eps for held, should in some):
             return case.diagnosis("low_precision", f"{case.first.name} is right as far as {name} goes, and every "
                                   f"number of it is one of {name}'s: it was computed, or passed on, in {name}.")
 

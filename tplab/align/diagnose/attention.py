@@ -77,10 +77,13 @@ def sees_the_future(case: Case) -> Diagnosis | None:
 @hypothesis("attn")
 def copies_taken_for_heads(case: Case) -> Diagnosis | None:
     """Does a rank's KV head j turn out to be copy j of repeated heads?"""
-    heads = []
-    for shard in case.plan.ranks:
-        group = len(shard.q_heads) // len(shard.kv_heads)
-        heads.extend(shard.kv_heads[reads // group] for reads in shard.kv_for_q)
+    heads = list(range(case.config.num_heads))
+    for rank in case.frame.ranks:
+        q, kv = case.indices("attn", rank), case.indices("k_rope", rank)
+        if not {head // case.group for head in q} <= set(kv):
+            return None  # there are query heads whose KV head is not here, so something else is wrong
+        for head in q:
+            heads[head] = kv[kv.index(head // case.group) // (len(q) // len(kv))]
     if explains(case, lambda at, op: attention(at, heads=torch.tensor(heads))):
         return case.diagnosis("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its "
                               "other ones should stand: keys and values were repeated for the query heads before they "

@@ -94,6 +94,19 @@ def head_of_the_embedding(case: Case) -> Diagnosis | None:
 
 
 @hypothesis("logits")
+def rows_that_nobody_has(case: Case) -> Diagnosis | None:
+    """Are all logits right, but for tokens whose row of the head is on no rank?"""
+    should, ours = case.reference("logits"), case.ours("logits")
+    lost = (ours == 0).all(0) | torch.isneginf(ours).all(0)
+    if lost.any() and not lost.all() and case.fits(ours[:, ~lost], should[:, ~lost]):
+        tokens = lost.nonzero().flatten().tolist()
+        return case.diagnosis("vocab_rows_missing", f"The logits are right but for {len(tokens)} of "
+                              f"{case.config.vocab_size} tokens, of which {tokens[0]} is the first: theirs are "
+                              f"{ours[0, tokens[0]]:g} everywhere. No rank has these rows of the head.",
+                              tokens=len(tokens))
+
+
+@hypothesis("logits")
 def changed_logits(case: Case) -> Diagnosis | None:
     """Were right logits scaled, or capped?"""
     should, ours = case.reference("logits").double(), case.ours("logits").double()

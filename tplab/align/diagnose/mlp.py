@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import OnRank, activation, best, explains, linear, right
+from tplab.align.diagnose.wrong import OnRank, activation, explains, fitting, linear, right
 
 _ACTIVATIONS = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
@@ -60,8 +60,11 @@ def another_activation(case: Case) -> Diagnosis | None:
               f"{right}(gate) × {right}(up)": lambda at, op: act(at("gate")) * act(at("up")),
               f"{right}(gate × up)": lambda at, op: act(at("gate") * at("up")),
               f"{right}(gate) + up": lambda at, op: act(at("gate")) + at("up")}
-    if (found := best(case, wrong)) is not None and not found.startswith(f"{right}(gate) × up"):
-        return case.diagnosis("wrong_activation", f"{case.op} is {found}; right is {right}(gate) × up.")
+    found = fitting(case, wrong)
+    if found and found[0] != f"{right}(gate) × up":
+        alike = " (these numbers are too coarse to tell which)" * (len(found) > 1)
+        return case.diagnosis("wrong_activation", f"{case.op} is {' or '.join(found)}{alike}; right is {right}(gate) "
+                              "× up.")
 
 
 def _fused(at: OnRank) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import before_rope, best, explains, right, rotated, tables
+from tplab.align.diagnose.wrong import before_rope, best, coarser, explains, right, rotated, rounded, tables
 
 
 @hypothesis("q_rope", "k_rope")
@@ -40,6 +40,16 @@ def rotated_by_head(case: Case) -> Diagnosis | None:
     if explains(case, by_head):
         return case.diagnosis("rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of "
                               "position h: cos and sin were broadcast over the heads instead of the tokens.")
+
+
+@hypothesis("q_rope", "k_rope")
+def rounded_first(case: Case) -> Diagnosis | None:
+    """Had q fewer digits when it was turned?"""
+    for dtype in coarser(case):
+        if explains(case, lambda at, op, dtype=dtype: rotated(case, rounded(before_rope(at, op), dtype), *tables(at))):
+            name = str(dtype).removeprefix("torch.")
+            return case.diagnosis("low_precision", f"{case.op} fits {case.op[0]} in {name}, rotated: it was cast to "
+                                  f"{name} before RoPE.")
 
 
 def _changed(case: Case, **parameters) -> bool:

@@ -62,6 +62,10 @@ class OnRank:
         of = self.frame.expected if point == self.case.point else self.frame.value
         return of(self._full(point), self.rank)
 
+    def expected(self, point: str) -> torch.Tensor:
+        """What the point's own op, a right one, makes of what this rank had before it."""
+        return LocalFrame.expected(self.frame, self._full(point), self.rank)
+
     def indices(self, point: str) -> Sequence[int]:
         """The global heads, columns or vocabulary rows that this rank holds at a point."""
         return self.frame.indices(self._full(point), self.rank)
@@ -149,11 +153,15 @@ def distance(held: torch.Tensor, guess: torch.Tensor) -> float:
     return (held - guess).abs().max().item() / max(guess.abs().max().item(), 1e-30)
 
 
+def fitting(case: Case, candidates: dict[object, Wrong]) -> list:
+    """The keys of the wrong ops that fit, the best first: rounding can hide which of them it is."""
+    gaps = {key: misfit(case, wrong) for key, wrong in candidates.items()}
+    return sorted((key for key, gap in gaps.items() if gap <= case.tolerance), key=gaps.get)
+
+
 def best(case: Case, candidates: dict[object, Wrong]) -> object | None:
     """The key of the wrong op that fits best, if it fits."""
-    gaps = {key: misfit(case, wrong) for key, wrong in candidates.items()}
-    key = min(gaps, key=gaps.get, default=None)
-    return key if gaps and gaps[key] <= case.tolerance else None
+    return next(iter(fitting(case, candidates)), None)
 
 
 def fitted(case: Case, family: Callable[[float], Wrong], low: float, high: float) -> float | None:
@@ -181,6 +189,17 @@ def fitted(case: Case, family: Callable[[float], Wrong], low: float, high: float
             at_d = gap(d)
     found = 10 ** ((a + b) / 2)
     return found if misfit(case, family(found)) <= case.tolerance else None
+
+
+def coarser(case: Case) -> list[torch.dtype]:
+    """The dtypes that have clearly fewer digits than the run's."""
+    return [dtype for dtype in (torch.bfloat16, torch.float16)
+            if torch.finfo(dtype).eps > 1000 * torch.finfo(case.report.dtype).eps]
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor with the digits of a smaller dtype."""
+    return tensor.to(dtype).to(tensor.dtype)
 
 
 # The ops, with what can be wrong about them as arguments.
