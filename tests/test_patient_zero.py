@@ -230,7 +230,7 @@ def test_it_knows_nothing_of_the_lab():
 
 
 def test_lost_heads_are_told_from_copies_in_the_cache(tmp_path):
-    """9 query and 3 KV heads over 2 ranks, cut as if they divided: no name that is not true comes before one that is."""
+    """9 query and 3 KV heads over 2 ranks, cut as if they divided: no name that is not true."""
     small = open_checkpoint(make_checkpoint(tmp_path / "m", "llama", heads=9, kv_heads=3, hidden=36))
     cures = {name: cure for name, cure in CURES.items() if name not in ("linear.share", "linear.kv_share")}
     shared_pool(2).run(record_run, small.folder, [1, 2, 3, 4, 5, 6], cures, tmp_path / "run")

@@ -30,6 +30,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 _ROOM = 1 << 16  # bytes kept free for a file's header; a call with more tensors goes on in a further file
 _thread = threading.local()  # .records: whether this thread records already
+_begun = Counter()  # how often this process has begun to record rank N into a folder of this name
 
 
 class RecordError(RuntimeError):
@@ -66,7 +67,7 @@ class record(AbstractContextManager):
         self._max_bytes, self._bytes, self._names, self._exit = max_bytes, 0, set(), ExitStack()
         self._call, self._skips, self._running, self._weights = -1, False, None, _Files(self, "parameters")
         self._journal = self._exit.enter_context(open(self._folder / "manifest.jsonl", "xb"))
-        self._line(format="tplab-record", version=VERSION, run=_run(self._folder.parent), rank=int(rank),
+        self._line(format="tplab-record", version=VERSION, run=_run(self._folder), rank=int(rank),
                    world_size=int(world_size), torch=torch.__version__)
         _thread.records = True
 
@@ -113,8 +114,7 @@ class record(AbstractContextManager):
         if isinstance(model, torch.nn.Module):
             model = dict([*model.named_parameters("", True, False), *model.named_buffers("", True, False)])  # all names
         for name, tensor in model.items():
-            name = self._new("parameter", f"{prefix}.{name}" if prefix else name)
-            self._keep(name, "parameter", 0, "", tensor)
+            self._keep(self._new("parameter", f"{prefix}.{name}" if prefix else name), "parameter", 0, "", tensor)
 
     def _new(self, kind, name):
         name = re.sub(r"\b_orig_mod\.|\._orig_mod$", "", name)
@@ -244,6 +244,7 @@ def _plain(tensor):
 def _run(folder):
     """One word that all ranks of this run share, and no other run; no rank waits for another."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return f"inode {folder.stat().st_ino}"
+        return f"inode {folder.parent.stat().st_ino}"
+    _begun.update([key := folder.parts[-2:]])  # in one process group, ranks begin the same runs one after the other
     store = torch.distributed.distributed_c10d._get_default_store()
-    return store.compare_set(f"record {folder.name}", "", f"changed {folder.stat().st_mtime_ns}").decode()
+    return store.compare_set(f"record {key[0]} {_begun[key]}", "", f"changed {folder.stat().st_mtime_ns}").decode()

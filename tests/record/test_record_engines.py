@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from tplab.align.check.folder import read_recorded
+from tplab.align.check.folder import RecordingError, read_recorded
 from tplab.record import record
 
 
@@ -99,6 +99,23 @@ def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
     assert len(only(found, "layers.0")) == 2 and torch.equal(only(found, "")[0], expected)
     assert set(read_recorded(tmp_path).ranks[0].parameters) == set(dict(Toy().named_parameters()))
     assert torch.compiler.is_compiling() is False
+
+
+def test_runs_of_one_process_group_are_told_apart(tmp_path):
+    """Into folders of the same name, as somebody does who records again."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for at in ("first", "second"):
+            for rank in (1, 0):
+                with record(tmp_path / at / "run", rank=rank, world_size=2):
+                    pass
+            assert len(read_recorded(tmp_path / at / "run").ranks) == 2
+    finally:
+        dist.destroy_process_group()
+    shutil.rmtree(tmp_path / "first/run/rank1")
+    shutil.copytree(tmp_path / "second/run/rank1", tmp_path / "first/run/rank1")
+    with pytest.raises(RecordingError, match="two runs are mixed: rank0 says"):
+        read_recorded(tmp_path / "first/run")
 
 
 def test_tensors_of_torchs_own_tensor_parallelism_are_this_ranks_share(tmp_path):
