@@ -228,3 +228,9 @@ def test_a_prompt_that_no_fault_of_notebook_07_can_reach_is_said_to_be_so(capsys
     exec(source, {"faults": faults, "diagnose": diagnose, "ckpt": ckpt, "tensor_parallel_size": 2,
                   "diff": lambda *patches: align(ckpt, "hey", patches=patches, logical=True)})
     assert capsys.readouterr().out.startswith("first outside the floor: nowhere, rank 0 holds all tokens")
+
+
+def test_notebook_00_is_stored_with_nobodys_progress():
+    (cell,) = [cell for cell in code_cells(load(SERIES[0])) if cell.source == "lesson.progress()"]
+    (output,) = cell.outputs
+    assert "mask_scores" in output.data["text/plain"] and not re.search(r"\d{4}-\d\d-\d\d", str(output.data))
