@@ -42,7 +42,17 @@ def test_side_by_side_marks_the_lines_that_differ():
 
 def test_a_line_is_marked_by_what_the_other_side_lacks():
     html = lesson.side_by_side("same\nold", "new\nsame")._repr_mimebundle_()["text/html"]
-    assert "✗ old<" in html and "✓ new<" in html and "  same" in html and "✓ same" not in html
+    assert "✗ old\n<" in html and "✓ new\n<" in html and "  same" in html and "✓ same" not in html
+
+
+def test_names_docstrings_and_comments_are_no_difference():
+    broken = "def broken(x):\n    y = x  # as it was\n    return y - 1"
+    right = 'def right(x: int) -> int:\n    """What it does.\n\n    In words.\n    """\n    y = x\n    return y'
+    html = lesson.side_by_side(broken, right)._repr_mimebundle_()["text/html"]
+    assert [html.count("✗ "), html.count("✓ ")] == [2, 2]  # a heading each, and the last line
+    assert "✗     return y - 1" in html and "✓     return y" in html
+    lost = lesson.side_by_side("if x:", "if y:")._repr_mimebundle_()["text/html"]  # a piece that is no whole code
+    assert "✗ if x:" in lost and "✓ if y:" in lost
 
 
 def test_long_code_is_compared_line_by_line_and_has_its_room():
@@ -50,6 +60,8 @@ def test_long_code_is_compared_line_by_line_and_has_its_room():
     assert html.count("✗ ") == 1 + 1 and html.count("✓ ") == 1 + 249  # a line that often stands there is a line too
     wide = lesson.side_by_side("a", "b" * 20, ("<b>", "right"))._repr_mimebundle_()["text/html"]
     assert wide.count("flex: 1 1 200px") == 2, "both columns are as wide as the longest line"
+    long = lesson.side_by_side("a", "b" * 120)._repr_mimebundle_()["text/html"]
+    assert long.count("flex: 1 1 424px") == 2 and "white-space: pre-wrap" in long, "two stand in 900 pixels"
     assert "✗ &lt;b&gt;" in wide and "✓ right" in wide
 
 

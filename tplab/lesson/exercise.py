@@ -1,11 +1,14 @@
 """What an exercise needs: a check that says PASS or NOT YET, a caught error, two pieces of code side by side."""
 
+import ast
 import inspect
 import os
+import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from html import escape
+from io import StringIO
 from textwrap import dedent, indent
 
 SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
@@ -75,30 +78,49 @@ class SideBySide:
 
     def _html(self) -> str:
         columns = zip(self.titles, self._marked(), ("#fbe3d6", "#d9f0e8"), ("✗", "✓"))
-        longest = max(len(line) for source in self.sources for line in source.splitlines())
-        # As wide as the longest line, so that long code stands one below the other instead of being cut off.
+        # Two columns in a window of 1400 pixels, in a narrow one below each other; a longer line goes on below itself.
+        longest = min(48, max(len(line) for source in self.sources for line in source.splitlines()))
         cells = "".join(
             f'<div style="flex: 1 1 {8 * longest + 40}px; min-width: 0">'
             f'<div style="font-weight: bold; margin-bottom: .3em">{mark} '
-            f'{escape(title)}</div><pre style="margin: 0; padding: .6em; overflow-x: auto; color: #222; '
-            'background: #f7f7f7; white-space: pre; font: 13px/1.5 monospace">'
-            f'{self._lines(lines, tint, mark)}</pre></div>'
+            f'{escape(title)}</div><pre style="margin: 0; padding: .6em; color: #222; background: #f7f7f7; '
+            'white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; font: 13px/1.5 monospace">'
+            f'{"".join(self._line(line, differs, tint, mark) for line, differs in lines)}</pre></div>'
             for title, lines, tint, mark in columns)
         return f'<div style="display: flex; flex-wrap: wrap; gap: 1em">{cells}</div>'
 
     @staticmethod
-    def _lines(lines, tint, mark) -> str:
-        return "\n".join(f'<span style="background: {tint}">{mark} {escape(line)}</span>' if differs
-                         else f"  {escape(line)}" for line, differs in lines)
+    def _line(line, differs, tint, mark) -> str:
+        deep = 8 * (len(line) - len(line.lstrip()) + 6)
+        look = f"display: block; padding-left: {deep}px; text-indent: -{deep}px" + f"; background: {tint}" * differs
+        return f'<span style="{look}">{mark if differs else " "} {escape(line)}\n</span>'
 
     def _marked(self):
-        """For both sources: their lines, and whether the other one lacks them."""
-        left, right = (source.splitlines() for source in self.sources)
+        """For both sources: their lines, and whether the other one lacks what they do."""
+        left, right = (_compared(source) for source in self.sources)
         same = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
         in_left = {block.a + i for block in same for i in range(block.size)}
         in_right = {block.b + i for block in same for i in range(block.size)}
-        return ([(line, i not in in_left) for i, line in enumerate(left)],
-                [(line, i not in in_right) for i, line in enumerate(right)])
+        return [[(line, bool(code) and i not in matched)
+                 for i, (line, code) in enumerate(zip(source.splitlines(), lines))]
+                for source, lines, matched in zip(self.sources, (left, right), (in_left, in_right))]
+
+
+def _compared(source: str) -> list[str]:
+    """Of each line the code: nothing of a comment, a docstring, or a header, since broken code has another name."""
+    lines = source.splitlines()
+    try:
+        for token in tokenize.generate_tokens(StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                lines[token.start[0] - 1] = lines[token.start[0] - 1][:token.start[1]]
+        blocks = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    except (SyntaxError, tokenize.TokenError):  # a piece of code
+        return lines
+    for node in blocks:
+        first, *_ = node.body
+        spoken = first.end_lineno if ast.get_docstring(node) is not None else first.lineno - 1
+        lines[node.lineno - 1:spoken] = [""] * (spoken - node.lineno + 1)
+    return [line.rstrip() for line in lines]
 
 
 def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right")) -> SideBySide:
