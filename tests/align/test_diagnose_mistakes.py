@@ -12,6 +12,7 @@ from helpers.reports import with_point
 from tplab.align import align, diagnose
 from tplab.align.diagnose.diagnose import diagnose_all
 from tplab.checkpoint import open_checkpoint
+from tplab.patch import Patch, original
 
 MISTAKES = mistakes_attention.MISTAKES | mistakes_rest.MISTAKES  # one table, to which each of the files adds
 
@@ -120,6 +121,16 @@ def test_a_mistake_is_named_and_a_near_miss_is_not(models, name):
 
 def noise(x):
     return 2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype) - 1
+
+
+def test_a_mask_the_wrong_way_round_is_no_nan_mask(models):
+    """Only the last token has nothing left to see; 0 times -inf would hit all others too."""
+    def attend(q, k, v, mask, scaling):
+        return original("tplab.model.attention.attend")(q, k, v, ~mask, scaling)
+    for size in (1, 2):
+        report = align(models("llama"), PROMPTS, tensor_parallel_size=size, logical=True,
+                       patches=[Patch("tplab.model.attention.attend", attend)])
+        assert diagnose(report).fault == "mask_inverted", diagnose(report)
 
 
 @pytest.mark.parametrize("name", WHERE_RANKS_MATTER)

@@ -54,6 +54,18 @@ mistake("positions / 4", "rope_scaling", tables(lambda p, dim, theta: p[:, None]
 mistake("turned back", "rope_direction", rope(lambda self, q, k, cos, sin, right: right(q, k, cos, -sin)))
 mistake("turned twice", "rope_twice", rope(
     lambda self, q, k, cos, sin, right: right(*right(q, k, cos, sin), cos, sin)))
+mistake("cos and sin exchanged", "rope_terms", rope(lambda self, q, k, cos, sin, right: right(q, k, sin, cos)))
+mistake("cos only", "rope_terms", rope(lambda self, q, k, cos, sin, right: right(q, k, cos, 0 * sin)))
+mistake("sin only", "rope_terms", rope(lambda self, q, k, cos, sin, right: right(q, k, 0 * cos, sin)))
+mistake("a mirror", "rope_terms", rope(lambda self, q, k, cos, sin, right: tuple(
+    x * cos[0, :, None] + x.roll(x.shape[-1] // 2, -1) * sin[0, :, None] for x in (q, k))))
+mistake("tables of neighbours", "rope_terms", rope(lambda self, q, k, cos, sin, right: right(
+    q, k, *(table[..., :q.shape[-1] // 2].repeat_interleave(2, -1) for table in (cos, sin)))))
+mistake("exponents upwards", "rope_terms", tables(
+    lambda p, dim, theta: p[:, None] * theta ** (torch.arange(0, dim, 2) / dim)))
+mistake("heads viewed", "rope_viewed", (f"{ATTENTION}.apply_rope", lambda self, q, k, cos, sin: tuple(
+    x.reshape(q.shape) if x.shape[1] == q.shape[1] else x.reshape(k.shape) for x in self.rotate(
+        q.reshape(1, q.shape[1], -1, q.shape[2]), k.reshape(1, k.shape[1], -1, k.shape[2]), cos, sin))))
 mistake("half of the head", "rope_partial", rope(partial), model="qwen3")
 mistake("bf16 tables", "rope_dtype", rope(lambda self, q, k, cos, sin, right: right(
     q, k, cos.bfloat16().to(q.dtype), sin.bfloat16().to(q.dtype))))
@@ -69,6 +81,7 @@ mistake("yarn without its factor", "rope_attention_factor", rope(
     lambda self, q, k, cos, sin, right: right(q, k, *(t / (cos[..., 0] ** 2 + sin[..., 0] ** 2).sqrt()[..., None]
                                                       for t in (cos, sin)))), model="yarn")
 mistake("positions from 1", "rope_positions", positions_as(lambda p, lengths: p + 1))
+mistake("positions from -1", "rope_positions", positions_as(lambda p, lengths: p - 1))
 mistake("positions run on", "rope_positions", positions_as(lambda p, lengths: torch.arange(len(p))))
 mistake("positions from the end", "rope_positions", positions_as(lambda p, lengths: torch.cat(
     [torch.arange(n).flip(0) for n in lengths])))
@@ -152,6 +165,14 @@ mistake("mask behind the softmax", "mask_misused", attending(
     lambda s, mask, scaling, v: (softmax(s * scaling, v) * ~mask) @ v))
 mistake("mask added as 1", "mask_misused", attending(
     lambda s, mask, scaling, v: softmax(s * scaling + mask.to(s), v) @ v))
+mistake("no softmax", "softmax_missing", attending(lambda s, mask, scaling, v: (s * scaling * ~mask) @ v))
+mistake("weights scaled", "softmax_scale", attending(
+    lambda s, mask, scaling, v: softmax(s.masked_fill(mask, float("-inf")), v) * scaling @ v))
+mistake("keys for values", "keys_for_values", Patch(
+    "tplab.model.attention.attend",
+    lambda q, k, v, mask, scaling: original("tplab.model.attention.attend")(q, k, k, mask, scaling)))
+mistake("queries back", "attention_missing", Patch(
+    "tplab.model.attention.attend", lambda q, k, v, mask, scaling: q.clone()))
 mistake("softmax over queries", "softmax_dim", attending(
     lambda s, mask, scaling, v: softmax((s * scaling).masked_fill(mask, float("-inf")), v, -2) @ v))
 mistake("heads not transposed", "heads_not_transposed", (f"{ATTENTION}.attend_all", not_transposed))

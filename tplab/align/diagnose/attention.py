@@ -51,6 +51,11 @@ def zero_times_infinity(case: Case) -> Diagnosis | None:
     # A decoding token has no later ones to be hidden: an engine that reads its cache masks only what it reads at once.
     masked = {s: row for (s, p), row in rows.items() if (s, p) not in case.decoded} or {s: row for (s, _), row in
                                                                                         rows.items()}
+    last = [rows[s, max(p for t, p in rows if t == s)] for s in {s for s, _ in rows}]
+    if nan[last].all() and int(nan.sum()) == len(last) < len(nan):
+        return case.diagnosis("mask_inverted", f"{share}: only the last token of each text, from which nothing is "
+                              "hidden. The mask is the wrong way round, and hides all that this token may see.",
+                              **numbers)
     if nan[list(masked.values())].all():
         return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
                               "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "

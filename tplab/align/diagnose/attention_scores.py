@@ -63,6 +63,25 @@ def another_use_of_the_mask(case: Case) -> Diagnosis | None:
 
 
 @hypothesis("attn")
+def weights_or_values_of_another_kind(case: Case) -> Diagnosis | None:
+    """Is there no softmax, were the weights scaled instead of the scores, are keys taken for values, or nothing at all?
+    """
+    def unscaled(scores, visible):
+        return torch.softmax((scores / case.scaling).masked_fill(~visible, float("-inf")).float(), -1)
+    ways = {
+        ("softmax_missing", "the scores were taken for weights: there is no softmax"):
+            lambda at, op: attention(at, weigh=lambda scores, visible: scores * visible),
+        ("softmax_scale", "the weights were scaled, where the scores should be"):
+            lambda at, op: attention(at, weigh=lambda scores, visible: unscaled(scores, visible) * case.scaling),
+        ("keys_for_values", "the weights were given to the keys; they belong to the values"):
+            lambda at, op: attention(at, values=lambda one: one.k),
+        ("attention_missing", "the queries come out as they went in"): lambda at, op: at("q_rope"),
+    }
+    if (found := best(case, ways)) is not None:
+        return case.diagnosis(found[0], f"Queries, keys and values are right; {found[1]}.")
+
+
+@hypothesis("attn")
 def across_sequences(case: Case) -> Diagnosis | None:
     """Do the sequences of a batch see each other?"""
     def flattened(at, op):

@@ -131,7 +131,7 @@ def _positions_used(case: Case) -> torch.Tensor | None:
     if case.op != case.point:
         return None
     before, ours = case.reference(case.frame.before_rope(case.op[0])), case.ours(case.op)
-    candidates = torch.arange(sum(case.lengths) + 2)
+    candidates = torch.arange(-1, sum(case.lengths) + 2)
     cos, sin = tables(right(case, 0), candidates)
     used = []
     for token, turned in zip(before, ours):
@@ -139,5 +139,5 @@ def _positions_used(case: Case) -> torch.Tensor | None:
         distance = (guesses - turned).abs().amax((1, 2))
         if not distance.min() <= case.tolerance * ours.abs().max():
             return None
-        used.append(int(distance.argmin()))
+        used.append(int(candidates[distance.argmin()]))
     return torch.tensor(used)
