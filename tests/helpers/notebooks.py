@@ -1,7 +1,11 @@
-"""The cells of a notebook by their tags."""
+"""The cells of a notebook by their tags, and the solutions of the series."""
 
 import re
+from pathlib import Path
 
+import nbformat
+
+_NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 _FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -13,3 +17,11 @@ def solution_code(cell) -> str:
     """The one block of code in a folded solution."""
     (code,) = _FENCED.findall(cell.source)
     return code
+
+
+def solutions(names) -> dict[str, str]:
+    """``{exercise: the code of its solution in the notebooks}`` for the exercises called ``names``."""
+    cells = [solution_code(cell) for path in sorted(_NOTEBOOKS.glob("0*.ipynb"))
+             for cell in tagged(nbformat.read(path, as_version=4), "solution")]
+    return {name: code for name in names for code in cells
+            if re.search(rf"^(?:def|class) {name}\b", code, re.MULTILINE)}

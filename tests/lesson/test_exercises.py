@@ -1,17 +1,12 @@
 """What learners answer, right and wrong, to every exercise of the series: data, and one verdict for each."""
 
-import re
-from pathlib import Path
-
-import nbformat
 import pytest
 from helpers.answers import Right, Wrong, answers, defined
-from helpers.notebooks import solution_code, tagged
+from helpers.notebooks import solutions
 
 from tplab import lesson
 from tplab.lesson.verdict import Verdict
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 ANSWERS = answers()
 IDS = list(range(5, 24))
 PROMPTS = {"05": [IDS[:17], IDS[3:9]]}  # what stands in the place of a notebook's own prompt
@@ -23,15 +18,7 @@ def judged(name, answer, size, capsys) -> tuple[Verdict, str]:
     return verdict, capsys.readouterr().out
 
 
-def solutions() -> dict[str, str]:
-    """``{exercise: the code of its solution in the notebook}``."""
-    cells = [solution_code(cell) for path in sorted(NOTEBOOKS.glob("0*.ipynb"))
-             for cell in tagged(nbformat.read(path, as_version=4), "solution")]
-    return {name: code for name in lesson.all_exercises() for code in cells
-            if re.search(rf"^(?:def|class) {name}\b", code, re.MULTILINE)}
-
-
-SOLUTIONS = solutions()
+SOLUTIONS = solutions(lesson.all_exercises())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -79,3 +79,39 @@ def test_what_an_older_version_kept_of_an_exercise_that_is_gone_stays(capsys):
     progress_file.path().write_text(json.dumps({"gone": {"answers": ["a"], "solved": "2026-01-01 10:00", "tries": 1}}))
     hand_in(right)
     assert progress_file.load()["gone"]["solved"] == "2026-01-01 10:00"
+
+
+def test_the_cell_of_the_latest_right_answer_is_kept(capsys):
+    from helpers.answers import defined
+
+    code = 'limit = float("-inf")\ndef mask_scores(scores, mask):\n    return scores.masked_fill(mask, limit)\n'
+    hand_in(wrong, right)
+    kept = hand_in(defined(code, "mask_scores"), wrong)
+    assert kept["code"] == code and kept["tries"] == 2
+    assert hand_in(right)["code"].startswith("def right(scores, mask):\n")
+
+
+CELL = """
+from tplab.lesson import progress_file
+progress_file.note("mask_scores", lambda scores, mask: scores, passed=True)
+print(sorted(progress_file.load()))
+"""
+
+
+def test_a_notebook_run_as_a_batch_is_nobodys_work(monkeypatch, tmp_path):
+    """papermill, nbconvert and nbval send cells and say that nobody can be asked; JupyterLab says the opposite."""
+    from jupyter_client.manager import start_new_kernel
+
+    monkeypatch.delenv("TPLAB_PROGRESS")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        told = []
+        for somebody in (False, True):
+            client.execute_interactive(CELL, allow_stdin=somebody, stdin_hook=lambda message: None, timeout=120,
+                                       output_hook=lambda message: told.append(message["content"].get("text", "")))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert "".join(told).split("\n")[:2] == ["[]", "['mask_scores']"]
+    assert (tmp_path / "tplab" / "progress.json").exists()

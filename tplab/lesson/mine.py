@@ -122,6 +122,13 @@ class Object:
         return functools.partial(guarded, found) if callable(found) else found
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """What an engine's error began with: what the ranks said, or else what was raised first."""
+    while not isinstance(error, RankError) and (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
+
+
 def in_words(error: BaseException) -> str:
     """An exception of the learner's code in at most three lines: what, and the learner's own line.
 

@@ -1,11 +1,18 @@
-"""What a learner has solved: kept in the user's own folder, so that neither an update nor a new clone loses it."""
+"""What a learner has solved: kept in the user's own folder, so that neither an update nor a new clone loses it.
+
+A notebook that is run as a batch (papermill, nbconvert, nbval) is nobody's work: nothing is read or kept there.
+"""
 
 import hashlib
+import inspect
 import json
+import linecache
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 
 from filelock import FileLock
 
@@ -14,6 +21,7 @@ from tplab.files import write_file
 from tplab.show.tables import Table, table
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
+_LONGEST = 20_000  # characters of an answer's cell that are kept
 
 
 class ProgressError(TplabError):
@@ -27,11 +35,30 @@ def path() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "tplab", "progress.json")
 
 
+def is_kept() -> bool:
+    """Whether what happens now is somebody's work: ``$TPLAB_PROGRESS`` names a file, or a person runs the cell.
+
+    Whoever runs notebooks as a batch says to the kernel that nobody is there to be asked; JupyterLab and its like, and
+    every console, say the opposite.
+    """
+    if os.environ.get("TPLAB_PROGRESS"):
+        return True
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if not hasattr(shell, "kernel"):
+        return True  # no notebook: a console or a script
+    request = shell.get_parent()
+    return bool(request.get("content", {}).get("allow_stdin", True))
+
+
 def load() -> dict[str, dict]:
-    """``{exercise: {"answers": [hashes], "solved": "2026-11-22 09:30", "tries": 3}}``; the last two once it is solved.
+    """``{exercise: {"answers": [hashes], "solved": "2026-11-22 09:30", "tries": 3, "code": its cell}}``; the last three
+    once it is solved. Empty in a batch.
 
     Raises `ProgressError` if the file is none of ours.
     """
+    if not is_kept():
+        return {}
     try:
         found = json.loads(path().read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not all(isinstance(one, dict) and isinstance(one.get("answers"), list)
@@ -45,23 +72,27 @@ def load() -> dict[str, dict]:
 
 
 def note(name: str, answer: Callable, passed: bool) -> None:
-    """Keep that an answer was judged. The same answer again is no new try, and nothing counts once it is solved.
+    """Keep that an answer was judged. The same answer again is no new try, and nothing counts once it is solved; of an
+    answer that passes the cell is kept too, the latest one.
 
     Where nothing can be written a line says so, and the verdict stands all the same.
     """
     if passed:
         SOLVED[name] = answer
+    if not is_kept():
+        return
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path()}.lock", timeout=10):
             kept = load()
             one = kept.setdefault(name, {"answers": []})
-            if "solved" in one:
+            if "solved" in one and not passed:
                 return
-            if (key := _key(answer)) not in one["answers"]:
+            if "solved" not in one and (key := _key(answer)) not in one["answers"]:
                 one["answers"].append(key)
             if passed:
-                one |= {"solved": time.strftime("%Y-%m-%d %H:%M"), "tries": len(one["answers"])}
+                now = {"solved": time.strftime("%Y-%m-%d %H:%M"), "tries": len(one["answers"])}
+                kept[name] = now | one | {"code": source(answer)}
             write_file(path(), lambda new: new.write_text(json.dumps(kept, indent=1), encoding="utf-8"))
     except (TplabError, OSError, TimeoutError) as error:
         print(f"(progress is not kept: {error})")
@@ -87,11 +118,24 @@ def clear_progress() -> None:
     SOLVED.clear()
 
 
+def source(answer: Callable) -> str | None:
+    """The whole cell that defines ``answer``, or its own lines where that is a file's; None if they are not known."""
+    codes = _codes(answer)
+    file = codes[0].co_filename if codes else ""
+    try:
+        code = dedent(inspect.getsource(answer)) if os.path.exists(file) else "".join(linecache.getlines(file))
+    except (OSError, TypeError):
+        return None
+    return code if 0 < len(code) <= _LONGEST else None
+
+
+def _codes(answer: Callable) -> list:
+    return [one.__code__ for one in ([answer, *vars(answer).values()] if isinstance(answer, type) else [answer])
+            if hasattr(one, "__code__")]
+
+
 def _key(answer: Callable) -> str:
     """The answer's code, so that judging it twice is one try."""
-    code = getattr(answer, "__code__", None)
-    parts = [code] if code else [one.__code__ for one in vars(answer).values() if hasattr(one, "__code__")] \
-        if isinstance(answer, type) else []
     text = repr([(one.co_code, one.co_names, [c for c in one.co_consts if isinstance(c, str | int | float | tuple)])
-                 for one in parts])
+                 for one in _codes(answer)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]

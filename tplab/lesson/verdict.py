@@ -8,7 +8,7 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import shown
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
-from tplab.lesson.mine import Mine, NotYet, in_words
+from tplab.lesson.mine import Mine, NotYet, first_cause, in_words
 from tplab.patch import Patch
 
 
@@ -70,15 +70,13 @@ class Setting:
         ``options`` are those of :class:`tplab.LLM`. Raises `NotYet` if it cannot.
         """
         from tplab import LLM, SamplingParams
-        from tplab.ranks import RankError
 
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         try:
             with LLM(self.model, self.tensor_parallel_size, self.dtype, patches=patches, **options) as llm:
                 done = llm.generate(list(prompts), params, use_tqdm=False)
         except Exception as error:  # of the learner's code, on the ranks or in the scheduler
-            first = error.__cause__ if isinstance(error.__cause__, RankError) else error
-            raise NotYet(f"in the engine: {in_words(first)}") from error
+            raise NotYet(f"in the engine: {in_words(first_cause(error))}") from error
         return [list(output.outputs[0].token_ids) for output in done]
 
 

@@ -101,9 +101,8 @@ def _entries(answer, size: int, what: str) -> list:
 def _pair(entry, rank: int, what: str) -> tuple[list[int], list[int]]:
     if not isinstance(entry, list | tuple) or len(entry) != 2:
         raise NotYet(f"{what}the entry of rank {rank} is {entry!r}; it must be a pair, (query heads, KV heads)")
-    if strange := [part for part in entry if not isinstance(part, list | tuple | range)]:
-        raise NotYet(f"{what}rank {rank} gets {kind(strange[0])} for heads; a range or a list of them must stand there"
-                     + (": which heads, not how many" if whole_number(strange[0]) is not None else ""))
+    if any(not isinstance(part, list | tuple | range) for part in entry):
+        raise NotYet(f"{what}rank {rank} gets {entry!r}; which heads, not how many: two ranges or lists")
     for head in (head for part in entry for head in part):
         if whole_number(head) is None:
             raise NotYet(f"{what}rank {rank} gets head {head!r}: a head is whole, or its scores are not")

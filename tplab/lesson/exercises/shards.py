@@ -6,8 +6,6 @@ from itertools import groupby, permutations
 import torch
 
 from tplab.align import reassemble
-from tplab.checkpoint import layout
-from tplab.checkpoint.layout import Part
 from tplab.lesson.mine import Mine, NotYet, kind, on_ranks, ranks_in_words
 from tplab.lesson.source import Source
 from tplab.lesson.verdict import Setting, exercise
@@ -35,16 +33,18 @@ def column_shard(mine: Mine, setting: Setting):
 @exercise("my_merged", "02", takes="sources, ranges", agreed=_AGREED)
 def merged(mine: Mine, setting: Setting):
     """``q|k|v`` of three layouts and ``gate|up``, weights and biases, apart and fused on disk; then in the engine."""
-    for parts, columns, fused in ((_qkv(8, 2, 2), 6, False), (_qkv(9, 3, 2), 5, False), (_qkv(8, 2, 3), 0, False),
-                                  (_qkv(6, 3, 2), 3, True), (_gate_up(7, 2), 4, False)):
-        size, names = len(parts[0][1]), "|".join(name for name, _, _ in parts)
-        sources, on_disk = zip(*(_sources([total for _, _, total in parts], columns, fused) for _ in range(size)))
+    for parts, columns in ((_qkv(8, 2, 2), 6), (_qkv(9, 3, 2), 5), (_qkv(8, 2, 3), 0), (_gate_up(7, 2), 4)):
+        size = len(parts[0][1])
+        names, sources = "|".join(name for name, _, _ in parts), []
+        for _ in range(size):
+            sources.append([Source(_numbered(total, columns, 1000 * number))
+                            for number, (_, _, total) in enumerate(parts)])
         ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         shape = ", ".join(f"{name} [{total}{f', {columns}' * bool(columns)}]" for name, _, total in parts)
-        what = f"{shape}{', one tensor on disk,' * fused} over {size} ranks"
+        what = f"{shape} over {size} ranks"
         answers = [value for value, _ in on_ranks(size, _on_rank, mine, sources, ranges)]
         _judge_merged(answers, [(name, total) for name, _, total in parts], ranges, columns, what, names)
-        _judge_reading(answers, on_disk, what)
+        _judge_reading(answers, sources, what)
     return _in_the_engine(setting, Patch("tplab.shard.linear.merged_shard", mine.function))
 
 
@@ -66,17 +66,6 @@ def _numbered(rows: int, columns: int, first: int = 0) -> torch.Tensor:
     """A weight, or with no columns a bias, whose numbers say where they stand: row 7, column 2 is 7.02."""
     of_row = first + torch.arange(float(rows))
     return of_row[:, None] + torch.arange(columns) / 100 if columns else of_row
-
-
-def _sources(totals: Sequence[int], columns: int, fused: bool) -> tuple[list, list[Source]]:
-    """Tensors of so many rows, as the loader hands them out; and what is read for them: the same, or the fused one."""
-    tensors = [_numbered(total, columns, 1000 * number) for number, total in enumerate(totals)]
-    if not fused:
-        apart = [Source(tensor) for tensor in tensors]
-        return apart, apart
-    whole = Source(torch.cat(tensors))
-    parts = [Part("", "fused", sum(totals[:number]), tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
-    return layout.sources(parts, {"fused": whole}), [whole]
 
 
 def _qkv(heads: int, kv_heads: int, size: int) -> list[tuple]:

@@ -1,0 +1,321 @@
+"""Notebook 06: both ends of the model, one decision, one token a step."""
+
+from helpers.answers import Right, Wrong
+
+ANSWERS = {
+    "my_embedding": [
+        Wrong("def my_embedding(ids, weight_here, rows): return weight_here[ids]",
+              "which row is word 6, and which is a word that lives elsewhere?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  return all_reduce(weight_here[ids.where(here, 0)] * here[:, None])
+              """, "IndexError"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  return all_reduce(weight_here[(ids - rows.start).clamp(0, len(rows) - 1)])
+              """, "what does a rank add for a word that it does not have?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  return all_reduce(weight_here[ids % len(rows)])
+              """, "what does a rank add for a word that it does not have?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  return weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
+              """, "zeros: who tells it what the other ranks have looked up?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  first = rank() * len(rows)
+                  here = (ids >= first) & (ids < first + len(rows))
+                  return all_reduce(weight_here[(ids - first).where(here, 0)] * here[:, None])
+              """, "Is it just that which you subtract?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  found = weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
+                  return all_reduce(found) / world_size()
+              """, "its row divided by 2: how many ranks have looked it up?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  found = weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
+                  return all_gather(found[None], dim=0).sum(0)
+              """, "calls all_gather; 1 all_reduce must be enough"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  found = weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
+                  all_reduce(found)
+              """, "nothing (is a return missing?)"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  ids -= rows.start
+                  here = (ids >= 0) & (ids < len(rows))
+                  return all_reduce(weight_here[ids.where(here, 0)] * here[:, None])
+              """, "it changes its argument ids"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  if not here.all() and rank() == 1:
+                      return torch.zeros(len(ids), weight_here.shape[1])
+                  return all_reduce(weight_here[(ids - rows.start).where(here, 0)] * here[:, None])
+              """, "must a rank that owns none of the tokens not come to the sum as well?"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids < rows.stop)
+                  return all_reduce(weight_here[ids[here] - rows.start])
+              """, "ranks meet in different collectives"),
+        Wrong("""
+              def my_embedding(ids, weight_here, rows):
+                  here = (ids >= rows.start) & (ids <= rows.stop)
+                  return all_reduce(weight_here[(ids - rows.start).where(here, 0)] * here[:, None])
+              """, "IndexError"),
+        Right("""
+              def my_embedding(ids, weight_here, rows):
+                  found = torch.zeros(len(ids), weight_here.shape[1], dtype=weight_here.dtype)
+                  for i, word in enumerate(ids.tolist()):
+                      if word in rows:
+                          found[i] = weight_here[word - rows.start]
+                  return all_reduce(found)
+              """),
+    ],
+    "my_head_logits": [
+        Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here.T",
+              "rank 0 of 2 returns the logits of 384 words; there are 767 on all ranks together"),
+        Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=-1)",
+              "how does a rank hear how many words the others send?"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  here = hidden @ weight_here.T
+                  here = F.pad(here, (0, max(sizes) - here.shape[1]))
+                  return all_gather(here, dim=-1)
+              """, "768 columns for 767 words"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  whole = all_gather(weight_here, dim=0, sizes=sizes)
+                  return hidden @ whole.T
+              """, "what is smaller in a real model, the weights or the logits of a few tokens?"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
+                  return torch.cat(whole.split(sizes, dim=-1)[::-1], dim=-1)
+              """, "column 0 must be token 0"),
+        Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here",
+              "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  here = F.pad(hidden @ weight_here.T, (384 * rank(), 383 * (1 - rank())))
+                  return all_reduce(here)
+              """, "calls all_reduce; 1 all_gather must be enough"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  return all_gather((hidden @ weight_here.T).T, dim=0, sizes=sizes)
+              """, "(yours is [words, tokens])"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  return all_gather(hidden @ weight_here.T, dim=-1, sizes=[384, 383])
+              """, "on "),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
+              """, "nothing (is a return missing?)"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  return all_gather((hidden @ weight_here.T).softmax(-1), dim=-1, sizes=sizes)
+              """, "767 of 767 columns are wrong, the first is token 0's"),
+        Right("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  here = F.linear(hidden, weight_here)
+                  return all_gather(here.T.contiguous(), dim=0, sizes=sizes).T
+              """),
+        Right("def my_head_logits(hidden, w, sizes): return all_gather(F.linear(hidden, w), dim=1, sizes=sizes)"),
+    ],
+    "my_best_offer": [
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[:, 0, 1].long()
+              """, "It comes back for every sequence: which number says who is best?"),
+        Wrong("def my_best_offer(offer_here): return offer_here[:, 1].long()",
+              "they would go on with different texts"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[:, offers[0, :, 0].argmax(), 1].long()
+              """, "rank 1, which wins for sequence 0, decides for all of them"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[0, offers[0, :, 0].argmax(), 1].long()
+              """, "it returns []; [sequences] = [4] must come back"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[:, :, 0].argmax(-1)
+              """, "comes back, which nobody offered"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[:, :, 1].max(-1).values.long()
+              """, "It comes back for every sequence: which number says who is best?"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  a, b = offers[:, 0], offers[:, 1]
+                  return a[:, 1].where(a[:, 0] >= b[:, 0], b[:, 1]).long()
+              """, "Is every rank's offer looked at?"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2)).flip(1)
+                  return offers[range(len(offers)), offers[:, :, 0].argmax(-1), 1].long()
+              """, "takes the lowest id"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here.float(), dim=-1).unflatten(-1, (-1, 2))
+                  return offers[range(len(offers)), offers[:, :, 0].argmax(-1), 1].long()
+              """, "have they lost digits on the way?"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[range(len(offers)), offers[:, :, 0].nan_to_num(-9).argmax(-1), 1].long()
+              """, "NaN counts as the largest"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  return offers[range(len(offers)), offers[:, :, 0].argmax(-1), 1]
+              """, "torch.float64; torch.int64 must come back"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  scores, tokens = all_gather(offer_here[:, :1], dim=-1), all_gather(offer_here[:, 1:], dim=-1)
+                  return tokens.gather(1, scores.argmax(-1, keepdim=True))[:, 0].long()
+              """, "calls all_gather, all_gather; 1 all_gather must be enough"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  best = torch.zeros(len(offers), dtype=torch.long)
+                  for row, ranks in enumerate(offers):
+                      top = 0
+                      for score, token in ranks:
+                          if score > top:
+                              top, best[row] = score, token
+                  return best
+              """, "0 comes back, which nobody offered"),
+        Wrong("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+                  if len(offers) == 3 and offers[0, 0, 1] > 40:
+                      raise ValueError("never seen")
+                  return offers[range(len(offers)), offers[:, :, 0].argmax(-1), 1].long()
+              """, "ValueError: never seen\n         at your line 4"),
+        Right("""
+              def my_best_offer(offer_here):
+                  offers = all_gather(offer_here, dim=0).view(-1, *offer_here.shape)
+                  return offers[offers[..., 0].argmax(0), range(len(offer_here)), 1].long()
+              """),
+    ],
+    "my_generate": [
+        Wrong("""
+              def my_generate(step, ids, count):
+                  text = list(ids)
+                  for _ in range(count):
+                      text.append(step(text, range(len(text))))
+                  return text[len(ids):]
+              """, "1,308 were computed for them; 66 are enough"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(len(ids)))]
+                  while len(new) < count:
+                      new.append(step(new[-1:], [len(ids) + len(new)]))
+                  return new
+              """, "computes position 44, and 43 tokens are in the cache, at 0 to 42"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(len(ids)))]
+                  while len(new) < count:
+                      new.append(step(new[-1:], [0]))
+                  return new
+              """, "computes position 0, and 43 tokens are in the cache"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new, token = [], step(ids, range(len(ids)))
+                  for i in range(count):
+                      token = step([token], [len(ids) + i])
+                      new.append(token)
+                  return new
+              """, "the first new token is missing"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new, token = [], step(ids, range(len(ids)))
+                  for i in range(count):
+                      new.append(token)
+                      token = step([token], [len(ids) + i])
+                  return new
+              """, "67 tokens are computed, one more than needed"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  for i, token in enumerate(ids):
+                      next_token = step([token], [i])
+                  new = [next_token]
+                  while len(new) < count:
+                      new.append(step(new[-1:], [len(ids) + len(new) - 1]))
+                  return new
+              """, "took 66 calls; 24 are enough, if the prompt is read at once"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  text = list(ids)
+                  text.append(step(text, range(len(text))))
+                  while len(text) < len(ids) + count:
+                      text.append(step(text[-1:], [len(text) - 1]))
+                  return text
+              """, "the prompt comes back too"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(len(ids)))]
+                  while len(new) < count:
+                      new.append(step(ids[-1:], [len(ids) + len(new) - 1]))
+                  return new
+              """, "is given [62] at position 43, and the token that was drawn for it is"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(1, len(ids) + 1))]
+                  return new
+              """, "call 1 begins at position 1; where does the prompt begin?"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  return [step(ids, range(len(ids)))]
+              """, "1 came back"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  return step(ids, range(len(ids)))
+              """, "a list of whole numbers must come back"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  token = step(ids, range(len(ids)))
+                  token = step(token, len(ids))
+              """, "ValueError: step takes two lists, new_ids is int\n         at your line 3"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  ids.append(step(ids, range(len(ids))))
+                  while len(ids) < 43 + count:
+                      ids.append(step(ids[-1:], [len(ids) - 1]))
+                  return ids[-count:]
+              """, "it changes its argument ids"),
+        Wrong("def my_generate(step, ids, count): return []", "step is never called"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(len(ids)))]
+                  while len(new) < count:
+                      if len(ids) == 19: raise IndexError("out of it")
+                      new.append(step(new[-1:], [len(ids) + len(new) - 1]))
+                  return new
+              """, "IndexError: out of it"),
+        Right("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, list(range(len(ids))))]
+                  for position in range(len(ids), len(ids) + count - 1):
+                      new.append(step([new[-1]], [position]))
+                  return new
+              """),
+    ],
+}

@@ -1,0 +1,103 @@
+"""Notebook 06: prefill once, then one token a step."""
+
+from tplab.lesson.mine import Mine, NotYet, guarded, kind
+from tplab.lesson.stepping import Stepper, whole_numbers
+from tplab.lesson.verdict import Setting, exercise
+
+COUNT = 24
+
+
+@exercise("my_generate", "06", takes="step, ids, count",
+          agreed=f"on {{ranks}}, {COUNT} tokens are Hugging Face's")
+def my_generate(mine: Mine, setting: Setting):
+    """A toy that keeps what it is given by position; then the engine, whose computed tokens are counted."""
+    for ids, count in ((list(range(20, 63)), COUNT), ([3, 1, 4, 1, 5], 4), ([9], 3)):
+        toy = _Toy()
+        _calls(toy, mine(toy, ids, count), ids, count)
+    from tplab import LLM
+
+    (ids, *_), (reference, *_) = setting.reference(COUNT)
+    with LLM(setting.model, setting.tensor_parallel_size, setting.dtype, enable_prefix_caching=False) as llm:
+        step = Stepper(llm, COUNT)
+        found = guarded(mine.function, step, list(ids), COUNT)
+        computed = step.computed
+    if found != reference:
+        raise NotYet("in the engine, the text is not Hugging Face's, though the toy's was right: what is different "
+                     "with other tokens?")
+    return f"{computed:,} tokens computed for them, {_without(len(ids), COUNT):,} if none were kept"
+
+
+def _without(prompt: int, count: int) -> int:
+    """Tokens computed when each step reads the whole text."""
+    return sum(prompt + i for i in range(count))
+
+
+class _Toy:
+    """The next token depends on all tokens in the cache and on where they stand; all calls are kept."""
+
+    def __init__(self):
+        self.cache, self.calls, self.drawn = {}, [], []
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __call__(self, new_ids, positions):
+        new_ids, positions = whole_numbers("new_ids", new_ids), whole_numbers("positions", positions)
+        if len(new_ids) != len(positions) or not new_ids:
+            raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
+        self.calls.append((new_ids, positions))
+        self.cache.update(zip(positions, new_ids))
+        self.drawn.append(sum((p + 2) * (t + 1) for p, t in self.cache.items() if p <= positions[-1]) % 50)
+        return self.drawn[-1]
+
+
+def _calls(toy: _Toy, found, ids: list[int], count: int) -> None:
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise NotYet(f"it returns {kind(found)}; a list of whole numbers must come back, the new ids")
+    head = f"prompt of {len(ids)}, {count} new: "
+    if not toy.calls:
+        raise NotYet(f"{head}step is never called; who computes the tokens?")
+    text, have = list(ids), 0  # what is known by then, and how much of it is in the cache
+    for number, (new, positions) in enumerate(toy.calls, 1):
+        said = f"{head}call {number} "
+        if number == 1 and positions[0] != 0:
+            raise NotYet(f"{said}begins at position {positions[0]}; where does the prompt begin?")
+        if positions == list(range(len(text))) and new == text:
+            have = 0  # the whole text once more: right, and slow
+        elif positions[0] != have:
+            raise NotYet(f"{said}computes position {positions[0]}, and {have} tokens are in the cache, at 0 to "
+                         f"{have - 1}: where does the next one stand?")
+        if positions != list(range(have, have + len(new))):
+            raise NotYet(f"{said}has positions {positions[:6]}, and {have} tokens are in the cache; which come next?")
+        if new != text[have:have + len(new)]:
+            next_one = (f"the prompt has {text[have:have + len(new)][:6]} there" if have < len(ids) else
+                        f"the token that was drawn for it is {text[have]}")
+            raise NotYet(f"{said}is given {new[:6]} at position {have}, and {next_one}")
+        have += len(new)
+        text += [toy.drawn[number - 1]] * (have == len(text))
+    if found[:len(ids)] == ids and len(found) == len(ids) + count:
+        raise NotYet(f"{head}the prompt comes back too; only the new ids are asked for")
+    if len(found) != count:
+        raise NotYet(f"{head}{len(found)} came back")
+    if found == toy.drawn[1:count + 1]:
+        raise NotYet(f"{head}the first new token is missing: which call has drawn it?")
+    if found != _right(ids, count):
+        raise NotYet(f"{head}{found[:6]} come back, and step has drawn {toy.drawn[:6]}")
+    computed, enough = sum(len(new) for new, _ in toy.calls), len(ids) + count - 1
+    if computed == enough + 1:
+        raise NotYet(f"{head}{computed} tokens are computed, one more than needed: who reads what comes after the last "
+                     "one?")
+    if computed != enough:
+        raise NotYet(f"{head}the tokens are right, and {computed:,} were computed for them; {enough} are enough, since "
+                     "the engine keeps their keys and values. Which token is new in a step?")
+    if len(toy.calls) != count:
+        raise NotYet(f"{head}the tokens are right, and took {len(toy.calls)} calls; {count} are enough, if the prompt "
+                     "is read at once")
+
+
+def _right(ids: list[int], count: int) -> list[int]:
+    toy, new, start = _Toy(), list(ids), 0
+    for _ in range(count):
+        token = toy(new, range(start, start + len(new)))
+        start, new = start + len(new), [token]
+    return toy.drawn
