@@ -224,3 +224,18 @@ def test_a_few_modules_alone_are_judged_and_drawn(ckpt, tmp_path, part):
     else:
         with pytest.raises(ShowError, match="points of none"):
             show.points_figure(report)
+
+
+def test_norms_that_have_each_others_weights_are_known_by_their_order(ckpt, tmp_path):
+    """In an engine whose names say nothing."""
+    def watch(rec, model):
+        rec.watch(model.embed_tokens, "embed_tokens")
+        for i, layer in enumerate(model.layers):
+            first, second = layer.input_layernorm, layer.post_attention_layernorm
+            first.weight, second.weight = second.weight, first.weight
+            for name, module in (("a", first), ("b", second), ("self_attn", layer.self_attn), ("mlp", layer.mlp)):
+                rec.watch(module, f"layers.{i}.{name}")
+
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67), watch=watch), ckpt)
+    assert [one.fault for one in report.diagnoses] == ["norm_weight_exchanged"], report.summary()
+    assert report.diagnoses[0].where == "layers 0–1: input_norm, post_norm"

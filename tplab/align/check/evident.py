@@ -20,9 +20,13 @@ _NORMS = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_l
 def learn(sources: Sources, shares: Shares) -> dict:
     """Place what the conventions did not know; returns how, by the pattern of a module's name or of a source."""
     roles: dict[str, str] = {}  # of modules
+    order: dict[str, int] = {}
     for pattern, (entering, leaving) in _modules(sources).items():
         if role := _role(sources, shares, entering, leaving):
-            roles[pattern] = role
+            roles[pattern], order[pattern] = role, leaving.order
+    norms = [pattern for pattern in sorted(order, key=order.get) if roles[pattern] in _NORMS]
+    if [roles[pattern] for pattern in norms] == [*_NORMS][::-1]:  # they have each other's weights
+        roles.update(zip(norms, _NORMS))
     if roles:
         sources.claim(roles=roles)
     points: dict[tuple[str, str, str], str] = {}

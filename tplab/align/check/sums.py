@@ -77,9 +77,10 @@ class Sums:
         return min(held, key=lambda h: h.source.name != source.name).tensors[rank] if held else None
 
     def _summand(self, at: str, which: str, rank: int, source: Source) -> torch.Tensor | None:
-        x, indices = self._input(at, which, rank, source), self.shares.layouts["q" if which == "o" else "mlp"].indices[
-            rank]
-        if x is None or indices is None or x.shape[1] != len(indices):
+        if (x := self._input(at, which, rank, source)) is None:
+            return None
+        indices = self.shares.layouts["q" if which == "o" else "mlp"].indices[rank]
+        if indices is None or x.shape[1] != len(indices):
             return None
         kept = [i for i, index in enumerate(indices) if index != PADDING]
         dim = self.shares.config.head_dim if which == "o" else 1
