@@ -114,7 +114,7 @@ ANSWERS = {
               "RuntimeError: Sizes of tensors must match"),
         Wrong(cache([*_JOIN[:3], "return self.v[layer], self.k[layer]"]), "k and v have changed places"),
         Wrong(cache([line.replace("[layer]", "[0]") for line in _JOIN]),
-              "after 0 tokens and 4 more, append gives for k"),
+              "append gives 8 back for k of layer 1: has each layer a place of its own?"),
         Wrong(cache([*_JOIN[:3], "group = 4", "return tuple(x.repeat_interleave(group, 1) for x in (self.k[layer], "
                      "self.v[layer]))"]), "[4, 8, 5]; [tokens so far, kv_heads, head_dim]"),
         Wrong(cache(_JOIN, init="pass", head="class MyCache:\n    k, v = [None] * 9, [None] * 9"),

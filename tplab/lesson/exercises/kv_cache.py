@@ -81,6 +81,9 @@ def _compare(name: str, one, right: torch.Tensor, other: torch.Tensor, whole: di
              ) -> None:
     if isinstance(one, torch.Tensor) and one.shape == right[start:].shape != right.shape and one.equal(right[start:]):
         raise NotYet(f"after {start} tokens and {count} more, append gives {count} back: where are the earlier ones?")
+    if isinstance(one, torch.Tensor) and one.shape[1:] == right.shape[1:] and len(one) > len(right):
+        raise NotYet(f"after {start} tokens and {count} more, append gives {len(one)} back for {name} of layer "
+                     f"{layer}: has each layer a place of its own?")
     try:
         one = tensor(one, "tokens so far, kv_heads, head_dim", right.shape, right.dtype)
     except NotYet as wrong:
