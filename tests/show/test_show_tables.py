@@ -47,6 +47,10 @@ def test_rank_shapes():
     assert list(frame.index) == ["rank 0", "rank 1", "rank 2"]
     assert list(frame["read from the checkpoint"]) == ["1.23 MB"] * 3
     assert list(frame["q_proj"]) == ["[64, 128]"] * 3 and list(frame["k_proj"]) == ["[16, 128]"] * 3
+    report = make_report()
+    report.shapes = []
+    with pytest.raises(show.ShowError, match="read on the ranks by align"):
+        show.rank_shapes(report)
 
 
 def test_top_tokens_of_nan_are_not_tokens():
