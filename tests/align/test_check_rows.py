@@ -239,9 +239,10 @@ def test_folders_of_something_else(ckpt, healthy, tmp_path):
     shallow = open_checkpoint(make_checkpoint(tmp_path / "shallow", "llama", layers=1, heads=6, kv_heads=2, hidden=24))
     with pytest.raises(PlacementError, match="has a layer 1, but the checkpoint's layers are 0 to 0"):
         place(healthy, shallow)
-    ids = with_calls(healthy, lambda rank, call: replace(call, input_ids=call.input_ids + 66))
-    with pytest.raises(PlacementError, match="token id 75 is not in the checkpoint's vocabulary: 0 to 66"):
-        place(ids, ckpt)
+    for more in (66, 58):
+        ids = with_calls(healthy, lambda rank, call, more=more: replace(call, input_ids=call.input_ids + more))
+        with pytest.raises(PlacementError, match=f"id {9 + more} is not in the checkpoint's vocabulary: 0 to 66"):
+            place(ids, ckpt)
     silent = with_calls(healthy, lambda rank, call: replace(call, input_ids=None, entries=tuple(
         e for e in call.entries if e.dtype.is_floating_point)))
     with pytest.raises(PlacementError, match="call 0 says nothing about its token ids: rec.inputs"):

@@ -7,12 +7,13 @@ import torch
 
 from tplab.align.check.fused import Fused, _follows, split
 from tplab.align.check.layouts import Layout
+from tplab.align.check.names import CONSUMER, OVERRIDE, PRODUCER
 from tplab.align.check.place import KEPT, _Points
 from tplab.align.check.rows import CallRows
 from tplab.align.check.shares import Held, Shares
-from tplab.align.check.sources import Sources
+from tplab.align.check.sources import Source, Sources
 from tplab.align.check.sums import Sums
-from tplab.align.check.weights import _pieces
+from tplab.align.check.weights import _pieces, _share
 
 A, B = Some(name="a", pattern=("a",)), Some(name="b", pattern=("b",))
 
@@ -306,3 +307,31 @@ def test_a_bias_of_zeros_is_right_on_every_rank_but_the_first(rank, value, kept)
     found = dict(_pieces(shares, "model.layers.0.self_attn.o_proj.bias", entry, rank))
     assert [*found] == ["model.layers.0.self_attn.o_proj.bias"] * kept
     assert not dict(_pieces(shares, "model.layers.0.mlp.down_proj.bias", entry, rank)), "the model has no such bias"
+
+
+@pytest.mark.parametrize("size, dim, indices, each, kept, meant", [
+    (3, 0, (4, 0, 2), 1, [0, 1, 2], (4, 0, 2)), (3, 0, (4, -1, 2), 1, [0, 2], (4, 2)),
+    (4, 0, (1, -1), 2, [0, 1], (2, 3)), (4, 1, (-1, 1), 2, [2, 3], (2, 3)),
+    (5, 0, (1, -1), 2, [0, 1, 2, 3, 4], (2, 3)),  # of another size: handed on whole
+    (3, 1, (4, -1, 2), 1, [0, 2], (4, 2))])
+def test_a_weight_is_handed_on_without_its_padding(size, dim, indices, each, kept, meant):
+    tensor = torch.arange(float(size)).reshape(-1, 1) if dim == 0 else torch.arange(float(size)).reshape(1, -1)
+    found = _share(tensor, dim, indices, each)
+    assert found.tensor.flatten().tolist() == kept and (found.dim, found.indices) == (dim, meant)
+
+
+def test_a_weight_of_which_no_share_is_known_is_whole():
+    found = _share(torch.ones(3), 0, None, 1)
+    assert len(found.tensor) == 3 and found.dim is None
+
+
+def test_the_best_claim_is_a_persons_then_what_all_ranks_have_then_the_strongest():
+    sources = object.__new__(Sources)
+    sources.ranks, sources.used = [0, 1], [0]
+
+    def claim(strength, order, *ranks):
+        return Source("x", "out", "", strength, order, dict.fromkeys((rank, 0) for rank in ranks))
+    person, both, strong, late, one = (claim(OVERRIDE, 9, 0), claim(CONSUMER, 3, 0, 1), claim(PRODUCER, 8, 0, 1),
+                                       claim(PRODUCER, 9, 0, 1), claim(PRODUCER, 1, 1))
+    sources._points = {"x": dict(enumerate([one, late, both, claim(PRODUCER, 0), strong, person]))}
+    assert sources.of("x") == [person, strong, late, both, one] and sources.of("y") == []

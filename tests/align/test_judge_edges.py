@@ -8,6 +8,7 @@ import torch
 
 from tplab.align import guilty, local
 from tplab.align import judge as judging
+from tplab.align.arithmetic import distance
 from tplab.align.check.verdict import GROWN, CheckReport
 from tplab.align.floors import DECODE, LOCAL, LOGITS, LOGITS_RELATIVE, RELATIVE, SHORT, TIMES, bound, inside
 from tplab.align.guilty import CLEAR, Judge, LocalDiff, local_diffs
@@ -294,6 +295,17 @@ def test_parts_come_from_the_rank_itself_then_from_another_and_are_nan_where_nob
     assert found.parts_of("layers.0.q", 0, (0, 1, 2)).flatten().tolist() == [1, 2, 6]
     assert found.parts_of("layers.0.q", 1, (0, 1)).flatten().tolist() == [1, 5]
     assert found.parts_of("layers.0.q", 1, (1, 0, 9)).flatten().isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("ours, right, far", [
+    ([[1.0, -4.0], [0.0, 2.0]], [[1.0, -5.0], [0.0, 2.0]], 0.2),
+    ([[1.0, -5.0], [0.0, 1.0]], [[1.0, -5.0], [0.0, 2.0]], 0.5),
+    ([[1e3, 0], [0.01, 0.002]], [[1e3, 0], [0.01, 0.0]], 0.02),  # a tiny row: a ten-thousandth of the largest counts
+    ([[0.0, 0.0]], [[0.0, 0.0]], 0.0), ([[2.0, 7.0]], [[2.0, INF]], 0.0), ([[2.0, INF]], [[2.0, 7.0]], INF),
+    ([[float("nan"), 1.0]], [[4.0, 1.0]], INF), ([[1.0, 7.0], [1e-3, 5.0]], [[1e2, INF], [0.0, 5.0]], 0.99)])
+def test_how_far_rows_are_off(ours, right, far):
+    assert distance(torch.tensor(ours, dtype=F64), torch.tensor(right, dtype=F64)) == pytest.approx(far)
+    assert distance(torch.empty(0, 2), torch.empty(0, 2)) == 0
 
 
 def test_weights_have_the_runs_digits_in_the_judges_dtype(monkeypatch):
