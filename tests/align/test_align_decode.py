@@ -5,6 +5,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab.align import AlignError, align_decode, diagnose
+from tplab.align.decode import _ForcingExecutor
 from tplab.patch import Patch, original
 
 
@@ -63,3 +64,15 @@ def test_a_decode_position_off_by_one_shows_where_decoding_begins(folder):
 def test_too_short_a_prompt_is_refused(folder, new_tokens):
     with pytest.raises(AlignError, match="shortest prompt"):
         align_decode(folder, ids(20, 8), new_tokens=new_tokens)
+
+
+def test_of_a_row_that_was_computed_once_more_the_last_computation_counts():
+    """A sequence that lost its blocks begins again; the token that was drawn before is not drawn again."""
+    executor = _ForcingExecutor(None, [[5, 6, 7]])
+    executor.rows = {(0, 1): (1, 1), (0, 0): (1, 0), (1, 0): (0, 2)}
+    executor.logit_rows = {(0, 1): (0, 0), (1, 0): (0, 1)}
+    executor.traces = [[{"q": torch.tensor([1, 2, 3]), "logits": torch.tensor([7, 8])}],
+                       [{"q": torch.tensor([10, 20])}]]
+    assert executor.places("q") == executor.rows and executor.places("logits") == {(1, 0): (0, 1)}
+    found = executor.whole_trace(0)
+    assert found["q"].tolist() == [10, 20, 3] and found["logits"].tolist() == [8]

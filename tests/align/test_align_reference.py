@@ -47,6 +47,8 @@ def test_generate_follows_the_folder_too(tmp_path):
 def test_files_that_nobody_touched_are_loaded_once(tmp_path):
     folder = make_checkpoint(tmp_path / "m")
     assert hf_model(open_checkpoint(folder), torch.float32) is hf_model(open_checkpoint(folder), torch.float32)
+    assert [hf_model(open_checkpoint(folder), dtype).dtype for dtype in (torch.float64, torch.float32)] == [
+        torch.float64, torch.float32], "each dtype is a model of its own"
 
 
 @pytest.mark.parametrize("change, file", [(new_weights, "model.safetensors"), (new_theta, "config.json")])
