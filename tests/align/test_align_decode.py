@@ -1,10 +1,12 @@
 """The diff along the decode path: every position that the engine computes in its own steps against one HF pass."""
 
+from types import SimpleNamespace as Some
+
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 
-from tplab.align import AlignError, align_decode, diagnose
+from tplab.align import AlignError, align_decode, decode, diagnose
 from tplab.align.decode import _ForcingExecutor
 from tplab.patch import Patch, original
 
@@ -76,3 +78,10 @@ def test_of_a_row_that_was_computed_once_more_the_last_computation_counts():
     assert executor.places("q") == executor.rows and executor.places("logits") == {(1, 0): (0, 1)}
     found = executor.whole_trace(0)
     assert found["q"].tolist() == [10, 20, 3] and found["logits"].tolist() == [8]
+
+
+def test_what_a_rank_drew_is_kept_before_it_is_told_otherwise(monkeypatch):
+    runner = Some(drawn={0: 5, 1: 6})
+    monkeypatch.setattr(decode, "execute_model", lambda key, step: Some(sampled_token_ids=runner.drawn))
+    monkeypatch.setattr(decode, "state", {decode._KEY: runner})
+    assert decode.traced_step(None, {0: 9})[1] == {0: 5, 1: 6} and runner.drawn == {0: 9, 1: 6}

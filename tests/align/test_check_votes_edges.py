@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
+from tplab.align.check import sources as sources_file
 from tplab.align.check.fused import Fused, _follows, split
 from tplab.align.check.layouts import Layout
 from tplab.align.check.names import CONSUMER, OVERRIDE, PRODUCER
@@ -335,3 +336,13 @@ def test_the_best_claim_is_a_persons_then_what_all_ranks_have_then_the_strongest
                                        claim(PRODUCER, 9, 0, 1), claim(PRODUCER, 1, 1))
     sources._points = {"x": dict(enumerate([one, late, both, claim(PRODUCER, 0), strong, person]))}
     assert sources.of("x") == [person, strong, late, both, one] and sources.of("y") == []
+
+
+def test_heads_are_read_in_a_way_in_which_all_calls_can_be(monkeypatch):
+    ways = [{"flat": torch.ones(1, 2, 2), "after": torch.zeros(1, 2, 2)}, {"after": torch.zeros(1, 2, 2)}]
+    left = iter(ways)
+    monkeypatch.setattr(sources_file, "as_heads", lambda tensor, call, dim: next(left))
+    sources = ordered((1, 1, [0], [(0, 0)], [0], [1]), (1, 1, [0], [(0, 1)], [0], [2]))
+    sources.config, sources._tensors = Some(head_dim=2), lambda source, rank, look: [None, None]
+    found = sources.heads(None, 0)
+    assert [*found] == ["after"] and found["after"].shape == (2, 2, 2)
