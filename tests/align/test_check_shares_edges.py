@@ -277,3 +277,12 @@ def test_joined_logits_of_other_rows():
     both = {rank: Shard(lost, "vocab", range(6)) for rank in (0, 1)}
     assert not joined(lost, shards=both), "a number that is lost on both sides"
     assert not joined(WHOLE, shards={0: Shard(TURNED, "vocab", range(6)), 1: Shard(WHOLE, "vocab", range(6))})
+
+
+def test_a_point_of_the_hidden_size_has_it_on_every_rank():
+    placing, rows = object.__new__(_Placing), {0: WHOLE, 1: WHOLE + 1, 2: WHOLE[:, :3], 3: None}
+    placing.config = Some(hidden_size=6)
+    placing.sources = Some(complete=lambda ranks: ranks, rows=lambda ranks, rank, look: rows[rank])
+    found = placing._rows([0, 1], "whole", "partial")
+    assert [*found] == [0, 1] and found[1].tensor is rows[1] and found[1].kind == "partial"
+    assert placing._rows([0, 2], "whole", "partial") is placing._rows([3, 0], "whole", "partial") is None
