@@ -205,6 +205,13 @@ def test_keys_repeated_for_every_query_head_are_taken_as_planned():
     assert done["k"].indices == PLAN_K[1] and not wrong
 
 
+def test_where_only_numbers_speak_a_ranks_keys_begin_with_its_first_query_heads():
+    queries = (4, 4), ((0, 1, 2, 3), (4, 5, 6, 7))
+    done, wrong = decided(queries, ((3, 1), (None, None)), heads=8, kv_heads=4)
+    assert done["k"].indices == done["v"].indices == ((0, 1, 2), (2,))
+    assert len(wrong) == 2 and wrong[0].endswith("rank 1: 2: the query heads of rank 1 read 2–3")
+
+
 def test_gate_and_up_must_agree_where_both_say_something():
     turned = ((2, 2), ((2, 3), (0, 1)))
     assert decided(PLAN_Q, PLAN_K, mlp=turned, ups=turned)[0]["mlp"].indices == turned[1]

@@ -9,6 +9,7 @@ import torch
 from tplab.align.diagnose import anything
 from tplab.align.diagnose.anything import traits
 from tplab.align.diagnose.cache import stale_block_table
+from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.rope_frequencies import _measured
 from tplab.align.diagnose.wrong import compound, sources
 
@@ -149,3 +150,24 @@ def test_a_table_is_stale_where_the_schedulers_blocks_are_not_its_own(at_ranks, 
         f"In step {10 + stale} the ranks were told that sequence 7 has the blocks {at_ranks[stale]}; the scheduler had "
         f"given it {true[stale]}.")
     assert stale_block_table(Some(decode=None)) == ""
+
+
+# How far a rank is off.
+
+@pytest.mark.parametrize("held, should, off", [
+    ([3.0, -8.0], [3.0, -4.0], 1.0), ([0.0, 0.0], [0.0, 0.0], 0.0), ([float("nan"), 1.0], [1.0, 1.0], float("inf"))])
+def test_how_far_a_rank_is_off(held, should, off):
+    case = object.__new__(Case)
+    case.point, case.right = "q", lambda name, rank: torch.tensor(should)
+    case.shard = lambda name, rank: torch.tensor(held)
+    assert case._off(0) == off
+
+
+def test_what_is_made_from_the_guilty_point_is_computed_again():
+    case = object.__new__(Case)
+    case.point, case.layer = "attn", "layers.1"
+    case.shard = lambda name, rank: f"{name} as it was"
+    case.frame = Some(expected=lambda name, rank: f"{name} as it should be")
+    assert [case.right(name, 0) for name in ("q_rope", "input_norm", "attn", "o_proj", "output")] == [
+        "q_rope as it was", "input_norm as it was", *(f"layers.1.{name} as it should be" for name in (
+            "attn", "o_proj", "output"))]
