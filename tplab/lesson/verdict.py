@@ -10,6 +10,7 @@ from tplab.errors import TplabError
 from tplab.lesson import progress_file
 from tplab.lesson.mine import Mine, NotYet, first_cause, in_words
 from tplab.patch import Patch
+from tplab.show.phrases import in_width
 
 
 class ExerciseError(TplabError):
@@ -156,9 +157,10 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         sentence = str(wrong)
     if sentence:
         first, *rest = sentence.splitlines()
-        print("\n".join([f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]))
+        for line in [f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]:
+            print(in_width(line, " " * 11))
     else:
         ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
-        print(f"PASS  {name}: {task.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""))
+        print(in_width(f"PASS  {name}: {task.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""), " " * 8))
     progress_file.note(name, answer, passed=not sentence)
     return Verdict(name, sentence, setting.report, task.right if sentence else answer)

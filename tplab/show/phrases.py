@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from textwrap import fill
 
 from tplab.errors import TplabError
 
@@ -74,3 +75,11 @@ def describe(shown) -> str:
     if hasattr(shown, "first_divergence"):
         return describe_report(shown)
     raise ShowError(f"there is nothing to describe in {type(shown).__name__}; give a figure of tplab.show or a report")
+
+
+WIDE = 100  # characters of a printed line: what a notebook's page shows without breaking it inside a word
+
+
+def in_width(line: str, indent: str = "  ") -> str:
+    """A long line as several of at most ``WIDE`` characters, those after the first behind ``indent``."""
+    return fill(line, WIDE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tplab.show.phrases import ShowError
+from tplab.show.phrases import ShowError, in_width
 
 INK, FAINT, FLOOR, NOTHING = "#222222", "#8a8a8a", "#e4e4e4", "#f6f6f6"
 BLUE, SKY, GREEN, ORANGE, RED, PINK, BLACK = (
@@ -79,9 +79,6 @@ class Picture(Figure):
         show_with_words(self, {"image/png": self.png()})
 
 
-WIDE = 100  # characters of a printed line: what a notebook's page shows without breaking it inside a word
-
-
 def show_with_words(shown, data: dict) -> None:
     """Put ``data`` ({mime type: content}) into the cell's output and print the text alternative below it."""
     from IPython.display import display
@@ -90,7 +87,7 @@ def show_with_words(shown, data: dict) -> None:
             for mime, content in data.items()}
     words = shown.alt_text.removeprefix("Figure: ")
     display({"text/plain": f"<{type(shown).__name__}>", **data}, raw=True, metadata={"image/png": {"alt": words}})
-    print(fill(shown.alt_text, WIDE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    print(in_width(shown.alt_text))
 
 
 def image_html(content: bytes, words: str, mime: str = "image/png") -> str:
