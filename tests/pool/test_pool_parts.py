@@ -143,12 +143,12 @@ def test_who_waits_leaves_when_its_epoch_is_over(control, monkeypatch, abandoned
     group = SharedMemoryGroup(1, control, strict=False)
     group.epoch, naps = 5, []
 
-    def nap(seconds):
+    def nap(address, seen, seconds):
         naps.append(seconds)
         for r in (0, 2):
             group.words[group.step_at[r]] = 3
 
-    monkeypatch.setattr("tplab.pool.shared_memory.time.sleep", nap)
+    monkeypatch.setattr("tplab.pool.shared_memory.sleep_while", nap)
     group.words[0] = abandoned
     if leaves:
         with pytest.raises(Abandoned):

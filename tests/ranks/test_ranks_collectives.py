@@ -105,6 +105,22 @@ def test_barrier_waits_for_all(run):
     assert max(entered) <= min(left)
 
 
+def test_a_rank_that_waits_costs_no_processor_time_and_is_woken(pool):
+    def wait():
+        spent, late = [], []
+        for _ in range(3):
+            begin = time.thread_time()
+            if rank() == 1:
+                time.sleep(0.2)
+            published = broadcast(torch.tensor(time.monotonic(), dtype=torch.float64), src=1)
+            late.append(time.monotonic() - float(published))
+            spent.append(time.thread_time() - begin)
+        return min(spent), min(late)
+
+    spent, late = pool.run(wait)[0]
+    assert spent < 0.01 and late < 0.1, f"{spent:.4f} s of processor time in a wait of 0.2 s, woken {late:.4f} s late"
+
+
 def test_results_are_their_own_memory(run):
     """What a collective returned stays as it is when the next ones reuse the buffers."""
 

@@ -105,7 +105,7 @@ class PagedContext:
         self.reads = list(self._reads())
 
     def _reads(self) -> Iterator[tuple[slice | torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """``(rows, slots to read, mask)`` per batch: short decoding sequences together, all others one by one."""
+        """``(rows, what to read, mask)`` per batch: short decoding sequences together, all others one by one."""
         bytes_per_key = 2 * self.cache.k_slots[0][0].nbytes
         row, together = 0, []
         for segment in self.segments:
@@ -127,22 +127,27 @@ class PagedContext:
             starts = torch.tensor([[segment.start] for _, segment, _ in together])
             rows = [row for row, _, _ in together]
             adjacent = rows[-1] - rows[0] == len(rows) - 1
-            yield (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows), torch.cat(slots),
+            yield (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows), self._of_heads(torch.stack(slots)),
                    causal_mask(starts, longest))
 
     def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
-        """Where one sequence's keys are: a slice if it lies in one piece."""
+        """Where one sequence's keys are: a slice of the slots if it lies in one piece."""
         size = self.cache.block_size
         used = segment.block_ids[:blocks_needed(keys, size)]
         if all(block == used[0] + i for i, block in enumerate(used)):
             return slice(used[0] * size, used[0] * size + keys)
-        return self._slots(segment, keys)
+        return self._of_heads(self._slots(segment, keys)[None])
 
     def _slots(self, segment: Segment, keys: int) -> torch.Tensor:
         """A sequence's first ``keys`` slots, through its table."""
         size = self.cache.block_size
         table = torch.tensor(segment.block_ids[:blocks_needed(keys, size)])
         return (table[:, None] * size + torch.arange(size)).flatten()[:keys]
+
+    def _of_heads(self, slots: torch.Tensor) -> torch.Tensor:
+        """``[batch, keys]`` slots → the vectors in them, head by head, as attention wants them: no second copy."""
+        heads = self.cache.k_cache.shape[3]
+        return (slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Write the new keys and values through the slots, read everything visible through the tables."""
@@ -154,7 +159,8 @@ class PagedContext:
 
 
 def read_cache(cache: torch.Tensor, where: slice | torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``[batch, kv heads here, keys, head_dim]`` out of the slots: a view where they are adjacent, else a gather."""
-    batch, _, _, keys = mask.shape
-    found = cache[where] if isinstance(where, slice) else cache.index_select(0, where)
-    return found.view(batch, keys, *cache.shape[1:]).transpose(1, 2)
+    """``[batch, kv heads here, keys, head_dim]``: a view of adjacent slots, or a gather of single heads' vectors."""
+    (batch, _, _, keys), (_, heads, head_dim) = mask.shape, cache.shape
+    if isinstance(where, slice):
+        return cache[where].view(batch, keys, heads, head_dim).transpose(1, 2)
+    return cache.flatten(0, 1).index_select(0, where).view(batch, heads, keys, head_dim)

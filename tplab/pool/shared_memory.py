@@ -5,21 +5,18 @@ tens. Each rank has two slots and uses them in turn: a rank that has published s
 so slot n may be written again at step n + 2 without any further signal.
 """
 
-import os
-import time
-
 import torch
 
-from tplab.pool.control_block import ABANDONED, BLOCK_WORDS, SLOT_BYTES, STEP, ControlBlock, fence
+from tplab.pool.control_block import ABANDONED, ASLEEP, BLOCK_WORDS, SLOT_BYTES, STEP, ControlBlock, fence
+from tplab.pool.waiting import sleep_while, wake
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group
 from tplab.ranks.oplog import SAME_FROM, SAME_TO
 
-# Waiting: look without a pause, then give way to other processes, then sleep a little between looks.
-_SPINS = 200
-_YIELDS = 4000
-_NAP = 50e-6
-_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+# Waiting: look without a pause for some tens of microseconds, as long as ranks are apart that compute the same; then
+# sleep until the other rank publishes, and look up now and then, for the parent may have given the run up.
+_SPINS = 300
+_LOOK_UP = 0.01
 
 
 class SharedMemoryGroup(Group):
@@ -32,6 +29,7 @@ class SharedMemoryGroup(Group):
         self.strict = strict
         self.others = [r for r in range(self.size) if r != rank]
         self.step_at = [BLOCK_WORDS * (r + 1) + STEP for r in range(self.size)]
+        self.asleep_at = [BLOCK_WORDS * (r + 1) + ASLEEP for r in range(self.size)]
         self.epoch = self.step = self.checked = 0
         with torch.inference_mode(False):
             self.memory = torch.frombuffer(control.map, dtype=torch.uint8)
@@ -51,13 +49,21 @@ class SharedMemoryGroup(Group):
         slots = self._slots(step & 1, piece.dtype, piece.numel() if counts is None else tuple(counts))
         slots[self.rank].copy_(piece)
         fence()
-        self.words[self.step_at[self.rank]] = step
+        self._publish(step)
         self._wait_for(step)
         fence()
         if self.checked != self.log.seq:
             self._compare()
             self.checked = self.log.seq
         return slots
+
+    def _publish(self, step):
+        self.words[self.step_at[self.rank]] = step
+        fence()  # whoever has not said by now that it sleeps will see the step before it does
+        for other in self.others:
+            if self.words[self.asleep_at[other]]:
+                wake(self._address(self.step_at[self.rank]))
+                break
 
     def _wait_for(self, step):
         words, looks = self.words, 0
@@ -67,10 +73,21 @@ class SharedMemoryGroup(Group):
                 if words[ABANDONED] >= self.epoch:
                     raise Abandoned
                 looks += 1
-                if looks > _YIELDS:
-                    time.sleep(_NAP)
-                elif looks > _SPINS:
-                    _yield()
+                if looks > _SPINS:
+                    self._sleep(at, step)
+
+    def _sleep(self, at, step):
+        asleep = self.asleep_at[self.rank]
+        self.words[asleep] = 1
+        try:
+            fence()
+            if (seen := self.words[at]) < step:
+                sleep_while(self._address(at), seen, _LOOK_UP)
+        finally:
+            self.words[asleep] = 0
+
+    def _address(self, word):
+        return self.memory.data_ptr() + 8 * word
 
     def _compare(self):
         """All ranks are in their collective number `seq` now: is it the same one?"""
