@@ -23,6 +23,15 @@ hypothesis.settings.register_profile("tplab", deadline=None)
 hypothesis.settings.load_profile("tplab")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--browser", action="store_true", help="collect tests/browser as well, which needs a Chromium")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Without ``--browser`` its tests are not there: what they import is an extra."""
+    return True if collection_path.name == "browser" and not config.getoption("--browser") else None
+
+
 @pytest.fixture(scope="session")
 def root():
     """The repository's own folder."""

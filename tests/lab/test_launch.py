@@ -100,7 +100,19 @@ def test_the_tests_are_handed_on(launch, monkeypatch):
     monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
     monkeypatch.setattr(launch, "become", lambda python, *command: handed.append(command))
     launch.test([])
-    assert handed == [("-m", "tplab.lab.testing")]
+    launch.test(["--browser"])
+    assert handed == [("-m", "tplab.lab.testing"), ("-m", "tplab.lab.testing", "--browser")]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_browsers_tests_install_what_they_need_once(there, monkeypatch):
+    ran = []
+    monkeypatch.setattr(testing, "find_spec", lambda name: there or None)
+    monkeypatch.setattr(testing.subprocess, "call", lambda command, **more: ran.append(command[2:]) or 0)
+    assert testing.in_a_browser() == 0
+    assert ran.pop() == ["pytest", "--browser", "tests/browser"]
+    assert [command[:2] for command in ran] == [["pip", "install"]] * (not there)
+    assert there or any(word.startswith("playwright") for word in ran[0])
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
@@ -220,6 +232,7 @@ def test_lab_opens_a_browser_only_where_there_is_a_display(fresh, monkeypatch, w
     monkeypatch.setattr(fresh, "install", lambda python: None)
     monkeypatch.setattr(fresh, "offer_smollm2", lambda python: None)
     monkeypatch.setattr(fresh, "become", lambda python, *command: commands.append(command))
+    monkeypatch.setattr(fresh.subprocess, "call", lambda command: 1)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("DISPLAY", display)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
@@ -261,7 +274,7 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
                            stderr=subprocess.STDOUT, text=True, env=environment, cwd="/")  # fmt: skip
     try:
         for line in lab.stdout:
-            if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/notebooks/00_start_here\.ipynb\?token=\w+",
+            if address := re.search(r"http://127\.0\.0\.1:\d+/lab/tree/my_notebooks/00_start_here\.ipynb\?token=\w+",
                                     line):
                 break
         assert address, "the address was never printed"

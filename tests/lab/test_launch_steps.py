@@ -21,6 +21,8 @@ def calls(fresh, monkeypatch):
         return subprocess.CompletedProcess(command, code, stdout=made.output)
 
     monkeypatch.setattr(fresh.subprocess, "run", started)
+    monkeypatch.setattr(fresh.subprocess, "Popen", lambda command, **options: SimpleNamespace(
+        stdout=[], wait=lambda: started(command).returncode))
     monkeypatch.setattr(fresh.subprocess, "call", lambda command, **options: started(command).returncode)
     return made
 
@@ -133,18 +135,20 @@ def test_a_display_is_x_wayland_or_no_linux(platform, variables, there, fresh, m
     assert fresh.has_display() == there
 
 
-@pytest.mark.parametrize("user", [0, 1000])
-def test_root_may_open_the_lab_and_it_stays_on_loopback(user, fresh, monkeypatch, tmp_path):
+@pytest.mark.parametrize("user, code, folder", [(0, 0, "my_notebooks"), (1000, 1, "notebooks")])
+def test_root_may_open_the_lab_and_it_stays_on_loopback(user, code, folder, fresh, calls, monkeypatch, tmp_path):
     handed, asked = [], []
     monkeypatch.setattr(fresh, "ready_environment", lambda: "python")
     monkeypatch.setattr(fresh, "offer_smollm2", asked.append)
     monkeypatch.setattr(fresh, "become", lambda *command: handed.extend(command))
     monkeypatch.setattr(fresh, "has_display", lambda: True)
     monkeypatch.setattr(fresh.os, "geteuid", lambda: user)
+    calls.codes["tplab.lab.working_copy"] = code
     fresh.main([])
+    assert calls.commands == [["-m", "tplab.lab.working_copy"]]
     assert asked == ["python"] and handed == [
         "python", "-m", "jupyterlab", f"--ServerApp.root_dir={tmp_path}",
-        "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb", "--ServerApp.ip=127.0.0.1",
+        f"--LabApp.default_url=/lab/tree/{folder}/00_start_here.ipynb", "--ServerApp.ip=127.0.0.1",
         "--Application.log_level=WARN", *(["--allow-root"] if user == 0 else [])]
 
 

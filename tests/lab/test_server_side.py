@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import nbformat
 import psutil
 import pytest
-from helpers.launching import load_launch
+from helpers.launching import command_of_launch
 from jupyter_client import BlockingKernelClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,16 +33,6 @@ pool.run(lambda: (all_reduce(torch.ones(4)), dist.all_reduce(torch.ones(4))))
 print("pids", *pool.pids)
 """
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-
-
-def command_of_launch():
-    """The arguments that ``./launch --no-browser`` hands to Python."""
-    launch, handed = load_launch(), []
-    launch.ready_environment = lambda: Path(sys.executable)
-    launch.offer_smollm2 = lambda python: None
-    launch.become = lambda python, *command: handed.extend(command)
-    launch.lab(["--no-browser"])
-    return handed
 
 
 @pytest.fixture(scope="module")

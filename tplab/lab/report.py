@@ -26,6 +26,15 @@ figcaption { color: #444 }
 a { color: #0b57a4; text-decoration: underline }
 """
 
+# What nbconvert's own colours lack: contrast in small print and code, and links that are more than a colour.
+PAGE_STYLE = """<style>
+body { --jp-mirror-editor-comment-color: #2f6a6a; --jp-mirror-editor-number-color: #006e00;
+       --jp-mirror-editor-operator-color: #8510d0 }
+.jp-InputPrompt, .jp-OutputPrompt { color: #595959 !important; opacity: 1 !important }
+.jp-RenderedHTMLCommon p a:link, .jp-RenderedHTMLCommon li a:link,
+.jp-RenderedHTMLCommon td a:link { text-decoration: underline }
+</style></head>"""
+
 PICTURES = ("image/png", "image/svg+xml")
 
 
@@ -84,7 +93,8 @@ def write_report(outcomes, parameters, out):
                                         f'href="{_address(other)}"')
             # The others are notebooks that this run has no pages of; and what a page loads from afar, it lacks offline.
             page = _AFAR.sub("", _NOT_HERE.sub(r"\1", page))
-            _write_page(outcome.page, page.replace("<head>", f"<head>{MARK}", 1))
+            page = page.replace("<head>", f"<head>{MARK}", 1).replace("</head>", PAGE_STYLE, 1)
+            _write_page(outcome.page, page)
             shown = f'<a href="{_address(outcome)}">{shown}</a>'
             galleries.append(_gallery(shown, figures(notebook)))
         if outcome.name != outcome.notebook.stem:

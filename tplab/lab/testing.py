@@ -1,12 +1,16 @@
 """``./launch test``: the unit tests, and beside them every notebook, solved and against its stored text.
 
+With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
+
 Two lanes, because most tests wait for processes to start: on two cores they take little more than half of the time of
 one after the other. The first lane's output is shown as it comes, the other's when it is complete.
 """
 
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from pytest import ExitCode
@@ -34,6 +38,16 @@ def notebook_lane() -> dict[str, tuple[int, str]]:
     return done
 
 
+def in_a_browser() -> int:
+    """Pytest's exit code for tests/browser, after what they need was installed, once."""
+    if not find_spec("axe_playwright_python"):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", *project["optional-dependencies"]["browser"]]
+        if code := subprocess.call(pip):
+            return code
+    return subprocess.call(pytest_command(["--browser", "tests/browser"]), cwd=ROOT)
+
+
 def main() -> str | None:
     """What failed, in one sentence; None if nothing did. Every part is run, whatever came of the others."""
     with ThreadPoolExecutor(1) as beside:
@@ -51,6 +65,6 @@ def main() -> str | None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main())
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,0 +1,83 @@
+"""A window with JupyterLab in it: what a person does there, and what they see."""
+
+import json
+import time
+import urllib.request
+
+SECONDS = 60  # that anything may take on a busy machine
+# Messages of JupyterLab's own, which come with an empty notebook as well.
+NOT_OURS = ("favicon", "/api/kernels/", "lsp/status", "WebSocket", "ResizeObserver", "/api/workspaces/")
+
+
+def wait_for(condition, seconds=SECONDS):
+    """What ``condition()`` returns as soon as it is true."""
+    end = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
+    return result
+
+
+class Window:
+    """One page of JupyterLab. ``errors``: what its console said, without what JupyterLab says by itself."""
+
+    def __init__(self, browser, address, token, folder):
+        self.address, self.token, self.folder, self.errors = address, token, folder, []
+        self.context = browser.new_context(viewport={"width": 1400, "height": 1000})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(1000 * SECONDS)
+        self.page.on("console", lambda said: said.type == "error" and self._note(f"{said.text} {said.location}"))
+        self.page.on("pageerror", lambda error: self._note(str(error)))
+        self.page.goto(f"{address}/lab/workspaces/w{id(self)}?token={token}")
+        self.page.wait_for_function("window.jupyterapp?.restored.then(() => true)")
+
+    def _note(self, error):
+        if not any(word in error for word in NOT_OURS):
+            self.errors.append(error)
+
+    def command(self, name, arguments=None, wait=True):
+        """One of JupyterLab's commands, as a menu or a key calls it; waits for its end."""
+        call = f"window.jupyterapp.commands.execute({json.dumps(name)}, {json.dumps(arguments or {})})"
+        self.page.evaluate(f"() => {{ {call}; }}" if not wait else f"() => {call}.then(() => null)")
+
+    def open(self, path, kernel=True):
+        """Open a notebook; returns when all its cells are on the page and its ``kernel`` is ready."""
+        cells = len(json.loads((self.folder / path).read_text(encoding="utf-8"))["cells"])
+        self.command("docmanager:open", {"path": path})
+        self.page.wait_for_function(f"document.querySelectorAll('.jp-Notebook .jp-Cell').length == {cells}")
+        if kernel:
+            self.idle()
+
+    def idle(self):
+        self.page.wait_for_function(
+            "document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'")
+
+    def cell(self, number):
+        """The cell's own place on the page."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(number)
+
+    def run(self, number, wait=True):
+        """Run one cell."""
+        self.cell(number).locator(".jp-InputArea-prompt").click()
+        self.command("notebook:run-cell", wait=wait)
+
+    def saved(self, path):
+        """The cells of a notebook after it was saved."""
+        self.command("docmanager:save")
+        return json.loads((self.folder / path).read_text(encoding="utf-8"))["cells"]
+
+    def printed(self, number, word):
+        """The whole text of a cell's outputs as soon as ``word`` stands in it."""
+        place = self.cell(number).locator(".jp-Cell-outputArea")
+        return wait_for(lambda: (text := place.text_content()) and word in text and text)
+
+    def close(self):
+        """Close the page, and end what kernels it has."""
+        self.context.close()
+        for session in json.loads(self._ask("/api/sessions", "GET")):
+            self._ask(f"/api/sessions/{session['id']}", "DELETE")
+
+    def _ask(self, path, method):
+        request = urllib.request.Request(self.address + path, method=method,
+                                         headers={"Authorization": f"token {self.token}"})
+        return urllib.request.urlopen(request, timeout=SECONDS).read()

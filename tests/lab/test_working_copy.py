@@ -1,0 +1,70 @@
+"""The learner's own copies of the notebooks: untouched ones follow their originals, edited ones stay."""
+
+import json
+
+import pytest
+
+from tplab.lab import working_copy
+
+
+@pytest.fixture
+def folders(tmp_path):
+    originals, copies = tmp_path / "notebooks", tmp_path / "my_notebooks"
+    (originals / "engine").mkdir(parents=True)
+    (originals / ".ipynb_checkpoints").mkdir()
+    (originals / ".ipynb_checkpoints/a.ipynb").write_text("{}")
+    (originals / "engine/code.py").write_text("x = 1\n")
+    for name in "ab":
+        notebook(originals / f"{name}.ipynb", "stub()")
+    return originals, copies
+
+
+def notebook(path, source, output="1"):
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": [source], "outputs": [output]}]}))
+
+
+def test_copies_are_made_once_and_a_deleted_one_comes_back(folders):
+    originals, copies = folders
+    assert working_copy.refresh(*folders) == []
+    names = {path.relative_to(copies).as_posix() for path in copies.rglob("*") if path.is_file()}
+    assert names == {"a.ipynb", "b.ipynb", "engine/code.py", working_copy.SEEN}
+    notebook(copies / "a.ipynb", "mine()")
+    (copies / "b.ipynb").unlink()
+    assert working_copy.refresh(*folders) == []
+    assert "mine()" in (copies / "a.ipynb").read_text()
+    assert (copies / "b.ipynb").read_bytes() == (originals / "b.ipynb").read_bytes()
+
+
+def test_only_what_was_edited_is_kept_when_the_originals_change(folders):
+    originals, copies = folders
+    working_copy.refresh(*folders)
+    notebook(copies / "a.ipynb", "stub()", "run, and saved by itself")
+    notebook(copies / "b.ipynb", "mine()")
+    notebook(originals / "a.ipynb", "new_stub()")
+    notebook(originals / "b.ipynb", "new_stub()")
+    (originals / "engine/code.py").write_text("x = 2\n")
+    for _ in range(2):
+        assert working_copy.refresh(*folders) == ["b.ipynb"]
+        assert "new_stub()" in (copies / "a.ipynb").read_text() and "mine()" in (copies / "b.ipynb").read_text()
+        assert (copies / "engine/code.py").read_text() == "x = 2\n"
+
+
+def test_a_copy_that_was_there_before_any_record_is_somebodys(folders):
+    originals, copies = folders
+    copies.mkdir()
+    (copies / "a.ipynb").write_text("no notebook")
+    assert working_copy.refresh(*folders) == ["a.ipynb"]
+    assert (copies / "a.ipynb").read_text() == "no notebook"
+
+
+def test_what_is_said(folders, monkeypatch, capsys):
+    originals, copies = folders
+    monkeypatch.setattr(working_copy, "ORIGINALS", originals)
+    monkeypatch.setattr(working_copy, "COPIES", copies)
+    assert working_copy.main() is None
+    notebook(copies / "a.ipynb", "mine()")
+    notebook(originals / "a.ipynb", "new_stub()")
+    assert working_copy.main() is None
+    assert "my_notebooks/a.ipynb is kept as you edited it" in capsys.readouterr().out
+    (copies / working_copy.SEEN).write_text("{")
+    assert "cannot be kept up to date" in working_copy.main()
