@@ -251,3 +251,9 @@ def test_the_inputs_of_a_call_are_those_at_its_door():
     assert asked(door[1], *inner) == (ids, None) and asked(entry("cache", ids), door[1])[0] is ids
     assert asked(*door, given=(positions, None))[0] is positions and asked(*door, given=(None, ids))[1] is ids
     assert asked(entry("input_ids", torch.ones(1, 1, 2).long()))[0] is None
+
+
+@pytest.mark.parametrize("ids", [torch.tensor(3), torch.zeros(1, 2, 3, dtype=torch.long)])
+def test_token_ids_of_another_shape_are_refused(ids):
+    with pytest.raises(PlacementError, match=r"token ids of shape \[.*\]; they are \[tokens\] or \[batch, tokens\]"):
+        Texts().add_call(0, ids, None, None)

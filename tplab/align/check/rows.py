@@ -54,6 +54,9 @@ class Texts:
             positions: ``[tokens]`` or ``[batch, tokens]``, as the engine counts them; negative ones are padding.
             sequences: the engine's own number of the text of each row, or of each line of the batch.
         """
+        if input_ids.dim() not in (1, 2):
+            raise PlacementError(f"call {index}: token ids of shape {list(input_ids.shape)}; they are [tokens] or "
+                                 "[batch, tokens]")
         batch, tokens = (1, len(input_ids)) if input_ids.dim() == 1 else input_ids.shape
         call = CallRows(index, batch, tokens)
         ids = input_ids.reshape(-1).tolist()

@@ -74,6 +74,8 @@ class Sources:
         self.texts = Texts()
         self._read_calls(recorded)
         self._order_rows()
+        if not self.places and any(call.size for call in self.calls):
+            raise PlacementError("every token is padding (a negative id or position): no row says anything")
         self._check_sizes([entry for calls in self.recorded.values() for index in self.used
                            for entry in calls[index].entries])
         self.claim()
