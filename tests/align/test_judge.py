@@ -19,9 +19,9 @@ from tplab.align.recording import Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault, scenario
 from tplab.patch import Patch, applied, original
+from tplab.product import linear
 from tplab.ranks import logical_ranks, rank, world_size
 from tplab.shard import ShardPlan
-from tplab.shard.product import linear
 
 PARTIAL = "tplab.shard.linear.RowParallelLinear.partial"
 REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"

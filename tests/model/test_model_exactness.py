@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tplab import product
 from tplab.model.norm import RMSNorm
-from tplab.shard import product
-from tplab.shard.product import Kernels, empty_weight, linear, pack
+from tplab.product import Kernels, empty_weight, linear, pack
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 64, 576, 896, 4096])

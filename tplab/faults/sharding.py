@@ -3,8 +3,8 @@
 import torch
 
 from tplab.faults.fault import bug, two_ranks
+from tplab.product import linear
 from tplab.ranks import all_reduce, rank, world_size
-from tplab.shard.product import linear
 
 
 def shard_dim1(source, rows: range) -> torch.Tensor:

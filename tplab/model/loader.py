@@ -6,8 +6,8 @@ import torch
 
 from tplab.checkpoint.layout import by_parameter, sources, tensor_parts
 from tplab.model.decoder import TensorParallelCausalLM
+from tplab.product import pack
 from tplab.shard import MergedColumnParallelLinear, ParallelLMHead, RowParallelLinear, ShardPlan
-from tplab.shard.product import pack
 
 
 @dataclass(frozen=True)

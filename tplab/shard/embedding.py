@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tplab.product import empty_weight, linear
 from tplab.ranks import all_gather, all_reduce, rank, world_size
 from tplab.shard.linear import column_shard
 from tplab.shard.parameter import sharded_parameter
 from tplab.shard.plan import split_evenly
-from tplab.shard.product import empty_weight, linear
 
 
 def local_ids(input_ids: torch.Tensor, rows: range) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from tplab.product import empty_weight, linear
 from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard.parameter import sharded_parameter
 from tplab.shard.plan import RankShard, split_evenly
-from tplab.shard.product import empty_weight, linear
 
 
 def column_shard(source, rows: range) -> torch.Tensor:
