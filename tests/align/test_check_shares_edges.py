@@ -80,10 +80,14 @@ class HandSums(Sums):
         self.outs, self.own = outs, own
         sources = Some(complete=lambda source: [rank for rank, out in enumerate(outs) if out is not None],
                        rows=lambda source, rank, look: None if isinstance(outs[rank], str) else outs[rank])
-        super().__init__(Some(sources=sources, size=size, sampled=at, evidence=Some(bias=lambda layer, which: bias)))
+        super().__init__(Some(sources=sources, size=size, sampled=at, totals={"q": 4},
+                              evidence=Some(bias=lambda layer, which: bias)))
 
     def _summand(self, at, which, rank, source):
         return self.own[rank]
+
+    def _input(self, at, which, rank, source):
+        """Not recorded."""
 
     @property
     def partial(self):

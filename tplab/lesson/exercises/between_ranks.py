@@ -104,7 +104,7 @@ def _spread(mine: Mine, versions: list[torch.Tensor]):
 
 
 def _spread_in_engine(mine: Mine, ckpt, plan: ShardPlan, dtype: torch.dtype, ids) -> tuple[object, float]:
-    points, _, _ = trace_on_rank(ckpt, plan, dtype, ids)
+    points = trace_on_rank(ckpt, plan, dtype, ids).points
     all_of = all_gather(points["norm"][None], dim=0)
     return mine(points["norm"]), (all_of.amax(0) - all_of.amin(0)).max().item()
 
