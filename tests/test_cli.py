@@ -152,8 +152,7 @@ def test_output_onto_a_full_disk_is_one_line():
 def test_a_command_that_is_ended_leaves_no_process_and_no_folder(sent, tmp_path):
     (tmp_path / "temp").mkdir()
     command = [sys.executable, "-m", "tplab", "generate", "fable", "--prompt", "Once", "--max-tokens", "400"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temp"),
-                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # which torch makes where nobody names one
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # torch's
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         process.stdout.read(1)  # the ranks are at work
         ranks = psutil.Process(process.pid).children(recursive=True)
