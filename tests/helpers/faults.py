@@ -1,11 +1,11 @@
 """What the tests of faults and of the diagnosis share: checkpoints in which every fault can show, and prompts."""
 
-import torch
 from helpers.checkpoints import make_checkpoint, shapes
 
 from tplab import patch
 from tplab.align.floors import RELATIVE
 from tplab.checkpoint import open_checkpoint
+from tplab.faults.scenarios import plain_prompts as prompts  # noqa: F401  (what tests call it)
 
 # model → number of ranks: partition, uneven heads, replication; biases, q/k norms, scaled RoPE, untied heads.
 CASES = {
@@ -33,12 +33,6 @@ def case_checkpoint(name, folder):
         "mistral, untied": {"model_type": "mistral", "heads": 6, "kv_heads": 2, "vocab": 81},
     }[name]
     return open_checkpoint(make_checkpoint(folder / "m", **options, seed=4))
-
-
-def prompts(vocab_size):
-    """Two unlike prompts of unlike length, with tokens from the whole vocabulary."""
-    generator = torch.Generator().manual_seed(9)
-    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (26, 11)]
 
 
 def over_floor(report):

@@ -1,6 +1,5 @@
 """Checkpoints with the shape of a real model and random weights: as good as the real one where only time counts."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,20 +18,19 @@ RANDOM_MODELS = {
 @contextmanager
 def random_checkpoint(name: str) -> Iterator[Path]:
     """A folder with the checkpoint, in bfloat16 (1 GB for the 0.5 B shape); it goes when the context ends."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
+    from tplab.checkpoint.random_weights import write_random
 
-    from tplab.checkpoint import ModelConfig
+    with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
+        yield write_random(Path(folder), dtype="bfloat16", fill=_small_tensors, **RANDOM_MODELS[name])
+
+
+def _small_tensors(config, seed: int) -> dict[str, torch.Tensor]:
+    """As a model is before its training: quickly made, in bfloat16."""
     from tplab.checkpoint.layout import expected_shapes
 
-    hf = AutoConfig.for_model(**RANDOM_MODELS[name], architectures=["Qwen2ForCausalLM"], dtype="bfloat16")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for tensor, shape in expected_shapes(ModelConfig.from_hf(hf), ()).items():
+    for tensor, shape in expected_shapes(config, ()).items():
         noise = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
         tensors[tensor] = 1 + noise if tensor.endswith("norm.weight") else noise
-    with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
-        hf.save_pretrained(folder)
-        save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
-        del tensors
-        yield Path(folder)
+    return tensors

@@ -5,6 +5,7 @@ any of them shows.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,16 +34,18 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_random(folder: Path, seed: int = 0, **config) -> Path:
-    """Write a checkpoint with random float32 weights into ``folder`` (made if missing) and return it.
+def write_random(folder: Path, seed: int = 0, *, dtype: str = "float32",
+                 fill: Callable[[ModelConfig, int], dict[str, torch.Tensor]] = random_tensors, **config) -> Path:
+    """Write a checkpoint with the weights that ``fill(config, seed)`` gives into ``folder`` (made if missing); the
+    folder is returned.
 
-    ``config``: Hugging Face's fields, ``model_type`` among them.
+    ``config``: Hugging Face's fields, ``model_type`` among them. ``dtype``: what its ``config.json`` says.
     """
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    hf = AutoConfig.for_model(**config, architectures=[ARCHITECTURES[config["model_type"]]], dtype="float32")
+    hf = AutoConfig.for_model(**config, architectures=[ARCHITECTURES[config["model_type"]]], dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
     hf.save_pretrained(folder)
-    save_file(random_tensors(ModelConfig.from_hf(hf), seed), folder / SINGLE, metadata={"format": "pt"})
+    save_file(fill(ModelConfig.from_hf(hf), seed), folder / SINGLE, metadata={"format": "pt"})
     return folder

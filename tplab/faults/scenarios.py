@@ -5,6 +5,12 @@ import torch
 from tplab.faults.museum import fault
 
 
+def plain_prompts(vocab_size: int) -> list[list[int]]:
+    """For a forward pass: two unlike prompts of unlike length, with tokens from the whole vocabulary."""
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(vocab_size, (count,), generator=generator).tolist() for count in (26, 11)]
+
+
 def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
     """Prompts and options for :func:`tplab.align.align_decode` under which the fault called ``name`` shows.
 

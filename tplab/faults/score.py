@@ -21,7 +21,7 @@ from tplab.checkpoint.random_weights import write_random
 from tplab.errors import TplabError
 from tplab.faults.fault import Fault
 from tplab.faults.museum import MUSEUM
-from tplab.faults.scenarios import scenario
+from tplab.faults.scenarios import plain_prompts, scenario
 
 # Head layouts that differ from fable's 8/2: uneven, 7 to a group, q and k norms, one KV head per query head; all RoPE
 # scalings that change something at these lengths, tied and untied heads, biases.
@@ -71,10 +71,6 @@ class Score:
     def counts(self, dtype: str) -> Counter:
         """How often each outcome was met in a dtype."""
         return Counter(run.outcome for run in self.runs if run.dtype == dtype)
-
-    def confusion(self) -> dict[tuple[str, str], int]:
-        """``{(fault, what was said): how often}``; a healthy engine is the fault ``""``, and nothing said is ``""``."""
-        return Counter((run.fault or "", said) for run in self.runs for said in run.said or ("",))
 
     def __str__(self) -> str:
         lines = []
@@ -138,7 +134,7 @@ def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | Non
         if fault and fault.shows_in == "decode":
             report = align_decode(ckpt, **scenario(fault.name, ckpt.config.vocab_size), **options)
         else:
-            report = align(ckpt, _prompts(ckpt.config.vocab_size), **options)
+            report = align(ckpt, plain_prompts(ckpt.config.vocab_size), **options)
         found = [one for one in report.diagnoses or [diagnose(report)] if not one.ok]
     except TplabError as error:
         found = [diagnose(error)]
@@ -156,9 +152,3 @@ def _outcome(fault: Fault | None, found) -> str:
         return WRONG
     named = [one for one in found if fault.name in one.names]
     return UNNAMED if not named else EXACT if any(one.fault == fault.name for one in named) else LOOKALIKE
-
-
-def _prompts(vocab_size: int) -> list[list[int]]:
-    """Two unlike prompts of unlike length, with tokens from the whole vocabulary."""
-    generator = torch.Generator().manual_seed(9)
-    return [torch.randint(vocab_size, (count,), generator=generator).tolist() for count in (26, 11)]

@@ -9,6 +9,8 @@ from tplab.errors import TplabError
 from tplab.files import check_writable, write_file
 from tplab.lesson.exercise import available_cores
 
+SIZES, DTYPES = "2,3", "float32,bfloat16"  # of a score where nothing else is said
+
 
 class ScoreError(TplabError):
     """An option of the score makes no sense; the message says which values would."""
@@ -18,8 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The names, and the options of ``faults score``, which are refused without it."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to show with broken and right code; or: "
                         "score [MODEL …], which breaks the engine with each fault and asks the diagnosis")
-    parser.add_argument("--tp", default="2,3", metavar="N,N", help="score: numbers of ranks (2,3)")
-    parser.add_argument("--dtype", default="float32,bfloat16", metavar="D,D", help="score: dtypes (float32,bfloat16)")
+    parser.add_argument("--tp", default=SIZES, metavar="N,N", help=f"score: numbers of ranks ({SIZES})")
+    parser.add_argument("--dtype", default=DTYPES, metavar="D,D", help=f"score: dtypes ({DTYPES})")
     parser.add_argument("--json", metavar="FILE", help="score: write every run")
     parser.add_argument("--picture", metavar="FILE.png", help="score: draw who was taken for what")
 
@@ -45,7 +47,7 @@ def main(chosen: argparse.Namespace) -> int:
 
 
 def _refuse_options(chosen) -> None:
-    without = {"tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None}
+    without = {"tp": SIZES, "dtype": DTYPES, "json": None, "picture": None}
     given = [name for name, default in without.items() if getattr(chosen, name) != default]
     if given:
         raise ScoreError(f"--{given[0]} belongs to the score: python -m tplab faults score [MODEL …] --{given[0]} …")

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tplab.checkpoint import Checkpoint, open_checkpoint
-
-SUMS = "SHA256SUMS"  # they are those of the unchanged files
+from tplab.checkpoint.verify import SUMS
 
 
 @contextmanager
@@ -21,7 +20,7 @@ def changed_config(ckpt: Checkpoint, **changed) -> Iterator[Checkpoint]:
     with tempfile.TemporaryDirectory(prefix="tplab-") as name:
         folder = Path(name)
         for file in ckpt.folder.iterdir():
-            if file.name not in ("config.json", SUMS):
+            if file.name not in ("config.json", SUMS):  # the sums are those of the unchanged files
                 os.symlink(file.resolve(), folder / file.name)
         config = json.loads((ckpt.folder / "config.json").read_text(encoding="utf-8"))
         (folder / "config.json").write_text(json.dumps(config | changed), encoding="utf-8")

@@ -195,13 +195,8 @@ def _permuted(value: torch.Tensor, dims: str, shape: Sequence[int]) -> str:
     return ""
 
 
-def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether one is a view of the other (or of what both are cut from)."""
-    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 def kind(value) -> str:
-    """A wrong answer's kind in words: ``"nothing (is there a return?)"``, ``"a list of 3"``, ``"a tensor [2, 3]"``."""
+    """A wrong answer in words: ``"nothing (is a return missing?)"``, ``"a list of 3"``, ``"a tensor [2, 3]"``."""
     if value is None:
         return "nothing (is a return missing?)"
     if isinstance(value, torch.Tensor):

@@ -1,11 +1,12 @@
 """Which pieces of the engine a learner's answers can stand in for, and how: exercise → patches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
+from tplab.lesson.exercises.heads import heads_patch
 from tplab.lesson.exercises.paging import batches_through
 from tplab.lesson.exercises.pool_of_blocks import pool_patches
 from tplab.lesson.exercises.vocabulary import embedding_patch, head_patch
@@ -24,20 +25,6 @@ class Piece:
 def _at(*targets: str) -> Callable[[Callable], list[Patch]]:
     """For an answer that is called just as the engine's own function is."""
     return lambda answer: [Patch(target, answer) for target in targets]
-
-
-def _heads(answer: Callable) -> list[Patch]:
-    target = "tplab.shard.plan.ShardPlan.from_config"
-
-    def from_config(cls, config, tensor_parallel_size):
-        plan, ranks = original(target)(cls, config, tensor_parallel_size), []
-        for shard, (q, kv) in zip(plan.ranks, answer(config.num_heads, config.num_kv_heads, tensor_parallel_size)):
-            q, kv, group = list(q), list(kv), config.num_heads // config.num_kv_heads
-            ranks.append(replace(shard, q_heads=range(q[0], q[-1] + 1), kv_heads=range(kv[0], kv[-1] + 1),
-                                 kv_for_q=tuple(head // group - kv[0] for head in q)))
-        return replace(plan, ranks=tuple(ranks))
-
-    return [Patch(target, from_config)]
 
 
 def _rotate_half(answer: Callable) -> list[Patch]:
@@ -100,7 +87,7 @@ def _load(answer: Callable) -> list[Patch]:
 
 PIECES: dict[str, Piece] = {
     "mask_scores": Piece("hides the future from attention", _at("tplab.model.attention.mask_scores")),
-    "my_heads": Piece("says who owns which heads", _heads),
+    "my_heads": Piece("says who owns which heads", lambda answer: [heads_patch(answer)]),
     "my_column_shard": Piece("cuts rows out of weights", _at("tplab.shard.linear.column_shard",
                                                              "tplab.shard.embedding.column_shard")),
     "my_merged": Piece("stacks q, k and v, gate and up", _at("tplab.shard.linear.merged_shard")),

@@ -99,7 +99,7 @@ def note(name: str, answer: Callable, passed: bool) -> None:
 
 
 def progress() -> Table:
-    """Every exercise of the series with what became of it: a table, and how many are solved in its caption.
+    """Every exercise of the series with what became of it, as a table.
 
         >>> lesson.progress()
     """

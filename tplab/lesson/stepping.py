@@ -36,7 +36,7 @@ class Stepper:
         """The token behind ``new_ids``. ValueError if they are not the ones that come next."""
         new_ids, positions = whole_numbers("new_ids", new_ids), whole_numbers("positions", positions)
         begun = bool(self.known)
-        expected = list(range(len(self.known) - 1, len(self.known))) if begun else list(range(len(new_ids)))
+        expected = [len(self.known) - 1] if begun else list(range(len(new_ids)))
         if positions != expected or begun and new_ids != self.known[-1:]:
             raise ValueError(f"step was asked for tokens {new_ids[:4]} at positions {positions[:4]}; next is position "
                              f"{expected[0]}")

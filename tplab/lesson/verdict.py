@@ -147,10 +147,11 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         NOT YET  my_slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …
     """
     name = name or getattr(answer, "__name__", shown(answer))
-    if name not in all_exercises():
-        raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(all_exercises())}. "
+    known = all_exercises()
+    if name not in known:
+        raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(known)}. "
                             "An answer of another name is judged with name=…")
-    task, setting, sentence = EXERCISES[name], Setting(model, prompt, tensor_parallel_size, dtype, engine), ""
+    task, setting, sentence = known[name], Setting(model, prompt, tensor_parallel_size, dtype, engine), ""
     try:
         remark = task.examine(Mine(answer, task.takes, task.writes), setting)
     except NotYet as wrong:

@@ -1,13 +1,12 @@
 """Notebook 02: who owns which heads."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from tplab.checkpoint import open_checkpoint
 from tplab.checks import whole_number
 from tplab.lesson.mine import Mine, NotYet, kind, ranks_in_words
 from tplab.lesson.verdict import Setting, exercise
-from tplab.patch import Patch, applied
-from tplab.shard import ShardPlan
+from tplab.patch import Patch, applied, original
 
 # Query heads, KV heads, ranks: what divides first, then each way of not dividing.
 LAYOUTS = ((8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (12, 4, 3), (15, 5, 2), (6, 1, 4),
@@ -20,17 +19,26 @@ def heads(mine: Mine, setting: Setting):
     """On layouts that divide and that do not; then the model of the notebook, dealt out so."""
     for layout in LAYOUTS:
         _dealt(mine, *layout)
-    checkpoint = open_checkpoint(setting.model) if isinstance(setting.model, str) else setting.model
-    config, size = checkpoint.config, setting.tensor_parallel_size
+    config, size = setting.checkpoint.config, setting.tensor_parallel_size
     deal = _dealt(mine, config.num_heads, config.num_kv_heads, size)
-    plan, group = ShardPlan.from_config(config, size), config.num_heads // config.num_kv_heads
-    ranks = tuple(replace(shard, q_heads=range(q[0], q[-1] + 1), kv_heads=range(kv[0], kv[-1] + 1),
-                          kv_for_q=tuple(head // group - kv[0] for head in q))
-                  for shard, (q, kv) in zip(plan.ranks, deal))
-    dealt = replace(plan, ranks=ranks)
-    with applied(Patch("tplab.shard.plan.ShardPlan.from_config", lambda cls, config, tensor_parallel_size: dealt)):
+    with applied(heads_patch(lambda num_heads, num_kv_heads, tensor_parallel_size: deal)):
         setting.align()
     return "one rank has no choice, so layouts on up to four ranks have judged it" if size == 1 else None
+
+
+def heads_patch(deal: Callable) -> Patch:
+    """The engine's plan with the heads as a learner's function deals them out."""
+    target = "tplab.shard.plan.ShardPlan.from_config"
+
+    def from_config(cls, config, tensor_parallel_size):
+        plan, ranks = original(target)(cls, config, tensor_parallel_size), []
+        for shard, (q, kv) in zip(plan.ranks, deal(config.num_heads, config.num_kv_heads, tensor_parallel_size)):
+            q, kv, group = list(q), list(kv), config.num_heads // config.num_kv_heads
+            ranks.append(replace(shard, q_heads=range(q[0], q[-1] + 1), kv_heads=range(kv[0], kv[-1] + 1),
+                                 kv_for_q=tuple(head // group - kv[0] for head in q)))
+        return replace(plan, ranks=tuple(ranks))
+
+    return Patch(target, from_config)
 
 
 def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> list[tuple[list[int], list[int]]]:
