@@ -166,6 +166,13 @@ def test_cells_are_short(path):
 
 
 @each_notebook
+def test_no_printed_line_is_wider_than_a_page(path):
+    """JupyterLab breaks it inside a word; `show.say` prints what may be long."""
+    wide = [line for cell in code_cells(load(path)) for line in printed(cell).splitlines() if len(line) > 110]
+    assert not wide
+
+
+@each_notebook
 def test_prediction_sightings_and_takeaway_are_there(path):
     notebook = load(path)
     headings = re.findall(r"^#{2,} (.+)$", prose(notebook), re.MULTILINE)

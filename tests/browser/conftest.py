@@ -3,18 +3,13 @@
 Asked for by ``./launch test --browser`` (``pytest --browser tests/browser``); skipped where no Chromium is found.
 """
 
-import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from helpers.lab_window import Window, wait_for
-from helpers.launching import command_of_launch
+from helpers.lab_server import Server
+from helpers.lab_window import Window
 
 ROOT = Path(__file__).resolve().parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -44,39 +39,27 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """``(address, token, folder)`` of a JupyterLab; when it ends, none of its processes is left."""
+    """The :class:`Server` of most tests; when it ends, none of its processes is left."""
     place = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", place / "notebooks")
     shutil.copy(ROOT / "notebooks/00_start_here.ipynb", place / "run_all.ipynb")
-    cells = [{"cell_type": "code", "id": f"cell{at}", "metadata": {}, "execution_count": None, "outputs": [],
-              "source": source} for at, source in enumerate(CELLS)]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    (place / "played.ipynb").write_text(json.dumps(
-        {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
-    own = {name: str(place / name.lower()) for name in (
-        "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTERLAB_SETTINGS_DIR",
-        "JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR", "TPLAB_PROGRESS")}
-    command = [sys.executable, *command_of_launch(place),
-               "--LabApp.expose_app_in_browser=True"]  # its commands, which menus and buttons call, by their names
-    with open(place / "words", "w") as words:
-        running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, cwd=place,
-                                   env={**os.environ, **own, "OMP_NUM_THREADS": "1"})
-    try:
-        told = wait_for(lambda: running.poll() or re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)",
-                                          (place / "words").read_text()), 90)
-        yield told[1], told[2], place
-    finally:
-        family = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
-        running.terminate()
-        _, left = psutil.wait_procs(family, 20)
-        for one in left:
-            one.kill()
+    running = Server(place, CELLS)
+    yield running
+    left = running.end(running.process.terminate)
     assert not left, f"{left} lived on without the server"
+
+
+@pytest.fixture
+def own_server(tmp_path):
+    """One that a test may end."""
+    running = Server(tmp_path, CELLS)
+    yield running
+    running.end(running.process.kill)
 
 
 @pytest.fixture
 def window(chromium, server):
     """JupyterLab in a window of 1400 pixels; see :class:`Window`."""
-    window = Window(chromium, *server)
+    window = Window(chromium, server)
     yield window
     window.close()

@@ -25,7 +25,7 @@ def opened(chromium, server):
     """One window for all of them."""
     from helpers.lab_window import Window
 
-    window = Window(chromium, *server)
+    window = Window(chromium, server)
     yield window
     window.close()
 

@@ -1,7 +1,9 @@
-"""What a person does in JupyterLab: Run All, the panel, the slider, interrupt, restart, shut down."""
+"""What a person does in JupyterLab: Run All, the panel, the steps, interrupt, restart, shut down, close the browser."""
+
+import signal
 
 import psutil
-from helpers.lab_window import wait_for
+from helpers.lab_window import Window, grave, wait_for
 
 RUN_ALL, PLAYED = "run_all.ipynb", "played.ipynb"
 
@@ -34,13 +36,15 @@ def test_the_panel(window):
     assert "nan_mask" in words
     panel.get_by_role("checkbox", name="no_mask").check()
     panel.get_by_role("checkbox", name="nan_mask").uncheck()
+    panel.get_by_role("button", name="3", exact=True).click()
     button.focus()
     window.page.keyboard.press("Enter")
     wait_for(lambda: picture.get_attribute("src") != before)
     wait_for(lambda: button.text_content().strip() == "Run")
-    assert "no_mask, 2 ranks" in picture.get_attribute("alt")
+    assert "no_mask, 3 ranks" in picture.get_attribute("alt")
     assert "future" in panel.text_content()
     assert button.evaluate("one => one === document.activeElement")
+    assert not grave(window.page, ".jp-Cell-outputArea .jupyter-widgets")
     panel.locator("textarea").fill("")
     button.click()
     wait_for(lambda: "Error" in panel.text_content())
@@ -48,15 +52,27 @@ def test_the_panel(window):
     assert not window.errors
 
 
-def test_the_slider(window):
+def test_the_steps(window):
     window.open(PLAYED)
     window.run(1)
     place = window.cell(1).locator(".jp-Cell-outputArea")
-    handle, picture = place.locator(".noUi-handle"), place.locator("img")
-    assert "After step 2" in picture.get_attribute("alt") and "After step 2" in place.text_content()
-    handle.press("ArrowLeft")
-    wait_for(lambda: "After step 1" in (picture.get_attribute("alt") or ""))
-    assert "After step 1" in place.locator(".jupyter-widgets").first.text_content()
+    picture, number = place.locator("img"), place.get_by_label("step")
+
+    def shows(step):
+        wait_for(lambda: f"After step {step}" in (picture.get_attribute("alt") or ""))
+        assert f"After step {step}" in place.locator(".jupyter-widgets").first.text_content()
+        assert number.input_value() == str(step)
+
+    shows(2)
+    place.get_by_role("button", name="Back").click()
+    shows(1)
+    place.get_by_role("button", name="Next").focus()
+    window.page.keyboard.press("Enter")
+    shows(2)
+    number.fill("3")
+    number.press("Enter")
+    shows(3)
+    assert not grave(window.page, ".jp-Cell-outputArea .jupyter-widgets")
     assert not window.errors
 
 
@@ -70,7 +86,7 @@ def test_interrupt_restart_and_shut_down(window):
     assert len(window.printed(3, "KeyboardInterrupt").splitlines()) < 25
     assert pids(window) == ranks  # the pool goes on
     window.command("notebook:restart-kernel", wait=False)
-    window.page.get_by_role("button", name="Restart").click()
+    window.page.locator(".jp-Dialog .jp-mod-accept").click()
     gone(ranks)
     window.idle()
     panel = window.cell(0).locator(".jp-Cell-outputArea")
@@ -81,3 +97,21 @@ def test_interrupt_restart_and_shut_down(window):
     window.command("kernelmenu:shutdown", wait=False)
     gone(ranks)
     assert not window.errors
+
+
+def test_a_closed_browser_leaves_the_work_and_a_stopped_server_leaves_no_rank(chromium, own_server):
+    window = Window(chromium, own_server)
+    window.open(PLAYED)
+    ranks = pids(window)
+    window.saved(PLAYED)
+    window.context.close()
+    back = Window(chromium, own_server)
+    back.open(PLAYED)
+    assert pids(back) == ranks  # as JupyterLab promises: who comes back finds the kernel, and its ranks
+    back.run(3, wait=False)
+    back.printed(3, "now it waits")
+    back.context.close()
+    own_server.process.send_signal(signal.SIGINT)  # Ctrl-C twice, as `launch` says
+    own_server.says("Shut down this Jupyter server")
+    assert not own_server.end(lambda: own_server.process.send_signal(signal.SIGINT))
+    gone(ranks)

@@ -1,9 +1,9 @@
 """The report of a batch, opened as a file: narrow and wide, light and dark, without a network."""
 
-import json
 from pathlib import Path
 
 import pytest
+from helpers.lab_window import grave
 
 from tplab.lab.batch import Outcome
 from tplab.lab.report import write_report
@@ -28,8 +28,6 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("page", ["index", *CHOSEN])
 def test_a_page_of_the_report(page, scheme, folder, chromium):
-    from axe_playwright_python.sync_playwright import Axe
-
     context = chromium.new_context(color_scheme=scheme, offline=True)
     shown, said = context.new_page(), []
     shown.on("console", lambda one: one.type == "error" and said.append(one.text))
@@ -44,8 +42,5 @@ def test_a_page_of_the_report(page, scheme, folder, chromium):
         }).map(one => one.alt.slice(0, 60))""")
     assert not any(cut.values()), cut
     assert not said
-    found = Axe().run(shown).response["violations"]
-    grave = {one["id"]: [one["impact"], len(one["nodes"]), one["nodes"][0]["html"][:200]] for one in found
-             if one["impact"] in ("serious", "critical")}
-    assert not grave, json.dumps(grave, indent=1)
+    assert not grave(shown)
     context.close()

@@ -18,17 +18,26 @@ def wait_for(condition, seconds=SECONDS):
     return result
 
 
-class Window:
-    """One page of JupyterLab. ``errors``: what its console said, without what JupyterLab says by itself."""
+def grave(page, selector=None):
+    """``{rule: [impact, how many, the first]}`` axe finds serious or critical, in a part of a page or all."""
+    from axe_playwright_python.sync_playwright import Axe
 
-    def __init__(self, browser, address, token, folder):
-        self.address, self.token, self.folder, self.errors = address, token, folder, []
+    found = Axe().run(page, selector).response["violations"]
+    return {one["id"]: [one["impact"], len(one["nodes"]), one["nodes"][0]["html"][:200]] for one in found
+            if one["impact"] in ("serious", "critical")}
+
+
+class Window:
+    """One page of a ``server``'s JupyterLab. ``errors``: its console's, without what JupyterLab says by itself."""
+
+    def __init__(self, browser, server):
+        self.address, self.token, self.folder, self.errors = server.address, server.token, server.folder, []
         self.context = browser.new_context(viewport={"width": 1400, "height": 1000})
         self.page = self.context.new_page()
         self.page.set_default_timeout(1000 * SECONDS)
         self.page.on("console", lambda said: said.type == "error" and self._note(f"{said.text} {said.location}"))
         self.page.on("pageerror", lambda error: self._note(str(error)))
-        self.page.goto(f"{address}/lab/workspaces/w{id(self)}?token={token}")
+        self.page.goto(f"{self.address}/lab/workspaces/w{id(self)}?token={self.token}")
         self.page.wait_for_function("window.jupyterapp?.restored.then(() => true)")
 
     def _note(self, error):

@@ -100,12 +100,15 @@ def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
     assert "<b>&" in texts(show.slots_figure([0], ["<b>&"]).svg)
 
 
-def test_the_slider_redraws(run):
+def test_the_stepper_redraws(run):
     stepper = show.block_stepper(run, 2)
     assert "After step 2:" in stepper.picture.value and "step 2" in stepper.alt_text
-    stepper.slider.value = 4
+    stepper.step.value = 4
     assert "After step 4:" in stepper.picture.value and "step 2" not in stepper.picture.value, "the words move too"
-    assert str(stepper) == f"Slider over steps 1 to {len(run.moments)}; shown: step 4."
+    assert str(stepper) == f"Steps 1 to {len(run.moments)}; shown: step 4."
+    for steps, then in ((1, 5), (-2, 3), (-99, 1), (99, len(run.moments))):
+        stepper.go(steps)
+        assert stepper.step.value == then and f"After step {then}:" in stepper.picture.value
 
 
 def test_mistakes_are_told(folder, run):
@@ -156,7 +159,7 @@ def test_a_stroke_goes_through_each_place_that_is_reserved_and_not_used(run):
             not text for block in range(run.num_blocks) if moment.users(block) for text in moment.contents[block])
 
 
-def test_the_slider_is_stored_as_a_picture_and_a_view(run, capsys):
+def test_the_stepper_is_stored_as_a_picture_and_a_view(run, capsys):
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 

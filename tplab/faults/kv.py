@@ -13,12 +13,12 @@ _UPDATE = "tplab.engine.scheduler.Scheduler.update_from_output"
 
 def repeated_kv_stored(self, q, k, v, context):
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)   # what attention wants, not the cache
-    return original(_ATTEND)(self, q, k, v, context)                              # takes copy 1 of head 0 for head 1
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)   # as attention wants them
+    return original(_ATTEND)(self, q, k, v, context)        # the cache takes copy 1 of head 0 for head 1
 
 
 def first_copies_fit(cache, slots, new) -> None:
-    cache[slots] = new[:, :cache.shape[1]]               # a paged cache has room for the KV heads and not for copies
+    cache[slots] = new[:, :cache.shape[1]]           # a paged cache has room for the KV heads, not for copies
 
 
 def kv_first_rows(self, parameter, *sources) -> None:

@@ -7,7 +7,7 @@ from tplab.ranks import all_reduce, rank
 
 
 def rank_local_sampling(offer_here: torch.Tensor) -> torch.Tensor:
-    return offer_here[:, 1].long()                       # each rank's own best token, instead of the best of all
+    return offer_here[:, 1].long()               # each rank's own best token, instead of the best of all
 
 
 def collective_skipped(self, partial: torch.Tensor) -> torch.Tensor:

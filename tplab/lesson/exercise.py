@@ -11,6 +11,8 @@ from html import escape
 from io import StringIO
 from textwrap import dedent, indent
 
+from tplab.show.phrases import say
+
 SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
 
 
@@ -59,7 +61,7 @@ def shown_error(brief: bool = False) -> Iterator[None]:
     except Exception as error:
         from tplab.lesson.mine import in_words
 
-        print(in_words(error) if brief else f"{type(error).__name__}: {error}")
+        say(in_words(error) if brief else f"{type(error).__name__}: {error}")
     else:
         print("No error was raised.")
 

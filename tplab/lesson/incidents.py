@@ -13,7 +13,7 @@ from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import place, side_by_side
 from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, entitle, picture
-from tplab.show.phrases import ShowError
+from tplab.show.phrases import ShowError, in_width
 from tplab.show.tables import Table
 
 _LEFT = 1e-3  # where the axis of seconds begins
@@ -32,21 +32,23 @@ def caught(function: Callable, *args, **kwargs) -> Exception | None:
 
 
 def error_text(error: Exception) -> str:
-    """An error's class and text, with lines of cells but without the numbers of the cells.
+    """An error's class and text in lines of a page's width, with lines of cells but without the numbers of the cells.
 
     Those are counted by JupyterLab and papermill and not by nbval, so stored text cannot have them.
 
         >>> print(lesson.error_text(lesson.caught(pool.run, broken)))
         RankError: rank 1 raised ZeroDivisionError: division by zero …
     """
-    text = str(error)
+    text, below = str(error), []
     if getattr(error, "logs", None):
         # Laid out anew: the columns are as wide as what stands in them.
         logs = [[replace(record, file="") if CELL.match(place(record.file, 1)) else record
                  for record in log] for log in error.logs]
-        head = str(RankError(error.summary, error.causes.values()))
-        text = "\n".join([head, "", *side_by_side(logs, error.causes), *error.notes])
-    return f"{type(error).__name__}: {CELL.sub('', text)}"
+        text, below = str(RankError(error.summary, error.causes.values())), ["", *side_by_side(logs, error.causes)]
+        below += error.notes
+    head = CELL.sub("", f"{type(error).__name__}: {text}").splitlines()
+    return "\n".join([*(line if line[:1].isspace() else in_width(line) for line in head),
+                      *(CELL.sub("", line) for line in below)])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Differences as text that is the same on every machine: orders of magnitude, and who left the floor where."""
 
 import math
+import re
 from collections.abc import Mapping
-from textwrap import fill
+from textwrap import TextWrapper
 
 from tplab.errors import TplabError
 
@@ -80,6 +81,23 @@ def describe(shown) -> str:
 WIDE = 100  # characters of a printed line: what a notebook's page shows without breaking it inside a word
 
 
+class _Lines(TextWrapper):
+    """Between words, and between special tokens: what a broken model repeats has no spaces."""
+
+    def _split(self, text: str) -> list[str]:
+        return [part for part in re.split(r"(\s+|(?<=\|>)(?=<\|))", text) if part]
+
+
 def in_width(line: str, indent: str = "  ") -> str:
     """A long line as several of at most ``WIDE`` characters, those after the first behind ``indent``."""
-    return fill(line, WIDE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return _Lines(WIDE, subsequent_indent=indent, break_long_words=False).fill(line)
+
+
+def say(*words, sep: str = " ") -> None:
+    """``print`` for what may be long: no line is wider than a notebook's page, which would break it inside a word.
+
+        >>> show.say("answer:", llm.generate(prompt)[0].outputs[0].text)
+    """
+    for line in sep.join(map(str, words)).splitlines() or [""]:
+        # What is set in columns, or indented, is left as it is.
+        print(line if len(line) <= WIDE or line[:1].isspace() else in_width(line))

@@ -162,29 +162,41 @@ def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> D
 
 
 class Stepper:
-    """A slider over the steps of a recording; without a kernel its first picture."""
+    """The number of a step of a recording, and buttons for the next one and the one before; without a kernel its first
+    picture.
+
+    No slider: ipywidgets 8 gives a slider's handle no accessible name, and has no trait to set one.
+    """
 
     def __init__(self, recording: Recording, step: int):
         import ipywidgets as widgets
 
         self._recording, self._first = recording, blocks_figure(recording, [step])
-        self.slider = widgets.IntSlider(value=step, min=1, max=len(recording.moments), description="step",
-                                        layout=widgets.Layout(width="min(640px, 95%)"))
+        back, onward = (widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="6em"))
+                        for text, icon in (("Back", "step-backward"), ("Next", "step-forward")))
+        self.step = widgets.BoundedIntText(value=step, min=1, max=len(recording.moments), description="step",
+                                           layout=widgets.Layout(width="11em"))
+        back.on_click(lambda _: self.go(-1))
+        onward.on_click(lambda _: self.go(1))
         self.picture = widgets.HTML(self._drawn(self._first))
-        self.slider.observe(self._redraw, "value")
-        self.widget = widgets.VBox([self.slider, self.picture])
-        self.alt_text = self._first.alt_text.replace("Figure:", "Figure: the slider when this cell ran.", 1)
+        self.step.observe(self._redraw, "value")
+        self.widget = widgets.VBox([widgets.HBox([self.step, back, onward]), self.picture])
+        self.alt_text = self._first.alt_text.replace("Figure:", "Figure: the steps when this cell ran.", 1)
+
+    def go(self, steps: int) -> None:
+        """What a button does: so many steps on, or back, and not beyond the ends."""
+        self.step.value = min(max(self.step.value + steps, self.step.min), self.step.max)
 
     def _redraw(self, change) -> None:
         self.picture.value = self._drawn(blocks_figure(self._recording, [change["new"]]))
 
     @staticmethod
     def _drawn(drawing: Drawing) -> str:
-        """The picture with its own words below it, which the slider moves as well."""
+        """The picture with its own words below it, which follow the step."""
         return f'{drawing.html()}<div style="line-height: 1.4">{escape(drawing.alt_text)}</div>'
 
     def __str__(self) -> str:
-        return f"Slider over steps 1 to {len(self._recording.moments)}; shown: step {self.slider.value}."
+        return f"Steps 1 to {len(self._recording.moments)}; shown: step {self.step.value}."
 
     def _ipython_display_(self):
         view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
@@ -193,7 +205,7 @@ class Stepper:
 
 
 def block_stepper(recording: Recording, step: int = 1) -> Stepper:
-    """A slider over all steps, at first at ``step``; block tables and pool below it.
+    """All steps, one at a time, at first ``step``: block tables and pool.
 
         >>> show.block_stepper(show.record(llm, prompts))
     """

@@ -1,0 +1,13 @@
+"""What notebooks print: in lines that a page shows whole."""
+
+from tplab import show
+
+
+def test_what_is_said_is_no_wider_than_a_page_and_special_tokens_stay_whole(capsys):
+    show.say("answer:", "<|endoftext|>" * 12)
+    show.say("a word " * 30 + "\n    " + "code " * 30)
+    show.say("short")
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["answer: " + "<|endoftext|>" * 7, "  " + "<|endoftext|>" * 5]
+    assert max(map(len, said[:-2])) <= 100 and said[-2:] == ["    " + "code " * 30, "short"]
+    assert " ".join(" ".join(said[2:-2]).split()) == " ".join(["a word"] * 30)
