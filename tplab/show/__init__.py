@@ -18,7 +18,8 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
           "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
           "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "top_tokens": ".tables",
-          "record": ".recording", "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases", "ShowError": ".phrases"}
+          "record": ".recording", "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases",
+          "ShowError": ".phrases"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)
 
