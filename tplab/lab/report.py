@@ -108,7 +108,7 @@ def write_report(outcomes, parameters, out):
     return index
 
 
-_NOT_HERE = re.compile(r'<a href="[^":/]+\.ipynb">(.*?)</a>', re.DOTALL)
+_NOT_HERE = re.compile(r'<a href="[^":/]+\.ipynb(?:#[^"]*)?">(.*?)</a>', re.DOTALL)
 _AFAR = re.compile(r'<script[^>]* src="https?://[^>]*>\s*</script>')
 
 

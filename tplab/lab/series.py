@@ -66,5 +66,6 @@ def map_of_series() -> SeriesMap:
     for path in found:
         header = nbformat.read(path, as_version=4).cells[0].source
         title, promise, *_ = (line.strip() for line in header.splitlines() if line.strip())
-        stops.append((path.name, title.removeprefix("# "), re.sub(r"[*_`]", "", promise)))
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", promise)  # without its links
+        stops.append((path.name, title.removeprefix("# "), re.sub(r"[*_`]", "", plain)))
     return SeriesMap(stops)
