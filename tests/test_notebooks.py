@@ -49,7 +49,7 @@ import nbformat
 import pytest
 from helpers.notebooks import solution_code, tagged
 
-from tplab import faults
+from tplab import faults, show
 from tplab.align import align, diagnose
 from tplab.checkpoint import open_checkpoint
 
@@ -233,7 +233,7 @@ def test_a_prompt_that_no_fault_of_notebook_07_can_reach_is_said_to_be_so(capsys
     (source,) = [cell.source for cell in code_cells(load(FOLDER / "07_sharded_loading.ipynb"))
                  if 'fault("vocab_offset")' in cell.source]
     ckpt = open_checkpoint("fable")
-    exec(source, {"faults": faults, "diagnose": diagnose, "ckpt": ckpt, "tensor_parallel_size": 2,
+    exec(source, {"faults": faults, "show": show, "diagnose": diagnose, "ckpt": ckpt, "tensor_parallel_size": 2,
                   "diff": lambda *patches: align(ckpt, "hey", patches=patches, logical=True)})
     assert capsys.readouterr().out.startswith("first outside the floor: nowhere, rank 0 holds all tokens")
 
