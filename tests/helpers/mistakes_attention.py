@@ -123,6 +123,16 @@ def own_heads(self, q, k, v, context, reads):
     return out
 
 
+def only_one_by_modulo(which):
+    """``repeat`` for ``repeat_interleave``, of the keys alone or of the values alone."""
+    def attend(q, k, v, mask, scaling):
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat(1, group, 1, 1) if name == which else x.repeat_interleave(group, 1)
+                for name, x in (("k", k), ("v", v)))
+        return original("tplab.model.attention.attend")(q, k, v, mask, scaling)
+    return Patch("tplab.model.attention.attend", attend)
+
+
 def one_causal_mask(self, q, k, v, context):
     from tplab.model import NoCache
     return original(f"{ATTENTION}.attend_all")(self, q, k, v, NoCache([len(q)]))
@@ -177,6 +187,8 @@ mistake("softmax over queries", "softmax_dim", attending(
     lambda s, mask, scaling, v: softmax((s * scaling).masked_fill(mask, float("-inf")), v, -2) @ v))
 mistake("heads not transposed", "heads_not_transposed", (f"{ATTENTION}.attend_all", not_transposed))
 mistake("KV heads by modulo", "query_to_kv", (f"{ATTENTION}.attend_all", modulo), model="wide")
+mistake("values by modulo", "query_to_kv", only_one_by_modulo("v"), model="wide")
+mistake("keys by modulo", "query_to_kv", only_one_by_modulo("k"), model="wide")
 mistake("KV head 0", "query_to_kv", (f"{ATTENTION}.attend_all", lambda self, q, k, v, context: own_heads(
     self, q, k, v, context, torch.zeros(q.shape[1], dtype=torch.long))), model="wide")
 mistake("sequences see each other", "cross_sequence_attention", (f"{ATTENTION}.attend_all", one_causal_mask))

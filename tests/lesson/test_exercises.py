@@ -1,6 +1,8 @@
 """What learners answer, right and wrong, to every exercise of the series: data, and one verdict for each."""
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 from helpers.answers import Right, Wrong, answers, defined
@@ -28,13 +30,25 @@ def lines(printed: str) -> list[str]:
 SOLUTIONS = solutions(lesson.all_exercises())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.fixture(scope="module")
+def table():
+    """``{(exercise, its code, verdict): numbers of ranks}``; TPLAB_VERDICTS=FILE writes it, for a person to read."""
+    rows = {}
+    yield rows
+    if out := os.environ.get("TPLAB_VERDICTS"):
+        Path(out).write_text("\n".join(
+            f"## {name}, ranks {', '.join(map(str, sizes))}\n```python\n{code.strip()}\n```\n"
+            f"```\n{printed.rstrip()}\n```\n" for (name, code, printed), sizes in rows.items()))
+
+
 @pytest.mark.parametrize("name, number", [(name, at) for name, given in ANSWERS.items() for at in range(len(given))])
-def test_an_answer_gets_its_verdict(name, number, size, capsys):
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_answer_gets_its_verdict(name, number, size, capsys, table):
     answer = ANSWERS[name][number]
     if size not in answer.sizes:
         pytest.skip(f"says nothing on {size} ranks")
     verdict, printed = judged(name, defined(answer.code, name), size, capsys)
+    table.setdefault((name, answer.code, printed), []).append(size)
     if isinstance(answer, Right):
         assert verdict.passed and printed.startswith(f"PASS  {name}: ") and len(lines(printed)) == 1, printed
         return

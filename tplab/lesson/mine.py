@@ -7,6 +7,7 @@ import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from tplab.checks import shown
@@ -35,6 +36,10 @@ class Mine:
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
+        for is_one, how, gives in ((inspect.iscoroutinefunction, "async def", "coroutine"),
+                                   (inspect.isgeneratorfunction, "yield", "generator")):
+            if is_one(function):
+                raise NotYet(f"with {how}, a call gives a {gives} and runs none of your lines: use def, and return")
         try:
             inspect.signature(function).bind(*self.takes)
         except TypeError:
@@ -68,7 +73,9 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", timeout: float |
         return ranks.run(with_collectives, function, *args, timeout=timeout)
     except RankError as error:
         stuck = error.first is not None and error.first.kind in ("waiting", "running")
-        asks = f"\n{waits}" if waits and stuck and not isinstance(error, CollectiveMismatch) else ""
+        asks = f"\n{waits}" if waits and stuck else ""
+        if isinstance(error, CollectiveMismatch):
+            asks = "\nAll ranks must make the same call, with tensors of the same shape and dtype"
         raise NotYet(in_words(error) + asks) from error
 
 
@@ -102,7 +109,7 @@ def guarded(function: Callable, *args, **kwargs):
         return function(*args, **kwargs)
     except NotYet:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if inside_rank():
             raise  # the caller of the ranks has the source of the cell, and knows who else says the same
         raise NotYet(in_words(error)) from error
@@ -196,14 +203,22 @@ def _permuted(value: torch.Tensor, dims: str, shape: Sequence[int]) -> str:
 
 
 def kind(value) -> str:
-    """A wrong answer in words: ``"nothing (is a return missing?)"``, ``"a list of 3"``, ``"a tensor [2, 3]"``."""
+    """A wrong answer in words: ``"nothing (is a return missing?)"``, ``"a list of 3"``, ``"a tensor [2, 3]"``.
+
+    In one line, and without an address in memory.
+    """
     if value is None:
         return "nothing (is a return missing?)"
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"a numpy array {list(value.shape)}"
     if isinstance(value, list | tuple | dict | set):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{shown(value)} ({type(value).__name__})"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__} itself"
+    text, of = shown(value), type(value).__name__
+    return f"an object of the class {of}" if " at 0x" in text else f"{text} ({of})"
 
 
 def _same(a, b) -> bool:

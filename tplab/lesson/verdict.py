@@ -1,5 +1,6 @@
 """The verdict on a learner's answer: one helper for every exercise, ``PASS`` or ``NOT YET`` and at most three lines."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,7 +52,7 @@ class Setting:
         try:
             self.report = run(self.model, self.prompt if prompts is None else prompts, patches=patches, **options)
         except Exception as error:  # of the learner's code, on the ranks or in the scheduler
-            raise NotYet(in_words(error)) from error
+            raise NotYet(f"in the engine: {in_words(error)}") from error
         if not self.report.ok:
             raise NotYet(f"in the engine: {diagnose(self.report).sentence.partition(' It is computed')[0]}")
         return self.report
@@ -134,6 +135,12 @@ class Verdict:
         """Nothing: what there is to read has been printed."""
 
 
+def _called(answer, known, names: dict) -> str:
+    """The answer's own name, or the exercise's that stands for it in ``names``: a lambda and a list have none."""
+    own = getattr(answer, "__name__", shown(answer))
+    return own if own in known else next((name for name in known if names.get(name) is answer), own)
+
+
 def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
           tensor_parallel_size: int = 2, dtype: str = "float32", name: str | None = None,
           engine: Callable | None = None) -> Verdict:
@@ -146,8 +153,8 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         >>> verdict = lesson.judge(my_slot_mapping, ckpt, prompts, tensor_parallel_size=2)
         NOT YET  my_slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …
     """
-    name = name or getattr(answer, "__name__", shown(answer))
     known = all_exercises()
+    name = name or _called(answer, known, sys._getframe(1).f_globals)
     if name not in known:
         raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(known)}. "
                             "An answer of another name is judged with name=…")

@@ -38,7 +38,8 @@ def answers() -> dict[str, list[Wrong | Right]]:
     """``{exercise: its answers}``."""
     found = {}
     for file in iter_modules(__path__):
-        found |= import_module(f"{__name__}.{file.name}").ANSWERS
+        for name, some in import_module(f"{__name__}.{file.name}").ANSWERS.items():
+            found[name] = [*found.get(name, ()), *some]
     return found
 
 

@@ -88,13 +88,13 @@ ANSWERS = {
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().all(), f'NaN in {name}'",
               "8 of 20 numbers are NaN, and nothing fires"),
         Wrong("def my_assert_no_nan(tensor, name): assert not (tensor == float('nan')).any()",
-              "is NaN ever equal to anything?"),
+              "NaN is equal to nothing"),
         Wrong("""
               def my_assert_no_nan(tensor, name):
                   both = (not tensor.isnan().any(), f'NaN in {name}')
                   assert both
               """,
-              "Is a tuple (…, …) ever false?"),
+              "a tuple is never false"),
         Wrong("def my_assert_no_nan(tensor, name): assert tensor.isfinite().all(), f'NaN in {name}'",
               "there are -inf in them, which is how a mask hides keys, and no NaN. Is -inf a NaN?"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any, f'NaN in {name}'",
@@ -113,7 +113,7 @@ ANSWERS = {
               def my_assert_no_nan(tensor, name):
                   if tensor.isnan().any():
                       raise ValueError(f"NaN in {name}")
-              """, "ValueError: NaN in weights\n         at your line 3: raise ValueError"),
+              """, "raise ValueError(f\"NaN in {name}\") Where a NaN is found, an AssertionError is asked for"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any()",
               "which tensor? Its name, 'weights', is missing"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any(), f'NaN in {name}'",

@@ -178,7 +178,12 @@ ANSWERS = {
                   starts = [rows.start // world_size() for rows in ranges]
                   return torch.cat([source[start:start + len(rows)]
                                     for source, start, rows in zip(sources, starts, ranges)])
-              """, "each of q|k|v has rows of its own for each rank"),
+              """, "the offsets are divided by 2 once more"),
+        Wrong("""
+              def my_merged(sources, ranges):
+                  fused = torch.cat([source[:] for source in sources])
+                  return torch.cat([fused[rows.start:rows.stop] for rows in ranges])
+              """, "a range counts the rows of its own source, and here all of them are taken from q|k|v as one"),
         Wrong("""
               def my_merged(sources, ranges):
                   parts = [source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]

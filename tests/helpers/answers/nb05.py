@@ -11,13 +11,13 @@ ANSWERS = {
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + 3 for p in positions]",
               "place 3 of the right block"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size for p in positions]",
-              "one too early"),
+              "all positions of a block go to its first slot"),
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size for p in range(len(positions))]
               """, "position 7 goes to slot 16 in block 4"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size for p in positions][:1]",
-              "10 positions go in, 1 slots"),
+              "for 10 positions come 1 slots"),
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size - (len(positions) == 1) for p in positions]
@@ -32,7 +32,7 @@ ANSWERS = {
         Wrong("def my_slot_mapping(t, positions, size): [t[p // size] * size + p % size for p in positions]",
               "nothing (is a return missing?)"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size*1. for p in positions]",
-              "a list of whole numbers must come back"),
+              "a list of 10, 16.0 among them; a list of whole numbers must come back"),
         Wrong("def my_slot_mapping(t, positions, size): return torch.tensor(t)[torch.tensor(positions) // size]",
               "a list of whole numbers must come back"),
         Wrong("""
@@ -59,7 +59,7 @@ ANSWERS = {
                   mine = cache[block_ids].flatten(0, 1)
                   mine[start:start + len(new)] = new
                   return mine[:start + len(new)]
-              """, "An index with a list or a tensor makes a copy"),
+              """, "into a copy, which an index with a list or a tensor makes"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat = cache.flatten(0, 1)
@@ -242,6 +242,19 @@ ANSWERS = {
                   def __init__(self, num_blocks):
                       self.users = [0] * num_blocks
                   def allocate(self):
+                      block = self.users.index(0) if 0 in self.users else None
+                      if block is not None: self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      assert self.users[block], "nobody uses it"
+                      self.users[block] -= 1
+              """, "nobody uses the block: AssertionError is raised; a ValueError is asked for"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
                       block = self.users.index(0)
                       self.users[block] = 1
                       return block
@@ -249,7 +262,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
-              """, "ValueError: 0 is not in list\n         at your line 5: block = self.users.index(0)"),
+              """, "while no block is free: ValueError: 0 is not in list at your line 5: block = "),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -317,7 +330,7 @@ ANSWERS = {
                       self.free.discard(block)
                       self.users[block] += 1
                   def release(self, block):
-                      assert self.users[block]
+                      if not self.users[block]: raise ValueError(f"nobody uses block {block}")
                       self.users[block] -= 1
                       if not self.users[block]: self.free.add(block)
               """),

@@ -123,7 +123,7 @@ ANSWERS = {
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   return all_gather((hidden @ weight_here.T).softmax(-1), dim=-1, sizes=sizes)
-              """, "767 of 767 columns are wrong, the first is token 0's"),
+              """, "are they probabilities? Logits come before any softmax"),
         Right("""
               def my_head_logits(hidden, weight_here, sizes):
                   here = F.linear(hidden, weight_here)
@@ -284,7 +284,14 @@ ANSWERS = {
         Wrong("""
               def my_generate(step, ids, count):
                   return [step(ids, range(len(ids)))]
-              """, "1 came back"),
+              """, "1 id came back; 24 new ones are asked for"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(len(ids)))]
+                  while len(new) < count:
+                      step(new[-1:], [len(ids)])
+                  return new
+              """, "step has been called 300 times by now: what ends the loop?"),
         Wrong("""
               def my_generate(step, ids, count):
                   return step(ids, range(len(ids)))

@@ -52,7 +52,7 @@ ANSWERS = {
                       if owner == rank():
                           mine = part
                   return mine
-              """, "rank 1, rows 6–10: the rows are not those of the file"),
+              """, "the rows are not those of the file: which rank has read them, and which one sends?"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for owner, rows in enumerate(ranges):

@@ -44,7 +44,7 @@ ANSWERS = {
                   total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
                   all_reduce(total)
                   return (total[0] / total[1]).item()
-              """, "rank 0 says 2.66667; the mean of all requests is 4"),
+              """, "the mean of all requests is 4. Is no request counted as one of length 0?"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
@@ -64,7 +64,7 @@ ANSWERS = {
                   lengths = shares[rank()]
                   total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
                   return all_reduce(total)[0].item() / all_reduce(total)[1].item()
-              """, "rank 0 says 2.5; the mean of all requests is 5"),
+              """, "There are 2 all_reduces: the second adds up what is a sum already"),
         Wrong("def my_mean(shares): return all_reduce(shares[rank()])", "all_reduce takes a tensor, not list"),
         Right("""
               def my_mean(shares):
@@ -101,7 +101,7 @@ ANSWERS = {
                   except Exception:
                       return [rank()]
                   return []
-              """, "of 2 ranks, rank 1 failed: rank 0 says [], without a word to the others"),
+              """, "of 2 ranks, rank 1 failed: rank 0 says [] where it must say [1], without a word to the others"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -111,7 +111,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   broadcast(failed)
                   return failed.nonzero().flatten().tolist()
-              """, "of 2 ranks, rank 1 failed: rank 0 says []"),
+              """, "says [] where it must say [1]: what rank 0 sends is all that it can know by itself"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(1)
@@ -152,7 +152,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, "of 2 ranks, rank 1 failed: rank 0 says [], others say something else"),
+              """, "of 2 ranks, rank 1 failed: rank 0 says [] where it must say [1], others say something else"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())

@@ -123,26 +123,41 @@ def rotated_values(case: Case) -> Diagnosis | None:
 
 @hypothesis("attn")
 def other_kv_heads(case: Case) -> Diagnosis | None:
-    """Which KV head does each query head read?"""
+    """Which KV head does each query head read: its keys and its values, or only one of the two?"""
     if case.point != "attn":
         return None
-    config, reads = case.config, {}
-    own = [head // case.group for head in range(config.num_heads)]
-    every = {kv: torch.full((config.num_heads,), kv) for kv in range(config.num_kv_heads)}
+    own = case.kv_heads
+    for what, pair in (("", lambda kv: (kv, kv)), ("the values of ", lambda kv: (own, kv)),
+                       ("the keys of ", lambda kv: (kv, own))):
+        wrong = {head: kv for head, kv in _read(case, pair, own).items() if kv != own[head]}
+        if not wrong:
+            continue
+        head, kv = next(iter(wrong.items()))
+        every = range(case.config.num_heads)
+        pattern = (f"h reads {what}KV head h % kv_heads; " if _are(wrong, [h % case.config.num_kv_heads for h in every],
+                                                                   own) else
+                   f"all query heads read {what}KV head 0; " if _are(wrong, [0 for _ in every], own) else "")
+        return case.diagnosis("query_to_kv", f"K and V are right, but {pattern}query head {head} reads {what}KV head "
+                              f"{kv}; in grouped attention, head h reads h // group, here {own[head]} ({len(wrong)} of "
+                              f"{len(own)} query heads read another one than theirs).", head=head, reads=kv)
+
+
+def _read(case: Case, pair, own: torch.Tensor) -> dict[int, int]:
+    """The KV head that each query head of the wrong ranks reads, where ``pair(heads)`` says of which KV heads the keys
+    and the values are; none if that explains not all of them."""
+    reads = {}
+    every = {kv: torch.full_like(own, kv) for kv in range(case.config.num_kv_heads)}
     for rank in case.wrong_ranks:
         at, held = right(case, rank), case.shard("attn", rank)
-        guesses = {kv: attention(at, heads=heads) for kv, heads in every.items()}
+        guesses = {kv: attention(at, heads=pair(heads)) for kv, heads in every.items()}
         for local, head in enumerate(at.indices("attn")):
             gaps = {kv: distance(held[:, local], guess[:, local]) for kv, guess in guesses.items()}
             reads[head] = min(gaps, key=lambda kv: (gaps[kv] > case.tolerance, kv != own[head], gaps[kv]))
             if gaps[reads[head]] > case.tolerance:
-                return None
-    wrong = {head: kv for head, kv in reads.items() if kv != own[head]}
-    if not wrong:
-        return None
-    head, kv = next(iter(wrong.items()))
-    pattern = ("h reads KV head h % kv_heads; " if all(kv == h % config.num_kv_heads for h, kv in reads.items()) else
-               "all query heads read KV head 0; " if not any(reads.values()) and len(reads) == config.num_heads else "")
-    return case.diagnosis("query_to_kv", f"K and V are right, but {pattern}query head {head} reads KV head {kv}; in "
-                          f"grouped attention, head h reads h // group, here {own[head]} ({len(wrong)} of "
-                          f"{config.num_heads} query heads read another one than theirs).", head=head, reads=kv)
+                return {}
+    return reads
+
+
+def _are(wrong: dict[int, int], pattern: list[int], own: torch.Tensor) -> bool:
+    """Whether ``pattern`` is what the wrong query heads read, and no other one is wrong in it."""
+    return wrong == {head: kv for head, kv in enumerate(pattern) if kv != own[head]}

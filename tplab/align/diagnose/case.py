@@ -136,6 +136,11 @@ class Case:
         return self.config.num_heads // self.config.num_kv_heads
 
     @property
+    def kv_heads(self) -> torch.Tensor:
+        """Which KV head each query head of the model reads."""
+        return torch.arange(self.config.num_heads) // self.group
+
+    @property
     def scaling(self) -> float:
         """What scores are multiplied with."""
         return self.config.head_dim ** -0.5

@@ -278,19 +278,19 @@ def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.
     return key <= query
 
 
-def attention(at: OnRank, *, scaling: float | None = None, rule=causal, heads: torch.Tensor | None = None,
-              weigh: Callable | None = None, values: Callable | None = None) -> torch.Tensor:
+def attention(at: OnRank, *, scaling: float | None = None, rule=causal, heads=None, weigh: Callable | None = None,
+              values: Callable | None = None) -> torch.Tensor:
     """Attention of this rank's query heads, ``[rows, heads here, head_dim]``.
 
-    ``heads``: which KV head each query head of the model reads; ``weigh(scores, visible)``: the weights, both of them
-    ``[heads, n, m]`` (``visible`` without heads), for those who do something else than a masked softmax;
-    ``values(one)``: other values than an :class:`Attended` has.
+    ``heads``: which KV head each query head reads, or a pair: the one of the keys, the one of the values;
+    ``weigh(scores, visible)``: the weights, both of them ``[heads, n, m]`` (``visible`` without heads), for who does
+    something else than a masked softmax; ``values(one)``: other values than an :class:`Attended` has.
     """
-    case, outs = at.case, []
-    heads = torch.arange(case.config.num_heads) // case.group if heads is None else heads
-    scaling, reads = case.scaling if scaling is None else scaling, heads[list(at.indices("attn"))]
+    case, outs, here = at.case, [], list(at.indices("attn"))
+    heads, scaling = case.kv_heads if heads is None else heads, case.scaling if scaling is None else scaling
+    of_keys, of_values = (each[here] for each in (heads if isinstance(heads, tuple) else (heads, heads)))
     for one in at.sequences():
-        k, v = one.k[:, reads], (values(one) if values else one.v)[:, reads]
+        k, v = one.k[:, of_keys], (values(one) if values else one.v)[:, of_values]
         visible = rule(one.positions[:, None], torch.arange(len(k))[None], one.num_keys[:, None])
         if weigh is None:
             outs.append(attend(one.q, k, v, visible, scaling))

@@ -21,7 +21,8 @@ def my_mean(mine: Mine, setting: Setting):
     cases = [[[3, 5], [7]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
-        found = [value for value, _ in on_ranks(ranks, mine, shares, waits=asks, timeout=_TIMEOUT)]
+        ran = on_ranks(ranks, mine, shares, waits=asks, timeout=_TIMEOUT)
+        found, sums = [value for value, _ in ran], sum(op.op == "all_reduce" for op in ran[0][1])
         lengths = [length for share in shares for length in share]
         mean = sum(lengths) / len(lengths)
         means = [sum(share) / len(share) for share in shares if share]
@@ -38,7 +39,11 @@ def my_mean(mine: Mine, setting: Setting):
             if any(abs(value - sum(means) / count) < 1e-6 for count in {len(means), len(shares)}):
                 raise NotYet(f"{have} says {value:g}, the mean of the ranks' means; that of all requests is {mean:g}. "
                              "How much does a rank with many requests count?")
-            raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}")
+            if abs(value - sum(lengths) / (len(lengths) + shares.count([]))) < 1e-6:
+                raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}. Is no request counted as "
+                             "one of length 0?")
+            raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}" + (
+                f". There are {sums} all_reduces: the second adds up what is a sum already" if sums > 1 else ""))
 
 
 class _Work:
@@ -79,12 +84,14 @@ def my_agree(mine: Mine, setting: Setting):
                              "every rank")
             if list(found) == failing:
                 continue
-            said = f"{have}rank {number} says {list(found)}"
+            said = f"{have}rank {number} says {list(found)} where it must say {failing}"
             if not ops:
                 raise NotYet(f"{said}, without a word to the others; how could it know?")
             if len({tuple(value) for (value, _), _ in answers}) > 1:
                 raise NotYet(f"{said}, others say something else: they would go different ways")
-            raise NotYet(said)
+            told = {op.op for op in ops}
+            raise NotYet(said + (": what rank 0 sends is all that it can know by itself" if told == {"broadcast"} else
+                                 ""))
 
 
 def _agree(mine: Mine, works: list[_Work]) -> tuple[object, int]:

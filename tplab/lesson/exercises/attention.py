@@ -21,8 +21,8 @@ def my_attend(mine: Mine, setting: Setting):
         right = attend(q, k, v, mask, scaling)
         found = mine.tensor(q, k, v, mask, scaling, dims="batch, heads, queries, head_dim", shape=q.shape,
                             dtype=q.dtype)
-        nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, or is the mask the wrong "
-               "way round? True means: must not look")
+        nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong way "
+               "round (True means: must not look), or is a softmax given nothing but -inf?")
         agree(found.nan_to_num(), right, _ways(q, k, v, mask, scaling), nan if found.isnan().any() else
               f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: query head "
               f"{int((found - right).abs().amax((0, 2, 3)).argmax())} is off by {(found - right).abs().max():.1g}, and "
@@ -66,9 +66,9 @@ def _ways(q, k, v, mask, scaling: float) -> dict:
         "the scores are divided by scaling, which is a factor": weighed(hidden(raw / scaling)),
         "the scores are scaled twice": weighed(hidden(scores * scaling)),
         "the weights are scaled, where the scores should be": scaling * weighed(hidden(raw)),
-        "the softmax runs over the queries: which numbers must add up to 1?": weighed(hidden(scores), dim=-2),
-        "the softmax runs over the heads: which numbers must add up to 1?": weighed(hidden(scores), dim=1),
-        "the softmax runs over the sequences: which numbers must add up to 1?": weighed(hidden(scores), dim=0),
+        **{f"the softmax runs over the {over}: which numbers must add up to 1?":
+           tuple(weighed(hidden(each), dim=dim) for each in (scores, raw))
+           for over, dim in {"queries": -2, "heads": 1, "sequences": 0}.items()},
         "the mask is not used: tokens see the future": weighed(scores),
         "True in the mask means: must not look. Yours looks just there":
             weighed(scores.masked_fill(~mask, float("-inf"))),

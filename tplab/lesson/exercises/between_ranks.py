@@ -14,7 +14,8 @@ from tplab.pool import shared_pool
 from tplab.ranks import all_gather, rank
 from tplab.shard import ShardPlan, split_evenly
 
-_WAITS = "Which rank has not come? Every rank makes every one of these calls, also for a slice that is not its own"
+_WAITS = "Which rank has not come? Every rank makes every one of these calls"
+_WAITS_FOR_SLICE = f"{_WAITS}, also for a slice that is not its own"
 _ALONE = "one rank has nobody to talk to, so it was judged on 2 and 3 logical ranks"
 
 
@@ -24,13 +25,14 @@ def my_send_shards(mine: Mine, setting: Setting):
     """11 rows over 2 and 3 ranks, in bfloat16; then as many rows as the vocabulary has, on the real ranks."""
     for size in (2, 3):
         ranges, sources = split_evenly(11, size), [ToySource((11, 4), torch.bfloat16) for _ in range(size)]
-        _examine_sent(on_ranks(size, _send, mine, sources, ranges, waits=_WAITS), sources[0].whole, ranges)
+        _examine_sent(on_ranks(size, _send, mine, sources, ranges, waits=_WAITS_FOR_SLICE), sources[0].whole, ranges)
     if setting.tensor_parallel_size == 1:
         return _ALONE
     pool = shared_pool(setting.tensor_parallel_size)
     ranges = [shard.vocab for shard in ShardPlan.from_config(setting.checkpoint.config, pool.size).ranks]
     sources = [ToySource((ranges[-1].stop, 3)) for _ in ranges]
-    _examine_sent(on_ranks(pool, _send, mine, sources, ranges, waits=_WAITS, timeout=20), sources[0].whole, ranges)
+    sent = on_ranks(pool, _send, mine, sources, ranges, waits=_WAITS_FOR_SLICE, timeout=20)
+    _examine_sent(sent, sources[0].whole, ranges)
 
 
 def _send(mine: Mine, sources: list[ToySource], ranges) -> tuple[object, int]:
@@ -61,7 +63,7 @@ def _examine_sent(answers: list, whole: torch.Tensor, ranges) -> None:
         if not got.equal(right):
             owner = [r for r, other in enumerate(ranges) if got.equal(whole[other.start:other.stop])]
             raise NotYet(f"{where}: " + (f"it gets rank {owner[0]}'s rows" if owner else "the rows are not those of "
-                                         "the file: who writes into the tensor that is sent?"))
+                                         "the file: which rank has read them, and which one sends?"))
         if (held := got.untyped_storage().nbytes()) > 1.01 * right.nbytes:
             raise NotYet(f"{where}: its slice is a view that keeps {held} bytes alive, for {right.nbytes} of its own")
     for number, (_, ops) in enumerate(answers):
@@ -93,7 +95,7 @@ def my_spread(mine: Mine, setting: Setting):
     with applied(fault("all_reduce_dropped")):
         answers = on_ranks(shared_pool(size), _spread_in_engine, mine, ckpt, plan, parse_dtype(setting.dtype), ids)
     for number, ((found, true), _) in enumerate(answers):
-        if abs(float(found) - true) > 1e-4 * true:
+        if not abs(float(found) - true) <= 1e-4 * true:
             raise NotYet(f"at the final norm of {ckpt.name} without its sums, rank {number} says {float(found):.3g}; "
                          f"the ranks are up to {true:.3g} apart")
     return f"on {size} ranks it sees that a sum was lost"
@@ -124,5 +126,5 @@ def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> No
             if abs(found) < float("inf") and found == found:
                 raise NotYet(f"{have}: rank {number} says {found:g}. A NaN on one rank only is a disagreement: which "
                              "operation has swallowed it?")
-        elif abs(found - true) > 1e-5:
+        elif not abs(found - true) <= 1e-5:
             raise NotYet(f"{have}: rank {number} says {found:g}, the largest difference between two ranks is {true:g}")

@@ -5,6 +5,7 @@ from tplab.lesson.stepping import Stepper, whole_numbers
 from tplab.lesson.verdict import Setting, exercise
 
 COUNT = 24
+_MOST_CALLS = 300
 
 
 @exercise("my_generate", "06", takes="step, ids, count",
@@ -46,6 +47,8 @@ class _Toy:
         if len(new_ids) != len(positions) or not new_ids:
             raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
         self.calls.append((new_ids, positions))
+        if len(self.calls) > _MOST_CALLS:
+            raise NotYet(f"step has been called {_MOST_CALLS} times by now: what ends the loop?")
         self.cache.update(zip(positions, new_ids))
         self.drawn.append(sum((p + 2) * (t + 1) for p, t in self.cache.items() if p <= positions[-1]) % 50)
         return self.drawn[-1]
@@ -78,7 +81,7 @@ def _calls(toy: _Toy, found, ids: list[int], count: int) -> None:
     if found[:len(ids)] == ids and len(found) == len(ids) + count:
         raise NotYet(f"{head}the prompt comes back too; only the new ids are asked for")
     if len(found) != count:
-        raise NotYet(f"{head}{len(found)} came back")
+        raise NotYet(f"{head}{len(found)} id{'s' * (len(found) != 1)} came back; {count} new ones are asked for")
     if found == toy.drawn[1:count + 1]:
         raise NotYet(f"{head}the first new token is missing: which call has drawn it?")
     if found != _right(ids, count):

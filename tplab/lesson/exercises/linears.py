@@ -101,6 +101,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _named(values, wrong, ops, x, up, down, bias) -> str:
     """What is wrong, where two shares of this kind of mistake give these very numbers."""
     size, hidden, inner = len(values), len(down), len(up)
+    if any(value.isnan().any() for value in values):
+        return "there is NaN in it, though nothing that goes in has one"
     parts, whole = split_evenly(inner, size), x @ up.T @ down.T
     summands = [x @ up[part.start:part.stop].T @ down[:, part.start:part.stop].T for part in parts]
 

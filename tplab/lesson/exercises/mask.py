@@ -15,9 +15,15 @@ NAN, INF = float("nan"), float("inf")
 @exercise("mask_scores", "01", takes="scores, mask", writes="scores",
           agreed="on {ranks}, every trace point agrees with Hugging Face")
 def mask_scores(mine: Mine, setting: Setting):
-    """On 2 batches, 3 heads, 4 queries and 6 keys; then in the engine."""
-    scores = torch.arange(144.0).sin().view(2, 3, 4, 6)
-    mask = torch.ones(2, 1, 4, 6, dtype=torch.bool).triu(3)
+    """On 2 batches, 3 heads, 4 queries and 6 keys, on other sizes; then in the engine."""
+    for batch, heads, queries, keys in ((2, 3, 4, 6), (1, 2, 3, 3)):
+        scores = torch.arange(float(batch * heads * queries * keys)).sin().view(batch, heads, queries, keys)
+        mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+        _judge_masked(mine, scores, mask)
+    setting.align(Patch(TARGET, mine.function))
+
+
+def _judge_masked(mine: Mine, scores: torch.Tensor, mask: torch.Tensor) -> None:
     masked = mine.tensor(scores, mask, dims="batch, heads, queries, keys", shape=scores.shape, dtype=scores.dtype)
     hidden = mask.expand_as(scores)
     if masked.isnan().any():
@@ -26,14 +32,13 @@ def mask_scores(mine: Mine, setting: Setting):
     weights = masked.softmax(-1)
     if weights.isnan().any():
         rows = int(weights.isnan().any(-1)[0, 0].sum())
-        raise NotYet(f"softmax makes NaN in {rows} of 4 rows, those in which every key is hidden: is the mask the "
-                     "wrong way round? True means: must not look")
+        raise NotYet(f"softmax makes NaN in {rows} of {scores.shape[2]} rows, those in which every key is hidden: is "
+                     "the mask the wrong way round? True means: must not look")
     if seen := int((weights[hidden] > 0).sum()):
         raise NotYet(f"{seen} of {int(hidden.sum())} hidden keys still get some weight: which line hides the keys "
                      "where the mask is True?")
     if not masked[~hidden].equal(scores[~hidden]):
         raise NotYet("scores of keys that may be seen have changed; only the hidden ones may")
-    setting.align(Patch(TARGET, mine.function))
 
 
 @exercise("my_additive_mask", "01", takes="tokens",
@@ -113,7 +118,9 @@ def _raised(mine: Mine, tensor: torch.Tensor, name: str) -> str | None:
     except NotYet as wrong:
         if isinstance(wrong.__cause__, AssertionError):
             return str(wrong.__cause__)
-        raise
+        if wrong.__cause__ is None:
+            raise
+        raise NotYet(f"{wrong}\nWhere a NaN is found, an AssertionError is asked for, and else nothing") from wrong
     if found is not None:
         raise NotYet(f"it returns {kind(found)}, and nobody looks at that: it must raise an AssertionError, or nothing")
 
@@ -131,7 +138,7 @@ def _fired(mine: Mine, tensor: torch.Tensor, name: str, lost: str) -> str:
     if message is None:
         raise NotYet(f"{lost} NaN, and nothing fires: " + (
             "is one enough for your question?" if lost[0] == "1" else
-            "is NaN ever equal to anything? Is a tuple (…, …) ever false?"))
+            "does your question find them (NaN is equal to nothing, a tuple is never false), and who raises?"))
     return message
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tplab.cache import paged
+from tplab.checks import shown
 from tplab.lesson.mine import Mine, NotYet, kind, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.attention import AttentionBatch
@@ -23,10 +24,15 @@ def my_slot_mapping(mine: Mine, setting: Setting):
         slots = mine(table, positions, size)
         head = f"block table {table}, block size {size}: "
         if not isinstance(slots, list) or not all(type(slot) is int for slot in slots):
-            raise NotYet(f"it returns {kind(slots)}; a list of whole numbers must come back, one slot per position")
+            strange = [slot for slot in slots if type(slot) is not int] if isinstance(slots, list) else []
+            raise NotYet(f"it returns {kind(slots)}{f', {shown(strange[0])} among them' if strange else ''}; a list of "
+                         "whole numbers must come back, one slot per position")
         if len(slots) != len(positions):
-            raise NotYet(f"{head}{len(positions)} positions go in, {len(slots)} slots come out; it must be one per "
-                         "position")
+            raise NotYet(f"{head}for {len(positions)} position{'s' * (len(positions) > 1)} come {len(slots)} slots; it "
+                         "must be one for each")
+        if slots == [table[position // size] * size for position in positions] and len(slots) > 1:
+            raise NotYet(f"{head}all positions of a block go to its first slot: how many tokens stand before each in "
+                         "this block?")
         for position, slot in zip(positions, slots):
             _slot(f"{head}position {position} goes to slot {slot}", table, position, size, slot)
     setting.align(Patch("tplab.cache.paged.slot_mapping", mine.function), **ENGINE)
@@ -78,8 +84,8 @@ def _written(head: str, table: list[int], before, after, mine, slots: list[int],
     changed = (mine != before).flatten(2).any(-1).flatten().nonzero()[:, 0].tolist()
     wrong = (mine != after).flatten(2).any(-1).flatten().nonzero()[:, 0].tolist()
     if not changed:
-        raise NotYet(f"{head}the cache is as it was before. An index with a list or a tensor makes a copy: what is "
-                     "written into that copy is lost")
+        raise NotYet(f"{head}the cache is as it was before: nothing was written, or into a copy, which an index "
+                     "with a list or a tensor makes")
     if size != 4 and changed[-1] == table[(len(slots) - 1) // 4] * 4 + (len(slots) - 1) % 4 != slots[-1]:
         raise NotYet(f"{head}position {len(slots) - 1} was written into block {changed[-1] // size}: is there a 4 in "
                      "your code where the cache's own block size should stand?")

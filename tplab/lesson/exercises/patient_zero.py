@@ -59,7 +59,7 @@ def _turned(name: str, ours, truth, restarted, before, positions) -> None:
         raise NotYet(f"{name} changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?")
     if not torch.allclose(ours, truth, atol=1e-5):
         heads = " (here there are as many tokens as heads, so that a table laid over the heads fits too)"
-        raise NotYet(f"{name} is turned, but not by Hugging Face's angles: which function does cos and sin belong to, "
+        raise NotYet(f"{name} is turned, but not by Hugging Face's angles: which function do cos and sin belong to, "
                      f"and which axis do they lie on?{heads * (before.shape[1] == before.shape[2])}")
 
 
@@ -70,11 +70,11 @@ def _swallows(mine: Mine, q, k, positions) -> None:
 
     asked = []
     try:
-        mine.function(broken_tables, positions.clone(), q.clone(), k.clone())
-    except ArithmeticError:
-        return
-    except Exception as error:
-        raise NotYet(in_words(error)) from error
+        guarded(mine.function, broken_tables, positions.clone(), q.clone(), k.clone())
+    except NotYet as wrong:
+        if isinstance(wrong.__cause__, ArithmeticError):
+            return
+        raise
     raise NotYet("the tables raised an exception and nobody heard of it: a rotation that fails must stop the engine"
                  if asked else "rotary_emb, which gives cos and sin, is never asked")
 

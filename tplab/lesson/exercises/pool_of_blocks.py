@@ -31,7 +31,7 @@ class _Watched:
 
     def allocate(self) -> int | None:
         told = self._told("allocate()")
-        block = self.pool.allocate()
+        block = self._tried(told + " while no block is free" * all(self.users), self.pool.allocate)
         free = [b for b, count in enumerate(self.users) if not count]
         if block is None and free:
             raise NotYet(f"{told} gives nothing, though nobody uses block {free[0]}: is it handed out again?")
@@ -48,13 +48,13 @@ class _Watched:
 
     def share(self, block: int) -> None:
         told = self._told(f"share({block})")
-        self.pool.share(block)
+        self._tried(told, self.pool.share, block)
         self.users[block] += 1
         self._agree(told)
 
     def release(self, block: int) -> None:
         told = self._told(f"release({block})")
-        self.pool.release(block)
+        self._tried(told, self.pool.release, block)
         self.users[block] -= 1
         self._agree(told)
 
@@ -63,10 +63,19 @@ class _Watched:
         told = self._told(f"release({block})")
         try:
             self.pool.made.release(block)
-        except Exception:
+        except ValueError:
             return self._agree(told)
+        except Exception as error:
+            raise NotYet(f"{told}, and nobody uses the block: {type(error).__name__} is raised; a ValueError is asked "
+                         "for") from error
         raise NotYet(f"{told} raises nothing, though nobody uses the block: what is given back twice would be handed "
                      "out twice")
+
+    def _tried(self, told: str, method, *args):
+        try:
+            return method(*args)
+        except NotYet as wrong:
+            raise NotYet(f"{told}: {wrong}") from wrong
 
     def _told(self, now: str) -> str:
         before = f", after {', '.join(self.done[-3:])}" if self.done else ""

@@ -60,27 +60,29 @@ def my_token_positions(mine: Mine, setting: Setting):
     """A prompt, a chunk, a token; then in the engine."""
     for start, count in ((0, 5), (6, 1), (4, 3), (7, 8)):
         found = mine(Segment(start, count, list(range(4)), 12))
-        given = f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "
+        have = f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "
         try:
-            found = found.tolist() if isinstance(found, torch.Tensor) else list(found)
+            given = found = found.tolist() if isinstance(found, torch.Tensor) else list(found)
             found = [whole_number(position) for position in found]
         except TypeError:
             raise NotYet(f"it returns {kind(found)}; a range or a list of positions must come back") from None
         if None in found:
-            raise NotYet("it returns something else than whole numbers")
+            raise NotYet(f"it returns {shown(given)}; positions are whole numbers")
         right = list(range(start, start + count))
         ways = {"a new token that comes alone stands one too far": [start + 1] if count == 1 else right,
                 "counted from 0 again: where does the first of them stand?": range(count),
                 "one too far: the first token of all stands at 0": range(start + 1, start + count + 1),
-                "one too little: that place is taken by the last token in the cache": range(start - 1, right[-1]),
+                "one too little: " + ("that place is taken by the last token in the cache" if start else
+                                      "the first token of all stands at 0"): range(start - 1, right[-1]),
                 "only the first of the new tokens has a position": right[:1],
                 "only the last of the new tokens has a position": right[-1:],
                 "those in the cache have their positions already": range(start + count),
                 "one too many: does a range hold its end?": range(start, start + count + 1),
                 "count says how many come, not where they end": range(start, count)}
         if found != right:
-            raise NotYet(given + next((says for says, wrong in ways.items() if found == list(wrong)),
-                                      f"yours stand at {shown(found)}"))
+            raise NotYet(have + next((says for says, wrong in ways.items() if found == list(wrong)),
+                                      f"yours stand at {shown(found)}; they follow each other, behind those in "
+                                      "the cache"))
     ids = setting.ids(16)
     setting.align(Patch("tplab.engine.runner.token_positions", mine.function), decode=True, prompts=[ids, ids[4:]],
                   new_tokens=3, max_num_batched_tokens=5)
@@ -103,4 +105,4 @@ def _wrong_number(found: torch.Tensor, starts: list[int], counts: list[int]) -> 
         return f"{says}: one too many a sequence; does a range hold its end?"
     if len(found) == sum(max(0, count - start) for start, count in zip(starts, counts)):
         return f"{says}: counts says how many tokens come, not where they end"
-    return says
+    return f"{says}: of sequence i come counts[i], and no more"

@@ -37,6 +37,7 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
             raise
 
     def failing(*args, **kwargs):
+        calls.append("failed")
         raise _Failing("the rotation failed on purpose")
 
     q, k = numbers(tokens, heads, 6, seed=1), numbers(tokens, kv_heads, 6, seed=2)
@@ -51,7 +52,9 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
                      "and k" + (", which come back as they went in" if _is(found, (q, k)) else ""))
     try:
         mine(SimpleNamespace(rotate=failing), q, k, cos, sin)
-        raise NotYet("an error that self.rotate raises does not come out of yours: what catches it?")
+        raise NotYet("an error that self.rotate raises does not come out of yours: what catches it?"
+                     if "failed" in calls else "called once more, it does not call self.rotate: is an earlier result "
+                     "given out again?")
     except NotYet as error:
         if not isinstance(error.__cause__, _Failing):
             raise

@@ -124,8 +124,8 @@ def my_rope(mine: Mine, setting: Setting):
 
     for case in (((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0)):
         size = setting.checkpoint.config.head_dim
-        not_only(check, ((6, 4, size), list(range(6)), 10000.0), case, "right for tokens 0 to 5 and theta 10000, and "
-                 "not otherwise")
+        not_only(check, ((6, 4, size), list(range(6)), 10000.0), case,
+                 f"right for tokens 0 to 5, heads of {size} and theta 10000, and not otherwise")
     _in_bfloat16(mine)
     rope = setting.checkpoint.config.hf.rope_parameters
     if rope["rope_type"] != "default":
@@ -144,6 +144,8 @@ def my_rope(mine: Mine, setting: Setting):
 def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: torch.Tensor) -> str:
     gap = (found - turned(x, right)).abs()
     token = int(gap.flatten(1).amax(1).argmax())
+    if found.isnan().any():
+        return f"the token at position {positions[token]} is NaN"
     longer = (found[token].norm() / x[token].norm()).item()
     if not abs(longer - 1) < 1e-3:
         return (f"the token at position {positions[token]} is {longer:.3g} times as long as before: a turn keeps "

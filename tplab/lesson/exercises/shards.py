@@ -14,6 +14,7 @@ from tplab.ranks import rank
 from tplab.shard import ShardPlan, split_evenly
 
 _ALONE = "one rank keeps everything, so two and three logical ranks have judged the cut"
+_NO_ROW = "rows are copied as they stand in the file, and what is here stands nowhere in it"
 _AGREED = "on {ranks}, the shards are the checkpoint bit for bit, and every trace point agrees with Hugging Face"
 
 
@@ -93,7 +94,9 @@ def _judge_rows(answers: list, data: torch.Tensor, rows: Sequence[range], what: 
     if not wrong:
         return
     starts = [places[0] for places in found]
-    if starts == [0] * size:
+    if any(-1 in places for places in found):
+        why = _NO_ROW
+    elif starts == [0] * size:
         why = f"{ranks_in_words(range(size), size)} takes the first rows there are; where do a rank's own begin?"
     elif starts == [own.start // size for own in rows]:
         why = f"that is the offset divided by {size} once more; whose offset is rows.start already?"
@@ -130,11 +133,19 @@ def _judge_merged(answers: list, parts: list[tuple[str, int]], ranges, columns: 
     first = [[1000 * n + row for n, rows in enumerate(held) for row in range(len(rows))] for held in ranges]
     orders = [[[1000 * n + row for n in order for row in held[n]] for held in ranges]
               for order in permutations(range(len(parts)))]
-    if found == first:
+    divided = [[1000 * n + row - rows.start + rows.start // len(ranges) for n, rows in enumerate(held) for row in rows]
+               for held in ranges]
+    if any(-1 in places for places in found):
+        why = _NO_ROW
+    elif found == first:
         why = f"every rank takes the first rows of each of {names}; which rows are its own?"
     elif found in orders:
         order = "|".join(parts[n][0] for n in [*permutations(range(len(parts)))][orders.index(found)])
         why = f"the right rows in the order {order}; the layer splits its output as {names}"
+    elif found == [[fused[row] for rows in held for row in rows] for held in ranges]:
+        why = f"a range counts the rows of its own source, and here all of them are taken from {names} as one"
+    elif found == divided:
+        why = f"the offsets are divided by {len(ranges)} once more; whose offset is rows.start already?"
     elif all(len(places) < 2 or _one_block(places, fused) for places in found):
         why = f"{names} is cut through as one block; which of them must each rank get a piece of?"
     else:

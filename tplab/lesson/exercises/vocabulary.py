@@ -67,6 +67,8 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
                              f"with word {parts[owner[word]].start}. Is it just that which you subtract?")
     for word, row in wrong:
         said = f"{who} gets for word {word}, which lives on rank {owner[word]},"
+        if row.isnan().any():
+            raise NotYet(f"{said} NaN")
         if not row.any():
             raise NotYet(f"{said} zeros" + (": does its owner add its row to the sum?" if talked else
                                             ": who tells it what the other ranks have looked up?"))
@@ -120,6 +122,10 @@ def _whole(who: str, found, right, parts, ops) -> None:
     turned = torch.cat([right[:, rows.start:rows.stop] for rows in reversed(parts)], dim=-1)
     if torch.allclose(found, turned, atol=1e-5):
         raise NotYet(f"{who} has the ranks' words in another order: column 0 must be token 0, which lives on rank 0")
+    if found.isnan().any():
+        raise NotYet(f"{who} has NaN among its logits, though nothing that goes in is NaN")
+    if found.min() >= 0 and found.max() <= 1:
+        raise NotYet(f"{who}: its numbers lie between 0 and 1: are they probabilities? Logits come before any softmax")
     wrong = ~torch.isclose(found, right, atol=1e-5).all(0)
     first = int(wrong.nonzero()[0])
     owner = next(r for r, rows in enumerate(parts) if first in rows)
@@ -146,13 +152,12 @@ def my_best_offer(mine: Mine, setting: Setting):
 
         ran = on_ranks(size, decide)
         right = ids.gather(1, table.argmax(1, keepdim=True))[:, 0].long()
-        found = [tensor(answer, "sequences", (len(scores),)) for answer, _ in ran]
+        found = [tensor(answer, "sequences", (len(scores),), torch.int64) for answer, _ in ran]
         for r, answer in enumerate(found):  # all of them, before any is looked at
             if answer.tolist() != found[0].tolist():
                 raise NotYet(f"rank 0 of {size} decides for {found[0].tolist()}, rank {r} for {answer.tolist()}: they "
                              "would go on with different texts")
         _decided(f"{size} ranks", found[0].tolist(), table, ids.long(), right.tolist(), what)
-        tensor(found[0], "sequences", (len(scores),), torch.int64)
         count_ops(ran, {"all_gather": 1})
     prompts, reference = setting.reference(12)
     found = setting.texts(prompts, 12, Patch("tplab.engine.sampler.best_offer", mine.function))
