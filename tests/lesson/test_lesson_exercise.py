@@ -31,6 +31,12 @@ def test_an_interrupt_is_not_shown_but_passed_on():
         raise KeyboardInterrupt
 
 
+def test_what_a_learner_is_to_write_is_folded_until_it_is_opened():
+    folded = lesson.side_by_side("x = 1", "x = 2", folded="when yours passes <1>")._repr_mimebundle_()["text/html"]
+    assert folded.startswith("<details><summary>when yours passes &lt;1&gt;</summary>")
+    assert "<details" not in lesson.side_by_side("x = 1", "x = 2")._repr_mimebundle_()["text/html"]
+
+
 def test_side_by_side_marks_the_lines_that_differ():
     shown = lesson.side_by_side("def f(x):\n    return x * 0\n", "def f(x):\n    y = 1 < x\n    return y\n")
     html = shown._repr_mimebundle_()["text/html"]

@@ -69,8 +69,8 @@ def shown_error(brief: bool = False) -> Iterator[None]:
 class SideBySide:
     """Two pieces of code next to each other, the lines that differ marked. ``str()`` gives them one below the other."""
 
-    def __init__(self, titles: tuple[str, str], sources: tuple[str, str]):
-        self.titles, self.sources = titles, sources
+    def __init__(self, titles: tuple[str, str], sources: tuple[str, str], folded: str = ""):
+        self.titles, self.sources, self.folded = titles, sources, folded
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {"text/plain": str(self), "text/html": self._html()}
@@ -89,7 +89,8 @@ class SideBySide:
             'white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; font: 13px/1.5 monospace">'
             f'{"".join(self._line(line, differs, tint, mark) for line, differs in lines)}</pre></div>'
             for title, lines, tint, mark in columns)
-        return f'<div style="display: flex; flex-wrap: wrap; gap: 1em">{cells}</div>'
+        both = f'<div style="display: flex; flex-wrap: wrap; gap: 1em">{cells}</div>'
+        return f"<details><summary>{escape(self.folded)}</summary>{both}</details>" if self.folded else both
 
     @staticmethod
     def _line(line, differs, tint, mark) -> str:
@@ -125,13 +126,14 @@ def _compared(source: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right")) -> SideBySide:
+def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right"), folded: str = "") -> SideBySide:
     """Broken code beside right code, with the lines that differ marked by ✗ and ✓ as well as by colour.
 
     Both are source text, or functions and classes whose source can be read. ``titles`` stand above them.
+    ``folded``: what stands on the page until a click opens it, where the right code is what a learner is to write.
 
         >>> lesson.side_by_side(fault("nan_mask").broken, fault("nan_mask").right)
     """
     sources = [dedent(code if isinstance(code, str) else inspect.getsource(code)).strip("\n")
                for code in (broken, right)]
-    return SideBySide(titles, tuple(sources))
+    return SideBySide(titles, tuple(sources), folded)

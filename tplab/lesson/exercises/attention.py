@@ -21,8 +21,8 @@ def my_attend(mine: Mine, setting: Setting):
         right = attend(q, k, v, mask, scaling)
         found = mine.tensor(q, k, v, mask, scaling, dims="batch, heads, queries, head_dim", shape=q.shape,
                             dtype=q.dtype)
-        nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong way "
-               "round (True means: must not look), or is a softmax given nothing but -inf?")
+        nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong "
+               "way round (True means: must not look), or is a softmax given nothing but -inf?")
         agree(found.nan_to_num(), right, _ways(q, k, v, mask, scaling), nan if found.isnan().any() else
               f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: query head "
               f"{int((found - right).abs().amax((0, 2, 3)).argmax())} is off by {(found - right).abs().max():.1g}, and "
