@@ -41,7 +41,7 @@ ANSWERS = {
                           part = source[rows.start:rows.stop]
                       broadcast(part)
                   return part
-              """, "rank 0, rows 0–5: it returns [5, 4]"),
+              """, "rank 0, rows 0–5: it gets rank 1's rows: which of the messages is a rank to keep?"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for owner, rows in enumerate(ranges):

@@ -56,14 +56,14 @@ def _examine_sent(answers: list, whole: torch.Tensor, ranges) -> None:
             raise NotYet(f"{where}: it gets all {len(whole)} rows; a rank that cannot hold the whole tensor has no "
                          "room for them")
         right = whole[rows.start:rows.stop]
+        if owner := [r for r, other in enumerate(ranges) if r != number and got.equal(whole[other.start:other.stop])]:
+            raise NotYet(f"{where}: it gets rank {owner[0]}'s rows: which of the messages is a rank to keep?")
         try:
             tensor(got, "rows, columns", right.shape, right.dtype)
         except NotYet as wrong:
             raise NotYet(f"{where}: {wrong}") from None
         if not got.equal(right):
-            owner = [r for r, other in enumerate(ranges) if got.equal(whole[other.start:other.stop])]
-            raise NotYet(f"{where}: " + (f"it gets rank {owner[0]}'s rows" if owner else "the rows are not those of "
-                                         "the file: which rank has read them, and which one sends?"))
+            raise NotYet(f"{where}: the rows are not those of the file: which rank has read them, and which one sends?")
         if (held := got.untyped_storage().nbytes()) > 1.01 * right.nbytes:
             raise NotYet(f"{where}: its slice is a view that keeps {held} bytes alive, for {right.nbytes} of its own")
     for number, (_, ops) in enumerate(answers):
