@@ -36,10 +36,6 @@ class Mine:
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
-        for is_one, how, gives in ((inspect.iscoroutinefunction, "async def", "coroutine"),
-                                   (inspect.isgeneratorfunction, "yield", "generator")):
-            if is_one(function):
-                raise NotYet(f"with {how}, a call gives a {gives} and runs none of your lines: use def, and return")
         try:
             inspect.signature(function).bind(*self.takes)
         except TypeError:
@@ -104,9 +100,18 @@ def ranks_in_words(ranks: Sequence[int], size: int) -> str:
 
 
 def guarded(function: Callable, *args, **kwargs):
-    """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line."""
+    """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line.
+
+    So does what a call of an ``async def`` gives, or of a function with a ``yield``: none of its lines has run.
+    """
     try:
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if inspect.iscoroutine(found) or inspect.isgenerator(found):
+            found.close()  # or Python warns that nobody has waited for it
+            how = "async def" if inspect.iscoroutine(found) else "yield"
+            raise NotYet(f"with {how}, a call gives a {type(found).__name__} and runs none of your lines: use def, and "
+                         "return")
+        return found
     except NotYet:
         raise
     except (Exception, SystemExit) as error:
@@ -126,6 +131,8 @@ class Object:
             found = getattr(self.made, name)
         except AttributeError:
             raise NotYet(f"{self.name} has no {name}") from None
+        except Exception as error:
+            raise NotYet(in_words(error)) from error
         return functools.partial(guarded, found) if callable(found) else found
 
 

@@ -138,6 +138,12 @@ ANSWERS = {
         Wrong(cache(["self.k[layer] = torch.cat([self.k[layer], k])", "return self.k[layer], v"]),
               "TypeError: expected Tensor as element 0 in argument 0, but got NoneType"),
         Wrong(cache(["k *= 1.5", *_JOIN]), "append changes the k or v"),
+        Wrong(cache(["yield k, v"]), "with yield, a call gives a generator"),
+        Wrong(cache(["return self.append(layer, k, v)"]), "RecursionError"),
+        Wrong(cache(["raise SystemExit(3)"]), "SystemExit: 3"),
+        Wrong(cache(["return k.numpy(), v.numpy()"]), "append gives for k a numpy array [4, 2, 5]"),
+        Wrong("class MyCache:\n    def __init__(self, num_layers): pass\n"
+              "    def __getattr__(self, name): return getattr(self, name)", "RecursionError"),
         Right(cache(["self.k[layer].append(k.clone())", "self.v[layer].append(v.clone())",
                      "return torch.cat(self.k[layer]), torch.cat(self.v[layer])"],
                     init="self.k, self.v = ([[] for _ in range(num_layers)] for _ in range(2))")),

@@ -318,6 +318,27 @@ ANSWERS = {
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
               """, "in the engine: RuntimeError: how many?\n         at your line 5"),
+        Wrong("""
+              class MyPool:
+                  users = [0] * 40
+                  def __init__(self, num_blocks):
+                      MyPool.users[:] = [0] * num_blocks
+                  def allocate(self):
+                      block = self.users.index(0) if 0 in self.users else None
+                      if block is not None: self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      if not self.users[block]: raise ValueError(block)
+                      self.users[block] -= 1
+              """, "a second pool is made beside the first, and now"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  async def allocate(self):
+                      return 0
+              """, "operation 1: allocate(): with async def, a call gives a coroutine"),
         Right("""
               class MyPool:
                   def __init__(self, num_blocks):

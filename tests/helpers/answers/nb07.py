@@ -164,6 +164,28 @@ ANSWERS = {
                   def __init__(self, source, shape):
                       self.source, self.shape = source, shape
               """, "it must take (source, start, shape); yours takes (source, shape)"),
+        Wrong("""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.rows = source, start, shape
+                  def shape(self):
+                      return self.rows
+                  def __getitem__(self, rows):
+                      return self.source[rows]
+              """, "its .shape is the function shape itself; the part has 7 of the 16 rows"),
+        *[Wrong(f"""
+              class MyRows:
+                  def __init__(self, source, start, shape):
+                      self.source, self.start, self.shape = source, start, shape
+                  {how} __getitem__(self, rows):
+                      first, last, _ = rows.indices(self.shape[0])
+                      {gives} self.source[self.start + first:self.start + last]{as_what}
+              """, words) for how, gives, as_what, words in (
+                  ("async def", "return", "", "with async def, a call gives a coroutine"),
+                  ("def", "yield", "", "with yield, a call gives a generator"),
+                  ("def", "return", ".numpy()", "is a numpy array [3, 5]; a tensor must come back"),
+                  ("def", "return", ".double()", "is torch.float64; the source has torch.float32"),
+                  ("def", "return", " / 0", "begins with what is no row of the source"))],
         Right("""
               def MyRows(source, start, shape):
                   class Part:

@@ -15,7 +15,9 @@ OPERATIONS = 500
           agreed=f"{OPERATIONS} random operations, then the engine in strict mode on {{ranks}}: every account agrees")
 def my_pool(mine: Mine, setting: Setting):
     """By hand, then at random beside a right one, then under an engine that is short of blocks."""
-    _by_hand(_Watched(mine.function, 3))
+    pool = _Watched(mine.function, 3)
+    _by_hand(pool)
+    pool.beside(mine.function)
     for num_blocks in (5, 8):
         _at_random(_Watched(mine.function, num_blocks), random.Random(num_blocks))
     _in_engine(mine.function, setting)
@@ -76,6 +78,11 @@ class _Watched:
             return method(*args)
         except NotYet as wrong:
             raise NotYet(f"{told}: {wrong}") from wrong
+
+    def beside(self, cls) -> None:
+        """A second pool has accounts of its own."""
+        guarded(cls, len(self.users))
+        self._agree("a second pool is made beside the first")
 
     def _told(self, now: str) -> str:
         before = f", after {', '.join(self.done[-3:])}" if self.done else ""
