@@ -59,18 +59,17 @@ def shared_without_parent(case: Case) -> Diagnosis | None:
     if case.report.decode is None:
         return None
     size, texts = case.report.decode.block_size, case.report.ids
-    tables: dict[int, list[int]] = {}
-    for _, number, at_ranks, _ in _block_tables(case.report.decode):
-        tables.setdefault(number, at_ranks)
+    tables = {number: at_ranks for _, number, at_ranks, _ in _block_tables(case.report.decode)}  # the last ones
     strangers = []
     for prompt, ours, positions, q in prompts(case):
         k, v = (tensor.clone() for tensor in keys_and_values(case, prompt))
         for index in range(int(positions[0]) // size):
             block = slice(index * size, (index + 1) * size)
-            owner = next((n for n, table in tables.items() if n < prompt
-                          and tables[prompt][index] in table[index:index + 1]), prompt)
-            if texts[owner][:block.stop] != texts[prompt][:block.stop]:
-                k[block], v[block] = (tensor[block] for tensor in keys_and_values(case, owner))
+            owner, at = next(((n, table.index(tables[prompt][index])) for n, table in tables.items() if n < prompt
+                              and tables[prompt][index] in table), (prompt, index))
+            there = slice(at * size, (at + 1) * size)
+            if texts[owner][:there.stop] != texts[prompt][:block.stop]:
+                k[block], v[block] = (tensor[there] for tensor in keys_and_values(case, owner))
                 strangers.append((index, prompt, owner))
         visible = causal(positions[:, None], torch.arange(len(k))[None], None)
         if not case.fits(ours, attend(q, k, v, visible, case.scaling)):

@@ -1,0 +1,187 @@
+"""What a cache gives back, on attention made by hand: shared blocks, rows of other tokens, rows that are lost."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+
+from tplab.align.arithmetic import attend
+from tplab.align.diagnose import cache, calls
+from tplab.align.diagnose.case import Diagnosis
+from tplab.align.diagnose.wrong import Attended, distance
+
+TOLERANCE = 6e-5
+HEADS, KV_HEADS, DIM = 4, 2, 3
+READS = torch.arange(HEADS) // 2
+
+
+def noise(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def diagnosis(fault, sentence, *lookalikes, **numbers):
+    return Diagnosis(fault, sentence, "layers.0.attn", numbers, lookalikes)
+
+
+# Shared blocks.
+
+SIZE = 2
+
+
+class Shared:
+    """Prompts that find blocks of each other: ``texts``, from which position on each was computed, its block tables."""
+
+    def __init__(self, texts, begin, tables, hold=lambda case, prompt: case.k[prompt]):
+        self.k = [noise(len(text), KV_HEADS, DIM, seed=number) for number, text in enumerate(texts)]
+        self.group, self.scaling, self.query_heads = 2, 0.5, [0, 1, 2, 3]
+        self.computed = [range(first, len(text)) for first, text in zip(begin, texts)]
+        self.lengths = list(map(len, self.computed))
+        self.positions = torch.tensor(sum(map(list, self.computed), []))
+        steps = [Some(step_number=number, requests=[(number % len(texts), Some(block_ids=table), None)])
+                 for number, table in enumerate(tables)]
+        self.report = Some(ids=texts, decode=Some(
+            block_size=SIZE, steps=steps, tables=[{number % len(texts): tuple(table)} for number, table in
+                                                  enumerate(tables)]))
+        self.q = noise(len(self.positions), HEADS, DIM, seed=9)
+        self.held = torch.cat([self.right(prompt, hold(self, prompt)) for prompt in range(len(texts))])
+
+    def right(self, prompt, k):
+        here = slice(sum(self.lengths[:prompt]), sum(self.lengths[:prompt + 1]))
+        visible = torch.arange(len(k))[None] <= self.positions[here][:, None]
+        return attend(self.q[here], k[:, READS], 2 * k[:, READS], visible, self.scaling)
+
+    def ours(self, name):
+        return self.held
+
+    def reference(self, name):
+        return self.q
+
+    def keys(self, prompt, name):
+        return self.k[prompt] * (2 if name == "v" else 1)
+
+    def fits(self, tensor, guess):
+        return distance(tensor, guess) <= TOLERANCE
+
+    diagnosis = staticmethod(diagnosis)
+
+
+def of(block, there, owner, prompt):
+    """The keys of a prompt whose block is another one's."""
+    def hold(case, number):
+        k = case.k[number].clone()
+        if number == prompt:
+            k[block * SIZE:(block + 1) * SIZE] = case.k[owner][there * SIZE:(there + 1) * SIZE]
+        return k
+    return hold
+
+
+TEXTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 9, 5], [7, 8, 3, 4, 6]]
+TABLES = [[0, 1, 2], [3, 4, 5], [3, 1, 6]]
+
+
+def test_a_block_of_a_prompt_that_begins_otherwise():
+    found = cache.shared_without_parent(Shared(TEXTS, [0, 0, 4], TABLES, of(1, 1, 0, 2)))
+    assert found.fault == "prefix_hash_without_parent" and found.numbers == {"block": 1, "prompt": 2, "owner": 0}
+    assert found.sentence.startswith("Block 1 of prompt 2") and "behind prompt 0's beginning" in found.sentence
+
+
+def test_a_block_that_stands_elsewhere_in_the_other_prompt():
+    texts, tables = [TEXTS[0], [3, 4, 9]], [[0, 1, 2], [1, 3]]
+    found = cache.shared_without_parent(Shared(texts, [0, 2], tables, of(0, 1, 0, 1)))
+    assert found.numbers == {"block": 0, "prompt": 1, "owner": 0}
+
+
+def test_a_table_that_grew_over_several_steps():
+    """The first prompt was read in pieces: its first step had one block, the last one all."""
+    tables = [[0], [3, 4, 5], [3, 1], TABLES[0], TABLES[1], TABLES[2]]
+    assert cache.shared_without_parent(Shared(TEXTS, [0, 0, 4], tables, of(1, 1, 0, 2))).numbers["owner"] == 0
+
+
+@pytest.mark.parametrize("case", [
+    Shared(TEXTS, [0, 0, 4], TABLES),  # the block holds what it should
+    Shared(TEXTS, [0, 0, 2], TABLES, of(1, 1, 0, 2)),  # it was computed, not found
+    Shared(TEXTS, [0, 0, 4], [*TABLES[:2], [3, 7, 6]], of(1, 1, 0, 2)),  # it is nobody else's
+    Shared(TEXTS, [0, 0, 4], TABLES, lambda case, prompt: case.k[prompt] * (1 + 1e-3 * (prompt == 0))),
+    Shared([TEXTS[0], TEXTS[1], TEXTS[0][:4] + [8]], [0, 0, 4], [*TABLES[:2], [0, 1, 6]], of(1, 0, 1, 2)),
+], ids=["right", "computed", "its own", "another prompt is wrong", "the same beginning"])
+def test_what_is_no_strangers_block(case):
+    assert cache.shared_without_parent(case) is None
+
+
+def test_without_a_decode_path_nothing_is_shared():
+    assert cache.shared_without_parent(Some(report=Some(decode=None))) is None
+
+
+# Rows of the cache.
+
+class Rows:
+    """Sequences of one rank, computed call by call; ``stale``: {(sequence, first position): {row: token, None: lost}}.
+    """
+
+    point, wrong_ranks, tolerance, scaling, group = "attn", (0,), TOLERANCE, 0.5, 2
+    diagnosis = staticmethod(diagnosis)
+
+    def __init__(self, stale, keys=((3, 3, 3, 4, 5, 6), (2, 2, 3, 4)), off=0.0):
+        self.case, self.ones, outs = self, [], []
+        for number, num_keys in enumerate(keys):
+            n = len(num_keys)
+            one = Attended(torch.arange(n), torch.tensor(num_keys), *(
+                noise(n, heads, DIM, seed=10 * number + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))))
+            self.ones.append(one)
+            for position in range(n):
+                holds, seen = list(range(position + 1)), [True] * (position + 1)
+                for (sequence, first), rows in stale.items():
+                    for row, token in rows.items() if (sequence <= number <= sequence and position >= first) else ():
+                        holds[row], seen[row] = token or 0, token is not None
+                outs.append(attend(one.q[position:position + 1], one.k[holds][:, READS], one.v[holds][:, READS],
+                                   torch.tensor([seen]), self.scaling))
+        self.held = torch.cat(outs)
+        self.held[-1] *= 1 + off
+
+    def indices(self, name):
+        return range(HEADS)
+
+    def sequences(self):
+        return iter(self.ones)
+
+    def shard(self, name, rank):
+        return self.held
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    monkeypatch.setattr(calls, "right", lambda case, rank: case)
+    monkeypatch.setattr(calls, "explains", lambda case, wrong: distance(case.held, wrong(case, "attn")) <= TOLERANCE)
+    return calls.another_row_in_the_cache
+
+
+@pytest.mark.parametrize("stale, start, row, number, what", [
+    ({(0, 3): {1: 0}}, 3, 1, 0, "holds token 0's key and value."),
+    ({(0, 4): {3: 2}}, 4, 3, 0, "holds token 2's key and value."),  # the last row before the call
+    ({(0, 5): {0: None}}, 5, 0, 0, "is empty."),
+    ({(1, 2): {1: None}}, 2, 1, 1, "is empty."),
+    ({(1, 3): {2: 0}}, 3, 2, 1, "holds token 0's key and value."),
+    ({(0, 4): {2: 0}, (1, 3): {0: 1}}, 4, 2, 0, "holds token 0's key and value."),  # the first of two is named
+    ({(0, 3): {1: 0}, (0, 5): {2: None}}, 3, 1, 0, "holds token 0's key and value."),
+])
+def test_a_row_of_the_cache_that_holds_another_token(ask, stale, start, row, number, what):
+    found = ask(Rows(stale))
+    assert found.fault == "cache_row_stale" and found.numbers == {"row": row}
+    assert found.sentence == f"From position {start} on, row {row} of sequence {number}'s cache {what}"
+
+
+@pytest.mark.parametrize("case", [
+    Rows({}), Rows({(0, 0): {0: None}}),  # nothing is stale; the first call has no past
+    Rows({(0, 4): {1: 0}}, off=0.01),  # and the last row is something else again
+    Rows({(0, 4): {1: 0, 2: 0, 3: 0}}),  # three rows at once: no single one explains it
+])
+def test_what_is_no_stale_row(ask, case):
+    assert ask(case) is None
+
+
+def test_only_of_attentions_own_output_and_of_a_wrong_rank(ask):
+    case = Rows({(0, 3): {1: 0}})
+    case.wrong_ranks = ()
+    assert ask(case) is None
+    case.wrong_ranks, case.point = (0,), "o_proj"
+    assert ask(case) is None
