@@ -1,0 +1,116 @@
+"""``judge`` itself on recordings made by hand: which floor, which rows, which evidence, which frame."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+
+from tplab.align import judge as judging
+from tplab.align.guilty import LocalDiff
+from tplab.align.recording import Recording, Shard
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+CKPT = Some(name="hand", config=Some(num_layers=3, qk_norm=False))
+TEXTS = [[5, 6, 7], [8, 9]]
+PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+NAMES = ("embed", "layers.0.q", "layers.0.output", "layers.1.q", "layers.1.mlp", "layers.2.output", "norm", "logits")
+
+
+def judged(monkeypatch, off=None, *, dtype=F32, places=PLACES, keys=(3, 3, 3, 2, 2), guilty=(), rounding=0.0,
+           shards=lambda name, tensor: [Shard(tensor, "replicated"), None], **options):
+    """A run in which everything is ones, but for what ``off`` adds: {point: difference}."""
+    asked = []
+
+    class Reference:
+        def __init__(self, recording, ckpt, dtype):
+            self.more = rounding if dtype is F32 and recording.dtype is not F32 else 0.0
+            asked.append(dtype)
+
+        def pop(self, name):
+            return torch.ones(len(places), 4, dtype=F64) * (1 - self.more)
+
+    def local_diffs(recording, ckpt, plan):
+        asked.append("local")
+        return {name: LocalDiff(name, 1.0, 0, 0.1, (0,) if name in guilty else ()) for name in NAMES}
+    monkeypatch.setattr(judging, "_Reference", Reference)
+    monkeypatch.setattr(judging, "local_diffs", local_diffs)
+    tensors = {name: torch.ones(len(places), 4, dtype=F64) + (off or {}).get(name, 0.0) for name in NAMES}
+    recording = Recording(2, TEXTS, list(places), list(keys), list(places),
+                          {name: shards(name, tensor) for name, tensor in tensors.items()}, dtype)
+    report = judging.judge(recording, CKPT, None, **options)
+    return report, asked
+
+
+@pytest.mark.parametrize("places, keys, plain", [
+    (PLACES, (3, 3, 3, 2, 2), True), (PLACES, (3, 3, 3, 1, 2), False), (PLACES, (1, 2, 3, 2, 2), False),
+    (PLACES[1:], (3, 3, 2, 2), False), (PLACES[:3], (3, 3, 3), False)])
+def test_the_floor_of_the_decode_path_counts_where_rows_were_not_computed_all_at_once(monkeypatch, places, keys, plain):
+    report, _ = judged(monkeypatch, {"norm": 1e-6}, dtype=F64, places=places, keys=keys)
+    assert report.ok is not plain, "beyond a plain float64 run's floor, inside the decode path's"
+    assert report.computed == (None if plain else [[p for s, p in places if s == n] for n in (0, 1)])
+
+
+def test_evidence_is_kept_of_the_first_broken_layer_and_of_the_ends(monkeypatch):
+    def kept(*wrong):
+        return set(judged(monkeypatch, dict.fromkeys(wrong, 1.0))[0].evidence)
+    ends = {"embed", "norm", "logits"}
+    assert kept("layers.1.q", "layers.2.output") == ends | {"layers.1.q", "layers.1.mlp"}
+    assert kept("layers.1.mlp") == ends | {"layers.1.q", "layers.1.mlp"}, "what stands before it in its layer, too"
+    assert kept("layers.0.output", "logits") == ends | {"layers.0.q", "layers.0.output"}
+    assert kept() == ends | {"layers.2.output"}
+    assert kept("embed") == ends | {"layers.2.output"}, "the ends are no layer"
+
+
+def test_evidence_holds_what_each_rank_had(monkeypatch):
+    report, _ = judged(monkeypatch, {"norm": 1.0})
+    ours, right, shards = report.evidence["norm"]
+    assert ours[0, 0] == 2 and right[0, 0] == 1 and torch.equal(shards[0], ours) and shards[1] is None
+
+
+def test_a_healthy_runs_recording_is_let_go_unless_it_is_a_check(monkeypatch):
+    assert judged(monkeypatch)[0].recording is None and judged(monkeypatch, by_local=True)[0].recording is not None
+    report, asked = judged(monkeypatch, {"norm": 1.0})
+    assert report.recording is not None and asked == [F32], "the local frame is looked at when it is asked for"
+
+
+def test_in_bfloat16_every_point_is_judged_by_its_own_inputs(monkeypatch):
+    report, asked = judged(monkeypatch, {"layers.1.q": 0.3}, dtype=BF16, rounding=0.1)
+    assert asked == ["local", BF16, F32] and report.ok, "four times what Hugging Face's own rounding left there"
+    report, _ = judged(monkeypatch, {"layers.1.q": 0.3}, dtype=BF16, rounding=0.1, guilty=["layers.1.q"])
+    assert report.first_divergence.name == "layers.1.q" and report.guilty == ["layers.1.q"]
+    for rounding, inside in ((0.1, True), (0.05, False)):
+        report, _ = judged(monkeypatch, {"layers.1.q": 0.3}, dtype=BF16, rounding=rounding, guilty=["embed"])
+        assert report["layers.1.q"].inside is inside, "behind a guilty one: four times Hugging Face's own rounding"
+    assert judged(monkeypatch, {"layers.1.q": 1e-3}, guilty=["layers.1.q"], by_local=True)[1] == ["local", F32]
+
+
+def test_a_point_that_is_off_behind_a_guilty_one_is_outside(monkeypatch):
+    report, _ = judged(monkeypatch, {"norm": 0.5}, by_local=True, guilty=["layers.0.q"])
+    assert [p.name for p in report.points if not p.inside] == ["layers.0.q", "norm"]
+    report, _ = judged(monkeypatch, {"norm": 0.5}, by_local=True)
+    assert all(p.inside for p in report.points), "behind nothing that is guilty it is rounding that has grown"
+
+
+def test_of_ranks_that_are_missing_nothing_is_compared(monkeypatch):
+    def shards(name, tensor):
+        if name != "layers.0.q":
+            return [Shard(tensor, "replicated"), None]
+        tensor = tensor.clone()
+        tensor[:, 3] += 4  # the last one of rank 0's heads
+        return [Shard(tensor[:, [1, 3]], "q_heads", (1, 3)), None]
+    report, _ = judged(monkeypatch, shards=shards)
+    assert report["layers.0.q"].max_abs == 4 and report["layers.0.q"].shape == (5, 2)
+    assert report.evidence.get("layers.0.q") is None or report.evidence["layers.0.q"].reference.shape == (5, 2)
+
+
+@pytest.mark.parametrize("guilty, added", [((), True), (("layers.1.mlp_partial",), False)])
+def test_a_bias_is_added_to_right_summands_alone(monkeypatch, guilty, added):
+    monkeypatch.setattr(judging, "_with_bias", lambda name, ours, right, ckpt: ours + 7)
+    names = (*NAMES, "layers.1.mlp_partial")
+    monkeypatch.setitem(globals(), "NAMES", names)
+
+    def shards(name, tensor):
+        return [Shard(tensor, "partial" if name.endswith("partial") else "replicated"), None]
+    report, _ = judged(monkeypatch, shards=shards, by_local=True, guilty=guilty)
+    assert report["layers.1.mlp_partial"].max_abs == (7 if added else 0)
+    assert judged(monkeypatch, shards=shards)[0]["layers.1.mlp_partial"].max_abs == 0, "the lab's own hold it already"
