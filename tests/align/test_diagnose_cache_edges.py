@@ -97,6 +97,21 @@ def test_a_table_that_grew_over_several_steps():
     assert cache.shared_without_parent(Shared(TEXTS, [0, 0, 4], tables, of(1, 1, 0, 2))).numbers["owner"] == 0
 
 
+def test_a_block_that_was_given_back_half_full_belongs_to_the_next_who_fills_it():
+    """The first prompt's last block, never full, is the second one's first, which the third one finds by right."""
+    tables = [[0, 1, 2, 3], [3, 4, 5], [3, 1, 6]]
+    assert cache.shared_without_parent(Shared(TEXTS, [0, 0, 4], tables, of(1, 1, 0, 2))).numbers["owner"] == 0
+    assert cache.shared_without_parent(Shared(TEXTS, [0, 0, 4], tables)) is None
+
+
+def test_who_finds_a_strangers_block_does_not_own_it():
+    """The fourth prompt is the third one again, and finds what the third one found."""
+    def hold(case, prompt):
+        return of(1, 1, 0, prompt)(case, prompt) if prompt > 1 else case.k[prompt]
+    found = cache.shared_without_parent(Shared([*TEXTS, TEXTS[2]], [0, 0, 4, 4], [*TABLES, [3, 1, 7]], hold))
+    assert found.numbers == {"block": 1, "prompt": 2, "owner": 0}
+
+
 @pytest.mark.parametrize("case", [
     Shared(TEXTS, [0, 0, 4], TABLES),  # the block holds what it should
     Shared(TEXTS, [0, 0, 2], TABLES, of(1, 1, 0, 2)),  # it was computed, not found

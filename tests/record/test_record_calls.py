@@ -1,4 +1,4 @@
-"""What is one call and what is the next; which layers and names count; what the journal holds of errors and containers."""
+"""What is one call and what is the next; which layers and names count; what the journal holds."""
 
 import json
 from collections import namedtuple
@@ -28,10 +28,10 @@ def test_a_part_that_runs_again_outside_of_its_model_begins_no_call(tmp_path):
     assert [names[-2:] for names in runs_of(recorded(tmp_path, run))] == [[("head", 0), ("head", 1)]] * 2
 
 
-def test_a_model_that_calls_itself_stays_in_its_call(tmp_path):
+def test_a_model_that_calls_itself_begins_a_call_each_time(tmp_path):
     model = Calls(lambda x: model(x - 1) if x > 0 else x)
     calls = recorded(tmp_path, lambda rec: (rec.watch(model, "m"), model(torch.tensor(1)), model(torch.tensor(0))))
-    # A watched model that runs once more while it runs is indeed the next call: pieces of a prompt, one after the other.
+    # Each run of a watched model is a call, also one that begins while it runs.
     assert [len(names) for names in runs_of(calls)] == [1, 1, 1] and [call.status for call in calls] == ["done"] * 3
 
 

@@ -60,17 +60,17 @@ def shared_without_parent(case: Case) -> Diagnosis | None:
         return None
     size, texts = case.report.decode.block_size, case.report.ids
     tables = {number: at_ranks for _, number, at_ranks, _ in _block_tables(case.report.decode)}  # the last ones
-    strangers = []
+    strangers, computed = [], {}  # block → the prompt that computed what it holds, and as which of its own blocks
     for prompt, ours, positions, q in prompts(case):
         k, v = (tensor.clone() for tensor in keys_and_values(case, prompt))
-        for index in range(int(positions[0]) // size):
-            block = slice(index * size, (index + 1) * size)
-            owner, at = next(((n, table.index(tables[prompt][index])) for n, table in tables.items() if n < prompt
-                              and tables[prompt][index] in table), (prompt, index))
-            there = slice(at * size, (at + 1) * size)
-            if texts[owner][:there.stop] != texts[prompt][:block.stop]:
-                k[block], v[block] = (tensor[there] for tensor in keys_and_values(case, owner))
+        found = int(positions[0]) // size
+        for index, block_id in enumerate(tables[prompt][:found]):
+            owner, at = computed.get(block_id, (prompt, index))
+            here, there = (slice(i * size, (i + 1) * size) for i in (index, at))
+            if texts[owner][:there.stop] != texts[prompt][:here.stop]:
+                k[here], v[here] = (tensor[there] for tensor in keys_and_values(case, owner))
                 strangers.append((index, prompt, owner))
+        computed.update({block_id: (prompt, index) for index, block_id in enumerate(tables[prompt]) if index >= found})
         visible = causal(positions[:, None], torch.arange(len(k))[None], None)
         if not case.fits(ours, attend(q, k, v, visible, case.scaling)):
             return None
