@@ -220,12 +220,6 @@ def test_a_fault_of_decoding_is_looked_for_along_the_decode_path(model, capsys, 
     assert "layers.0.q_rope" in out.partition("outside, first")[0]
 
 
-def test_plan_names_the_heads(model, capsys):
-    code, out, _ = run(f"plan {model} --tp 3", capsys)
-    assert code == 0 and "uneven: 4 query heads and 2 KV heads over 3 ranks" in out
-    assert max(map(len, out.splitlines()[1:])) <= 100
-
-
 def test_the_museum_is_listed_and_shown(capsys):
     from tplab.faults import MUSEUM
 
@@ -325,7 +319,7 @@ def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
 
 NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
 DEFAULTS = {
-    "plan m": {"model": "m", "tp": 2}, "fetch m": {"model": "m"},
+    "plan m": {"model": "m", "tp": 2, "dtype": "float32"}, "fetch m": {"model": "m"},
     "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "save": None, **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,

@@ -70,7 +70,11 @@ def build_parser() -> argparse.ArgumentParser:
             made.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
         return made
 
-    command("plan", plan, "Show who holds which heads, MLP columns and vocabulary rows.")
+    one = command("plan", plan, "Show who holds which heads, MLP columns and vocabulary rows, what that needs, and how "
+                  "fast it would be: here, and on accelerators behind three links.", model=False)
+    one.add_argument("model", metavar="MODEL", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, mistral-7b, "
+                     "llama-3.1-70b")
+    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
 
     one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
@@ -118,12 +122,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def plan(chosen) -> int:
+    from tplab.bench.outlook import memory_lines, speed_lines
+    from tplab.bench.shapes import SHAPES, shape_config
     from tplab.checkpoint import open_checkpoint
+    from tplab.model.dtypes import parse_dtype
     from tplab.shard import ShardPlan
 
-    ckpt = open_checkpoint(chosen.model)
-    made = ShardPlan.from_config(ckpt.config, chosen.tp)
-    print(f"{_about(ckpt)}\n{made}")
+    dtype = parse_dtype(chosen.dtype)
+    config = shape_config(chosen.model) if chosen.model in SHAPES else open_checkpoint(chosen.model).config
+    made = ShardPlan.from_config(config, chosen.tp)
+    print(f"{_about(chosen.model, config)}\n{made}")
+    print("\n".join(memory_lines(config, made, dtype)), flush=True)  # what follows takes some seconds
+    _print_lines(list(speed_lines(config, made, dtype)))
     return 0
 
 
@@ -188,7 +198,7 @@ def fetch(chosen) -> int:
     from tplab.checkpoint import fetch, open_checkpoint
 
     folder = fetch(chosen.model)
-    print(f"{_about(open_checkpoint(chosen.model))}\nin {folder}")
+    print(f"{_about(chosen.model, open_checkpoint(chosen.model).config)}\nin {folder}")
     return 0
 
 
@@ -240,9 +250,8 @@ def _ranks(llm) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _about(ckpt) -> str:
-    c = ckpt.config
-    return (f"{ckpt.name}: {c.model_type}, {c.num_layers} layers, hidden size {c.hidden_size}, "
+def _about(name: str, c) -> str:
+    return (f"{name}: {c.model_type}, {c.num_layers} layers, hidden size {c.hidden_size}, "
             f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}")
 
 

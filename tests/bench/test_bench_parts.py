@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tplab.bench import loading, memory, peers, random_model, run
+from tplab.bench import loading, memory, peers, run, shapes
 from tplab.bench.peers import Timing, Work
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import RankError
@@ -159,10 +159,10 @@ def test_bandwidth_is_what_all_ranks_read_in_their_median_pass(monkeypatch):
 
 
 def test_a_random_checkpoint_opens_and_goes(monkeypatch):
-    shape = {**random_model.RANDOM_MODELS["random-qwen2.5-0.5b"], "hidden_size": 16, "intermediate_size": 8,
+    shape = {**shapes.RANDOM_MODELS["random-qwen2.5-0.5b"], "hidden_size": 16, "intermediate_size": 8,
              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}
-    monkeypatch.setitem(random_model.RANDOM_MODELS, "small", shape)
-    with random_model.random_checkpoint("small") as folder:
+    monkeypatch.setitem(shapes.RANDOM_MODELS, "small", shape)
+    with shapes.random_checkpoint("small") as folder:
         weights = _tensors(open_checkpoint(folder))
         assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
         for name, weight in weights.items():

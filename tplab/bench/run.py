@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
 from tplab.bench.peers import HuggingFace, HuggingFaceTP, Tplab, Work
-from tplab.bench.random_model import RANDOM_MODELS, random_checkpoint
+from tplab.bench.shapes import RANDOM_MODELS, random_checkpoint
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.errors import EngineError
 from tplab.model.dtypes import parse_dtype

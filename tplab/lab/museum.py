@@ -7,7 +7,7 @@ import textwrap
 from tplab.checks import shown
 from tplab.errors import TplabError
 from tplab.files import check_writable, write_file
-from tplab.lesson.exercise import available_cores
+from tplab.pool import available_cores
 
 SIZES, DTYPES = "2,3", "float32,bfloat16"  # of a score where nothing else is said
 

@@ -5,7 +5,7 @@ from tplab import lazy
 _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "fused_copy": ".fused",
           "check": ".exercise", "shown_error": ".exercise", "side_by_side": ".exercise", "default_prompt": ".exercise",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
-          "trace_nan": ".nan_trace", "available_cores": ".exercise",
+          "trace_nan": ".nan_trace", "available_cores": "tplab.pool",
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "all_exercises": ".verdict",
           "changed_config": ".changed_config", "progress": ".progress_file", "clear_progress": ".progress_file",
           "own_pieces": ".own_engine", "your_engine": ".own_engine"}

@@ -16,11 +16,6 @@ from tplab.show.phrases import say
 SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
 
 
-def available_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def default_prompt(model) -> str:
     """The prompt a notebook uses when its reader gives none: a held-out story's opening for fable, else a sentence.
 

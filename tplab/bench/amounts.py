@@ -1,0 +1,105 @@
+"""What one step costs, counted: weights, keys and values, arithmetic, messages. Sizes only; no machine, no clock.
+
+The counts follow the engine's forward pass. A weight is read once per step, whatever the number of rows; a product
+of ``rows`` rows makes ``2 * rows`` operations with each weight. Keys and values are read once per step and sequence.
+Between two collectives lies a *phase*: attention ends at one all-reduce, the MLP at the next, and every phase waits for
+its slowest rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tplab.engine.config import bytes_per_token
+from tplab.shard import ShardPlan
+from tplab.shard.plan import RankShard
+
+
+class Part(NamedTuple):
+    """One sequence's part of a step: ``count`` new tokens after ``start`` that are in the cache."""
+
+    start: int
+    count: int
+
+    @property
+    def keys(self) -> int:
+        """How many keys its queries meet."""
+        return self.start + self.count
+
+
+class Amount(NamedTuple):
+    """One rank's work in one phase.
+
+    Attributes:
+        rows, weights: rows that are multiplied, and numbers in the weights that they are multiplied with.
+        kv_bytes: keys and values read.
+        scores: operations in attention, scores and weighted sums together.
+        values: numbers that pass through norms, rotations, activations and residual additions.
+    """
+
+    rows: int
+    weights: int
+    kv_bytes: int = 0
+    scores: int = 0
+    values: int = 0
+
+    @property
+    def operations(self) -> int:
+        """Additions and multiplications of the products and of attention."""
+        return 2 * self.rows * self.weights + self.scores
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """What must come from memory: every weight, every key, every value, once."""
+        return self.weights * dtype.itemsize + self.kv_bytes
+
+
+def attention_amount(config, shard: RankShard, parts: Sequence[Part], dtype: torch.dtype) -> Amount:
+    """One layer's attention on one rank: q, k, v and o projections, and the heads between them."""
+    rows, q, kv = sum(part.count for part in parts), len(shard.q_heads), len(shard.kv_heads)
+    keys = sum(part.keys for part in parts)
+    return Amount(rows, config.hidden_size * (2 * q + 2 * kv) * config.head_dim,
+                  keys * 2 * kv * config.head_dim * dtype.itemsize,
+                  4 * q * config.head_dim * sum(part.count * part.keys for part in parts),
+                  rows * (config.hidden_size + (q + kv) * config.head_dim))
+
+
+def mlp_amount(config, shard: RankShard, parts: Sequence[Part]) -> Amount:
+    """One layer's MLP on one rank: gate, up and down."""
+    rows, columns = sum(part.count for part in parts), len(shard.mlp)
+    return Amount(rows, 3 * config.hidden_size * columns, values=rows * (config.hidden_size + columns))
+
+
+def head_amount(config, shard: RankShard, due: int) -> Amount:
+    """The LM head on one rank, for the ``due`` rows that get a token."""
+    return Amount(due, config.hidden_size * len(shard.vocab))
+
+
+def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: int, dtype: torch.dtype
+                ) -> list[Amount]:
+    """All phases of a step on one rank, in their order."""
+    shard = plan.ranks[rank]
+    layer = [attention_amount(config, shard, parts, dtype), mlp_amount(config, shard, parts)]
+    return layer * config.num_layers + [head_amount(config, shard, due)]
+
+
+def messages(config, parts: Sequence[Part], dtype: torch.dtype) -> list[int]:
+    """Bytes of each all-reduce of a step: one behind the embedding, two in every layer."""
+    rows = sum(part.count for part in parts)
+    return [rows * config.hidden_size * dtype.itemsize] * (1 + 2 * config.num_layers)
+
+
+def parameter_bytes(config, shard: RankShard, dtype: torch.dtype) -> int:
+    """What one rank's weights occupy: its rows and columns of the matrices, and its copies of what is not cut."""
+    d, h = config.head_dim, config.hidden_size
+    q, kv, columns = len(shard.q_heads) * d, len(shard.kv_heads) * d, len(shard.mlp)
+    layer = h * (2 * q + 2 * kv) + 3 * h * columns + 2 * h
+    layer += (q + 2 * kv) * config.qkv_bias + h * config.o_bias + (2 * columns + h) * config.mlp_bias
+    layer += 2 * d * config.qk_norm
+    ends = h * len(shard.vocab) * (1 if config.tie_word_embeddings else 2) + h
+    return (config.num_layers * layer + ends) * dtype.itemsize
+
+
+def kv_bytes(config, shard: RankShard, tokens: int, dtype: torch.dtype) -> int:
+    """What keys and values of so many tokens occupy on one rank."""
+    return tokens * bytes_per_token(config, len(shard.kv_heads), dtype)
