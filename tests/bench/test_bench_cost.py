@@ -41,7 +41,7 @@ def test_the_counts_of_a_small_shape_by_hand():
     assert [mlp_amount(CONFIG, shard, PARTS).weights for shard in PLAN.ranks] == [3 * 10 * 3, 3 * 10 * 2]
     assert head_amount(CONFIG, first, 2)[:2] == (2, 10 * 4) and head_amount(CONFIG, second, 2).weights == 10 * 3
     assert amount.operations == 2 * 4 * 240 + amount.scores and amount.bytes(BF16) == 2 * 240 + amount.kv_bytes
-    assert messages(CONFIG, PARTS, BF16) == [4 * 10 * 2] * 5, "one behind the embedding, two in each of two layers"
+    assert messages(CONFIG, PARTS, 2, BF16) == [4 * 10 * 2] * 5 + [2 * 16], "embedding, two layers, best tokens"
     assert kv_bytes(CONFIG, first, 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2
 
 
@@ -67,7 +67,7 @@ def test_a_step_by_hand_waits_for_its_slowest_rank():
     assert cost.products == 2 * (240 + 90) + 40, "one row: a second per weight, of rank 0, which holds more"
     assert cost.attention == 2 * 10 * 6 * 2 * 4 * 2, "decoding: by the bytes of keys and values"
     assert cost.between == 0.25 * 2 * ((10 + 3 * 4) + (10 + 3))
-    assert cost.meetings == 5 * (100 + 2 * 20) and cost.python == 5000 + 2 * 1000
+    assert cost.meetings == 5 * (100 + 2 * 20) + (100 + 2 * 16) and cost.python == 5000 + 2 * 1000
     assert cost.total == sum(cost)
     read = step_cost(CONFIG, PLAN, [Part(0, 3)], 1, BF16, ROUND)
     assert read.attention == 2 * 0.5 * 4 * 2 * 4 * 9, "a prompt: by its operations"
@@ -118,7 +118,7 @@ def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
         machine = linked_machine(name, 8, BF16)
         costs[name] = step_cost(config, plan, [Part(512, 1)], 1, BF16, machine)
         assert costs[name].meetings == pytest.approx(
-            161 * (LINKS[name].latency + 1.75 * 8192 * 2 / LINKS[name].bytes_per_second))
+            162 * LINKS[name].latency + 1.75 * (161 * 8192 * 2 + 16) / LINKS[name].bytes_per_second)
     assert costs["nvlink"].total < costs["pcie"].total < costs["ethernet"].total
     assert costs["nvlink"].products == pytest.approx(69.5e9 / 8 * 2 / 3.35e12, rel=0.01), "read once, by eight"
     assert "assumed" in " ".join(link.source for link in LINKS.values())

@@ -83,10 +83,12 @@ def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: 
     return layer * config.num_layers + [head_amount(config, shard, due)]
 
 
-def messages(config, parts: Sequence[Part], dtype: torch.dtype) -> list[int]:
-    """Bytes of each all-reduce of a step: one behind the embedding, two in every layer."""
+def messages(config, parts: Sequence[Part], due: int, dtype: torch.dtype) -> list[int]:
+    """Bytes of each meeting of a step: an all-reduce behind the embedding, two in every layer, and the exchange of the
+    ranks' best tokens, of a score and a number each.
+    """
     rows = sum(part.count for part in parts)
-    return [rows * config.hidden_size * dtype.itemsize] * (1 + 2 * config.num_layers)
+    return [rows * config.hidden_size * dtype.itemsize] * (1 + 2 * config.num_layers) + [16 * due]
 
 
 def parameter_bytes(config, shard: RankShard, dtype: torch.dtype) -> int:

@@ -63,8 +63,8 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
         products, attention, between = (have + turns * more
                                         for have, more in zip((products, attention, between), slowest))
     turns = max(1.0, tp / machine.places)
-    reduces = messages(config, parts, dtype) if tp > 1 else []
-    meetings = sum(machine.reduce_latency + size * machine.reduce_byte for size in reduces)
+    sizes = messages(config, parts, due, dtype) if tp > 1 else []
+    meetings = sum(machine.reduce_latency + size * machine.reduce_byte for size in sizes)
     python = machine.step + config.num_layers * turns * (machine.layer + machine.sequence * (len(parts) - 1))
     return StepCost(products, attention, between, meetings, python)
 
