@@ -11,8 +11,9 @@ import pytest
 from helpers.lab_server import Server
 from helpers.lab_window import Window
 
+from tplab.lab import testing
+
 ROOT = Path(__file__).resolve().parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # A cell of each kind that a person plays with, and the numbers of the processes behind it.
 CELLS = ["from tplab import lesson\nlesson.panel(['nan_mask', 'no_mask'], ticked=['nan_mask'])",
          "from tplab import LLM, show\nwith LLM('fable', tensor_parallel_size=2) as llm:\n"
@@ -24,9 +25,9 @@ CELLS = ["from tplab import lesson\nlesson.panel(['nan_mask', 'no_mask'], ticked
 @pytest.fixture(scope="session")
 def chromium():
     """A headless browser of the machine's own."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    found = testing.browser()
     if not found:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
+        pytest.skip(testing.NO_BROWSER)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.lab_window import Window, wait_for
 
 NOTEBOOKS = sorted(path.name for path in (Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 SEEN = """cell => {
@@ -23,8 +24,6 @@ def pictures_of(output):
 @pytest.fixture(scope="module")
 def opened(chromium, server):
     """One window for all of them."""
-    from helpers.lab_window import Window
-
     window = Window(chromium, server)
     yield window
     window.close()
@@ -56,4 +55,15 @@ def test_everything_stored_is_there_before_a_cell_runs(name, alone):
             if word in shown["words"]:
                 wrong.append(f"cell {at}: {word}")
     assert not wrong
+    assert not alone.errors
+
+
+def test_a_word_leads_to_its_entry_in_the_glossary(alone):
+    alone.open("notebooks/00_start_here.ipynb", kernel=False)
+    alone.page.locator(".jp-Notebook a", has_text="staircase").first.click()
+    entry = alone.page.locator(".jp-Notebook h3", has_text="staircase")
+    wait_for(lambda: entry.count() and entry.evaluate("""one => {
+        const {top, bottom} = one.getBoundingClientRect();
+        return top > 0 && bottom < window.innerHeight;
+    }"""))
     assert not alone.errors

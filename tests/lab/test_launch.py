@@ -107,12 +107,21 @@ def test_the_tests_are_handed_on(launch, monkeypatch):
 @pytest.mark.parametrize("there", [True, False])
 def test_the_browsers_tests_install_what_they_need_once(there, monkeypatch):
     ran = []
+    monkeypatch.setattr(testing.shutil, "which", {"chromium": "/usr/bin/chromium"}.get)
     monkeypatch.setattr(testing, "find_spec", lambda name: there or None)
     monkeypatch.setattr(testing.subprocess, "call", lambda command, **more: ran.append(command[2:]) or 0)
     assert testing.in_a_browser() == 0
     assert ran.pop() == ["pytest", "--browser", "tests/browser"]
     assert [command[:2] for command in ran] == [["pip", "install"]] * (not there)
     assert there or any(word.startswith("playwright") for word in ran[0])
+
+
+def test_without_a_browser_its_tests_are_skipped_in_one_line_and_nothing_is_installed(monkeypatch, capsys):
+    monkeypatch.setattr(testing.shutil, "which", lambda name: None)
+    monkeypatch.setattr(testing.subprocess, "call", None)
+    assert testing.in_a_browser() == 0
+    assert capsys.readouterr().out == ("launch test --browser: skipped: no browser, none of chromium, "
+                                       "chromium-browser, google-chrome is installed (Debian: apt install chromium)\n")
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
