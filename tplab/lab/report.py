@@ -26,10 +26,12 @@ figcaption { color: #444 }
 a { color: #0b57a4; text-decoration: underline }
 """
 
-# What nbconvert's own colours lack: contrast in small print and code, and links that are more than a colour.
+# What nbconvert's own style lacks: contrast in small print and code, links that are more than a colour, and lines that
+# break between words.
 PAGE_STYLE = """<style>
 body { --jp-mirror-editor-comment-color: #2f6a6a; --jp-mirror-editor-number-color: #006e00;
        --jp-mirror-editor-operator-color: #8510d0 }
+.jp-OutputArea-output pre { word-break: normal !important; overflow-wrap: anywhere }
 .jp-InputPrompt, .jp-OutputPrompt { color: #595959 !important; opacity: 1 !important }
 .jp-RenderedHTMLCommon p a:link, .jp-RenderedHTMLCommon li a:link,
 .jp-RenderedHTMLCommon td a:link { text-decoration: underline }
