@@ -125,3 +125,10 @@ def test_a_misspelt_helper_lists_the_right_ones():
     assert set(show.__all__) <= set(dir(show))
     for name in show.__all__:
         getattr(show, name)
+
+
+@pytest.mark.parametrize("answer, says", [("lambda positions, keys: None", "it returns nothing"),
+                                          ("[1, 2]", "it is a list of 2; define a function that takes")])
+def test_an_answer_without_a_name_of_its_own_is_known_by_the_one_that_stands_for_it(answer, says, capsys):
+    exec(f"my_mask = {answer}\nlesson.judge(my_mask)", {"lesson": lesson})
+    assert capsys.readouterr().out.startswith(f"NOT YET  my_mask: {says}")
