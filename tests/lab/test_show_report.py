@@ -50,12 +50,13 @@ def test_a_drawing_in_a_page_and_words_over_several_lines_are_found():
 
 
 def test_a_page_loads_nothing_from_afar_and_links_to_no_notebook_that_is_not_there(tmp_path):
-    text = "[one](a.ipynb) [other](b.ipynb) [web](https://x.org/c.ipynb)"
+    text = "[one](a.ipynb) [there](a.ipynb#There) [other](b.ipynb) [word](b.ipynb#word) [web](https://x.org/c.ipynb)"
     book = new_notebook(cells=[new_markdown_cell(text)])
     outcomes = [Outcome(tmp_path / "a.ipynb", tmp_path / "a.ipynb", 1.0, None)]
     nbformat.write(book, tmp_path / "a.ipynb")
     index = write_report(outcomes, {}, tmp_path).read_text()
     page = (tmp_path / "a.html").read_text()
-    assert 'href="a.html">one</a>' in page and " other " in page and 'href="https://x.org/c.ipynb"' in page
+    assert 'href="a.html">one</a>' in page and 'href="a.html#There">there</a>' in page and " other word " in page
+    assert 'href="https://x.org/c.ipynb"' in page
     assert 'src="https://' not in page and "src='https://" not in page
     assert "tplab run: passed" in index and "<main>" in index and "<th></th>" not in index

@@ -91,8 +91,9 @@ def write_report(outcomes, parameters, out):
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
             for other in outcomes:  # links between notebooks of this run lead to their pages
                 if other.notebook.parent == outcome.notebook.parent:
-                    page = page.replace(f'href="{quote(os.fsencode(other.notebook.name))}"',
-                                        f'href="{_address(other)}"')
+                    name, address = quote(os.fsencode(other.notebook.name)), _address(other)
+                    for end in '"#':  # a part of it may be meant
+                        page = page.replace(f'href="{name}{end}', f'href="{address}{end}')
             # The others are notebooks that this run has no pages of; and what a page loads from afar, it lacks offline.
             page = _AFAR.sub("", _NOT_HERE.sub(r"\1", page))
             page = page.replace("<head>", f"<head>{MARK}", 1).replace("</head>", PAGE_STYLE, 1)
