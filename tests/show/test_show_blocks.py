@@ -1,5 +1,6 @@
 """Recordings of an engine and their drawings: what is drawn is what the pool and the tables held."""
 
+import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 
@@ -98,6 +99,15 @@ def test_slots_are_drawn_where_the_mapping_puts_them():
 def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
     assert show.blocks_figure(recorded(folder), [1, 2]).svg == show.blocks_figure(recorded(folder), [1, 2]).svg
     assert "<b>&" in texts(show.slots_figure([0], ["<b>&"]).svg)
+
+
+def test_of_a_large_pool_only_what_is_used_is_drawn_and_the_rest_is_counted(folder):
+    large = recorded(folder, num_blocks=300)
+    words = [word or "" for word in texts(show.blocks_figure(large, [1]).svg)]
+    drawn = [word for word in words if re.match(r"\d+: [a-z]", word)]
+    used = max(block for moment in large.moments for table in moment.tables.values() for block in table)
+    assert used < len(drawn) < 40 and f"and {300 - len(drawn)} blocks more, which no step uses" in words
+    assert "blocks more" not in show.blocks_figure(recorded(folder), [1]).svg
 
 
 def test_the_stepper_redraws(run):

@@ -11,6 +11,7 @@ from tplab.show.recording import Moment, Recording
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
 EMPTY, SHARED, LINE, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8a8a8a", "#D55E00"
+FEW = 64  # blocks that are all drawn
 
 
 def tint(number: int, white: float = 0.72) -> str:
@@ -100,11 +101,24 @@ def moment_drawing(recording: Recording, moment: Moment) -> Svg:
             body += box(196 + 27 * i, y - 9, 27, 18, tint(number), "#fff")
             body += write(196 + 27 * i + 13.5, y, str(block), size=10.5, anchor="middle")
         y += 23
-    for block in range(recording.num_blocks):
+    rows = -(-_worth_drawing(recording) // across)
+    drawn = min(rows * across, recording.num_blocks)
+    for block in range(drawn):
         x, at = LEFT + block % across * wide, y + block // across * (HIGH + 26)
         body += _block(x, at, block, moment, size)
-    rows = -(-recording.num_blocks // across)
-    return Svg(max(min(across, recording.num_blocks) * wide + LEFT, 640), y + rows * (HIGH + 26) + 4, body)
+    y += rows * (HIGH + 26) + 4
+    if drawn < recording.num_blocks:
+        body += write(LEFT, y + 8, f"and {recording.num_blocks - drawn} blocks more, which no step uses", size=11.5)
+        y += 22
+    return Svg(max(min(across, drawn) * wide + LEFT, 640), y, body)
+
+
+def _worth_drawing(recording: Recording) -> int:
+    """All blocks if they are few, else as many as some step has written into: a pool may have hundreds."""
+    if recording.num_blocks <= FEW:
+        return recording.num_blocks
+    return 1 + max((block for moment in recording.moments for block, texts in enumerate(moment.contents) if any(texts)),
+                   default=0)
 
 
 def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
