@@ -64,6 +64,8 @@ def another_theta(case: Case) -> Diagnosis | None:
         candidates = {math.exp(log), *(float(f"{math.exp(log):.{digits}g}") for digits in (1, 2, 3, 6))}
     other_sizes = {theta_right ** (dim / size): size for size in (
         case.config.hidden_size // case.config.num_heads, case.config.hidden_size, 2 * dim, dim // 2) if size != dim}
+    # One that was read off differs from another size's in its last digits: then the size says more.
+    candidates = {theta for theta in candidates if all(abs(theta / other - 1) > 1e-4 for other in other_sizes)}
     theta = best(case, {theta: _turned(case, theta ** (-2 * steps / dim), scale)
                         for theta in sorted(candidates | {*other_sizes}) if theta != theta_right})
     if theta in other_sizes:
