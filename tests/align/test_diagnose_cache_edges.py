@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tplab.align.arithmetic import attend
-from tplab.align.diagnose import cache, calls
+from tplab.align.diagnose import attention, cache, calls
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.diagnose.wrong import Attended, distance
 
@@ -200,3 +200,81 @@ def test_only_of_attentions_own_output_and_of_a_wrong_rank(ask):
     assert ask(case) is None
     case.wrong_ranks, case.point = (0,), "o_proj"
     assert ask(case) is None
+
+
+# What later calls see: a prompt of three tokens, two more at once, then one, and one.
+
+QUERY, KEY = torch.arange(7)[:, None], torch.arange(7)[None]
+NUM_KEYS = torch.tensor([3, 3, 3, 5, 5, 6, 7])[:, None]
+
+
+def test_where_calls_begin_and_how_long_they_are():
+    starts, sizes = calls._calls(QUERY, NUM_KEYS)
+    assert starts.flatten().tolist() == [0, 0, 0, 3, 3, 5, 6] and sizes.flatten().tolist() == [3, 3, 3, 2, 2, 1, 1]
+    starts, sizes = calls._calls(QUERY[4:], NUM_KEYS[4:])
+    assert starts.flatten().tolist() == [4, 5, 6], "the first rows were found in a cache"
+
+
+@pytest.mark.parametrize("rule, seen", [
+    (calls._not_read, ["0", "01", "012", "3", "34", "5", "6"]),
+    (calls._counted_from_0, ["0", "01", "012", "0", "01", "0", "0"]),
+    (calls._only_first_masked, ["0", "01", "012", "01234", "01234", "012345", "0123456"]),
+    (calls._decoded_lost, ["0", "01", "012", "0123", "01234", "012345", "012346"]),
+    (calls._first_kept, ["0", "01", "012", "0123", "01234", "0125", "0126"])])
+def test_what_is_seen_where_the_past_is_not_as_it_should_be(rule, seen):
+    visible = rule(QUERY, KEY, NUM_KEYS).expand(7, 7)
+    assert ["".join(str(key) for key in row.nonzero().flatten().tolist()) for row in visible] == seen
+
+
+def test_runs_of_one_call_have_no_past():
+    assert calls.the_past_is_not_seen_as_it_should_be(Some(recording=Some(num_keys=[4, 4, 4, 4]))) is None
+
+
+# Attention that is NaN, or sees all.
+
+class Nan:
+    """Two sequences of three and two tokens; ``nan`` are the rows that are lost."""
+
+    def __init__(self, nan, decoded=()):
+        self.places = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+        self.decoded, self.held = set(decoded), torch.ones(5, HEADS, DIM)
+        self.held[nan, 1, 2] = float("nan")
+        self.first = Some(nan=len(nan), size=self.held.numel())
+
+    def ours(self, name):
+        return self.held
+
+    diagnosis = staticmethod(diagnosis)
+
+
+@pytest.mark.parametrize("nan, decoded, fault, says", [
+    ([0, 1, 2, 3, 4], (), "nan_mask", "also for the last token"), ([2, 4], (), "mask_inverted", "only the last token"),
+    ([0, 1, 3], (), None, "in 3 rows every key is hidden"), ([2, 3], (), None, "in 2 rows"),
+    ([1, 2, 3, 4], (), "nan_mask", "7% NaN"), ([0, 1], ((0, 2),), None, "in 2 rows"),
+    ([0, 1, 3, 4], ((0, 2),), "nan_mask", ""),  # a token that came alone has nothing to hide
+    ([0, 1, 3], ((0, 2), (1, 1)), "nan_mask", ""), ([1, 3], ((0, 2), (1, 1)), "nan_mask", "")])
+def test_which_rows_are_nan(nan, decoded, fault, says):
+    found = attention.zero_times_infinity(Nan(nan, decoded))
+    assert found.fault == fault and says in found.sentence
+    assert found.numbers == {"nan_share": len(nan) / 60, "nan": len(nan)}
+
+
+def test_where_nothing_is_nan():
+    assert attention.zero_times_infinity(Nan([])) is None
+
+
+def seeing(future, num_keys=(3, 3, 3), off=0.0):
+    case = Shared([[1, 2, 3]], [0], [[0, 1]])
+    seen = torch.arange(3)[None] < (torch.tensor(num_keys)[:, None] if future else torch.arange(3)[:, None] + 1)
+    case.held = attend(case.q, case.k[0][:, READS], 2 * case.k[0][:, READS], seen, case.scaling)
+    case.held[0] += off
+    case.num_keys = lambda prompt: torch.tensor(num_keys)
+    return case
+
+
+@pytest.mark.parametrize("case, sees", [
+    (seeing(True), True), (seeing(False), False), (seeing(True, off=0.01), False),
+    (seeing(True, (1, 2, 3)), False),  # nothing stood behind any row
+    (seeing(True, (2, 2, 3)), True), (seeing(True, (2, 2, 3), off=0.01), False)])
+def test_rows_that_had_later_keys_beside_them(case, sees):
+    assert attention.sees_all(case) is sees

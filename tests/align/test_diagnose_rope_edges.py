@@ -87,8 +87,9 @@ def test_as_which_positions_tokens_were_turned(used, decoded, fault, numbers):
         assert not found or found.numbers == dict(zip(("first_token", "position", "used"), numbers))
     if found:
         wrong = sum(a != b for a, b in zip(used, range(8)))
-        assert f"token {numbers[0]}, at position {numbers[1]}, was rotated as if it stood at {numbers[2]} ({wrong} of " \
-               "8 tokens" in found.sentence or fault == "rope_missing"
+        first, position, one = numbers
+        assert fault == "rope_missing" or f"token {first}, at position {position}, was rotated as if it stood at " \
+            f"{one} ({wrong} of 8 tokens are misplaced)" in found.sentence
         assert found.lookalikes == (("rope_swallowed",) if fault == "rope_missing" else ())
         assert rope.other_positions(Turned(used, ONE, decoded, near=1 + 60 * TOLERANCE)) is None
 
