@@ -41,12 +41,11 @@ def table():
             f"```\n{printed.rstrip()}\n```\n" for (name, code, printed), sizes in rows.items()))
 
 
-@pytest.mark.parametrize("name, number", [(name, at) for name, given in ANSWERS.items() for at in range(len(given))])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_answer_gets_its_verdict(name, number, size, capsys, table):
+@pytest.mark.parametrize("size, name, number", [
+    (size, name, number) for size in (1, 2, 3) for name, given in ANSWERS.items()
+    for number, answer in enumerate(given) if size in answer.sizes])
+def test_an_answer_gets_its_verdict(size, name, number, capsys, table):
     answer = ANSWERS[name][number]
-    if size not in answer.sizes:
-        pytest.skip(f"says nothing on {size} ranks")
     verdict, printed = judged(name, defined(answer.code, name), size, capsys)
     table.setdefault((name, answer.code, printed), []).append(size)
     if isinstance(answer, Right):
