@@ -31,11 +31,10 @@ def opened(chromium, server):
 
 @pytest.fixture
 def alone(opened):
-    """That window, and nothing in it; what a notebook has become, a copy, is not kept."""
+    """That window, and nothing in it."""
     opened.errors.clear()
     yield opened
-    opened.command("docmanager:save")
-    opened.command("application:close-all")
+    opened.close_all()
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -27,9 +28,11 @@ class Server:
         command = [sys.executable, *command_of_launch(folder),
                    "--LabApp.expose_app_in_browser=True"]  # its commands, which menus and buttons call, by their names
         own = {name: str(folder / name.lower()) for name in FOLDERS}
-        with open(self._words, "w") as words:  # an open standard input that says nothing: nobody answers a question
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=words, stderr=words, cwd=folder,
+        self._terminal, theirs = pty.openpty()  # only at a terminal it minds Ctrl-C
+        with open(self._words, "w") as words:
+            self.process = subprocess.Popen(command, stdin=theirs, stdout=words, stderr=words, cwd=folder,
                                             env={**os.environ, **own, "OMP_NUM_THREADS": "1"})
+        os.close(theirs)
         told = self.says(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", 90)
         self.address, self.token = told[1], told[2]
 
@@ -47,6 +50,7 @@ class Server:
         family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         stop()
         _, left = psutil.wait_procs(family, 20)
+        os.close(self._terminal)
         for one in left:
             one.kill()
         return left

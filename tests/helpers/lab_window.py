@@ -80,6 +80,17 @@ class Window:
         place = self.cell(number).locator(".jp-Cell-outputArea")
         return wait_for(lambda: (text := place.text_content()) and word in text and text)
 
+    def close_all(self):
+        """Close what is open, and keep nothing of it: JupyterLab calls a notebook changed soon after it was opened."""
+        self.command("application:close-all", wait=False)
+        discard = self.page.locator(".jp-Dialog .jp-mod-warn")
+
+        def closed():
+            if discard.count():
+                discard.first.click()
+            return not self.page.locator(".jp-NotebookPanel").count()
+        wait_for(closed)
+
     def close(self):
         """Close the page, and end what kernels it has."""
         self.context.close()

@@ -34,7 +34,7 @@ def test_the_glossary_says_where_each_term_comes_first_and_leads_to_its_own_entr
     anchors = [term.anchor for term in TERMS]
     inner = glossary.re.findall(r"\]\(#([^)]*)\)", "\n".join(cell.source for cell in PAGE.cells))
     assert len(set(anchors)) == len(anchors) > 60 and set(inner) <= set(anchors)
-    assert anchors == sorted(anchors, key=str.lower)
+    assert anchors == sorted(anchors, key=str.lower) == [cell.id for cell in PAGE.cells[1:]]
     forms = [form.lower() for term in TERMS for form in term.forms]
     assert len(set(forms)) == len(forms), "a form of two terms"
 
@@ -48,7 +48,8 @@ def linked(*cells):
     return "\n\n".join(once)
 
 
-BLOCK, TABLE, CACHE = "(glossary.ipynb#block)", "(glossary.ipynb#block-table)", "(glossary.ipynb#KV-cache)"
+BLOCK, TABLE, CACHE = (
+    f"(glossary.ipynb#cell-id={name})" for name in ("block", "block-table", "KV-cache"))
 
 
 @pytest.mark.parametrize("text, becomes", [
@@ -82,6 +83,7 @@ def test_the_command_mends_a_folder_once(tmp_path, capsys):
     glossary.main(tmp_path)
     assert capsys.readouterr().out == "changed 05_x.ipynb\nchanged glossary.ipynb\n"
     written = nbformat.read(tmp_path / glossary.PAGE, as_version=4).cells[1].source
+    assert nbformat.read(tmp_path / glossary.PAGE, as_version=4).cells[1].id == "block"
     assert written == "### block\n\nMemory.\n\n*Also: page. First in [05](05_x.ipynb).*"
     glossary.main(tmp_path)
     assert capsys.readouterr().out == ""

@@ -3,6 +3,7 @@
 The glossary is the notebook itself: a cell is a term, ``### name``, and what it means; a last line in italics, if there
 is one, has other forms of it (*Also: …*), and where the series first uses it, which this command writes. A term is
 looked for in prose only: not in headings, code, links or HTML; what is folded away counts if it stands nowhere else.
+Links name the cell, which JupyterLab finds in a notebook that it only opens now; a heading it finds in a drawn one.
 """
 
 import re
@@ -31,7 +32,7 @@ class Term:
 
     @property
     def anchor(self) -> str:
-        """What JupyterLab and nbconvert make of the heading."""
+        """The id of its cell and, as JupyterLab and nbconvert make it, of its heading."""
         return self.name.replace(" ", "-")
 
 
@@ -66,13 +67,13 @@ def link(notebook, terms: list[Term]) -> bool:
         notebook.cells[at].source = source
     for at, start, end, anchor in sorted(places, reverse=True):
         source = notebook.cells[at].source
-        notebook.cells[at].source = f"{source[:start]}[{source[start:end]}]({PAGE}#{anchor}){source[end:]}"
+        notebook.cells[at].source = f"{source[:start]}[{source[start:end]}]({PAGE}#cell-id={anchor}){source[end:]}"
     return before != [cell.source for cell in notebook.cells]
 
 
 def say_where(glossary, series: dict) -> bool:
-    """Write into each entry where ``{file name: nbformat node}`` first says it: in prose, else anywhere."""
-    before = [cell.source for cell in glossary.cells]
+    """Write into each entry its id, and where ``{file name: nbformat node}`` first says it: in prose, else anywhere."""
+    before = [(cell.id, cell.source) for cell in glossary.cells]
     terms = {f"### {term.name}": term for term in read_terms(glossary)}
     used = {name: first_uses(notebook, list(terms.values())) for name, notebook in series.items()}
     texts = {name: str(notebook.cells).replace("`", " ") for name, notebook in series.items()}
@@ -83,7 +84,8 @@ def say_where(glossary, series: dict) -> bool:
             last = [f"Also: {', '.join(term.forms[1:])}."] if len(term.forms) > 1 else []
             last += [f"First in [{places[0][:2]}]({places[0]})."] if places else []
             cell.source = _LAST.sub("", cell.source) + (f"\n\n*{' '.join(last)}*" if last else "")
-    return before != [cell.source for cell in glossary.cells]
+            cell.id = term.anchor
+    return before != [(cell.id, cell.source) for cell in glossary.cells]
 
 
 def _unlinked(notebook) -> dict[int, str]:
