@@ -13,7 +13,7 @@ from tplab.cache.paged import rope_parts
 from tplab.checkpoint import open_checkpoint
 from tplab.lesson import ContiguousKVCache
 from tplab.model import NoCache, load_model
-from tplab.model.attention import attend
+from tplab.model.attention import RUN, attend, causal_mask, runs
 from tplab.shard import RankShard, ShardPlan
 
 HEAD_DIM = 6
@@ -60,6 +60,46 @@ def test_paged_attention_equals_the_oracle(name, block_size, dtype):
         oracle = oracle_attention(q, cache.k_cache[0], cache.v_cache[0], segments, shard.kv_for_q, HEAD_DIM ** -0.5)
         # The softmax is float32 in both, as in Hugging Face.
         assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
+
+
+def test_runs_are_cut_at_multiples():
+    assert list(runs(60, 140)) == [range(60, 64), range(64, 128), range(128, 192), range(192, 200)]
+    assert list(runs(64, 64)) == [range(64, 128)] and list(runs(127, 1)) == [range(127, 128)] and not list(runs(5, 0))
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_prompts_are_read_in_runs(block_size, dtype):
+    """Whole, in chunks that end anywhere, and beside a decoding sequence; no run reads what is behind it."""
+    shard, generator = SHARDS["cut group"], torch.Generator().manual_seed(1)
+    pool = BlockPool(200, block_size)
+    spare = [pool.get_new_block() for _ in range(20)]
+    pool.free_blocks(spare[::3])
+    cache, tables, done = PagedKVCache(1, 200, block_size, 2, HEAD_DIM, dtype), [BlockTable(pool) for _ in "ab"], [0, 0]
+    for counts in ([150, 50], [1, 90], [70, 1]):
+        for table, start, count in zip(tables, done, counts):
+            table.allocate_slots(start + count)
+        segments = [Segment(start, count, tuple(table.block_ids), 150)
+                    for table, start, count in zip(tables, done, counts)]
+        done = [start + count for start, count in zip(done, counts)]
+        q, k, v = (torch.randn(sum(counts), heads, HEAD_DIM, generator=generator, dtype=dtype) for heads in (5, 2, 2))
+        context = cache.context(segments)
+        ours = paged_attention(cache, context, q, k, v, shard)
+        oracle = oracle_attention(q, cache.k_cache[0], cache.v_cache[0], segments, shard.kv_for_q, HEAD_DIM ** -0.5)
+        assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
+        for _, keys, values, mask in context.batches(0, k, v):
+            assert mask.shape[2] <= RUN and not mask[..., -1].all() and keys.shape == values.shape
+            assert keys.shape[2] == mask.shape[3]
+
+
+def test_a_forward_pass_without_a_cache_reads_in_runs_too():
+    q, k, v = (torch.randn(230, 3, HEAD_DIM, dtype=torch.float64) for _ in range(3))
+    ours = paged_attention(None, NoCache([150, 80]), q, k, v, SHARDS["own"])
+    for rows in (slice(0, 150), slice(150, 230)):
+        whole = attend(*(t[rows].transpose(0, 1)[None] for t in (q, k, v)),
+                       causal_mask(torch.arange(rows.stop - rows.start)[None], rows.stop - rows.start), HEAD_DIM ** -0.5)
+        assert torch.equal(ours[rows], whole[0].transpose(0, 1))
+    assert max(mask.shape[2] for *_, mask in NoCache([150, 80]).batches(0, k, v)) == RUN
 
 
 def test_a_neighbours_nan_stays_with_the_neighbour():

@@ -6,7 +6,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import CASES, case_checkpoint, nothing_is_patched, over_floor, prompts
 
-from tplab.align import align, diagnose
+from tplab.align import align, align_decode, diagnose
 from tplab.align.floors import RELATIVE
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM, SEED, fault
@@ -106,3 +106,13 @@ def test_reading_too_much_is_named_although_the_numbers_are_right():
         diagnosis = diagnose(report)
         assert diagnosis.fault == "full_copy_on_every_rank" and diagnosis.point == "load"
         assert 1.9 < diagnosis.numbers["times"] < 2.1
+
+
+@pytest.mark.parametrize("name", ["nan_mask", "no_mask"])
+def test_the_masks_faults_are_named_on_long_prompts(name, tmp_path):
+    """Where attention takes a prompt in runs of queries, and, with a cache, no run reads what is behind it."""
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", heads=6, kv_heads=2, seed=4))
+    ids = [[(7 * at * at + 3 * at + count) % ckpt.config.vocab_size for at in range(count)] for count in (150, 70)]
+    for report in (align(ckpt, ids, tensor_parallel_size=2, patches=[fault(name)]),
+                   align_decode(ckpt, ids, new_tokens=2, tensor_parallel_size=2, patches=[fault(name)])):
+        assert [one.fault for one in report.diagnoses] == [name], report.diagnoses

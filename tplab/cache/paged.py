@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
-from tplab.model.attention import AttentionBatch, causal_mask
+from tplab.model.attention import AttentionBatch, causal_mask, runs
 
 
 class Segment(NamedTuple):
@@ -105,7 +105,10 @@ class PagedContext:
         self.reads = list(self._reads())
 
     def _reads(self) -> Iterator[tuple[slice | torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """``(rows, what to read, mask)`` per batch: short decoding sequences together, all others one by one."""
+        """``(rows, what to read, mask)`` per batch: short decoding sequences together, all others one by one.
+
+        A prompt is read in runs, and no run reads keys that all its queries must not see.
+        """
         bytes_per_key = 2 * self.cache.k_slots[0][0].nbytes
         row, together = 0, []
         for segment in self.segments:
@@ -113,8 +116,10 @@ class PagedContext:
             if segment.count == 1 and keys * bytes_per_key <= TOGETHER_BYTES:
                 together.append((row, segment, keys))
             else:
-                positions = torch.arange(segment.start, segment.start + segment.count)[None]
-                yield slice(row, row + segment.count), self._one(segment, keys), causal_mask(positions, keys)
+                for run in runs(segment.start, segment.count):
+                    first, keys = row + run.start - segment.start, visible_length(run.start, len(run))
+                    yield (slice(first, first + len(run)), self._one(segment, keys),
+                           causal_mask(torch.arange(run.start, run.stop)[None], keys))
             row += segment.count
         if len(together) == 1:
             row, segment, keys = together[0]
