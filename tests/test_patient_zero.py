@@ -165,29 +165,35 @@ def test_self_test_compares_nothing(without, ckpt, ids):
 FIRST_FOUR, UNREAD = tuple(CURES)[:4], ("model.TensorParallelModel.generate",)
 
 
-@pytest.mark.parametrize("sick, ranks, verdict, words", [
-    ((), 1, "clean", []), ((), 2, "clean", []), ((), 3, "clean", []), ((), 4, "clean", []),
-    (tuple(CURES), 2, "bug", ["shard_dim1", "rope_missing", "nan_mask"]),
-    (tuple(CURES), 3, "bug", ["rope_missing", "nan_mask", "6–7 on no rank"]),
-    (FIRST_FOUR[1:] + UNREAD, 2, "bug", ["shard_dim1", "rope_missing", "head_random"]),
-    (FIRST_FOUR[:1] + UNREAD, 2, "bug", ["nan_mask"]), (FIRST_FOUR[1:2], 1, "bug", ["shard_dim1"]),
-    (FIRST_FOUR[2:3] + UNREAD, 2, "bug", ["rope_missing"]), (FIRST_FOUR[3:], 2, "bug", ["head_random"]),
-    (("attention.extend_cache",), 2, "bug", ["stopped: ", "RuntimeError: Sizes of tensors",
-                                             "in layers.0.self_attn.attn"]),
-    (("linear.share",), 2, "clean", []), (("linear.share",), 3, "bug", ["6–7 on no rank"]),
-    (("linear.kv_share",), 2, "clean", []),
-    (("linear.kv_share",), 3, "bug", ["query_to_kv", "query head 3 reads KV head 1"]),
-    (UNREAD, 2, "clean", []), (("weight_loader.load_weights",), 2, "clean", []),
-    (("linear.LMHead",), 2, "clean", [])])
-def test_what_the_check_says(ckpt, ids, tmp_path, sick, ranks, verdict, words):
+# By names; what has none is said in words: heads that no rank holds, or that are not those its query heads read.
+ROPE = ("rope_missing", "rope_swallowed", "rope_positions")
+LOST, READ = ["Query heads", "6–7 on no rank"], ["Key heads", "Value heads", "the query heads of rank 1 read 0–1",
+                                                 "query head 3 reads KV head 1"]
+
+
+@pytest.mark.parametrize("sick, ranks, verdict, names, words", [
+    ((), 1, "clean", [], []), ((), 2, "clean", [], []), ((), 3, "clean", [], []), ((), 4, "clean", [], []),
+    (tuple(CURES), 2, "bug", [("shard_dim1",), ROPE, ("nan_mask",)], []),
+    (tuple(CURES), 3, "bug", [(), ("shard_dim1",), ROPE, ("nan_mask",)], [*LOST, "layer 0: q, k, v: shard_dim1"]),
+    (FIRST_FOUR[1:] + UNREAD, 2, "bug", [("shard_dim1",), ROPE, ("head_random",)], []),
+    (FIRST_FOUR[1:] + UNREAD, 3, "bug", [("shard_dim1",), ROPE, ("head_random",)], []),
+    (FIRST_FOUR[:1] + UNREAD, 2, "bug", [("nan_mask",)], []), (FIRST_FOUR[1:2], 1, "bug", [("shard_dim1",)], []),
+    (FIRST_FOUR[2:3] + UNREAD, 2, "bug", [ROPE], []), (FIRST_FOUR[3:], 2, "bug", [("head_random",)], []),
+    (("attention.extend_cache",), 2, "bug", [], ["stopped: ", "RuntimeError: Sizes of tensors",
+                                                 "in layers.0.self_attn.attn"]),
+    (("linear.share",), 2, "clean", [], []), (("linear.share",), 3, "bug", [()], LOST),
+    (("linear.kv_share",), 2, "clean", [], []),
+    (("linear.kv_share",), 3, "bug", [(), (), ("query_to_kv",)], READ),
+    (UNREAD, 2, "clean", [], []), (("weight_loader.load_weights",), 2, "clean", [], []),
+    (("linear.LMHead",), 2, "clean", [], [])])
+def test_what_the_check_says(ckpt, ids, tmp_path, sick, ranks, verdict, names, words):
     cures = {name: cure for name, cure in CURES.items() if name not in sick}
     lesson.caught(shared_pool(ranks).run, record_run, ckpt.folder, ids, cures, tmp_path / "run")
     report = check(tmp_path / "run", ckpt)
     assert report.verdict == verdict, report.summary()
     assert not [word for word in words if word not in report.summary()], report.summary()
-    named = {one.fault for one in report.diagnoses} - {None}
-    if ranks != 3:  # where heads are lost, what stands at their places may have further names
-        assert named <= set(words) and not report.recording.contradictions
+    assert [one.names for one in report.diagnoses] == names, report.summary()
+    assert len(report.recording.contradictions) == names.count(())
 
 
 def test_shapes_of_the_rotation_do_not_broadcast():

@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()  # a full disk is told here, not when Python shuts down
         return code
     except TplabError as error:
-        print(f"tplab: {error}", file=sys.stderr)
+        words = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(error))
+        print(f"tplab: {words}", file=sys.stderr)  # file names may hold what a terminal would obey
         return 2
     except KeyboardInterrupt:
         return 130

@@ -266,3 +266,12 @@ def test_a_rank_that_reads_a_little_more_is_not_said_to_read_everything():
 def test_the_checkpoint_of_a_report_is_the_one_that_ran(folder):
     ckpt = open_checkpoint(folder)
     assert align(ckpt, IDS, logical=True).checkpoint is ckpt
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["kv_replica_modulo", "kv_first_rows"])
+def test_ranks_that_are_right_tell_two_rules_apart_that_give_the_others_the_same_rows(tmp_path, name, dtype):
+    """3 KV heads on 4 ranks: by either rule rank 3 has head 0 in place of 2; only one of them moves rank 1's."""
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", "llama", heads=9, kv_heads=3, hidden=36))
+    report = align(ckpt, prompts(67), tensor_parallel_size=4, dtype=dtype, patches=[fault(name)], logical=True)
+    assert [one.names for one in report.diagnoses] == [(name,)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_parts import Weights, all_share, planned
+from helpers.stranger_parts import Rotary, Weights, all_reduce, all_share, planned
 from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
 from helpers.strangers import FastAttention, FastLike, HfLike, VllmAttention, VllmLike
 
@@ -104,6 +104,40 @@ def test_a_fused_order_of_its_own_is_found_if_it_is_read_as_written(tmp_path, sm
 
 
 # Bugs.
+
+def in_turns(model, weights):
+    """wqkv filled and read group by group, [q … q k v] for each KV head, as GPT-NeoX has it."""
+    for block in model.model.layers if hasattr(model, "model") else model.layers:
+        wqkv, sizes = block.attention.wqkv, block.attention.sizes
+        q, k, v = (part.view(sizes[1] // 6, -1) for part in torch.arange(len(wqkv.weight)).split(sizes))
+        turns = torch.cat([q, k, v], 1).flatten()
+        wqkv.weight.data = wqkv.weight[turns]
+        block.attention.read = turns.argsort()
+
+
+def reading(read):
+    """FastAttention's forward pass, which takes its columns of wqkv as ``read(attention)`` says."""
+    def forward(self, x, input_pos):
+        q, k, v = self.wqkv(x).flatten(0, 1)[:, read(self)].split(self.sizes, -1)
+        q, k = self.rotary[0](input_pos.flatten(), q, k)
+        return all_reduce(self.wo(self.core.forward(q, k, v))).view(x.shape)
+    return forward
+
+
+@pytest.mark.parametrize("bug, names", [
+    ("none", []), ("k is not scaled", [("softmax_scale",)]), ("read as blocks", [("qkv_interleaved",)])])
+def test_parts_that_lie_in_turns_are_no_bug_by_themselves(tmp_path, small, bug, names, monkeypatch):
+    """A bug behind them does not make q, k and v wrong; being read otherwise than they were written does."""
+    monkeypatch.setattr(FastAttention, "forward", reading(
+        (lambda self: slice(None)) if bug == "read as blocks" else lambda self: self.read))
+    if bug == "k is not scaled":
+        turn = Rotary.forward
+        monkeypatch.setattr(Rotary, "forward", lambda self, positions, q, k: turn(self, positions, 3 * q, k))
+    run(tmp_path / "run", small, FastLike, batch_calls(texts(2, 7), 1), change=in_turns)
+    report = check(tmp_path / "run", small)
+    assert [one.names for one in report.diagnoses] == names, report.summary()
+    assert ("order of their own" in report.recording.assumed["layers.0.q"]) == (bug != "read as blocks")
+
 
 
 def test_the_first_kv_heads_on_every_rank_are_no_layout(tmp_path, small):

@@ -251,6 +251,32 @@ def test_folders_of_something_else(ckpt, healthy, tmp_path):
         place(replace(healthy, ranks=(None, None)), ckpt)
 
 
+def test_ids_of_another_call_than_what_was_recorded(ckpt, healthy):
+    longer = with_calls(healthy, lambda rank, call: replace(call, input_ids=torch.cat([call.input_ids, torch.ones(
+        1, dtype=torch.int64)]), positions=None, sequences=None))
+    with pytest.raises(PlacementError, match="call 0 was said to be about 9 token ids, but .* has 8 rows; rec.inputs"):
+        place(longer, ckpt)
+
+
+@pytest.mark.parametrize("sequences", [None, [4]])
+def test_a_recording_that_begins_in_the_middle_of_a_text_is_refused(sequences):
+    """What attention saw is not there, so nothing that it gives is right or wrong."""
+    with pytest.raises(PlacementError, match="call 0: a single token at position 7 goes on with a text of which noth"):
+        rows(([5], [7], sequences))
+
+
+def test_positions_without_a_name_are_known_by_counting(ckpt, healthy):
+    """Two prompts in one flat call: only the positions part them."""
+    def unsaid(rank, call):
+        door = next(e for e in call.entries if not e.dtype.is_floating_point)
+        given = SimpleNamespace(**vars(door) | {"path": "1", "shape": tuple(call.positions.shape),
+                                                "tensor": lambda: call.positions})
+        return replace(call, positions=None, sequences=None, entries=(door, given, *call.entries[1:]))
+    found = place(with_calls(replace(healthy, ranks=tuple(replace(r, calls=r.calls[:1]) for r in healthy.ranks)),
+                             unsaid), ckpt)
+    assert found.ids == [[1, 2, 3, 4, 5], [9, 8, 7]]
+
+
 def test_last_positions_only_and_padding(tmp_path, ckpt):
     """A batch whose shorter text is padded on the left, in Hugging Face's shapes; logits of the last column only."""
     calls = [([[-1, -1, 4, 5], [6, 7, 8, 9]], [[-1, -1, 0, 1], [0, 1, 2, 3]], None)]

@@ -6,8 +6,8 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from tplab.align import guilty, local
 from tplab.align import judge as judging
+from tplab.align import local
 from tplab.align.arithmetic import distance
 from tplab.align.check.verdict import GROWN, CheckReport
 from tplab.align.floors import DECODE, LOCAL, LOGITS, LOGITS_RELATIVE, RELATIVE, SHORT, TIMES, bound, inside
@@ -68,7 +68,7 @@ class HandJudge(Judge):
     """What each precision's frame expects is given: ``{dtype: [tensor of each rank]}``; ``asked`` says what was."""
 
     def __init__(self, dtype, points, expected):
-        super().__init__(Some(dtype=dtype, points=points), Some(config=Some(num_layers=5)), None)
+        super().__init__(Some(dtype=dtype, points=points), Some(config=Some(num_layers=5, qk_norm=False)), None)
         self.given, self.asked = expected, []
 
     def frame_in(self, dtype):
@@ -122,7 +122,7 @@ def test_a_difference_just_inside_and_just_outside(dtype, times, clean):
 
 def test_what_is_as_far_as_allowed_is_inside():
     judge = HandJudge(F64, held(row(1, 0.5)), {F64: [row(1, 0.5)]})
-    judge._off = lambda name, rank, tensor: (LOCAL[F64], True)
+    judge._off = lambda *_: (LOCAL[F64], True)
     assert judge.diff("layers.1.q").inside
 
 
@@ -163,11 +163,10 @@ def test_nan_is_guilty_unless_nothing_but_nan_came_in():
 
 def found_where(monkeypatch, recorded, wrong, qk_norm=False):
     """``perhaps_from`` of every guilty point, where these points of one layer were recorded and these are wrong."""
-    monkeypatch.setattr(guilty, "Judge", lambda recording, ckpt, plan: Some(
-        diff=lambda name: LocalDiff(name, 1.0, 0, 0.1, (0,) if name in wrong else ())))
+    monkeypatch.setattr(Judge, "_measured", lambda self, name: LocalDiff(name, 1.0, 0, 0.1, (0,) * (name in wrong)))
     names = {name if name in ("embed", "norm", "logits") else f"layers.{name}": name for name in recorded}
     wrong = {full for full, name in names.items() if name in wrong}
-    recording = Some(points={name: [None, "held"] for name in names} | {"layers.0.up": [None, None]})
+    recording = Some(dtype=F32, points={name: [None, "held"] for name in names} | {"layers.0.up": [None, None]})
     ckpt = Some(check_unchanged=lambda: None, config=Some(num_layers=2, qk_norm=qk_norm))
     found = local_diffs(recording, ckpt, None)
     assert set(found) == set(names)

@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotated(model_type: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """``x [rows, heads, head_dim]`` rotated by Hugging Face's function for this type of model."""
     x = x.transpose(0, 1)[None]
-    return rotate(model_type)(x, x, cos, sin)[0][0].transpose(0, 1)
+    return rotate(model_type)(x, x[:, :0], cos, sin)[0][0].transpose(0, 1)  # it wants queries and keys
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,5 +1,6 @@
 """Which modules are wrong, and which only got wrong inputs? Every recorded point against the local frame."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +34,9 @@ class LocalDiff:
 
 
 class Judge:
-    """The local frame of a recording in several precisions, each made where it is needed first.
+    """Every recorded point's :class:`LocalDiff`, to be asked for in the order of the forward pass.
+
+    Has the local frame of a recording in several precisions, each made where it is needed first.
 
     float32 runs are looked through in float32, and wherever that leaves a doubt again in float64; bfloat16 and float16
     in float32. The run's own dtype beside it shows the size of its rounding.
@@ -43,6 +46,7 @@ class Judge:
         self.recording, self.ckpt, self.plan = recording, ckpt, plan
         self.exact = torch.float32 if recording.dtype in SHORT else torch.float64
         self.layer, self._frames = 0, {}
+        self._suspects: dict[str, str] = {}  # points nobody recorded → the first guilty one computed from them
 
     def frame_in(self, dtype: torch.dtype) -> LocalFrame:
         """The frame in this precision, at the layer that was entered last."""
@@ -72,27 +76,45 @@ class Judge:
         rounded = self.frame_in(self.recording.dtype).expected(name, rank)
         return max(least, TIMES * distance(rounded, self.frame.expected(name, rank)))
 
-    def _off(self, name: str, rank: int, tensor: torch.Tensor) -> tuple[float, bool]:
-        """How far a point is off on a rank, and whether there is anything to compare it with."""
+    def _off(self, name: str, rank: int, tensor: torch.Tensor, known: list) -> tuple[float, bool]:
+        """How far a point is off on a rank, and whether there is anything to compare it with. ``known``: the same for
+        pairs of tensors that came before; ranks may hold the very same."""
         for dtype in dict.fromkeys((self.recording.dtype, self.exact)):
             if dtype is self.exact or dtype is torch.float32:
                 right = self.frame_in(dtype).expected(name, rank)
-                off = distance(tensor, right)
-                if off <= CLEAR * LOCAL[self.recording.dtype]:
+                found = next((found for *pair, found in known if pair[0] is tensor and pair[1] is right), None)
+                if found is None:
+                    found = distance(tensor, right), _says_something(right)
+                    known.append((tensor, right, found))
+                if found[0] <= CLEAR * LOCAL[self.recording.dtype]:
                     break
-        return off, bool(torch.isfinite(right).any())
+        return found
 
+    @torch.inference_mode()
     def diff(self, name: str) -> LocalDiff:
         """The verdict on one recorded point."""
+        diff = self._measured(name)
+        if diff.guilty:
+            unseen = unseen_before(name, self.recording, self.ckpt)
+            diff = replace(diff, perhaps_from=next((self._suspects[p] for p in unseen if p in self._suspects), ""))
+            self._suspects.update(dict.fromkeys(unseen, diff.perhaps_from or name))
+        return diff
+
+    def _measured(self, name: str) -> LocalDiff:
         self.enter(name)
-        found, seen = [], False
+        found, seen, known = [], False, []
         for rank, shard in enumerate(self.recording.points[name]):
             if shard is not None:
-                off, known = self._off(name, rank, shard.tensor)
+                off, says = self._off(name, rank, shard.tensor, known)
                 found.append((off, rank, self.tolerance(name, rank, off)))
-                seen = seen or known
+                seen = seen or says
         off, rank, tolerance = max(found, key=lambda one: one[0] / one[2])
         return LocalDiff(name, off, rank, tolerance, tuple(r for o, r, t in found if not o <= t), not seen)
+
+
+def _says_something(right: torch.Tensor) -> bool:
+    """Whether any of it is a number; the first row mostly says so, and the rest need not be looked through."""
+    return bool(torch.isfinite(right[:1]).any() or torch.isfinite(right).any())
 
 
 def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict[str, LocalDiff]:
@@ -101,19 +123,14 @@ def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict
     Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
     ckpt.check_unchanged()
-    judge, found, suspects = Judge(recording, ckpt, plan), {}, {}
-    with torch.inference_mode():
-        for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True):
-            if not any(recording.points.get(name, ())):
-                continue
-            diff = judge.diff(name)
-            if diff.guilty:
-                unseen = unseen_before(name, recording, ckpt)
-                first = next((suspects[point] for point in unseen if point in suspects), "")
-                diff = replace(diff, perhaps_from=first)
-                suspects.update(dict.fromkeys(unseen, first or name))
-            found[name] = diff
-    return found
+    judge = Judge(recording, ckpt, plan)
+    return {name: judge.diff(name) for name in recorded_points(recording, ckpt)}
+
+
+def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:
+    """The points that any rank recorded, in the order of the forward pass; each is read when its turn comes."""
+    names = point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True)
+    return (name for name in names if any(recording.points.get(name, ())))
 
 
 def unseen_before(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]:

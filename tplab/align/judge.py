@@ -6,10 +6,9 @@ import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
-from tplab.align.guilty import LocalDiff, local_diffs
+from tplab.align.guilty import Judge, LocalDiff, recorded_points
 from tplab.align.local import Weights
 from tplab.align.operations import SUMS
-from tplab.align.points import point_names
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare
@@ -31,7 +30,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
     short = recording.dtype in SHORT
-    local = local_diffs(recording, ckpt, plan) if by_local or short else None
+    local, judged = {}, Judge(recording, ckpt, plan) if by_local or short else None
     theirs, exact = _Reference(recording, ckpt, recording.dtype), None
     if short:
         exact = _Reference(recording, ckpt, torch.float32)
@@ -39,19 +38,18 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     plain = len(recording.places) == sum(whole.values()) and all(
         keys == whole[s] for (s, _), keys in zip(recording.places, recording.num_keys))
     points, evidence, broken_layer = [], {}, None
-    for name in point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True):
-        shards = recording.points.get(name, [])
-        if not any(shards):
-            continue
-        right = theirs.pop(name)
+    for name in recorded_points(recording, ckpt):
+        shards, right = recording.points[name], theirs.pop(name)
+        if judged:
+            local[name] = judged.diff(name)
         measured = _relative(right, exact.pop(name)) if exact else float("inf")
         ours, spread, held = whole_point(name, shards)
-        if local is not None and shards[0] and shards[0].kind == "partial" and local[name].inside:
+        if judged and shards[0] and shards[0].kind == "partial" and local[name].inside:
             ours = _with_bias(name, ours, right, ckpt)
         if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
             right = right[:, held]
         point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
-        points.append(point if local is None else _by_local(point, local))
+        points.append(_by_local(point, local) if judged else point)
         layer = name.rpartition(".")[0]
         if layer and broken_layer is None:
             # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
@@ -62,7 +60,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     computed = None if plain else [[p for s, p in recording.places if s == number] for number in whole]
     report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, checkpoint=ckpt,
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
-    if local is not None:
+    if judged:
         report.local = local
     if not by_local and report.ok:
         report.recording = None

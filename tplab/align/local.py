@@ -95,7 +95,7 @@ class LocalFrame(Operations):
             if held[rank] is None and any(held):  # a rank that is missing is taken to hold what the others do
                 return self.value(name, next(r for r in self.ranks if held[r] is not None))
             for r in range(rank if held[rank] is not None else 0):  # the same bits are one tensor, judged once
-                if held[r] is not None and torch.equal(held[r].tensor, held[rank].tensor):
+                if held[r] is not None and (held[r] is held[rank] or torch.equal(held[r].tensor, held[rank].tensor)):
                     return self.value(name, r)
         return self.expected(name, rank) if held[rank] is None else held[rank].tensor.to(self.dtype)
 

@@ -98,7 +98,7 @@ def _recorder(model, wanted):
 
     def keep(tensor, *names):
         if names := [name for name in names if wanted is None or name in wanted]:
-            points.update(dict.fromkeys(names, tensor.clone()))
+            points.update(dict.fromkeys(names, tensor))  # no copies: transformers writes into none of them
 
     with ExitStack() as undo:
         def after(module, *names, heads=False):

@@ -1,15 +1,17 @@
 """Where a fused output is cut into q, k and v, or into gate and up.
 
-The plan's order, ``[q|k|v]`` of the rank's heads, is the rule. Where the values stand in another order, that counts
-only if what follows was computed right with it: otherwise the engine wrote one order and read another, a bug.
+The plan's order, ``[q|k|v]`` of the rank's heads, is the rule. Where the values stand in another order, that counts if
+what follows was computed right with it, or if the parts lie in turns and what follows was not made of the usual order:
+then a bug is behind it. Otherwise the engine wrote one order and read another, a bug here.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from tplab.align.check.layouts import PADDING, Indices, agreed, candidates, fit
-from tplab.align.check.sources import FEW
+from tplab.align.arithmetic import activation
+from tplab.align.check.layouts import PADDING, Indices, agreed, candidates, fit, near
+from tplab.align.check.sources import FEW, SAMPLE
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,16 @@ def split(shares, fused: Fused) -> Split:
             parts.append(None)
             continue
         labels = found[rank]
-        part = labels and _by_label(labels, fused)
-        names = "|".join(fused.sections)
-        if part and (_in_order(part) or _follows(fused, rank)):
-            if not _in_order(part):
-                sentences.append(f"columns of {fused.name} on rank {rank} in an order of their own, which what follows "
-                                 "confirms; ")
+        part, usual = labels and _by_label(labels, fused), _by_size(width, fused, rank)
+        names, own = "|".join(fused.sections), f"columns of {fused.name} on rank {rank} in an order of their own"
+        if part and _in_order(part):
+            pass
+        elif part and _follows(fused, rank):
+            sentences.append(f"{own}, which what follows confirms; ")
+        elif part and usual and _in_turns(part) and not _made_of(fused, rank, usual):
+            sentences.append(f"{own}; what follows was not made of [{names}]; ")
         else:
-            part = _by_size(width, fused, rank)
+            part = usual
             if part:
                 sentences.append(f"cut as [{names}] by size on rank {rank}; ")
             else:
@@ -128,6 +132,36 @@ def _by_size(width: int, fused: Fused, rank: int) -> dict[str, list[int]] | None
 def _in_order(parts: dict[str, list[int]]) -> bool:
     columns = [column for part in parts.values() for column in part]
     return columns == sorted(columns)
+
+
+def _in_turns(parts: dict[str, list[int]]) -> bool:
+    return any(columns[-1] - columns[0] >= len(columns) for columns in parts.values())
+
+
+def _made_of(fused: Fused, rank: int, parts: dict[str, list[int]]) -> bool:
+    """Whether the engine went on with these columns, or nothing tells: of gate and up, what the activation gives; of
+    q, k and v, the attention of first tokens, which are their values, whatever rotation, scale and mask are."""
+    shares, sources, told = fused.shares, fused.shares.sources, False
+    first = [row for row, (_, position) in enumerate(sources.places[:SAMPLE]) if position == 0]
+    for at in shares.sampled:
+        for source, after in zip(sources.of(at + fused.name)[:1], sources.of(at + fused.after)[:1]):
+            complete = rank in sources.complete(source) and rank in sources.complete(after)
+            rows = sources.rows(source, rank, FEW) if complete else None
+            if rows is None:
+                continue
+            if fused.after == "mlp_act":
+                gate, up = (rows[:, parts[part]].float() for part in ("gate", "up"))
+                made = sources.rows(after, rank, FEW)
+                told = told or made is not None
+                made_of = made is not None and near(made, activation(shares.config.hidden_act)(gate) * up)
+            else:
+                made = next(iter(sources.heads(after, rank, FEW).values()), None)
+                told = told or made is not None and bool(first)
+                values = rows[first][:, parts["v"]].unflatten(1, (-1, fused.dim))
+                made_of = made is not None and bool(first) and fit(made[first], values, []) is not None
+            if made_of:
+                return True
+    return not told
 
 
 def _follows(fused: Fused, rank: int) -> bool:

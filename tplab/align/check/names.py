@@ -49,7 +49,6 @@ _OUTSIDE = {
 _ROLES = [{leaf: role for role, leaves in table.items() for leaf in leaves.split()} for table in (_OUTSIDE, _IN_LAYER)]
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module"}  # parts of a name that say nothing
 _INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # what a parallel layer calls its own matrix
-_POINTS = {*LAYER_POINTS, "gate", "up"}
 # How strong a claim is: the smaller, the stronger. A fused output has to be split first, so what goes into the next
 # module (direct) tells more.
 OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, EVIDENT = range(7)
@@ -165,7 +164,7 @@ def _named_point(name: str) -> str | None:
     point = rest.rpartition(".")[2]
     if layer is None:
         return point if point in ("embed", "norm", "logits") else None
-    return f"layers.{layer}.{point}" if point in _POINTS | {"qkv", "gate_up"} else None
+    return f"layers.{layer}.{point}" if point in (*LAYER_POINTS, "qkv", "gate_up") else None
 
 
 def _floats(entries: list) -> list:

@@ -10,7 +10,7 @@ from tplab.align.recording import PlacementError
 from tplab.checks import shown
 
 _OUTER = ("embed", "norm", "logits")
-_INNER = (*LAYER_POINTS, "gate", "up", "qkv", "gate_up")
+_INNER = (*LAYER_POINTS, "qkv", "gate_up")
 
 
 def check_names(names, known: set[str]) -> dict[str, str]:

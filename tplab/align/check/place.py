@@ -57,17 +57,30 @@ class _Points(Mapping):
     def __getitem__(self, name: str) -> list[Shard | None]:
         if name not in self._recent:
             shards = self.builders[name]()
-            self._recent[name] = [shards.get(rank) for rank in range(self.world_size)]
+            self._recent[name] = _once([shards.get(rank) for rank in range(self.world_size)])
             if len(self._recent) > KEPT:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(name)
         return self._recent[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.builders  # nothing is read to know that
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.builders)
 
     def __len__(self) -> int:
         return len(self.builders)
+
+
+def _once(shards: list[Shard | None]) -> list[Shard | None]:
+    """Replicated shards of the same bits are one: laid beside each other and judged once."""
+    found = []
+    for shard in shards:
+        twins = (other for other in found if shard and other and shard.kind == other.kind == "replicated"
+                 and torch.equal(shard.tensor, other.tensor))
+        found.append(next(twins, shard))
+    return found
 
 
 class _Placing:

@@ -51,13 +51,12 @@ class Entry:
 
     def tensor(self) -> Tensor:
         """Read it from its file; RecordingError if the file has changed or shrunk since the folder was read."""
-        data = bytearray(math.prod(self.shape) * self.dtype.itemsize)
+        found = torch.empty(math.prod(self.shape), dtype=self.dtype)
         with open(ordinary(self.file), "rb") as file:
             file.seek(self.offset)
-            if file.readinto(data) != len(data):
+            if file.readinto(found.view(torch.uint8).numpy()) != found.nbytes:
                 raise RecordingError(f"{self.file} ends within {self.name!r}; it was cut off after the folder was read")
-        return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape) if data else torch.empty(
-            self.shape, dtype=self.dtype)
+        return found.reshape(self.shape)
 
 
 @dataclass(frozen=True)

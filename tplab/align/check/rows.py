@@ -1,5 +1,6 @@
 """Which token each row of a recorded tensor belongs to: calls of any shape → rows by sequence and position."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -116,6 +117,7 @@ class Texts:
         """Which sequence some new tokens belong to and at which position they start; a new one if to none."""
         if label is not None:
             if label not in self.by_label:
+                self._check_begin(text, begin, index)
                 self.by_label[label] = self._new()
                 return self.by_label[label], 0
             number = self.by_label[label]
@@ -130,10 +132,17 @@ class Texts:
             if exact or (candidates and (len(text) == 1 or len(candidates) == 1)):
                 number = (exact or candidates)[0]
                 return number, len(self.ids[number])
+        self._check_begin(text, begin, index)
         if begin:
             self.notes.append(f"call {index}: a text begins at position {begin}; the tokens before it were not "
                               "recorded, so it is taken as one that begins here")
         return self._new(), 0
+
+    @staticmethod
+    def _check_begin(text: list[int], begin: int | None, index: int) -> None:
+        if len(text) == 1 and begin:
+            raise PlacementError(f"call {index}: a single token at position {begin} goes on with a text of which nothing "
+                                 "was recorded; begin to record with the call of the prompt (calls= keeps its ids)")
 
     @staticmethod
     def _start(known: list[int], text: list[int], begin: int | None) -> int:
@@ -154,6 +163,14 @@ def _spread(positions: torch.Tensor | None, batch: int, tokens: int) -> list[int
     return positions.reshape(-1).tolist() * batch if positions.numel() == tokens else None
 
 
+def _counts_up(entry, ids: torch.Tensor) -> bool:
+    """Whether an input whose name says nothing is the positions: each is 0 or one more than the one before."""
+    if not entry.path.isdecimal() or math.prod(entry.shape) != ids.numel() or ids.numel() < 2:
+        return False
+    found = entry.tensor().reshape(-1).tolist()
+    return not found[0] and all(b in (0, a + 1) for a, b in zip(found, found[1:]))
+
+
 def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token ids and positions of a recorded call: those said, else those seen at the door of the outermost module."""
     ids, positions = call.input_ids, call.positions
@@ -163,7 +180,7 @@ def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             name = entry.path.rpartition(".")[2]
             if ids is None and name in _ID_NAMES:
                 ids = entry.tensor()
-            elif positions is None and "pos" in name and ids is not None:
+            elif positions is None and ids is not None and ("pos" in name or _counts_up(entry, ids)):
                 positions = entry.tensor()
         elif ids is not None:
             break  # what comes later is about inner modules

@@ -13,6 +13,7 @@ from tplab.align.check.fused import Split, columns_in, heads_in, split
 from tplab.align.check.layouts import Indices, Layout
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, WHOLE, Source, Sources
+from tplab.align.operations import as_index
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
@@ -95,7 +96,7 @@ class Shares:
             rows = self.sources.rows(source, rank, look)
             if rows is None or split.parts[rank] is None or rows.shape[1] != split.widths[rank]:
                 return None
-            part = rows[:, split.parts[rank][point]]
+            part = rows[:, as_index(split.parts[rank][point])]
             tensors[rank] = part if fused == "gate_up" else part.unflatten(1, (-1, self.config.head_dim))
         return Held(source, tensors, split.sentence)
 

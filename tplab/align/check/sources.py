@@ -1,5 +1,6 @@
 """Everything that was claimed for a trace point, and its tensors with their rows in order."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -78,6 +79,7 @@ class Sources:
             raise PlacementError("every token is padding (a negative id or position): no row says anything")
         self._check_sizes([entry for calls in self.recorded.values() for index in self.used
                            for entry in calls[index].entries])
+        self._check_rows()
         self.claim()
 
     def _read_calls(self, recorded) -> None:
@@ -178,6 +180,17 @@ class Sources:
                     entry.shape[-1] != self.config.hidden_size):
                 raise PlacementError(f"{entry.name} gives {entry.shape[-1]} columns, but the checkpoint's hidden size "
                                      f"is {self.config.hidden_size}: it was recorded with another checkpoint")
+
+    def _check_rows(self) -> None:
+        for call in self.calls:
+            rows = Counter(math.prod(entry.shape[:-1]) for calls in self.recorded.values() for entry in
+                           calls[call.index].entries if entry.shape[-1:] == (self.config.hidden_size,)
+                           and entry.dtype.is_floating_point)
+            if rows and not rows.keys() & {call.size, len(call.ends)}:
+                usual = rows.most_common(1)[0][0]
+                raise PlacementError(f"call {call.index} was said to be about {call.size} token ids, but what was "
+                                     f"recorded in it has {usual} rows; rec.inputs(input_ids, positions) must be given "
+                                     "the ids of the call that follows")
 
     def of(self, point: str) -> list[Source]:
         """The claims for a point, in the order of :meth:`rank_of`."""

@@ -6,12 +6,13 @@ the wrong rows shows the reference's own numbers in the wrong places, and no wei
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import OnRank, explains, linear, matrix, right, vector
+from tplab.align.diagnose.wrong import OnRank, explains, linear, matrix, misfit, right, vector
 from tplab.shard import RankShard
 
 
@@ -21,9 +22,11 @@ def _rows(case: Case, shard: RankShard, part: str) -> range:
 
 
 def _fits_on_all_ranks(case: Case, guess) -> bool:
-    """Whether each rank's shard fits ``guess(shard)``, ``[tokens, rows]``, for one of q, k and v."""
-    return len(case.ops) == 1 and explains(case, lambda at, op: guess(case.plan.ranks[at.rank]).unflatten(
-        1, (-1, case.config.head_dim)))
+    """Whether each rank's shard fits ``guess(shard)``, ``[tokens, rows]``, for one of q, k and v; those that are right,
+    too: they tell rules apart that give the wrong ranks the same rows."""
+    ranks = [rank for rank in range(case.recording.world_size) if case.has(case.point, rank)]
+    return len(case.ops) == 1 and misfit(case, lambda at, op: guess(case.plan.ranks[at.rank]).unflatten(
+        1, (-1, case.config.head_dim)), ranks) <= case.tolerance
 
 
 @hypothesis("k", "v")
@@ -94,10 +97,18 @@ def offset_divided_twice(case: Case) -> Diagnosis | None:
 @hypothesis("q", "k", "v", "gate", "up")
 def cut_along_dim1(case: Case) -> Diagnosis | None:
     """Does x times the columns of the weight, read as ``[in, out]``, give what the ranks computed?"""
-    def read(at, op):
-        weight = matrix(case, op)
-        return linear(at, op, weight=weight.reshape(weight.shape[1], weight.shape[0]).T)
-    if explains(case, read):
+    def read(at, op, first=None):
+        weight, rows = matrix(case, op), at.features(op)
+        return linear(at, op, weight=weight.reshape(weight.shape[1], weight.shape[0]).T, features=rows if first is None
+                      else rows - rows[0] + first * case.config.head_dim)
+
+    def from_any_head(rank):
+        here = right(case, rank).indices(case.op)
+        starts = range(len(here) and case.config.num_kv_heads - len(here) + 1)
+        return any(misfit(case, partial(read, first=first), [rank]) <= case.tolerance for first in starts)
+    # Where heads are lost or doubled as well, nothing says which KV heads a rank meant to take.
+    if explains(case, read) or case.ops in (("k",), ("v",)) and case.wrong_ranks and all(
+            map(from_any_head, case.wrong_ranks)):
         name = f"{case.op}_proj"
         return case.diagnosis("shard_dim1", f"{case.op} is what comes out when {name}.weight is taken for [in, out] "
                               "and cut along dim 1. A Linear's weight is [out_features, in_features]: a "
@@ -157,10 +168,14 @@ def another_order_in_the_fused_tensor(case: Case) -> Diagnosis | None:
                 here = fused[:, features[start:start + len(at.features(op))]]
                 return here.unflatten(1, (-1, case.config.head_dim))
         return torch.full_like(fused, float("nan"))  # this rank's heads cannot stand like that
+    found: dict[str, str] = {}  # one of q, k and v may fit several; what fits all of them is the bug
     for fault, says, _ in _orders(right(case, 0)):
-        if explains(case, lambda at, op, says=says: taken(at, op, says)):
-            return case.diagnosis(fault, f"The weights behind {case.first.name} are right, but in the fused [q|k|v] "
-                                  f"they have the wrong places: {says}.")
+        if fault not in found and explains(case, lambda at, op, says=says: taken(at, op, says)):
+            found[fault] = says
+    if found:
+        fault, *others = found
+        return case.diagnosis(fault, f"The weights behind {case.first.name} are right, but in the fused [q|k|v] they "
+                              f"have the wrong places: {found[fault]}.", *others)
 
 
 @hypothesis("q", "k", "v", last=True)
