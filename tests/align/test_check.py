@@ -12,7 +12,7 @@ from helpers.recorded import record_lab
 
 from tplab import show
 from tplab.align import CheckReport, align, check, diagnose
-from tplab.align.check.parameters import wrong_parameters
+from tplab.align.check.weights import wrong_parameters
 from tplab.align.guilty import local_diffs
 from tplab.align.judge import judge
 from tplab.align.recording import Parameter, Shard

@@ -9,8 +9,8 @@ from helpers.strangers import FastAttention, FastLike, HfLike, VllmAttention, Vl
 
 from tplab.align import check
 from tplab.align.check.folder import read_recorded
-from tplab.align.check.parameters import wrong_parameters
 from tplab.align.check.place import place
+from tplab.align.check.weights import wrong_parameters
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import logical_ranks, rank
 from tplab.record import record

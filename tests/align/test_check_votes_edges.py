@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tplab.align.check import sources as sources_file
-from tplab.align.check.fused import Fused, _follows, split
+from tplab.align.check.fused import Fused, _follows, _made_of, split
 from tplab.align.check.layouts import Layout
 from tplab.align.check.names import CONSUMER, OVERRIDE, PRODUCER
 from tplab.align.check.place import KEPT, _Points
@@ -213,6 +213,32 @@ def test_gate_and_up_are_confirmed_by_what_is_made_of_them(x, act, follows):
                      complete=lambda source: [1], rows=lambda source, rank, look: torch.tensor([act])))
     fused = Some(shares=shares, name="gate_up", before="post_norm", after="mlp_act")
     assert _follows(fused, 1) is follows and not _follows(fused, 0)
+
+
+@pytest.mark.parametrize("act, blocks, turns", [
+    ([2.0, 12], True, False), ([3.0, 8], False, True), ([5.0, 5], False, False), (None, True, True)])
+def test_what_is_made_of_gate_and_up_tells_where_they_lie(act, blocks, turns):
+    """[1, 3 | 2, 4] in blocks, 1·3 and 2·4 in turns; where nothing was recorded, nothing tells."""
+    fused, made = torch.tensor([[1.0, 3, 2, 4]]), None if act is None else torch.tensor([act])
+    shares = Some(sampled=["layers.0."], config=Some(hidden_act="relu"), sources=Some(
+        of=lambda name: [A] if name.endswith("gate_up") else [B], complete=lambda source: [1], places=[(0, 0)],
+        rows=lambda source, rank, look: fused if source is A else made))
+    about = Some(shares=shares, name="gate_up", before="post_norm", after="mlp_act")
+    assert _made_of(about, 1, {"gate": [0, 1], "up": [2, 3]}) is blocks
+    assert _made_of(about, 1, {"gate": [0, 2], "up": [1, 3]}) is turns
+
+
+@pytest.mark.parametrize("first, blocks, turns", [([[7.0, 8], [7, 8]], True, False), ([[3.0, 4], [7, 8]], False, True),
+                                                  ([[1.0, 1], [2, 2]], False, False)])
+def test_the_first_tokens_attention_is_its_values(first, blocks, turns):
+    """Columns 1 to 8 in heads of 2; row 1 stands at position 0, row 0 says nothing."""
+    rows = torch.stack([torch.zeros(8), torch.arange(1.0, 9)])
+    after = torch.stack([torch.ones(2, 2), torch.tensor(first)])
+    shares = Some(sampled=["layers.0."], sources=Some(
+        of=lambda name: [A] if name.endswith("qkv") else [B], complete=lambda source: [0], places=[(0, 5), (1, 0)],
+        rows=lambda source, rank, look: rows, heads=lambda source, rank, look: {"usual": after}))
+    fused = Some(shares=shares, name="qkv", before="input_norm", after="attn", dim=2)
+    assert _made_of(fused, 0, {"v": [6, 7]}) is blocks and _made_of(fused, 0, {"v": [2, 3, 6, 7]}) is turns | blocks
 
 
 # Summands.

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.notes import once
-from tplab.align.check.parameters import wrong_parameters
 from tplab.align.check.place import place
 from tplab.align.check.verdict import CheckReport
+from tplab.align.check.weights import wrong_parameters
 from tplab.align.judge import judge
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.shard import ShardPlan

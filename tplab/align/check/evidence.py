@@ -5,11 +5,16 @@ from functools import cached_property
 import torch
 
 from tplab.align.arithmetic import activation
-from tplab.align.check.sources import SAMPLE
+from tplab.align.check.names import place_of, role_of
+from tplab.align.check.sources import FEW, SAMPLE, SHAPE
 from tplab.align.reference import hf_model, hf_trace
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD, read_part, tensor_parts
+from tplab.model.rope import Rotary
 
+TABLES = "cos and sin of the rotation, which are no points by themselves"
+_TABLE_NAMES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
+_CLOSE = 2 ** -7  # bfloat16's rounding of a cosine
 _ROW_PARALLEL = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
 
 
@@ -95,3 +100,28 @@ class Reference:
             last = max(position for sequence, position in places if sequence == number)
             found[number] = hf_trace(model, ids[number][:last + 1])["logits"]
         return torch.stack([found[number][position] for number, position in places])
+
+
+class Tables:
+    """Knows cos and sin: by their names, or because they are Hugging Face's for the recorded positions."""
+
+    def __init__(self, sources, config):
+        self.sources, self.head_dim = sources, config.head_dim
+        self._rotary = Rotary(config.hf)
+
+    def known(self, source) -> bool:
+        """Whether what a source holds are tables of the rotation, or what goes into the module that makes them."""
+        layer, rest = place_of(source.name)
+        if role_of(layer, rest) == "rotary" or source.path.partition(".")[0] in _TABLE_NAMES:
+            return True
+        return any(self._equal(source, rank) for rank in self.sources.complete(source)[:1])
+
+    def _equal(self, source, rank: int) -> bool:
+        shape = self.sources.rows(source, rank, SHAPE)
+        if shape is None or shape.dim() != 2 or shape.shape[1] not in (self.head_dim, self.head_dim // 2):
+            return False
+        rows = self.sources.rows(source, rank, FEW).double()
+        places = self.sources.places[:len(rows)]
+        tables = self._rotary(torch.empty(0), torch.tensor([position for _, position in places]), [len(places)])
+        return len({position for _, position in places}) > 1 and any(
+            (rows - table[0, :, :rows.shape[1]]).abs().max() <= _CLOSE for table in tables)

@@ -6,7 +6,7 @@ head on its own rank, keys and values alike. Otherwise the plan's rule stands, a
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +93,7 @@ def agreed(votes: list[list[Indices | None]]) -> list[Indices | None]:
 
 
 def decide(what: str, counts: list[int | None], plan: list[Indices], found: list[Indices | None], total: int,
-           flaw, starts: list[int] | None = None) -> Layout:
+           flaw: Callable[[Sequence[Indices | None]], str], starts: list[int] | None = None) -> Layout:
     """The layout of one dimension.
 
     Args:

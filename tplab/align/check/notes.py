@@ -1,17 +1,10 @@
-"""What a recording says besides its points: what was left out, which modules raised, the tables of the rotation."""
+"""What a recording says besides its points: what was left out, which modules raised."""
 
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from tplab.align.check.layouts import span
-from tplab.align.check.names import pattern_of, place_of, role_of
+from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.recorded import RecordedRank
-from tplab.model.rope import Rotary
-
-TABLES = "cos and sin of the rotation, which are no points by themselves"
-_TABLE_NAMES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
-_CLOSE = 2 ** -7  # bfloat16's rounding of a cosine
 
 
 def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
@@ -52,28 +45,3 @@ def _swallowed(call) -> Iterator[str]:
             where = f" ({_listed('layer', layers)})" if len(layers) > 1 else ""
             patterns = dict.fromkeys(map(pattern_of, names) if where else names)
             yield f"{', '.join(patterns) or 'the model'}: {error}{where}"
-
-
-class Tables:
-    """Knows cos and sin: by their names, or because they are Hugging Face's for the recorded positions."""
-
-    def __init__(self, sources, config):
-        self.sources, self.head_dim = sources, config.head_dim
-        self._rotary = Rotary(config.hf)
-
-    def known(self, source) -> bool:
-        """Whether what a source holds are tables of the rotation, or what goes into the module that makes them."""
-        layer, rest = place_of(source.name)
-        if role_of(layer, rest) == "rotary" or source.path.partition(".")[0] in _TABLE_NAMES:
-            return True
-        return any(self._equal(source, rank) for rank in self.sources.complete(source)[:1])
-
-    def _equal(self, source, rank: int) -> bool:
-        shape = self.sources.rows(source, rank, "shape")
-        if shape is None or shape.dim() != 2 or shape.shape[1] not in (self.head_dim, self.head_dim // 2):
-            return False
-        rows = self.sources.rows(source, rank, "few").double()
-        places = self.sources.places[:len(rows)]
-        tables = self._rotary(torch.empty(0), torch.tensor([position for _, position in places]), [len(places)])
-        return len({position for _, position in places}) > 1 and any(
-            (rows - table[0, :, :rows.shape[1]]).abs().max() <= _CLOSE for table in tables)

@@ -8,10 +8,10 @@ from itertools import islice
 
 import torch
 
+from tplab.align.check.evidence import TABLES, Tables
 from tplab.align.check.evident import learn
 from tplab.align.check.layouts import PADDING, Layout, span
 from tplab.align.check.names import pattern_of, place_of
-from tplab.align.check.notes import TABLES, Tables
 from tplab.align.check.shares import GROUPS, Shares
 from tplab.align.check.sources import SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
@@ -57,7 +57,7 @@ class _Points(Mapping):
     def __getitem__(self, name: str) -> list[Shard | None]:
         if name not in self._recent:
             shards = self.builders[name]()
-            self._recent[name] = _once([shards.get(rank) for rank in range(self.world_size)])
+            self._recent[name] = _merged([shards.get(rank) for rank in range(self.world_size)])
             if len(self._recent) > KEPT:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(name)
@@ -73,7 +73,7 @@ class _Points(Mapping):
         return len(self.builders)
 
 
-def _once(shards: list[Shard | None]) -> list[Shard | None]:
+def _merged(shards: list[Shard | None]) -> list[Shard | None]:
     """Replicated shards of the same bits are one: laid beside each other and judged once."""
     found = []
     for shard in shards:

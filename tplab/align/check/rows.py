@@ -141,8 +141,8 @@ class Texts:
     @staticmethod
     def _check_begin(text: list[int], begin: int | None, index: int) -> None:
         if len(text) == 1 and begin:
-            raise PlacementError(f"call {index}: a single token at position {begin} goes on with a text of which nothing "
-                                 "was recorded; begin to record with the call of the prompt (calls= keeps its ids)")
+            raise PlacementError(f"call {index}: a single token at position {begin} goes on with a text of which "
+                                 "nothing was recorded; begin with the call of the prompt (calls= keeps its ids)")
 
     @staticmethod
     def _start(known: list[int], text: list[int], begin: int | None) -> int:

@@ -1,4 +1,7 @@
-"""The weights that a rank recorded, by the checkpoint's names: which rows or columns of which tensor they should be."""
+"""The weights that a rank recorded: which rows or columns of which tensor they should be, and whether they are.
+
+So loading and slicing are checked without running anything.
+"""
 
 from collections.abc import Iterator
 
@@ -7,7 +10,9 @@ import torch
 from tplab.align.check.layouts import PADDING, Indices, candidates, fit
 from tplab.align.check.names import place_of, role_of
 from tplab.align.check.shares import Shares
-from tplab.align.recording import Parameter
+from tplab.align.local import Weights
+from tplab.align.recording import Parameter, Recording
+from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 
 _WHOLE = {"norm": "model.norm", "input_norm": "input_layernorm", "post_norm": "post_attention_layernorm",
@@ -117,3 +122,25 @@ def _share(tensor: torch.Tensor, dim: int, indices: Indices | None, size: int) -
     if dim < tensor.dim() and tensor.shape[dim] == len(meant) > len(kept):
         tensor = tensor.index_select(dim, torch.tensor(kept))
     return Parameter(tensor, dim, tuple(meant[at] for at in kept))
+
+
+def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
+    """``{"rank 1: tensor's name": what is wrong}``; empty where all weights are the checkpoint's bit for bit."""
+    weights, wrong = {}, {}
+    for rank, held in enumerate(recording.parameters):
+        for name, parameter in (held or {}).items():
+            # A norm's weight, say, may stand in float32 in a bfloat16 engine: as the file has it, or rounded before.
+            for dtype in dict.fromkeys((recording.dtype, parameter.tensor.dtype)):
+                tensors = weights.setdefault(dtype, Weights(ckpt, dtype, dtype))
+                tied = name == HEAD and name not in tensors.parts
+                right = tensors.raw(EMBEDDING if tied else name).to(parameter.tensor.dtype)
+                if parameter.dim is not None:
+                    right = right.index_select(parameter.dim, torch.tensor(list(parameter.indices), dtype=torch.long))
+                if torch.equal(parameter.tensor, right):
+                    break
+            else:
+                ours, what = parameter.tensor, f"shape {list(parameter.tensor.shape)}, not {list(right.shape)}"
+                if ours.shape == right.shape:
+                    what = f"{(ours != right).double().mean().item():.0%} of its numbers are not the checkpoint's"
+                wrong[f"rank {rank}: {name}"] = what
+    return wrong
