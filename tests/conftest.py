@@ -1,5 +1,6 @@
 """What every test of the house shares: one thread per process, no hub, one way to ask for the real model."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -30,6 +31,13 @@ def pytest_addoption(parser):
 def pytest_ignore_collect(collection_path, config):
     """Without ``--browser`` its tests are not there: what they import is an extra."""
     return True if collection_path.name == "browser" and not config.getoption("--browser") else None
+
+
+def pytest_collection_finish():
+    """What was imported and collected (two million objects) stays: the garbage collector need not walk through it
+    again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -50,8 +50,7 @@ BAD = [
     ("generate {model} --prompt a --max-tokens 0", "max_tokens must be a whole number from 1"),
     ("generate {model} --prompt a --temperature=-1", "temperature must be a number from 0"),
     ("generate {model} --prompt a --json {folder}/no/out.json", "there is no folder"),
-    ("tensor", "invalid choice: 'tensor'"),
-    ("", "COMMAND"),
+    ("tensor", "invalid choice: 'tensor'"), ("", "COMMAND"),
     ("align {model} --i 1,2", "unrecognized arguments: --i"),
 ]
 
@@ -153,7 +152,8 @@ def test_a_command_that_is_ended_leaves_no_process_and_no_folder(sent, tmp_path)
     (tmp_path / "temp").mkdir()
     command = [sys.executable, "-m", "tplab", "generate", "fable", "--prompt", "Once", "--max-tokens", "400"]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # torch's
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+    heard = partial(signal.signal, sent, signal.SIG_DFL)  # what a parent ignores (nohup), its child would ignore too
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, preexec_fn=heard) as process:
         process.stdout.read(1)  # the ranks are at work
         ranks = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(sent)

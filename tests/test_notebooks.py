@@ -41,6 +41,7 @@ stubs, on three ranks and in a foreign working folder, and wants every check to 
 """
 
 import ast
+import asyncio
 import re
 import statistics
 from pathlib import Path
@@ -48,6 +49,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from helpers.notebooks import solution_code, tagged
+from jupyter_client import AsyncKernelManager
 
 from tplab import faults, show
 from tplab.align import align, diagnose
@@ -209,8 +211,17 @@ def test_stubs_solutions_and_checks_come_in_threes(path):
         assert says(check, "NOT YET") and not says(check, "PASS"), printed(check)
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    """One for all solved notebooks: to start it, its imports and its ranks takes longer than most of them. nbval gives
+    each notebook its own."""
+    kernel = AsyncKernelManager(kernel_name="python3")
+    yield kernel  # papermill starts it
+    asyncio.run(kernel.shutdown_kernel(now=True))
+
+
 @each_notebook
-def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path):
+def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path, kernel):
     import papermill
 
     notebook = load(path)
@@ -218,12 +229,12 @@ def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path):
         pytest.skip("nothing to solve in this notebook")
     paste_solutions(notebook)
     last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
-    notebook.cells = notebook.cells[: last + 1]
+    begin = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {tmp_path}")
+    notebook.cells = [begin, *notebook.cells[: last + 1]]
     solved = tmp_path / path.name
     nbformat.write(notebook, solved)
-    done = papermill.execute_notebook(
-        solved, solved, parameters={"tensor_parallel_size": 3}, cwd=tmp_path, execution_timeout=300, progress_bar=False
-    )  # fmt: skip
+    done = papermill.execute_notebook(solved, solved, parameters={"tensor_parallel_size": 3}, km=kernel,
+                                      execution_timeout=300, progress_bar=False)
     for check in tagged(done, "check"):
         assert says(check, "PASS") and not says(check, "NOT YET"), printed(check)
 

@@ -5,10 +5,9 @@ import re
 import sys
 from types import SimpleNamespace
 
-import nbformat
 import torch
 import torch.distributed as dist
-from helpers.notebooks import solution_code, tagged
+from helpers.notebooks import read, solution_code, tagged
 
 from tplab import lesson
 from tplab.lab.batch import FOLDER
@@ -31,7 +30,7 @@ def _cures(notebook):
     return {name: globals()[name.rpartition(".")[2]] for name in names}
 
 
-CURES = _cures(nbformat.read(FOLDER / "09_your_own_engine.ipynb", as_version=4))
+CURES = _cures(read(FOLDER / "09_your_own_engine.ipynb"))
 
 
 def examine(folder, input_ids, cures):

@@ -17,7 +17,7 @@ from threading import Event
 import pytest
 from helpers.launching import load_launch
 
-from tplab.lab import doctor, testing
+from tplab.lab import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,32 +69,6 @@ def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, wor
     assert asked == {"notebooks": ["01", "02"], "parameters": [["seed", "1"]], "out": None}
 
 
-@pytest.mark.parametrize("broken", [(), ("units",), ("solved",), ("stored",), ("units", "solved", "stored")])
-def test_all_parts_of_the_tests_always_run_and_each_can_fail_them(monkeypatch, capsys, broken):
-    ran = []
-
-    def pytest_run(command, cwd, **output):
-        part = "stored" if "--nbval" in command else "solved" if "tests" not in command else "units"
-        assert cwd == testing.ROOT and ("--ignore=tests/test_notebooks.py" in command) == (part == "units")
-        ran.append(part)
-        return subprocess.CompletedProcess(command, int(part in broken), f"what {part} printed\n")
-
-    monkeypatch.setattr(testing.subprocess, "run", pytest_run)
-    monkeypatch.setattr(testing.subprocess, "call", lambda *args, **more: pytest_run(*args, **more).returncode)
-    failed = testing.main() or ""
-    names = {"units": "unit tests", "solved": "their solutions", "stored": "stored text"}
-    assert [part for part, name in names.items() if f"{name} (pytest's exit code 1)" in failed] == list(broken)
-    assert sorted(ran) == ["solved", "stored", "units"]
-    shown = capsys.readouterr().out
-    assert "what solved printed" in shown and "what stored printed" in shown
-
-
-def test_an_interrupt_ends_the_notebooks_lane(monkeypatch):
-    stopped = subprocess.CompletedProcess([], int(pytest.ExitCode.INTERRUPTED), "stopped")
-    monkeypatch.setattr(testing.subprocess, "run", lambda *args, **more: stopped)
-    assert list(testing.notebook_lane().values()) == [(2, "stopped")]
-
-
 def test_the_tests_are_handed_on(launch, monkeypatch):
     handed = []
     monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
@@ -102,26 +76,6 @@ def test_the_tests_are_handed_on(launch, monkeypatch):
     launch.test([])
     launch.test(["--browser"])
     assert handed == [("-m", "tplab.lab.testing"), ("-m", "tplab.lab.testing", "--browser")]
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_the_browsers_tests_install_what_they_need_once(there, monkeypatch):
-    ran = []
-    monkeypatch.setattr(testing.shutil, "which", {"chromium": "/usr/bin/chromium"}.get)
-    monkeypatch.setattr(testing, "find_spec", lambda name: there or None)
-    monkeypatch.setattr(testing.subprocess, "call", lambda command, **more: ran.append(command[2:]) or 0)
-    assert testing.in_a_browser() == 0
-    assert ran.pop() == ["pytest", "--browser", "tests/browser"]
-    assert [command[:2] for command in ran] == [["pip", "install"]] * (not there)
-    assert there or any(word.startswith("playwright") for word in ran[0])
-
-
-def test_without_a_browser_its_tests_are_skipped_in_one_line_and_nothing_is_installed(monkeypatch, capsys):
-    monkeypatch.setattr(testing.shutil, "which", lambda name: None)
-    monkeypatch.setattr(testing.subprocess, "call", None)
-    assert testing.in_a_browser() == 0
-    assert capsys.readouterr().out == ("launch test --browser: skipped: no browser, none of chromium, "
-                                       "chromium-browser, google-chrome is installed (Debian: apt install chromium)\n")
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------

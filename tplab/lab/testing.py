@@ -3,40 +3,71 @@
 With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
 Two lanes, because most tests wait for processes to start: on two cores they take little more than half of the time of
-one after the other. The first lane's output is shown as it comes, the other's when it is complete.
+one after the other. Each lane takes the next part when its last one is done, so both end at about the same time. The
+first lane's output is shown as it comes, the other's between two parts of the first; pytest's closing lines come last.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from pytest import ExitCode
 
+from tplab.files import replace_unprintable
+
 ROOT = Path(__file__).resolve().parents[2]
 SOLVED = "tests/test_notebooks.py"
-UNITS = {"unit tests": ["tests", f"--ignore={SOLVED}"]}
-NOTEBOOKS = {"notebooks with their solutions": [SOLVED],
-             "notebooks against their stored text": ["--nbval", "notebooks"]}
+# Taken by whichever lane is free. Each begins by importing torch and transformers, so there are few.
+APART = {"unit tests of the exercises": ["tests/lesson"], "unit tests of align": ["tests/align"]}
+# The first lane takes them from the front, the second from the back: the longest of each first.
+PARTS = {"unit tests": ["tests", *(f"--ignore={path}" for path in [SOLVED, *sum(APART.values(), [])])],
+         **APART,
+         "notebooks against their stored text": ["--nbval", "notebooks"],
+         "notebooks with their solutions": [SOLVED]}
 
 
 def pytest_command(options: list[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", *options]
 
 
-def notebook_lane() -> dict[str, tuple[int, str]]:
-    """``{part: (pytest's exit code, its output)}``, one part after the other until one is interrupted."""
-    done = {}
-    for part, options in NOTEBOOKS.items():
-        run = subprocess.run(pytest_command(options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             text=True, errors="replace")
-        done[part] = run.returncode, run.stdout
-        if run.returncode == ExitCode.INTERRUPTED:
-            break
-    return done
+def run_part(options: list[str], show: Callable[[str], object] = lambda line: None) -> tuple[int, str]:
+    """Pytest's exit code and its output, of which ``show`` gets each line as it comes."""
+    environment = dict(os.environ)
+    # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    options = ["--color=yes"] * sys.stdout.isatty() + options
+    lines = []
+    with subprocess.Popen(pytest_command(options), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, errors="replace") as running:
+        for line in running.stdout:
+            lines.append(line)
+            show(line)
+    return running.returncode, "".join(lines)
+
+
+def waiting_part(take: Callable[[], str]) -> str | None:
+    """What ``take`` hands out; None if nothing waits any more, for the other lane may have taken the last."""
+    try:
+        return take()
+    except IndexError:
+        return None
+
+
+def second_lane(waiting: deque, done: deque) -> None:
+    """Run one part after the other, from the last; each goes into ``done`` as ``(part, exit code, output)``."""
+    while part := waiting_part(waiting.pop):
+        code, output = run_part(PARTS[part])
+        done.append((part, code, output))
+        if code == ExitCode.INTERRUPTED:
+            waiting.clear()
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -63,20 +94,32 @@ def in_a_browser() -> int:
 
 def main() -> str | None:
     """What failed, in one sentence; None if nothing did. Every part is run, whatever came of the others."""
+    waiting, done, ended = deque(PARTS), deque(), {}
+
+    def show_done():
+        while done:
+            part, *ended[part] = done.popleft()
+            print(f"launch test: {part}\n{ended[part][1]}", flush=True)
+
     with ThreadPoolExecutor(1) as beside:
-        notebooks = beside.submit(notebook_lane)
-        codes = {}
-        for part, options in UNITS.items():
-            print(f"launch test: {part}", flush=True)
-            codes[part] = subprocess.call(pytest_command(options), cwd=ROOT)
-        for part, (code, output) in notebooks.result().items():
-            print(f"launch test: {part}\n{output}", flush=True)
-            codes[part] = code
-    failed = [f"{part} (pytest's exit code {code})" for part, code in codes.items() if code]
+        second = beside.submit(second_lane, waiting, done)
+        try:
+            while part := waiting_part(waiting.popleft):
+                print(f"launch test: {part}", flush=True)
+                ended[part] = run_part(PARTS[part], partial(print, end="", flush=True))
+                show_done()
+        finally:
+            waiting.clear()  # after an interrupt the second lane begins nothing more
+    second.result()
+    show_done()
+    for part, (_, output) in ended.items():
+        print(f"launch test: {part}", *output.splitlines()[-1:], sep="\n", flush=True)
+    failed = [f"{part} (pytest's exit code {code})" for part, (code, _) in ended.items() if code]
     return f"launch test: failed: {', '.join(failed)}" if failed else None
 
 
 if __name__ == "__main__":
+    replace_unprintable()
     try:
         sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main())
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from tplab.pool import worker
 from tplab.ranks.errors import RankError
 
-_PRELOAD = ["tplab.pool.one_thread", "torch", "cloudpickle", "tplab.pool.preload"]
+_PRELOAD = ["tplab.pool.before_imports", "torch", "cloudpickle", "tplab.pool.preload"]
 _NAME = "tplab-rank-"
 _lock = threading.Lock()
 

@@ -6,6 +6,7 @@ notices it whatever its ranks are doing, removes what is left.
 """
 
 import atexit
+import gc
 import glob
 import os
 import re
@@ -28,6 +29,8 @@ def _settle(listener_fd: int) -> None:
     # Out of the notebook's process group: a kernel that is stopped the hard way has its whole group killed, and
     # nobody could then remove its folders.
     os.setsid()
+    gc.freeze()  # garbage collection in a rank need not walk through what was imported, nor copy its pages
+    gc.enable()
     with socket.socket(fileno=os.dup(listener_fd)) as listener:
         atexit.register(_sweep, os.getpid(), os.getppid(), listener.getsockname())
 
