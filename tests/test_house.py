@@ -5,8 +5,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
@@ -65,6 +66,14 @@ def test_rooms_import_only_from_rooms_below():
         if (there := room(module)) and ROOMS.index(there) > ROOMS.index(here)
     ]
     assert not upward
+
+
+def test_no_name_that_is_loaded_late_is_a_modules_name():
+    """To load the module puts it into the package, in the place of what it exports: the second use would get it."""
+    rooms = [import_module(f"tplab.{path.parent.name}") for path in (ROOT / "tplab").glob("*/__init__.py")]
+    late = {room.__name__: {module.name for module in iter_modules(room.__path__)} & set(room._HOMES)
+            for room in rooms if hasattr(room, "_HOMES")}
+    assert len(late) > 3 and not any(late.values()), late
 
 
 def test_every_dependency_is_declared_and_every_declared_one_is_used():

@@ -339,6 +339,12 @@ def test_no_fork_server_is_no_end():
         assert pool.run(rank) == [0, 1]
 
 
+def test_ranks_start_after_a_reset_of_the_notebook(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__spec__")  # as IPython's %reset does
+    with RankPool(1) as pool:
+        assert pool.run(rank) == [0]
+
+
 def test_nothing_listens_beyond_loopback():
     with RankPool(2) as pool:
         pool.run(rank)

@@ -40,7 +40,9 @@ def pytest_command(options: list[str]) -> list[str]:
 
 def run_part(options: list[str], show: Callable[[str], object] = lambda line: None) -> tuple[int, str]:
     """Pytest's exit code and its output, of which ``show`` gets each line as it comes."""
-    environment = dict(os.environ)
+    # Two lanes on two cores: with two threads each, what the ranks' results are compared with is computed on threads
+    # that wait for each other most of the time.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     options = ["--color=yes"] * sys.stdout.isatty() + options

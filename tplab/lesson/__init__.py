@@ -7,7 +7,7 @@ _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict"
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
           "trace_nan": ".nan_trace", "available_cores": "tplab.pool",
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "all_exercises": ".verdict",
-          "changed_config": ".changed_config", "progress": ".progress_file", "clear_progress": ".progress_file",
+          "changed_config": ".config_change", "progress": ".progress_file", "clear_progress": ".progress_file",
           "own_pieces": ".own_engine", "your_engine": ".own_engine"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

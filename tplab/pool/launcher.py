@@ -99,6 +99,7 @@ def _without_main():
     multiprocessing runs the parent's main module again in every child, so a script without an
     ``if __name__ == "__main__"`` guard would start pools from inside pools.
     """
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # multiprocessing reads it; IPython's %reset deletes it
     prepare = spawn.get_preparation_data
 
     def prepare_rank(name):
