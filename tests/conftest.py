@@ -19,6 +19,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# What is imported and collected stays: nobody need look for garbage in it, now or later (`pytest_collection_finish`).
+gc.disable()
+
 # A deadline per example measures how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("tplab", deadline=None)
 hypothesis.settings.load_profile("tplab")
@@ -34,10 +37,8 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """What was imported and collected (two million objects) stays: the garbage collector need not walk through it
-    again and again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

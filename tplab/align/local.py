@@ -59,6 +59,7 @@ class LocalFrame(Operations):
         self.ranks = range(recording.world_size)
         self.positions = torch.tensor([position for _, position in recording.places], dtype=torch.long)
         self._values: dict[tuple[str, int], torch.Tensor] = {}
+        self._indices: dict[tuple[str, int], Sequence[int]] = {}
         self._once: dict[tuple, tuple] = {}
         self._hf: dict[int, dict[str, torch.Tensor]] = {}
         self.ckpt = ckpt
@@ -72,6 +73,11 @@ class LocalFrame(Operations):
     def indices(self, name: str, rank: int) -> Sequence[int]:
         """The global heads, columns or vocabulary rows that a rank holds of a point: as recorded there or at another
         point of the layer that is dealt out alike, by the plan otherwise."""
+        if (name, rank) not in self._indices:
+            self._indices[name, rank] = self._find_indices(name, rank)
+        return self._indices[name, rank]
+
+    def _find_indices(self, name: str, rank: int) -> Sequence[int]:
         at, _, point = name.rpartition(".")
         how = layout(name)
         alike = [point, *(p for p in _ALIKE.get(how, ()) if p != point)]

@@ -1,6 +1,6 @@
 """Every operation of the forward pass, on one rank, from what this rank had before it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 
@@ -118,11 +118,24 @@ class Operations:
     def keys(self, number: int, name: str, rank: int, heads: Sequence[int]) -> torch.Tensor:
         """``k_rope`` or ``v`` of a sequence as this rank had computed them, ``[positions, heads, head_dim]``; those
         that no call computed are Hugging Face's: the engine took them out of a cache in which they never were."""
+        return self._keys(number, name, self.parts_of(name, rank, heads), heads)
+
+    def _keys(self, number: int, name: str, computed: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         rows = self.key_rows[number]
-        found, lost = self.parts_of(name, rank, heads)[rows.clamp(min=0)], rows < 0
+        found, lost = computed[rows.clamp(min=0)], rows < 0
         if lost.any():
             found[lost] = self._hf_points(number)[name][:len(rows)][lost][:, list(heads)].to(self.dtype)
         return found
+
+    def sequences(self, at: str, rank: int, heads: Sequence[int]
+                  ) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
+        """Each sequence that was computed: its number, its rows, its ``k_rope`` and its ``v`` as :meth:`keys` has them.
+        """
+        names = at + "k_rope", at + "v"
+        computed = [self.parts_of(name, rank, heads) for name in names]
+        for number in range(len(self.recording.ids)):
+            if (rows := self.rows_of(number)).stop > rows.start:
+                yield number, rows, *(self._keys(number, name, x, heads) for name, x in zip(names, computed))
 
     def _attn(self, at: str, rank: int) -> torch.Tensor:
         heads, group = self.indices(at + "attn", rank), self.config.num_heads // self.config.num_kv_heads
@@ -131,11 +144,9 @@ class Operations:
         held = sorted(set(read))
         copies = [held.index(head) for head in read]
         out = torch.empty_like(q)
-        for number, rows in ((number, self.rows_of(number)) for number in range(len(self.recording.ids))):
-            k, v = (self.keys(number, at + name, rank, held)[:, copies] for name in ("k_rope", "v"))
+        for _, rows, k, v in self.sequences(at, rank, held):
             visible = torch.arange(len(k))[None] <= self.positions[rows][:, None]
-            if len(k):
-                out[rows] = attend(q[rows], k, v, visible, self.config.head_dim ** -0.5)
+            out[rows] = attend(q[rows], k[:, copies], v[:, copies], visible, self.config.head_dim ** -0.5)
         return out
 
     # The two row-parallel layers.

@@ -2,7 +2,7 @@
 
 A rank computes on one thread, in numpy's BLAS too: torch has a function for that (``torch.set_num_threads``), OpenBLAS
 reads the environment once, when it is loaded. And what the imports make stays, so nobody looks for garbage meanwhile:
-that alone would take a quarter of their time. `tplab.pool.preload`, loaded last, ends that.
+that alone takes a fifth of their time. `tplab.pool.preload`, loaded last, ends that.
 """
 
 import gc

@@ -79,11 +79,8 @@ class OnRank:
     def sequences(self) -> Iterator[Attended]:
         """What attention has, sequence by sequence."""
         frame, q, every = self.frame, self("q_rope"), range(self.case.config.num_kv_heads)
-        for number in range(len(frame.recording.ids)):
-            rows = frame.rows_of(number)
-            if rows.stop > rows.start:
-                k, v = (frame.keys(number, self._full(name), self.rank, every) for name in ("k_rope", "v"))
-                yield Attended(frame.positions[rows], self.case.num_keys(number), q[rows], k, v)
+        for number, rows, k, v in frame.sequences(self._full(""), self.rank, every):
+            yield Attended(frame.positions[rows], self.case.num_keys(number), q[rows], k, v)
 
 
 class _Altered(LocalFrame):
