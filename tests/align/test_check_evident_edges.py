@@ -8,6 +8,8 @@ import torch
 from tplab.align.arithmetic import rms_norm
 from tplab.align.check import evident
 from tplab.align.check.evident import _equals, _is_row_parallel, _role
+from tplab.align.check.names import EVIDENT
+from tplab.align.check.sources import Source
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 WHOLE = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
@@ -37,6 +39,7 @@ def _lost(out):
     ("norm", [WHOLE, None], {}, True), ("norm", [None, None], {}, False),
     ("layers.0.o_partial", [WHOLE - 1, torch.ones(3, 6)], {}, True), ("layers.0.o_partial", [WHOLE, WHOLE], {}, False),
     ("layers.0.o_partial", [WHOLE, None], {}, False),  # of one rank of two nobody can say it
+    ("layers.0.o_partial", [WHOLE - 1, torch.ones(3, 6), None], {"size": 3}, False),
     ("layers.0.o_partial", [WHOLE], {"size": 1}, False), ("layers.0.o_partial", [WHOLE, "lost"], {}, False),
     ("layers.0.o_partial", [WHOLE[:, :3], WHOLE[:, 3:]], {}, False),
     ("layers.0.q", [WHOLE, WHOLE], {}, True), ("layers.0.q", [WHOLE, WHOLE], {"votes": (0,)}, False),
@@ -114,3 +117,69 @@ def role(y, x=X, layer="layers.1.", votes=(), labels=(), row=None, monkeypatch=N
     (X, {"row": "o", "x": WHOLE}, "o"), (X, {"row": "down"}, "down"), (WHOLE, {"row": "o"}, None), (None, {}, None)])
 def test_what_a_module_does(y, more, found, monkeypatch):
     assert role(y, monkeypatch=monkeypatch, **more) == found
+
+
+# What is learnt of all of them.
+
+class Unclaimed:
+    """Sources that nobody claimed; what was claimed is not unclaimed any more."""
+
+    def __init__(self, *sources):
+        self.sources, self.claimed = [Source(*source, EVIDENT, order) for order, source in enumerate(sources)], []
+
+    def unclaimed(self):
+        roles = self.claimed[-1].get("roles", {}) if self.claimed else {}
+        return [source for source in self.sources if source.pattern[0] not in roles]
+
+    def claim(self, **given):
+        self.claimed.append({key: dict(value) for key, value in given.items()})
+
+
+def learnt(monkeypatch, *sources, roles=None, points=None):
+    """``roles``: by a module's name; ``points``: by a source's name."""
+    found, seen = Unclaimed(*sources), []
+    monkeypatch.setattr(evident, "_role", lambda _, shares, entering, leaving: seen.append(
+        (entering and entering.path, leaving.name)) or (roles or {}).get(leaving.name))
+    monkeypatch.setattr(evident, "_equals", lambda _, shares, source, name: (points or {}).get(source.name) == name)
+    return evident.learn(found, None), found.claimed, seen
+
+
+def both(*names):
+    return [(name, kind, path) for name in names for kind, path in (("in", "0"), ("in", "1"), ("out", ""))]
+
+
+def test_of_each_pattern_the_first_layers_module_is_asked_with_its_first_input(monkeypatch):
+    found, claimed, seen = learnt(monkeypatch, *both("h.0.mix", "h.1.mix"), ("h.0.silent", "in", "0"),
+                                  ("h.0.source", "out", ""), roles={"h.0.mix": "q"})
+    assert seen == [("0", "h.0.mix"), (None, "h.0.source")], "what gives nothing is not asked"
+    assert found == {"h.{i}.mix": "known by what it does: q"} and claimed == [{"roles": {"h.{i}.mix": "q"}}]
+
+
+@pytest.mark.parametrize("roles, learnt_so", [
+    (["input_norm", "post_norm"], ["input_norm", "post_norm"]),
+    (["post_norm", "input_norm"], ["input_norm", "post_norm"]),  # with each other's weights: a bug, which is to be seen
+    (["input_norm", "input_norm"], ["input_norm", "input_norm"]), (["post_norm", "q"], ["post_norm", "q"])])
+def test_norms_stand_in_their_order_whatever_their_weights(monkeypatch, roles, learnt_so):
+    _, claimed, _ = learnt(monkeypatch, *both("h.0.zeta", "h.0.alpha"), roles=dict(zip(("h.0.zeta", "h.0.alpha"),
+                                                                                        roles)))
+    assert claimed == [{"roles": dict(zip(("h.{i}.zeta", "h.{i}.alpha"), learnt_so))}]
+
+
+def test_what_no_module_is_known_by_is_held_against_hugging_faces_points(monkeypatch):
+    found, claimed, _ = learnt(monkeypatch, *both("h.0.mix"), ("h.0.t", "tensor", ""), ("h.1.t", "tensor", ""),
+                               ("last", "tensor", ""), ("n", "tensor", ""), ("e", "tensor", ""), ("x", "tensor", ""),
+                               roles={"h.0.mix": "q"}, points={"h.0.t": "layers.0.attn", "h.1.t": "layers.1.v",
+                                                               "last": "logits", "n": "norm", "e": "embed"})
+    points = {("h.{i}.t", "tensor", ""): "layers.{i}.attn", ("last", "tensor", ""): "logits",
+              ("n", "tensor", ""): "norm", ("e", "tensor", ""): "embed"}
+    assert claimed == [{"roles": {"h.{i}.mix": "q"}}, {"roles": {"h.{i}.mix": "q"}, "points": points}]
+    assert found[("h.{i}.t", "tensor", "")] == "equals Hugging Face's layers.{i}.attn" and len(found) == 5
+
+
+def test_tables_and_masks_of_known_modules_are_no_points_but_tensors_by_hand_may_be(monkeypatch):
+    sources = (("layers.0.mlp", "in", "mask"), ("layers.0.self_attn.q_proj", "tensor", ""), ("thing", "out", ""))
+    found, _, seen = learnt(monkeypatch, *sources, points={"layers.0.mlp": "layers.0.up", "thing": "norm",
+                                                           "layers.0.self_attn.q_proj": "layers.0.k"})
+    assert set(found) == {("layers.{i}.self_attn.q_proj", "tensor", ""), ("thing", "out", "")}
+    assert seen == [(None, "thing")]
+    assert learnt(monkeypatch, ("thing", "out", "")) == ({}, [], [(None, "thing")]), "nothing found, nothing claimed"

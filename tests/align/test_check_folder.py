@@ -63,6 +63,22 @@ def test_a_module_is_left_with_all_that_was_entered_within_it(folder):
     assert (call.status, call.last, call.inside) == ("cut off", "c", "a")
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_a_header_that_was_written_before_the_end_is_held_against_the_journal(folder, written):
+    """The process may die between a file's header and the call's last line; what the header says must be right then."""
+    path, lines = folder / "rank0" / "call1.safetensors", lines_of(folder)
+    label, about = "z tensor  0", dict(dtype="F32", shape=[4], data_offsets=[0, 16 if written else 8])
+    header = json.dumps({label: about, "later": dict(dtype="F32", shape=[0], data_offsets=[16, 16])}).encode()
+    room = next(line["room"] for line in lines if line.get("file") == path.name)
+    with open(path, "r+b") as file:
+        file.write(room.to_bytes(8, "little") + header.ljust(room))
+    if written:
+        assert read_recorded(folder).ranks[0].calls[1].entries[0].tensor().tolist() == [0] * 4
+    else:
+        with pytest.raises(RecordingError, match="header and journal disagree about 'z tensor  0'"):
+            read_recorded(folder)
+
+
 def test_every_prefix_of_a_journal_is_readable(folder):
     # The process may die between any two writes; the tensors' files then hold more than the journal says.
     path = folder / "rank1" / MANIFEST
