@@ -61,6 +61,19 @@ def test_a_module_is_left_with_all_that_was_entered_within_it(folder):
     write_lines(folder, lines_of(folder) + [dict(event=event, name=name) for event, name in events])
     call = read_recorded(folder).ranks[0].calls[-1]
     assert (call.status, call.last, call.inside) == ("cut off", "c", "a")
+    write_lines(folder, lines_of(folder) + [dict(event="enter", name=name) for name in "de"])
+    assert read_recorded(folder).ranks[0].calls[-1].inside == "e", "the innermost one"
+
+
+def test_a_call_that_failed_has_ended_and_is_held_against_its_files(tmp_path):
+    with pytest.raises(ValueError), record(tmp_path, rank=0, world_size=1) as rec:
+        rec.tensor("x", torch.ones(2))
+        raise ValueError("no")
+    assert read_recorded(tmp_path).ranks[0].calls[0].status == "failed: ValueError: no"
+    with open(tmp_path / "rank0" / CALL, "ab") as file:
+        file.write(b"more")
+    with pytest.raises(RecordingError, match="bytes; its journal says"):
+        read_recorded(tmp_path)
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -210,6 +223,8 @@ DAMAGES = {
     "event no text": (insert(event=["call"]), r"an event \['call'\] cannot come here"),
     "call twice": (insert(event="call", call=0), "call 0 cannot begin here; 0 calls have ended"),
     "call out of turn": (change("call", call=1), "call 1 cannot begin here; 0 calls have ended"),
+    "tensor not yet there": (change("tensor", key=1), "there are 0 tensors in parameters.safetensors yet, so none has the "
+                             "number 1"),
     "call no number": (change("call", call="0"), "call is '0', not a whole number"),
     "call true": (change("call", call=False), "call is False, not a whole number"),
     "tensor before any call": (raw(json.dumps(TENSOR).encode() + b"\n", 115), "no call has begun|is not readable"),

@@ -5,7 +5,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from tplab.align.check.fused import Fused, _by_label, _by_size, _in_order
+from tplab.align.check.fused import Fused, _by_label, _by_size, _in_order, columns_in, heads_in
 from tplab.align.check.layouts import Layout
 from tplab.align.check.place import _Placing
 from tplab.align.check.shares import Shares
@@ -25,6 +25,13 @@ def gate_up(total=5, planned=(3, 2)):
     shares = Some(totals={"mlp": total}, size=len(planned),
                   planned={"mlp": [tuple(range(at, at + n)) for at, n in zip(starts, planned)]})
     return Fused(shares, "gate_up", ("gate", "up"), 1, "post_norm", "mlp_act")
+
+
+def test_what_stands_before_and_behind_a_fused_output():
+    shares = Some(config=Some(head_dim=6), totals={"q": 4, "k": 2, "v": 2, "mlp": 5})
+    assert [(one.name, [*one.sections], one.dim, one.before, one.after) for one in (heads_in(shares), columns_in(
+        shares))] == [("qkv", ["q", "k", "v"], 6, "input_norm", "attn"), ("gate_up", ["gate", "up"], 1, "post_norm",
+                                                                         "mlp_act")]
 
 
 def test_labels_number_all_items_of_all_parts():

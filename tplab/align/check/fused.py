@@ -117,11 +117,10 @@ def _by_label(labels: Indices, fused: Fused) -> dict[str, list[int]] | None:
 
 
 def _by_size(width: int, fused: Fused, rank: int) -> dict[str, list[int]] | None:
-    """The cut of ``[q|k|v]`` that the plan's rule gives, or that of all heads, or two equal halves."""
-    sizes = [[len(fused.shares.planned[group][rank]) * fused.dim for group in fused.groups.values()],
-             [len(section) * fused.dim for section in fused.sections.values()]]
-    if len(fused.sections) == 2 and width % 2 == 0:
-        sizes.append([width // 2] * 2)
+    """The cut of ``[q|k|v]`` that the plan's rule gives, or that of all heads; of two alike, equal halves."""
+    sizes = [[width // 2] * 2] if len(fused.sections) == 2 else [
+        [len(fused.shares.planned[group][rank]) * fused.dim for group in fused.groups.values()],
+        [len(section) * fused.dim for section in fused.sections.values()]]
     for cut in sizes:
         if sum(cut) == width:
             starts = [sum(cut[:i]) for i in range(len(cut))]

@@ -118,9 +118,9 @@ def role_of(layer: int | None, rest: str) -> str | None:
 
 
 def visits(entries) -> list[Visit]:
-    """A call's entries, module run by module run; tensors recorded by hand are not among them."""
+    """A call's entries, in their order, module run by module run; tensors recorded by hand are not among them."""
     found: dict[tuple[str, int], Visit] = {}
-    for entry in sorted(entries, key=lambda e: e.order):
+    for entry in entries:
         if entry.kind != "tensor":
             visit = found.setdefault((entry.name, entry.nth), Visit(entry.name, entry.nth))
             (visit.ins if entry.kind == "in" else visit.outs).append(entry)
