@@ -223,8 +223,7 @@ DAMAGES = {
     "event no text": (insert(event=["call"]), r"an event \['call'\] cannot come here"),
     "call twice": (insert(event="call", call=0), "call 0 cannot begin here; 0 calls have ended"),
     "call out of turn": (change("call", call=1), "call 1 cannot begin here; 0 calls have ended"),
-    "tensor not yet there": (change("tensor", key=1), "there are 0 tensors in parameters.safetensors yet, so none has the "
-                             "number 1"),
+    "tensor not yet there": (change("tensor", key=1), "there are 0 tensors in parameters.safetensors yet, so none has"),
     "call no number": (change("call", call="0"), "call is '0', not a whole number"),
     "call true": (change("call", call=False), "call is False, not a whole number"),
     "tensor before any call": (raw(json.dumps(TENSOR).encode() + b"\n", 115), "no call has begun|is not readable"),
