@@ -18,8 +18,9 @@ from tplab.align.check.names import (
     place_of,
     role_of,
 )
-from tplab.align.check.overrides import overridden
+from tplab.align.check.overrides import check_names, overridden
 from tplab.align.check.sources import shared_modules
+from tplab.align.recording import PlacementError
 
 
 @pytest.mark.parametrize("name, layer, rest, pattern", [
@@ -126,6 +127,11 @@ def test_claims_of_a_module(entries, found):
     assert claimed(entries) == found
 
 
+def test_a_root_as_wide_as_the_vocabulary_gives_logits():
+    sizes = Sizes(8, 4, 8, 2, False)
+    assert [claim.point for claim in claims(run("", [((3,), torch.long)], [X]), sizes, {}, {}, {}, {})] == ["logits"]
+
+
 def test_norms_of_q_and_k_stand_before_the_rotation():
     assert claimed(run("layers.1.q_norm", [HEADS], [HEADS]), True) == [
         ("layers.1.q", "in 0", DIRECT), ("layers.1.q_norm", "out 0", PRODUCER)]
@@ -197,3 +203,10 @@ def test_the_first_pattern_that_fits_counts():
     entry = Some(name="a.7.b", kind="out", path="")
     assert overridden(entry, {"a.*": "", "a.{i}.b": "layers.{i}.q"}) == ""
     assert overridden(entry, {"a.{i}.b": "layers.{i}.q", "a.*": ""}) == "layers.7.q"
+    assert overridden(Some(name="a.127.b", kind="out", path=""), {"a.{i}.b": "layers.{i}.q"}) == "layers.127.q"
+
+
+@pytest.mark.parametrize("pattern, point", [("{i}.{i}.q", "q"), ("a.{i}.{i}", ""), ("a.b", "q"), ("a.{i}", "norm")])
+def test_a_pattern_has_its_layer_once_or_not_at_all(pattern, point):
+    with pytest.raises(PlacementError, match=r"so '.*' must hold \{i\} (once|nowhere)"):
+        check_names({pattern: point}, {"a.1", "1.1.q", "a.b"})

@@ -9,7 +9,7 @@ from helpers.faults import prompts
 from helpers.recorded import record_lab
 
 from tplab.align import check
-from tplab.align.check.notes import call_notes, once
+from tplab.align.check.notes import Tables, call_notes, once
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import Patch
 from tplab.ranks import RankError
@@ -47,6 +47,8 @@ SIZE = "RuntimeError: The size of tensor a: 4"
     ([f"layers.{i}.rotary: {SIZE}" for i in range(5)], "done", [f"layers.{{i}}.rotary: {SIZE} (layers 0–4)"]),
     (["b.rotary: E: x", "layers.1.b: E: x", "layers.1.b: E: y"], "done",
      ["b.rotary, layers.1.b: E: x", "layers.1.b: E: y"]),
+    (["layers.10.b: E: x", "layers.1: E: x"], "done", ["layers.{i}.b, layers.{i}: E: x (layers 1, 10)"]),
+    (["layers.1.b: E: x", "layers.1: E: x", "layers.1.b: E: x"], "done", ["layers.1.b: E: x"]),
 ])
 def test_an_error_that_was_swallowed_is_said_once_and_where_it_began(raised, status, notes):
     assert call_notes([rank(0, raised, status), rank(1, raised, status)]) == [f"ranks 0–1, call 0: {x}" for x in notes]
@@ -64,6 +66,23 @@ def test_cos_and_sin_are_known_by_their_numbers(ckpt, tmp_path, dtype):
         "layers.{i}’s input 2 (layers 0–1); layers.{i}.self_attn’s input 1 (layers 0–1); layers.{i}.self_attn’s "
         "input 2 (layers 0–1)"]
     assert len(report.recording.unplaced) == 1 and "mlp.act’s output" in report.recording.unplaced[0]
+
+
+@pytest.mark.parametrize("rows, wide, off, known", [
+    (range(3), 6, 0, True), (range(3), 3, 0, True), (range(3), 12, 0, False), (range(3), 6, 2 ** -8, True),
+    (range(3), 6, 2 ** -6, False), ([0], 6, 0, False), ([4, 4], 6, 0, False)])  # at one position it could be anything
+def test_tables_are_hugging_faces_at_the_recorded_positions(ckpt, rows, wide, off, known):
+    config = SimpleNamespace(head_dim=6, hf=ckpt.config.hf)
+    tables = Tables(SimpleNamespace(places=[(0, row) for row in rows], complete=lambda source: [1, 2], rows=lambda *_: (
+        held)), config)
+    frequencies = 10000.0 ** (-torch.arange(0, 6, 2) / 6)
+    tables._rotary = lambda x, positions, parts: [
+        table(positions[:, None] * frequencies.repeat(2)[None])[None] for table in (torch.cos, torch.sin)]
+    for table in (torch.cos, torch.sin):
+        held = table(torch.tensor(list(rows))[:, None] * frequencies.repeat(4)[None, :wide]) + off
+        assert tables.known(SimpleNamespace(name="model.thing", path="0")) is known
+        assert tables.known(SimpleNamespace(name="model.rotary_emb", path="0")), "by its name"
+        assert tables.known(SimpleNamespace(name="model.thing", path="position_embeddings.1"))
 
 
 def test_a_failure_stands_once_in_a_report(ckpt, tmp_path):

@@ -5,7 +5,10 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.recorded import record_lab
 
+from tplab.align import check
 from tplab.align.check import evidence, parameters
 from tplab.align.check.evidence import Evidence, Reference
 from tplab.align.check.sources import SAMPLE
@@ -14,6 +17,7 @@ from tplab.align.diagnose.case import Diagnosis
 from tplab.align.guilty import LocalDiff
 from tplab.align.recording import Parameter
 from tplab.align.report import PointDiff
+from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -183,3 +187,14 @@ def test_the_table_for_the_terminal_shows_all_of_the_first_guilty_layer():
                                            "layers.1.output", "norm"]
     assert lines[3] == ["layers.1.attn", "5.0e-01", "2.5e-01", "0", "guilty"] and lines[5][-1] == "inherits"
     assert [line[0] for line in shown("norm")] == ends, "the ends of the model belong to no layer"
+
+
+# The door.
+
+def test_what_a_person_says_of_names_reaches_the_placing(tmp_path):
+    """The embedding is said to be the last norm, which it is not."""
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", "llama"))
+    folder = record_lab(tmp_path / "run", ckpt, [[1, 2, 3]], tp=1)
+    assert check(folder, ckpt).verdict == check(folder, str(tmp_path / "m"), names={}).verdict == "clean"
+    report = check(folder, ckpt, names={"embed_tokens": "norm", "norm": "", "lm_head:in": ""})
+    assert report.guilty[0] == "norm" and report.recording.assumed["norm"].startswith("from embed_tokens")

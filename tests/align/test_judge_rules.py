@@ -27,14 +27,16 @@ def judged(monkeypatch, off=None, *, dtype=F32, places=PLACES, keys=(3, 3, 3, 2,
             asked.append(dtype)
 
         def pop(self, name):
-            return torch.ones(len(places), 4, dtype=F64) * (1 - self.more)
+            columns = torch.arange(1.0, 5) if name == "layers.0.q" else torch.ones(4)
+            return (columns * (1 - self.more)).to(F64).repeat(len(places), 1)
 
     def local_diffs(recording, ckpt, plan):
         asked.append("local")
         return {name: LocalDiff(name, 1.0, 0, 0.1, (0,) if name in guilty else ()) for name in NAMES}
     monkeypatch.setattr(judging, "_Reference", Reference)
     monkeypatch.setattr(judging, "local_diffs", local_diffs)
-    tensors = {name: torch.ones(len(places), 4, dtype=F64) + (off or {}).get(name, 0.0) for name in NAMES}
+    tensors = {name: (torch.arange(1.0, 5) if name == "layers.0.q" else torch.ones(4)).to(F64).repeat(len(places), 1)
+               + (off or {}).get(name, 0.0) for name in NAMES}
     recording = Recording(2, TEXTS, list(places), list(keys), list(places),
                           {name: shards(name, tensor) for name, tensor in tensors.items()}, dtype)
     report = judging.judge(recording, CKPT, None, **options)
@@ -87,6 +89,7 @@ def test_in_bfloat16_every_point_is_judged_by_its_own_inputs(monkeypatch):
 def test_a_point_that_is_off_behind_a_guilty_one_is_outside(monkeypatch):
     report, _ = judged(monkeypatch, {"norm": 0.5}, by_local=True, guilty=["layers.0.q"])
     assert [p.name for p in report.points if not p.inside] == ["layers.0.q", "norm"]
+    assert {"layers.0.q", "layers.0.output"} <= set(report.evidence), "of the layer that is broken by its own inputs"
     report, _ = judged(monkeypatch, {"norm": 0.5}, by_local=True)
     assert all(p.inside for p in report.points), "behind nothing that is guilty it is rounding that has grown"
 
@@ -95,12 +98,12 @@ def test_of_ranks_that_are_missing_nothing_is_compared(monkeypatch):
     def shards(name, tensor):
         if name != "layers.0.q":
             return [Shard(tensor, "replicated"), None]
-        tensor = tensor.clone()
-        tensor[:, 3] += 4  # the last one of rank 0's heads
+        tensor = torch.arange(1.0, 5).repeat(5, 1)
+        tensor[:, 3] += 0.5  # the last one of rank 0's heads
         return [Shard(tensor[:, [1, 3]], "q_heads", (1, 3)), None]
     report, _ = judged(monkeypatch, shards=shards)
-    assert report["layers.0.q"].max_abs == 4 and report["layers.0.q"].shape == (5, 2)
-    assert report.evidence.get("layers.0.q") is None or report.evidence["layers.0.q"].reference.shape == (5, 2)
+    assert report["layers.0.q"].max_abs == 0.5 and report["layers.0.q"].shape == (5, 2)
+    assert report.evidence["layers.0.q"].reference[0].tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("guilty, added", [((), True), (("layers.1.mlp_partial",), False)])

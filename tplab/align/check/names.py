@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from tplab.align.check.overrides import overridden
 from tplab.align.points import LAYER_POINTS
 
@@ -276,5 +274,5 @@ def _is_hidden(entry, sizes: Sizes) -> bool:
 
 
 def _headed(entries: list, sizes: Sizes) -> list:
-    """Those that can be heads: ``[…, heads * head_dim]`` or ``[…, heads, head_dim]``; masks and tables are none."""
-    return [e for e in entries if e.dtype != torch.bool and len(e.shape) >= 2 and e.shape[-1] % sizes.head_dim == 0]
+    """Of floating-point tensors, those that can be heads: ``[…, heads * head_dim]`` or ``[…, heads, head_dim]``."""
+    return [e for e in entries if len(e.shape) >= 2 and e.shape[-1] % sizes.head_dim == 0]
