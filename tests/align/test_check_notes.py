@@ -9,7 +9,8 @@ from helpers.faults import prompts
 from helpers.recorded import record_lab
 
 from tplab.align import check
-from tplab.align.check.notes import Tables, call_notes, once
+from tplab.align.check.evidence import Tables
+from tplab.align.check.notes import call_notes, once
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import Patch
 from tplab.ranks import RankError

@@ -9,7 +9,8 @@ from helpers.checkpoints import make_checkpoint
 from helpers.recorded import record_lab
 
 from tplab.align import check
-from tplab.align.check import evidence, parameters
+from tplab.align.check import evidence
+from tplab.align.check import weights as parameters
 from tplab.align.check.evidence import Evidence, Reference
 from tplab.align.check.sources import SAMPLE
 from tplab.align.check.verdict import CheckReport

@@ -30,11 +30,11 @@ def judged(monkeypatch, off=None, *, dtype=F32, places=PLACES, keys=(3, 3, 3, 2,
             columns = torch.arange(1.0, 5) if name == "layers.0.q" else torch.ones(4)
             return (columns * (1 - self.more)).to(F64).repeat(len(places), 1)
 
-    def local_diffs(recording, ckpt, plan):
+    def judge(recording, ckpt, plan):
         asked.append("local")
-        return {name: LocalDiff(name, 1.0, 0, 0.1, (0,) if name in guilty else ()) for name in NAMES}
+        return Some(diff=lambda name: LocalDiff(name, 1.0, 0, 0.1, (0,) if name in guilty else ()))
     monkeypatch.setattr(judging, "_Reference", Reference)
-    monkeypatch.setattr(judging, "local_diffs", local_diffs)
+    monkeypatch.setattr(judging, "Judge", judge)
     tensors = {name: (torch.arange(1.0, 5) if name == "layers.0.q" else torch.ones(4)).to(F64).repeat(len(places), 1)
                + (off or {}).get(name, 0.0) for name in NAMES}
     recording = Recording(2, TEXTS, list(places), list(keys), list(places),
