@@ -96,8 +96,9 @@ def test_a_forward_pass_without_a_cache_reads_in_runs_too():
     q, k, v = (torch.randn(230, 3, HEAD_DIM, dtype=torch.float64) for _ in range(3))
     ours = paged_attention(None, NoCache([150, 80]), q, k, v, SHARDS["own"])
     for rows in (slice(0, 150), slice(150, 230)):
+        tokens = rows.stop - rows.start
         whole = attend(*(t[rows].transpose(0, 1)[None] for t in (q, k, v)),
-                       causal_mask(torch.arange(rows.stop - rows.start)[None], rows.stop - rows.start), HEAD_DIM ** -0.5)
+                       causal_mask(torch.arange(tokens)[None], tokens), HEAD_DIM ** -0.5)
         assert torch.equal(ours[rows], whole[0].transpose(0, 1))
     assert max(mask.shape[2] for *_, mask in NoCache([150, 80]).batches(0, k, v)) == RUN
 
