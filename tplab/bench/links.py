@@ -21,7 +21,8 @@ class Link(NamedTuple):
     """How ranks meet.
 
     Attributes:
-        latency: seconds of an all-reduce of a few bytes over eight ranks.
+        latency: seconds of an all-reduce of a few bytes over eight ranks; fewer are given the same, which is a little
+            too much.
         bytes_per_second: that each rank sends while it receives as much.
         source: where the two numbers are from; what is an assumption says so.
     """

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tplab.bench.steps import decode_seconds
 from tplab.cache import PagedKVCache, Segment
 from tplab.checkpoint.random_weights import write_random
 from tplab.llm.llm import LLM
-from tplab.llm.sampling_params import SamplingParams
 from tplab.model.attention import TensorParallelAttention
 from tplab.pool import RankPool, available_cores
 from tplab.product import empty_weight, linear, pack
@@ -164,17 +164,8 @@ def _python(pool: RankPool, dtype: torch.dtype) -> dict[tuple[int, int], float]:
             tiny = write_random(Path(folder, str(layers)), num_hidden_layers=layers, **TINY)
             with LLM(str(tiny), pool.size, dtype, pool=pool, enable_prefix_caching=False) as llm:
                 for sequences in SEQUENCES:
-                    found[layers, sequences] = min(_decode_step(llm, sequences) for _ in range(4))
+                    found[layers, sequences] = min(decode_seconds(llm, sequences, 3) for _ in range(4))
     return found
-
-
-def _decode_step(llm: LLM, sequences: int, tokens: int = 24) -> float:
-    """Seconds per step while so many sequences decode."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    begin = time.perf_counter()
-    outputs = llm.generate([[1, 2, 3]] * sequences, params, use_tqdm=False)
-    total = time.perf_counter() - begin
-    return (total - max(output.metrics.time_to_first_token for output in outputs)) / (tokens - 1)
 
 
 def _reduce(size: int) -> float:

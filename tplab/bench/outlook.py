@@ -1,6 +1,6 @@
 """``python -m tplab plan``: what a model would need on so many ranks, and how fast it would be, here and elsewhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import psutil
 import torch
@@ -9,6 +9,7 @@ from tplab.bench.amounts import Part, kv_bytes, parameter_bytes
 from tplab.bench.cost import step_cost
 from tplab.bench.links import LINKS, MEMORY_BYTES, linked_machine
 from tplab.bench.machine import Machine, measure_machine
+from tplab.bench.shapes import shape_config
 from tplab.engine.config import longest_sequence
 from tplab.shard import ShardPlan
 
@@ -29,7 +30,7 @@ def memory_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
 def speed_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
     """A table: tokens per second on this machine, which is measured now, and on accelerators behind each link."""
     tp = plan.tensor_parallel_size
-    yield _row(f"predicted, {tp} rank{'s' * (tp > 1)}", "decode", f"{SEQUENCES} sequences", f"prompt of {PROMPT}",
+    yield _row(f"predicted, {_ranks(tp)}", "decode", f"{SEQUENCES} sequences", f"prompt of {PROMPT}",
                "a step spends meeting")
     each = [parameter_bytes(config, shard, dtype) for shard in plan.ranks]
     memory = psutil.virtual_memory().total
@@ -48,6 +49,24 @@ def speed_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
         yield f"  {name}: {link.source}"
 
 
+def link_rows(names: Iterable[str], sizes: Iterable[int], dtype: torch.dtype) -> list[dict[str, str]]:
+    """For a table: tokens per second of one sequence, and in brackets how much of a step is spent meeting."""
+    rows = []
+    for name in names:
+        config = shape_config(name)
+        for link in LINKS:
+            row = {"model": name, "link": link}
+            for tp in sizes:
+                plan = ShardPlan.from_config(config, tp)
+                if max(parameter_bytes(config, shard, dtype) for shard in plan.ranks) > MEMORY_BYTES:
+                    row[_ranks(tp)] = "no room"
+                else:
+                    cost = step_cost(config, plan, [Part(CONTEXT, 1)], 1, dtype, linked_machine(link, tp, dtype))
+                    row[_ranks(tp)] = f"{1 / cost.total:.0f} ({cost.meetings / cost.total:.0%})"
+            rows.append(row)
+    return rows
+
+
 def _speeds(config, plan: ShardPlan, dtype: torch.dtype, machine: Machine) -> str:
     # A model for short sequences is asked for those.
     longest = longest_sequence(config)
@@ -61,6 +80,10 @@ def _speeds(config, plan: ShardPlan, dtype: torch.dtype, machine: Machine) -> st
 def _row(*cells: str) -> str:
     first, *others = cells
     return f"{first:{_WIDTHS[0]}}" + "".join(f"{cell:>{width}}" for cell, width in zip(others, _WIDTHS[1:]))
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _size(count: float) -> str:

@@ -12,13 +12,14 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "mask_figure": ".figures.masks", "heads_figure": ".figures.heads", "confusion_figure": ".figures.confusion",
           "op_logs": ".figures.oplogs",
           "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
-          "format_bytes": ".figures.collective_cost", "plan_figure": ".drawings.shards",
+          "format_bytes": ".figures.collective_cost", "roofline_figure": ".figures.roofline",
+          "plan_figure": ".drawings.shards",
           "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",
           "column_row_figure": ".drawings.linears",
           "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
           "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
-          "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "top_tokens": ".tables",
-          "record": ".recording", "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases",
+          "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "folded": ".tables",
+          "top_tokens": ".tables", "record": ".recording", "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases",
           "ShowError": ".phrases"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -60,6 +60,25 @@ def table(rows, index: str | None = None) -> Table:
     return Table(frame.set_index(index) if index else frame)
 
 
+class Folded(Table):
+    """A table behind a line that opens it: for numbers that only some readers want."""
+
+    def __init__(self, summary: str, frame):
+        super().__init__(frame)
+        self.summary = summary
+
+    def _html(self) -> str:
+        return f"<details><summary>{escape(self.summary)}</summary>{super()._html()}</details>"
+
+
+def folded(summary: str, rows, index: str | None = None) -> Folded:
+    """:func:`table`, folded away behind ``summary``.
+
+        >>> show.folded("What was measured here", rows, index="ranks")
+    """
+    return Folded(summary, table(rows, index).frame)
+
+
 def layer_table(report, layer: int | None = None) -> Table:
     """Every point's difference from Hugging Face in orders of magnitude; what is outside the floor is marked.
 

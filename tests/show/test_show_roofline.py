@@ -1,0 +1,36 @@
+"""The roofline: points where they belong, roofs with a slope and a ceiling, words without a number of the machine."""
+
+import numpy as np
+import pytest
+
+from tplab import show
+
+POINTS, ROOFS = {"decode": (0.5, 4e9), "prompt": (200.0, 9e10)}, {"1 rank": (1e10, 1e11)}
+
+
+def test_a_roof_is_a_slope_and_then_a_ceiling():
+    ax = show.roofline_figure(POINTS, ROOFS).axes[0]
+    roof, decode, prompt = ax.get_lines()
+    x, y = roof.get_xdata(), roof.get_ydata()
+    assert np.allclose(y, np.minimum(1e10 * x, 1e11)) and x[0] < 0.5 and x[-1] > 200
+    assert decode.get_xydata().tolist() == [[0.5, 4e9]]
+    assert prompt.get_xydata().tolist() == [[200.0, 9e10]]
+
+
+def test_the_words_are_the_same_on_another_machine():
+    faster = {label: (x, 9 * y) for label, (x, y) in POINTS.items()}
+    words = {show.roofline_figure(points, {"1 rank": roof}).alt_text
+             for points, roof in ((POINTS, (1e10, 1e11)), (faster, (2e10, 3e11)))}
+    assert len(words) == 1 and "Points: decode, prompt." in words.pop()
+
+
+@pytest.mark.parametrize("points, roofs", [({}, ROOFS), (POINTS, {}), ({"a": (0.0, 1.0)}, ROOFS)])
+def test_what_cannot_be_drawn_on_log_axes_is_refused(points, roofs):
+    with pytest.raises(show.ShowError, match="above 0"):
+        show.roofline_figure(points, roofs)
+
+
+def test_a_folded_table_opens_with_its_summary():
+    bundle = show.folded("What <was> seen", [{"a": 1, "b": 2}], index="a")._repr_mimebundle_()
+    assert bundle["text/html"].startswith("<details><summary>What &lt;was&gt; seen</summary><table>")
+    assert bundle["text/plain"] == str(show.table([{"a": 1, "b": 2}], index="a"))

@@ -1,0 +1,63 @@
+"""Steps of the engine by the clock: one sequence decodes, sixteen do, a prompt is read."""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tplab.bench.amounts import Part
+from tplab.engine.config import longest_sequence
+from tplab.llm.llm import LLM
+from tplab.llm.sampling_params import SamplingParams
+
+CONTEXT, SEQUENCES, PROMPT, TOKENS = 64, 16, 256, 24
+
+
+def step_kinds(config) -> dict[str, list[Part]]:
+    """The steps that are counted, predicted and timed side by side, as :mod:`tplab.bench.amounts` takes them."""
+    return {"decode": [Part(CONTEXT, 1)], f"{SEQUENCES} sequences": [Part(CONTEXT, 1)] * SEQUENCES,
+            "prompt": [Part(0, min(PROMPT, longest_sequence(config) // 2))]}
+
+
+def time_steps(llm: LLM, repeats: int = 3) -> dict[str, float]:
+    """``{kind: seconds of a step}`` of :func:`step_kinds`: the median, after one run that warms up."""
+    found = {}
+    for kind, parts in step_kinds(llm.checkpoint.config).items():
+        times = [prompt_seconds(llm, parts[0].count) if kind == "prompt"
+                 else decode_seconds(llm, len(parts), CONTEXT - TOKENS // 2) for _ in range(1 + repeats)]
+        found[kind] = statistics.median(times[1:])
+    return found
+
+
+def decode_seconds(llm: LLM, sequences: int, context: int) -> float:
+    """Seconds per step while so many sequences decode behind prompts of ``context`` tokens."""
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    begin = time.perf_counter()
+    outputs = llm.generate([[2 + number] * context for number in range(sequences)], params, use_tqdm=False)
+    total = time.perf_counter() - begin
+    return (total - max(output.metrics.time_to_first_token for output in outputs)) / (TOKENS - 1)
+
+
+def prompt_seconds(llm: LLM, length: int) -> float:
+    """Seconds until a prompt of ``length`` tokens has its first token."""
+    begin = time.perf_counter()
+    llm.generate([[2] * length], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+_SPIN = "import os; parent = os.getppid(); print(flush=True)\nwhile os.getppid() == parent: sum(range(10000))"
+
+
+@contextmanager
+def busy_process() -> Iterator[int]:
+    """One more process that always wants a core, as long as the context lasts; gives its number."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", _SPIN], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()  # it is at work
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
