@@ -302,7 +302,7 @@ def test_bench_hands_over_what_was_asked_for(capsys, monkeypatch, tmp_path):
     line = f"bench prefill --model m --tp 3 --rounds 7 --dtype bfloat16 --json {tmp_path}/t.json"
     assert run(line, capsys)[0] == 0
     written = json.loads((tmp_path / "t.json").read_text())
-    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16"}
+    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16", "vllm": None, "busy": False}
 
 
 def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
@@ -319,12 +319,13 @@ def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
 
 NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
 DEFAULTS = {
-    "plan m": {"model": "m", "tp": 2, "dtype": "float32"}, "fetch m": {"model": "m"},
+    "fetch m": {"model": "m"}, "plan m": {"model": "m", "tp": 2, "dtype": "float32"},
     "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "save": None, **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,
                               "seed": None, **NUMBERS},
-    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, **NUMBERS},
+    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "busy": False, "picture": None,
+              **NUMBERS},
 }
 
 

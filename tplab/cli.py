@@ -12,7 +12,7 @@ import textwrap
 
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
-from tplab.lab import museum
+from tplab.lab import bench_command, museum
 
 MODEL = "fable, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -111,14 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
 
-    one = command("bench", bench, "Measure against Hugging Face, alternately, in one run.", model=False)
-    one.add_argument("kind", nargs="?", default="decode", metavar="KIND",
-                     help="decode, prefill, batch or load (decode)")
-    one.add_argument("--model", default="smollm2", metavar="MODEL",
-                     help=f"{MODEL}; or random-qwen2.5-0.5b, that shape with random weights (smollm2)")
-    one.add_argument("--rounds", type=int, default=5, metavar="R", help="5 or more (5)")
-    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
-    one.add_argument("--json", metavar="FILE", help="write the table")
+    one = command("bench", bench, "Measure against Hugging Face and vLLM, alternately, in one run.", model=False)
+    bench_command.add_options(one, MODEL)
     return parser
 
 
@@ -230,15 +224,7 @@ def generate(chosen) -> int:
 
 
 def bench(chosen) -> int:
-    _check_writable(chosen.json)
-    import json
-
-    from tplab.bench import bench
-
-    table = bench(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype)
-    if chosen.json is not None:
-        write_file(chosen.json, lambda new: new.write_text(json.dumps(table, indent=1)))
-    return 0
+    return bench_command.main(chosen)
 
 
 def _print_lines(lines: list[str]) -> None:

@@ -25,6 +25,7 @@ def test_decode_against_both_peers(folder, tmp_path, capsys, monkeypatch):
     table = json.loads((tmp_path / "table.json").read_text())
     assert [row["name"] for row in table["rows"]] == [
         "tplab, 2 ranks", "HF generate, 2 threads", "HF tensor parallel, 2 ranks", "limit: weights once from memory"]
+    assert [row.get("equal") for row in table["rows"]] == [1, 1, 1, None], "in float32 all write the same"
     assert table["rows"][0]["ratio"] == 1 and all(row["low"] <= row["median"] <= row["high"] for row in table["rows"])
     printed = capsys.readouterr().out
     assert "5 rounds" in printed and all(row["name"] in printed for row in table["rows"])
@@ -45,12 +46,15 @@ def test_each_benchmark_counts_what_it_is_about():
     assert work.useful_tokens == 11
     assert run._value("decode", work, timing) == 10 / 8, "the first token belongs to the prompt"
     assert run._value("prefill", work, timing) == 40 / 2
-    assert run._value("batch", work, timing) == 11 / 10
+    assert run._value("batch", work, timing) == run._value("prefix", work, timing) == 11 / 10
+    assert run._value("long", work, timing) == (40 + 11) / 10
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
     values = {"ours": [10.0, 40.0, 30.0], "theirs": [5.0, 10.0, 10.0]}
-    table = run._table("decode", "m", 2, "float32", values, [20.0, 20.0, 20.0], {}, lambda line: None)
+    each = dict.fromkeys(values, 1.0)
+    race = run.Race(values, [20.0, 20.0, 20.0], each, each, each, {})
+    table = run._table("decode", "m", 2, "float32", race, False, lambda line: None)
     assert [(row["name"], row["ratio"]) for row in table["rows"]] == [
         ("ours", 1), ("theirs", 3), ("limit: weights once from memory", 1.5)]
     assert [(row["median"], row["low"], row["high"]) for row in table["rows"]][1] == (10, 5, 10)
@@ -67,7 +71,11 @@ def test_the_limit_reads_every_weight_once_and_an_embedding_only_as_the_head(tmp
 
 
 def test_what_is_no_benchmark(folder):
-    with pytest.raises(BenchError, match="decode, prefill, batch, load"):
+    with pytest.raises(BenchError, match="decode, prefill, batch, prefix, long, load, curves"):
         bench("speed", str(folder))
     with pytest.raises(BenchError, match="at least 5 rounds"):
         bench("decode", str(folder), rounds=4)
+    with pytest.raises(BenchError, match="load has no peers"):
+        bench("load", str(folder), busy=True)
+    with pytest.raises(BenchError, match="'nowhere/python' cannot be run"):
+        bench("decode", str(folder), vllm="nowhere/python")

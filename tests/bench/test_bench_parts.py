@@ -1,16 +1,21 @@
 """The parts of a benchmark with stand-ins for the contestants: what is measured, in which order, and what is shown."""
 
+import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tplab.bench import loading, memory, peers, run, shapes
+from tplab import show
+from tplab.bench import curves, loading, memory, peers, run, shapes
+from tplab.bench.machine import Machine
 from tplab.bench.peers import Timing, Work
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import RankError
 
-CKPT = SimpleNamespace(config=SimpleNamespace(vocab_size=100, max_position_embeddings=300), folder="folder")
+CKPT = SimpleNamespace(config=SimpleNamespace(vocab_size=100, max_position_embeddings=300, num_heads=9),
+                       folder="folder")
 
 
 def test_the_works_are_the_same_every_time_and_fit_the_model():
@@ -31,15 +36,17 @@ class Contestant:
     log = []
     broken = ()
 
-    def __init__(self, ckpt, tp, dtype):
+    pids = ()
+
+    def __init__(self, ckpt, tp, dtype, prefix=False, **options):
         self.name = type(self).__name__
-        self.log.append(("make", self.name, tp, dtype))
+        self.log.append(("make", self.name, tp, dtype, *([prefix] if prefix else []), *options.values()))
 
     def time(self, work):
         self.log.append(self.name)
         if self.name in self.broken:
             raise RankError(f"{self.name} cannot")
-        return Timing(1.0, 2.0)
+        return Timing(1.0, 2.0, [[7] * (3 if self.name == "HuggingFace" else 4)])
 
     def close(self):
         self.log.append(("close", self.name))
@@ -58,25 +65,27 @@ def race(monkeypatch):
     """A race of stand-ins; returns the values, the limits, who is absent, and what happened in which order."""
     log = []
     monkeypatch.setattr(Contestant, "log", log)
-    for name in ("Tplab", "HuggingFace", "HuggingFaceTP"):
+    for name in ("Tplab", "HuggingFace", "HuggingFaceTP", "VLLM"):
         monkeypatch.setattr(run, name, type(name, (Contestant,), {}))
     monkeypatch.setattr(run, "Limit", Reading)
     monkeypatch.setattr(run.time, "sleep", log.append)
 
-    def run_it(kind, tp=2, broken=()):
+    def run_it(kind, tp=2, broken=(), vllm=None):
         monkeypatch.setattr(Contestant, "broken", broken)
-        return *run._race(kind, CKPT, tp, 5, "float64"), log
+        return run._race(kind, CKPT, tp, 5, "float64", vllm), log
 
     return run_it
 
 
 def test_contestants_take_turns_at_being_the_first(race):
-    values, limits, absent, log = race("decode")
-    assert values == dict.fromkeys(("Tplab", "HuggingFace", "HuggingFaceTP"), [63.0] * 5)
-    assert (limits, absent) == ([7.0] * 5, {})
-    warm = [step for name in values for step in (("make", name, 2, "float64"), name)]
+    seen, log = race("decode")
+    assert seen.values == dict.fromkeys(("Tplab", "HuggingFace", "HuggingFaceTP"), [63.0] * 5)
+    assert (seen.limits, seen.absent) == ([7.0] * 5, {})
+    assert seen.equal == {"Tplab": 1.0, "HuggingFace": 0.75, "HuggingFaceTP": 1.0}
+    assert list(seen.ready) == [*seen.values]
+    warm = [step for name in seen.values for step in (("make", name, 2, "float64"), name)]
     assert log[:7] == [*warm, ("make", "Reading", 2, "float64")]
-    a, b, c = values
+    a, b, c = seen.values
     rounds = [step for first in ([a, b, c], [b, c, a], [c, a, b], [a, b, c], [b, c, a]) for step in [*first, "limit"]]
     assert log[7:-4] == [step for one in rounds for step in (run.PAUSE, one)], "a pause before each"
     assert log[-4:] == [("close", name) for name in ("Reading", "HuggingFaceTP", "HuggingFace", "Tplab")]
@@ -84,30 +93,48 @@ def test_contestants_take_turns_at_being_the_first(race):
 
 @pytest.mark.parametrize("kind, tp", [("prefill", 1), ("batch", 2)])
 def test_who_has_no_part_in_a_race(kind, tp, race):
-    values, limits, absent, log = race(kind, tp)
-    assert list(values) == ["Tplab", "HuggingFace"] and limits == [] and absent == {} and "limit" not in log
+    seen, log = race(kind, tp)
+    assert list(seen.values) == ["Tplab", "HuggingFace"] and "limit" not in log
+    assert (seen.limits, seen.absent) == ([], {})
     assert ("make", "HuggingFaceTP", tp, "float64") not in log
 
 
 def test_a_peer_that_cannot_run_is_absent_with_its_reason_and_ends(race):
-    values, _, absent, log = race("prefill", broken=("HuggingFaceTP",))
-    assert list(values) == ["Tplab", "HuggingFace"] and absent == {"HF tensor parallel": "HuggingFaceTP cannot"}
+    seen, log = race("prefill", broken=("HuggingFaceTP",))
+    assert list(seen.values) == ["Tplab", "HuggingFace"]
+    assert seen.absent == {"HF tensor parallel": "HuggingFaceTP cannot"}
     assert ("close", "HuggingFaceTP") in log
     with pytest.raises(RankError, match="Tplab cannot"):
         race("prefill", broken=("Tplab",))
     assert log[-1] == ("close", "Tplab")
 
 
+def test_vllm_comes_as_threads_and_where_heads_allow_as_ranks(race):
+    def made(log):
+        return [step for step in log if isinstance(step, tuple) and step[0] == "make"]
+
+    _, log = race("prefix", tp=3, vllm="python")
+    assert made(log) == [
+        ("make", "Tplab", 3, "float64", True), ("make", "HuggingFace", 3, "float64"),
+        ("make", "VLLM", 1, "float64", True, "python", 3), ("make", "VLLM", 3, "float64", True, "python")]
+    log.clear()
+    _, log = race("batch", tp=2, vllm="python")
+    assert [step[2] for step in made(log) if step[1] == "VLLM"] == [1], "9 heads on 2 ranks: it refuses"
+
+
 def test_the_table_as_it_is_shown():
     lines = []
-    table = run._table("prefill", "m", 1, "bfloat16", {"ours": [4.0, 2.0]}, [], {"HF tensor parallel": "no"},
-                       lines.append)
+    seen = run.Race({"ours": [4.0, 2.0]}, [], {"ours": 1.25}, {"ours": 3_000_000}, {"ours": 1.0}, {"vLLM": "no"})
+    table = run._table("prefill", "m", 1, "bfloat16", seen, True, lines.append)
     assert lines == [
-        "prefill, m, bfloat16, 1 rank, 2 rounds", f"{'':32}   prompt tokens/s            spread    tplab is",
-        f"{'ours':32}               3.0        2.0 to 4.0      1.00 ×", "HF tensor parallel: not possible here: no"]
-    assert table == {"benchmark": "prefill", "model": "m", "tp": 1, "dtype": "bfloat16", "unit": "prompt tokens/s",
-                     "rows": [{"name": "ours", "median": 3.0, "low": 2.0, "high": 4.0, "ratio": 1.0}],
-                     "absent": {"HF tensor parallel": "no"}}
+        "prefill, m, bfloat16, 1 rank, 2 rounds, one busy process",
+        f"{'':32}     prompt tokens/s            spread  tplab is    ready    memory  same tokens",
+        f"{'ours':32}                 3.0      2.0   to 4.0    1.00 ×    1.2 s      3 MB         100%",
+        "vLLM: not possible here: no"]
+    assert table == {"benchmark": "prefill", "model": "m", "tp": 1, "dtype": "bfloat16", "busy": True,
+                     "unit": "prompt tokens/s", "absent": {"vLLM": "no"},
+                     "rows": [{"name": "ours", "median": 3.0, "low": 2.0, "high": 4.0, "ratio": 1.0, "ready": 1.25,
+                               "bytes": 3_000_000, "equal": 1.0}]}
 
 
 class Pool:
@@ -180,13 +207,14 @@ def test_what_the_engine_is_asked_and_when_it_began_to_answer(monkeypatch):
 
         def generate(self, prompts, params, use_tqdm):
             asked.append((prompts, [(p.temperature, p.max_tokens, p.ignore_eos) for p in params], use_tqdm))
-            return [SimpleNamespace(metrics=SimpleNamespace(time_to_first_token=t)) for t in (0.5, 3.0)]
+            return [SimpleNamespace(metrics=SimpleNamespace(time_to_first_token=t), outputs=[SimpleNamespace(
+                token_ids=(7,))]) for t in (0.5, 3.0)]
 
     monkeypatch.setattr(peers, "LLM", Engine)
     monkeypatch.setattr(peers, "RankPool", Pool)
     monkeypatch.setattr(peers.time, "perf_counter", iter([10.0, 14.0]).__next__)
     ours = peers.Tplab(CKPT, 3, "float64")
-    assert ours.time(Work([[1], [2, 3]], [4, 5])) == Timing(3.0, 4.0) and ours.name == "tplab, 3 ranks"
+    assert ours.time(Work([[1], [2, 3]], [4, 5])) == Timing(3.0, 4.0, [[7], [7]]) and ours.name == "tplab, 3 ranks"
     assert asked == [([[1], [2, 3]], [(0, 4, True), (0, 5, True)], False)]
     assert made == [((CKPT, 3, "float64"), {"pool": ours.pool, "enable_prefix_caching": False})]
     assert [peers.HuggingFace(CKPT, n, "float32").name for n in (1, 2)] == ["HF generate, 1 thread",
@@ -201,11 +229,33 @@ def test_what_hugging_face_is_asked_and_when_it_began_to_answer(monkeypatch):
         asked.append((ids.tolist(), attention_mask.tolist(), options))
         for value in (ids, 7, 8) if streamer else ():
             streamer.put(value)
+        return torch.cat([ids, ids + 10, ids + 20, ids + 30], 1)
 
     monkeypatch.setitem(peers.state, "hf", SimpleNamespace(generate=generate))
     monkeypatch.setattr(peers.time, "perf_counter", iter([10.0, 11.0, 12.5, 13.0, 14.0, 20.0, 26.0]).__next__)
-    assert peers._time_hf(Work([[5, 6]], [3])) == Timing(2.5, 4.0), "the prompt comes first, then the first token"
-    assert peers._time_hf(Work([[5, 6], [7]], [3, 9])) == Timing(6.0, 6.0), "it streams no batches"
+    assert peers._time_hf(Work([[5, 6]], [3])) == Timing(
+        2.5, 4.0, [[15, 16, 25]]), "the prompt comes first, then the first token"
+    answer = peers._time_hf(Work([[5, 6], [7]], [3, 2]))
+    assert answer == Timing(6.0, 6.0, [[15, 16, 25], [10, 17]]), "it streams no batches"
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert asked == [([[5, 6]], [[1, 1]], {"max_new_tokens": 3, **options}),
-                     ([[5, 6], [0, 7]], [[1, 1], [0, 1]], {"max_new_tokens": 9, **options})]
+                     ([[5, 6], [0, 7]], [[1, 1], [0, 1]], {"max_new_tokens": 3, **options})]
+
+
+def test_curves_are_measured_beside_their_limit(monkeypatch):
+    machine = Machine("one", 2, {1: 1e-3}, layer=1.0)
+    monkeypatch.setattr(curves, "measure_machine", lambda config, size, dtype: machine)
+    monkeypatch.setattr(curves, "decode_seconds", lambda llm, sequences, context: 0.5)
+    monkeypatch.setattr(curves, "RankPool", Pool)
+    monkeypatch.setattr(curves, "LLM", lambda *given, **options: nullcontext())
+    lines = []
+    found = curves.bench_curves(open_checkpoint("fable"), "fable", 3, "float32", lines.append)
+    assert list(found["sequences"]) == list(found["context"]) == [1, 2, 3] and len(lines) == 1 + 3 * (4 + 1)
+    assert list(found["context"][1]) == [128], "a context that the model does not reach is left out"
+    assert {n: pair[0] for n, pair in found["sequences"][2].items()} == {1: 2, 4: 8, 16: 32, 64: 128}
+    assert found["sequences"][1][1][1] == pytest.approx(1 / (1e-3 * (6 * 188416 + 128 * 768))), "products alone"
+    figure = show.curves_figure(json.loads(json.dumps(found)))
+    assert "for 1, 2, 3 ranks" in figure.alt_text and len(figure.axes) == 2
+    assert figure.axes[0].get_lines()[0].get_xydata().tolist()[-1] == [64, 128]
+    with pytest.raises(show.ShowError, match="curves_figure takes"):
+        show.curves_figure({"sequences": {}})

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tplab.bench import vllm_side
+from tplab.bench.processes import Child
 from tplab.checkpoint import Checkpoint
 from tplab.llm.llm import LLM
 from tplab.llm.sampling_params import SamplingParams
@@ -28,21 +30,35 @@ class Work:
         return sum(self.new_tokens)
 
 
+    def shifted(self, by: int, vocab: int) -> "Work":
+        """As much work on other tokens, so that no cache has met them."""
+        return Work([[10 + (token - 10 + by) % (vocab - 10) for token in prompt] for prompt in self.prompts],
+                    self.new_tokens)
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until the first step was done (all prompts read, one token each), and until everything was."""
+    """Seconds until the first step was done (all prompts read, one token each), and until everything was; and the
+    new tokens of each prompt.
+    """
 
     first: float
     total: float
+    tokens: list[list[int]] | None = None
 
 
 class Tplab:
     """This engine on ``tp`` ranks of one thread."""
 
-    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False):
         self.name = f"tplab, {tp} rank{'s' * (tp > 1)}"
         self.pool = RankPool(tp, timeout=600)
-        self.llm = LLM(ckpt, tp, dtype, pool=self.pool, enable_prefix_caching=False)
+        self.llm = LLM(ckpt, tp, dtype, pool=self.pool, enable_prefix_caching=prefix)
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return _living(self.pool)
 
     def time(self, work: Work) -> Timing:
         """Carry ``work`` out once."""
@@ -50,7 +66,8 @@ class Tplab:
         begin = time.perf_counter()
         outputs = self.llm.generate(work.prompts, params, use_tqdm=False)
         total = time.perf_counter() - begin
-        return Timing(max(output.metrics.time_to_first_token for output in outputs), total)
+        return Timing(max(output.metrics.time_to_first_token for output in outputs), total,
+                      [list(output.outputs[0].token_ids) for output in outputs])
 
     def close(self) -> None:
         """End its processes."""
@@ -65,6 +82,11 @@ class _HuggingFacePeer:
         self.name = name
         self.pool = RankPool(ranks, timeout=600)
         self.pool.run(load, str(ckpt.folder), *arguments)
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return _living(self.pool)
 
     def time(self, work: Work) -> Timing:
         """Carry ``work`` out once."""
@@ -87,6 +109,44 @@ class HuggingFaceTP(_HuggingFacePeer):
 
     def __init__(self, ckpt: Checkpoint, tp: int, dtype: str):
         super().__init__(f"HF tensor parallel, {tp} ranks", tp, load_hf_tp, ckpt, dtype)
+
+
+class VLLM:
+    """vLLM, in an environment of its own whose Python is ``python``: ``tp`` ranks of one thread, or one of as many.
+
+    It gets the machine's cores as :class:`Tplab` does, one for each rank or thread.
+    """
+
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, python: str, threads: int = 1):
+        self.name = f"vLLM, {tp} rank{'s' * (tp > 1)}" + f" of {threads} threads" * (threads > 1)
+        cores = [str(core) for core in range(tp * threads)]
+        bind = "|".join(",".join(cores[rank * threads:(rank + 1) * threads]) for rank in range(tp))
+        length = min(ckpt.config.max_position_embeddings, 4096)
+        self.child = Child(python, vllm_side.__file__, str(ckpt.folder), str(tp), dtype, str(length), str(int(prefix)),
+                           env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bind, "PYTHONPATH": ""})
+        try:
+            self.version = self.child.hear(timeout=600)["ready"]
+        except BaseException:
+            self.child.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [self.child.pid]
+
+    def time(self, work: Work) -> Timing:
+        """Carry ``work`` out once; before it, where one prompt stands alone, its first token alone, for ``first``."""
+        question = {"prompts": work.prompts, "new_tokens": work.new_tokens, "first": len(work.prompts) == 1}
+        return Timing(**self.child.ask(question, timeout=600))
+
+    def close(self) -> None:
+        """End its processes."""
+        self.child.close()
+
+
+def _living(pool: RankPool) -> list[int]:
+    return [pid for pid in pool.pids if pid is not None]
 
 
 def _load_hf(folder: str, dtype: str, threads: int) -> None:
@@ -141,7 +201,8 @@ def _time_hf(work: Work) -> Timing:
     streamer = Clock() if len(work.prompts) == 1 else None  # it takes no batches
     with torch.inference_mode():
         begin = time.perf_counter()
-        state["hf"].generate(ids, attention_mask=mask, max_new_tokens=max(work.new_tokens), do_sample=False,
+        made = state["hf"].generate(ids, attention_mask=mask, max_new_tokens=max(work.new_tokens), do_sample=False,
                              eos_token_id=None, pad_token_id=0, streamer=streamer)
         total = time.perf_counter() - begin
-    return Timing(streamer.times[1] - begin if streamer else total, total)
+    tokens = [row[longest:longest + count] for row, count in zip(made.tolist(), work.new_tokens)]
+    return Timing(streamer.times[1] - begin if streamer else total, total, tokens)

@@ -1,15 +1,22 @@
 """Rounds, medians, ratios."""
 
 import math
+import os
 import random
+import signal
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from typing import NamedTuple
 
+from tplab.bench.curves import bench_curves
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
-from tplab.bench.peers import HuggingFace, HuggingFaceTP, Tplab, Work
+from tplab.bench.peers import VLLM, HuggingFace, HuggingFaceTP, Tplab, Work
+from tplab.bench.processes import PeerError, alone, private_bytes, send
 from tplab.bench.shapes import RANDOM_MODELS, random_checkpoint
+from tplab.bench.steps import busy_process
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.errors import EngineError
 from tplab.model.dtypes import parse_dtype
@@ -41,8 +48,21 @@ def batch_work(vocab: int, longest: int) -> Work:
     return Work([_ids(n, vocab, i) for i, n in enumerate(lengths)], [draw.choice((8, 16, 32, 64, 96)) for _ in lengths])
 
 
-WORKS = {"decode": decode_work, "prefill": prefill_work, "batch": batch_work}
-KINDS = (*WORKS, "load")
+def prefix_work(vocab: int, longest: int) -> Work:
+    """16 requests that begin alike and end apart, as those of one application do."""
+    common = _ids(min(256, longest // 2), vocab, 99)
+    return Work([common + _ids(16, vocab, i) for i in range(16)], [16] * 16)
+
+
+def long_work(vocab: int, longest: int) -> Work:
+    """A long prompt with an answer."""
+    return Work([_ids(min(2048, longest - 32), vocab)], [32])
+
+
+WORKS = {"decode": decode_work, "prefill": prefill_work, "batch": batch_work, "prefix": prefix_work, "long": long_work}
+KINDS = (*WORKS, "load", "curves")
+UNITS = {"decode": "tokens/s", "prefill": "prompt tokens/s", "batch": "useful tokens/s", "prefix": "useful tokens/s",
+         "long": "tokens/s, prompt too"}
 
 
 def _ids(count: int, vocab: int, seed: int = 0) -> list[int]:
@@ -51,60 +71,127 @@ def _ids(count: int, vocab: int, seed: int = 0) -> list[int]:
 
 
 def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "float32",
-          show=print) -> dict:
+          vllm: str | None = None, busy: bool = False, show=print) -> dict:
     """Run one benchmark and show its table line by line; returns it as plain values, ready for JSON.
 
     Args:
         kind: ``"decode"`` (one sequence, time per token), ``"prefill"`` (one long prompt), ``"batch"`` (16 mixed
-            requests, useful tokens per second) or ``"load"`` (bytes read, private memory).
+            requests, useful tokens per second), ``"prefix"`` (16 requests that begin alike; caches are on), ``"long"``
+            (2,048 tokens and an answer), ``"load"`` (bytes read, private memory) or ``"curves"`` (tplab alone: with
+            more ranks, sequences and context).
         model: as for :class:`tplab.LLM`, or ``"random-qwen2.5-0.5b"``: that shape with random weights.
         tp: ranks of one thread each; the peers get as many threads or ranks.
         rounds: how often every contestant runs, at least 5.
+        vllm: the Python of an environment in which vLLM is installed, to race against it too.
+        busy: one more process wants a core all the time.
     """
     if kind not in KINDS:
         raise BenchError(f"there is no benchmark {kind!r}; there are {', '.join(KINDS)}")
     if not isinstance(rounds, int) or rounds < 5:
         raise BenchError(f"a median needs at least 5 rounds, not {rounds!r}")
+    if kind not in WORKS and (vllm or busy):
+        raise BenchError(f"{kind} has no peers and is not disturbed; --vllm and --busy are for {', '.join(WORKS)}")
+    if vllm is not None and not os.access(vllm, os.X_OK):
+        raise BenchError(f"--vllm takes the Python of vLLM's environment; {vllm!r} cannot be run")
     with random_checkpoint(model) if model in RANDOM_MODELS else nullcontext(model) as folder:
         ckpt = open_checkpoint(folder)
         if kind == "load":
             return bench_load(ckpt, model, tp, dtype, show)
-        values, limits, absent = _race(kind, ckpt, tp, rounds, dtype)
-    return _table(kind, model, tp, dtype, values, limits, absent, show)
+        if kind == "curves":
+            return bench_curves(ckpt, model, tp, dtype, show)
+        with busy_process() if busy else nullcontext():
+            race = _race(kind, ckpt, tp, rounds, dtype, vllm)
+    return _table(kind, model, tp, dtype, race, busy, show)
 
 
-def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str
-          ) -> tuple[dict[str, list[float]], list[float], dict[str, str]]:
-    """What each contestant reached in each round, the limit in each round, and who could not take part, and why."""
-    work = WORKS[kind](ckpt.config.vocab_size, ckpt.config.max_position_embeddings)
+class Race(NamedTuple):
+    """What came of a race, by contestant's name.
+
+    Attributes:
+        values: what each reached in each round; larger is better.
+        limits: what memory would have allowed in each round, where that is known.
+        ready: seconds until each could be given work.
+        held: the most private bytes that its processes were seen to hold.
+        equal: the part of tplab's tokens that it has at the same places in the last round.
+        absent: who could not take part, and why.
+    """
+
+    values: dict[str, list[float]]
+    limits: list[float]
+    ready: dict[str, float]
+    held: dict[str, int]
+    equal: dict[str, float]
+    absent: dict[str, str]
+
+
+def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | None
+                 ) -> Iterator[tuple[str, Callable]]:
+    """``(name if it cannot come, how it is made)``."""
+    prefix = kind == "prefix"
+    yield "tplab", lambda: Tplab(ckpt, tp, dtype, prefix)
+    yield "HF generate", lambda: HuggingFace(ckpt, tp, dtype)
+    if tp > 1 and kind not in ("batch", "prefix"):
+        yield "HF tensor parallel", lambda: HuggingFaceTP(ckpt, tp, dtype)
+    if vllm is not None:
+        yield "vLLM", lambda: VLLM(ckpt, 1, dtype, prefix, python=vllm, threads=tp)
+        if tp > 1 and ckpt.config.num_heads % tp == 0:  # else it refuses, after a minute
+            yield f"vLLM, {tp} ranks", lambda: VLLM(ckpt, tp, dtype, prefix, python=vllm)
+
+
+def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None = None) -> Race:
+    vocab = ckpt.config.vocab_size
+    work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
+    race = Race({}, [], {}, {}, {}, {})
     with ExitStack() as stack:
-        peers, absent = [], {}
-        for make in (Tplab, HuggingFace, HuggingFaceTP):
-            if make is HuggingFaceTP and (tp == 1 or kind == "batch"):
-                continue
+        peers = []
+        for name, make in _contestants(kind, ckpt, tp, dtype, vllm):
+            others = [pid for peer in peers for pid in peer.pids]
+            send(others, signal.SIGSTOP)
             try:
-                peer = make(ckpt, tp, dtype)
+                begin = time.perf_counter()
+                peer = make()
                 stack.callback(peer.close)
+                race.ready[peer.name] = time.perf_counter() - begin
                 peer.time(work)  # warm up; Hugging Face's tensor parallelism loads models that it cannot run
-            except RankError as error:
-                if make is Tplab:
+            except (RankError, PeerError) as error:
+                if name == "tplab":
                     raise
-                absent["HF tensor parallel"] = error.summary
+                race.absent[name] = getattr(error, "summary", str(error))
                 continue
+            finally:
+                send(others, signal.SIGCONT)
             peers.append(peer)
         limit = Limit(ckpt, tp, dtype) if kind == "decode" else None
         if limit:
             stack.callback(limit.close)
-        values: dict[str, list[float]] = {peer.name: [] for peer in peers}
-        limits: list[float] = []
+        race.values.update((peer.name, []) for peer in peers)
         for number in range(rounds):
+            todo = work.shifted(1 + number, vocab) if kind == "prefix" else work
+            tokens = {}
             for peer in peers[number % len(peers):] + peers[:number % len(peers)]:
-                time.sleep(PAUSE)
-                values[peer.name].append(_value(kind, work, peer.time(work)))
+                timing = _measured(peer, peers, todo)
+                race.values[peer.name].append(_value(kind, todo, timing))
+                race.held[peer.name] = max(race.held.get(peer.name, 0), private_bytes(peer.pids))
+                tokens[peer.name] = timing.tokens
             if limit:
-                time.sleep(PAUSE)
-                limits.append(limit.measure())
-    return values, limits, absent
+                with alone((), [pid for peer in peers for pid in peer.pids]):
+                    time.sleep(PAUSE)
+                    race.limits.append(limit.measure())
+        race.equal.update((name, equal_part(tokens[peers[0].name], found)) for name, found in tokens.items())
+    return race
+
+
+def _measured(peer, peers, work: Work):
+    """One piece of work, while all other contestants stand still."""
+    with alone(peer.pids, [pid for other in peers if other is not peer for pid in other.pids]):
+        time.sleep(PAUSE)
+        return peer.time(work)
+
+
+def equal_part(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """The part of our tokens that stand at the same places in theirs."""
+    pairs = [(a, b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other)]
+    return sum(a == b for a, b in pairs) / max(1, sum(map(len, ours)))
 
 
 class Limit:
@@ -127,26 +214,30 @@ class Limit:
 
 def _value(kind: str, work: Work, timing) -> float:
     """What the table shows, larger is better: tokens per second of the phase that the benchmark is about."""
+    prompts = sum(map(len, work.prompts))
     if kind == "decode":
         return (work.useful_tokens - 1) / (timing.total - timing.first)
     if kind == "prefill":
-        return sum(map(len, work.prompts)) / timing.first
-    return work.useful_tokens / timing.total
+        return prompts / timing.first
+    return (work.useful_tokens + prompts * (kind == "long")) / timing.total
 
 
-def _table(kind, model, tp, dtype, values, limits, absent, show) -> dict:
-    ours = next(iter(values.values()))
-    unit = {"decode": "tokens/s", "prefill": "prompt tokens/s", "batch": "useful tokens/s"}[kind]
-    rows = []
-    show(f"{kind}, {model}, {dtype}, {tp} rank{'s' * (tp > 1)}, {len(ours)} rounds")
-    show(f"{'':32}{unit:>18}{'spread':>18}{'tplab is':>12}")
-    for name, seen in {**values, **({"limit: weights once from memory": limits} if limits else {})}.items():
+def _table(kind: str, model: str, tp: int, dtype: str, race: Race, busy: bool, show) -> dict:
+    ours, rows = next(iter(race.values.values())), []
+    show(f"{kind}, {model}, {dtype}, {tp} rank{'s' * (tp > 1)}, {len(ours)} rounds{', one busy process' * busy}")
+    show(f"{'':32}{UNITS[kind]:>20}{'spread':>18}{'tplab is':>10}{'ready':>9}{'memory':>10}{'same tokens':>13}")
+    limit = {"limit: weights once from memory": race.limits} if race.limits else {}
+    for name, seen in {**race.values, **limit}.items():
         # The ratio of each round, then the median: what disturbs a round disturbs both.
         ratio = statistics.median(a / b for a, b in zip(ours, seen))
         row = {"name": name, "median": statistics.median(seen), "low": min(seen), "high": max(seen), "ratio": ratio}
+        line = f"{name:32}{row['median']:20.1f}{row['low']:9.1f}{' to ' + format(row['high'], '.1f'):>9}{ratio:8.2f} ×"
+        if name in race.values:
+            row |= {"ready": race.ready[name], "bytes": race.held[name], "equal": race.equal[name]}
+            line += f"{row['ready']:7.1f} s{row['bytes'] / 1e6:7.0f} MB{row['equal']:13.0%}"
         rows.append(row)
-        spread = f"{row['low']:.1f} to {row['high']:.1f}"
-        show(f"{name:32}{row['median']:18.1f}{spread:>18}{ratio:>10.2f} ×")
-    for name, why in absent.items():
+        show(line)
+    for name, why in race.absent.items():
         show(f"{name}: not possible here: {why}")
-    return {"benchmark": kind, "model": model, "tp": tp, "dtype": dtype, "unit": unit, "rows": rows, "absent": absent}
+    return {"benchmark": kind, "model": model, "tp": tp, "dtype": dtype, "busy": busy, "unit": UNITS[kind],
+            "rows": rows, "absent": race.absent}

@@ -13,13 +13,15 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "op_logs": ".figures.oplogs",
           "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
           "format_bytes": ".figures.collective_cost", "roofline_figure": ".figures.roofline",
+          "curves_figure": ".figures.curves",
           "plan_figure": ".drawings.shards",
           "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",
           "column_row_figure": ".drawings.linears",
           "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
           "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
           "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "folded": ".tables",
-          "top_tokens": ".tables", "record": ".recording", "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases",
+          "top_tokens": ".tables", "record": ".recording",
+          "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases",
           "ShowError": ".phrases"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -1,0 +1,125 @@
+"""The processes of a contestant: held still while another one is measured, counted, ended."""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from select import select
+from time import monotonic
+
+import psutil
+
+from tplab.engine.errors import EngineError
+
+
+class PeerError(EngineError):
+    """A contestant cannot take part; the message says why."""
+
+
+def tree(pids: Iterable[int]) -> list[psutil.Process]:
+    """These processes and all that they have started, parents first."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            found += [root, *root.children(recursive=True)]
+    return found
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """A signal to the whole tree; who has gone in the meantime needs none."""
+    for process in tree(pids):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+@contextmanager
+def alone(chosen: Iterable[int], others: Iterable[int]) -> Iterator[None]:
+    """``chosen`` may work, ``others`` are stopped: workers that wait for work spin, and would take its cores."""
+    send(others, signal.SIGSTOP)
+    send(chosen, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        send(others, signal.SIGCONT)
+
+
+def private_bytes(pids: Iterable[int]) -> int:
+    """Memory that the tree holds and nobody shares (USS)."""
+    total = 0
+    for process in tree(pids):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += process.memory_full_info().uss
+    return total
+
+
+class Child:
+    """A program that answers lines of JSON with lines of JSON, in a session of its own.
+
+    Lines go to its standard input; answers come from a descriptor whose number is its first argument, because what it
+    prints is its own business, and is kept for the case that it fails. It ends, with all it has started, at `close`.
+    """
+
+    def __init__(self, python: str, script: str, *arguments: str, env: dict[str, str] | None = None):
+        read, write = os.pipe()
+        self.answers, self.rest = read, b""
+        self.printed = tempfile.TemporaryFile()
+        try:
+            self.process = subprocess.Popen(
+                [python, script, str(write), *arguments], stdin=subprocess.PIPE, stdout=self.printed,
+                stderr=subprocess.STDOUT, pass_fds=[write], start_new_session=True, env={**os.environ, **(env or {})})
+        except OSError as error:
+            os.close(read)
+            raise PeerError(f"{python} cannot be started: {error.strerror}") from error
+        finally:
+            os.close(write)
+
+    @property
+    def pid(self) -> int:
+        """Of the program itself."""
+        return self.process.pid
+
+    def ask(self, question: dict, timeout: float) -> dict:
+        """Send one line, wait for one."""
+        try:
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerError(f"it has ended: {self._last_words()}") from None
+        return self.hear(timeout)
+
+    def hear(self, timeout: float) -> dict:
+        """Its next line. PeerError if it ends, says something else, or says nothing for ``timeout`` seconds."""
+        until = monotonic() + timeout
+        while b"\n" not in self.rest:
+            if not select([self.answers], [], [], max(0.0, until - monotonic()))[0]:
+                raise PeerError(f"no answer in {timeout:.0f} seconds: {self._last_words()}")
+            more = os.read(self.answers, 1 << 16)
+            if not more:
+                raise PeerError(f"it has ended: {self._last_words()}")
+            self.rest += more
+        line, _, self.rest = self.rest.partition(b"\n")
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise PeerError(f"it answers {line[:80]!r}, which is no JSON") from None
+
+    def close(self) -> None:
+        """End it and all that it has started, at once."""
+        started = tree([self.pid])
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        psutil.wait_procs(started, timeout=5)
+        self.process.stdin.close()
+        os.close(self.answers)
+        self.printed.close()
+
+    def _last_words(self) -> str:
+        self.printed.seek(0)
+        lines = [line for line in self.printed.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "it has printed nothing"
