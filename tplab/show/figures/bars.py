@@ -28,7 +28,8 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
             first = y
             for label, value in group.items():
                 ax.barh(y, value, height=0.8, color=colours[label].color)
-                ax.annotate(f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}", (value, y), xytext=(5, 0), textcoords="offset points", va="center")
+                number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+                ax.annotate(f"{number} {unit}", (value, y), xytext=(5, 0), textcoords="offset points", va="center")
                 y += 1
             ticks[(first + y - 1) / 2] = name
             y += 0.7
