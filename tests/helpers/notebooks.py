@@ -31,7 +31,7 @@ def solution_code(cell) -> str:
 
 def solutions(names) -> dict[str, str]:
     """``{exercise: the code of its solution in the notebooks}`` for the exercises called ``names``."""
-    cells = [solution_code(cell) for path in sorted(_NOTEBOOKS.glob("0*.ipynb"))
+    cells = [solution_code(cell) for path in sorted(_NOTEBOOKS.glob("[0-9]*.ipynb"))
              for cell in tagged(read(path), "solution")]
     return {name: code for name in names for code in cells
             if re.search(rf"^(?:def|class) {name}\b", code, re.MULTILINE)}
