@@ -258,6 +258,14 @@ def test_ids_of_another_call_than_what_was_recorded(ckpt, healthy):
         place(longer, ckpt)
 
 
+def test_a_call_of_no_tokens_says_nothing(ckpt, tmp_path):
+    with record(tmp_path / "run", rank=0, world_size=1) as rec:
+        rec.inputs([], [])
+        rec.tensor("model.embed", torch.zeros(0, 24))
+    with pytest.raises(PlacementError, match="no call that was recorded is about a token"):
+        place(read_recorded(tmp_path / "run"), ckpt)
+
+
 @pytest.mark.parametrize("sequences", [None, [4]])
 def test_a_recording_that_begins_in_the_middle_of_a_text_is_refused(sequences):
     """What attention saw is not there, so nothing that it gives is right or wrong."""

@@ -239,9 +239,8 @@ def test_who_inherits_and_what_is_said(given, local, inherits, says):
     (True, True, False, True), (True, False, False, False), (True, True, True, True), (True, False, True, True),
     (False, True, True, False)])
 def test_a_point_is_inside_unless_guilty_or_off_behind_a_guilty_one(mine, before, outside, kept):
-    local = {name: LocalDiff(name, 0.0, 0, 1.0, () if good else (0,))
-             for name, good in (("embed", before), ("layers.0.q", mine), ("layers.0.k", False))}
-    assert judging._by_local(point(inside=outside), local).inside is kept
+    local = LocalDiff("layers.0.q", 0.0, 0, 1.0, () if mine else (0,))
+    assert judging._by_local(point(inside=outside), local, not before).inside is kept
 
 
 @pytest.mark.parametrize("ours, added", [(1.0, 2.0), (3.0, 0.0), (2.0, 0.0)])

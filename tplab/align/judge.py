@@ -30,7 +30,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
     short = recording.dtype in SHORT
-    local, judged = {}, Judge(recording, ckpt, plan) if by_local or short else None
+    local, broken, judged = {}, False, Judge(recording, ckpt, plan) if by_local or short else None
     theirs, exact = _Reference(recording, ckpt, recording.dtype), None
     if short:
         exact = _Reference(recording, ckpt, torch.float32)
@@ -49,7 +49,8 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
         if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
             right = right[:, held]
         point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
-        points.append(_by_local(point, local) if judged else point)
+        points.append(_by_local(point, local[name], broken) if judged else point)
+        broken = broken or judged is not None and not local[name].inside
         layer = name.rpartition(".")[0]
         if layer and broken_layer is None:
             # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
@@ -78,11 +79,9 @@ def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpo
     return more if (more - right).abs().nanmean() < (ours - right).abs().nanmean() else ours
 
 
-def _by_local(point: PointDiff, local: dict[str, LocalDiff]) -> PointDiff:
-    """Inside unless it is guilty, or outside and behind one that is."""
-    before = list(local)[:list(local).index(point.name)]
-    inherits = any(not local[name].inside for name in before)
-    return replace(point, inside=local[point.name].inside and (point.inside or not inherits))
+def _by_local(point: PointDiff, local: LocalDiff, broken: bool) -> PointDiff:
+    """Inside unless it is guilty, or outside and behind one that is (``broken``)."""
+    return replace(point, inside=local.inside and (point.inside or not broken))
 
 
 def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:

@@ -261,11 +261,17 @@ class Operations:
 
 def columns_of(items: Sequence[int], size: int) -> list[int]:
     """The features of heads (or of other items) that have ``size`` each."""
+    if _in_a_row(items):
+        return list(range(items[0] * size, (items[-1] + 1) * size))
     return [item * size + j for item in items for j in range(size)]
 
 
 def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
     """Indices as something to index with; a slice, which copies nothing, where they follow one another."""
-    if len(indices) and list(indices) == list(range(indices[0], indices[0] + len(indices))):
+    if _in_a_row(indices):
         return slice(indices[0], indices[0] + len(indices))
     return torch.tensor(indices, dtype=torch.long)
+
+
+def _in_a_row(indices: Sequence[int]) -> bool:
+    return len(indices) > 0 and list(indices) == list(range(indices[0], indices[0] + len(indices)))

@@ -167,8 +167,8 @@ class _Placing:
                 tensor = tensor[:, [first[head] for head in indices]]
             else:
                 return None
-        kept = [at for at, index in enumerate(indices) if index != PADDING]
-        if len(kept) < len(indices):
+        if PADDING in indices:
+            kept = [at for at, index in enumerate(indices) if index != PADDING]
             tensor, indices = tensor[:, kept], tuple(indices[at] for at in kept)
         return Shard(tensor, kind, indices)
 
@@ -200,24 +200,27 @@ class _Placing:
         """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""
         if self.sources.world_size == 1:
             return  # there is nothing to join
-        whole, _, held = whole_point("logits", list(shards.values())[::-1])  # of several that hold a token, the last
-        if held != list(range(self.config.vocab_size)):
-            return
         row_of = {place: row for row, place in enumerate(places)}
         for source in self.sources.of("logits"):
             for rank in self.sources.complete(source) if source is not kept else ():
                 there, joined = self.sources.logits(source, rank) or ([], torch.empty(0, 0))
                 rows = [(row_of[place], row) for row, place in enumerate(there) if place in row_of][:SAMPLE]
-                if joined.shape[1] < len(held) or not rows:
+                if joined.shape[1] < self.config.vocab_size or not rows:
                     continue
                 here, there = map(list, zip(*rows))
+                few = [replace(shard, tensor=shard.tensor[here]) for shard in shards.values()]
+                whole, _, held = whole_point("logits", few[::-1])  # of several that hold a token, the last
+                if held != list(range(self.config.vocab_size)):
+                    return
                 joined = joined[there, :len(held)].double().T.contiguous()
-                ours = whole[here].double().T.contiguous()
-                token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
-                found = [token_of.get(bytes(column.numpy().data)) for column in joined]
+                ours = whole.double().T.contiguous()
                 differs = (joined != ours) & ~(joined.isnan() & ours.isnan())
                 wrong = differs.any(1).nonzero().flatten().tolist()
-                if wrong and None not in found:
+                if not wrong:
+                    continue
+                token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
+                found = [token_of.get(bytes(column.numpy().data)) for column in joined]
+                if None not in found:
                     self.shares.contradictions.append(
                         f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
                         f"{found[wrong[0]]} stand where those of token {wrong[0]} belong")

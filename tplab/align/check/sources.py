@@ -75,8 +75,9 @@ class Sources:
         self.texts = Texts()
         self._read_calls(recorded)
         self._order_rows()
-        if not self.places and any(call.size for call in self.calls):
-            raise PlacementError("every token is padding (a negative id or position): no row says anything")
+        if self.calls and not self.places:
+            raise PlacementError("every token is padding (a negative id or position): no row says anything" if any(
+                call.size for call in self.calls) else "no call that was recorded is about a token")
         self._check_sizes([entry for calls in self.recorded.values() for index in self.used
                            for entry in calls[index].entries])
         self._check_rows()
