@@ -262,7 +262,8 @@ def test_how_far_one_tensor_is_from_another():
 def frame(points, plan=((0, 1), (2,))):
     found = object.__new__(LocalFrame)
     found.recording, found.dtype, found.ranks = Some(points=points), F64, range(len(plan))
-    found.plan, found._values = Some(ranks=[Some(q_heads=share, mlp=share, vocab=share) for share in plan]), {}
+    found.plan = Some(ranks=[Some(q_heads=share, mlp=share, vocab=share) for share in plan])
+    found._values, found._indices = {}, {}
     found.expected = lambda name, rank: torch.full((1, len(plan[rank]), 1), 10.0 + rank, dtype=F64)
     return found
 
