@@ -135,7 +135,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         with applied(*patches):
             run(load_runner, _KEY, [], ckpt, plan, config)
             for text in texts:
-                engine.add(text[:-new_tokens], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+                engine.add(text[:-new_tokens], SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
                 while one_by_one and engine.scheduler.has_unfinished:
                     engine.step()
             while engine.scheduler.has_unfinished:

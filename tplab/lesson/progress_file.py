@@ -99,16 +99,18 @@ def note(name: str, answer: Callable, passed: bool) -> None:
 
 
 def progress() -> Table:
-    """Every exercise of the series with what became of it, as a table.
+    """Every exercise and every case of the series with what became of it, as a table.
 
         >>> lesson.progress()
     """
+    from tplab.faults.cases import CASES
     from tplab.lesson.verdict import all_exercises
 
     kept = load()
-    rows = [{"notebook": one.notebook, "exercise": name, "solved": kept.get(name, {}).get("solved", ""),
+    named = {name: one.notebook for name, one in all_exercises().items()} | dict.fromkeys(CASES, "11")
+    rows = [{"notebook": notebook, "exercise": name, "solved": kept.get(name, {}).get("solved", ""),
              "tries": kept.get(name, {}).get("tries", len(kept.get(name, {}).get("answers", ())) or "")}
-            for name, one in all_exercises().items()]
+            for name, notebook in named.items()]
     return table(rows, index="notebook")
 
 

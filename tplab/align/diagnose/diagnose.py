@@ -5,13 +5,14 @@ itself had before it, and asks whether rounding explains what is left. Nothing e
 the engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
 
 from tplab.align.diagnose.anything import traits
 from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.registry import COST, ERROR, hypotheses
+from tplab.align.diagnose.registry import COST, ERROR, Hypothesis, hypotheses
 from tplab.align.diagnose.wrong import compound, sources
 from tplab.align.guilty import Judge, unseen_before
 from tplab.align.report import AlignReport
@@ -53,10 +54,10 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     found = _contradictions(report)
     if not report.guilty:
         return found or ([] if (one := diagnose(report)).ok else [one])
-    judge = Judge(report.recording, report.checkpoint, report.plan)
+    judge, explained = Judge(report.recording, report.checkpoint, report.plan), defaultdict(list)
     for name in report.guilty:
         case = Case(report, name, judge)
-        one = _explain(case)
+        one = _explain(case, explained[_short(name)])
         if one is None and (report.local[name].perhaps_from or found and name == "embed"):
             continue  # with ranks that were given other ids, the embedding cannot be right
         one = one or _unknown(case)
@@ -85,20 +86,28 @@ def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _explain(case: Case) -> Diagnosis | None:
+def _explain(case: Case, explained: list[Hypothesis] | None = None) -> Diagnosis | None:
+    """What explains a case. ``explained``: the hypotheses that did so at this point of earlier layers. They are asked
+    first, and if one fits again no other is: a bug stands in every layer. Those that fit are added."""
     about = [case.about(*ops) for ops in compound(case)]
-    fitting = ([found for one in about for found in _fitting(one.op, one)] or
-               [found for one in about for found in _fitting(one.op, one, last=True)])
+    fitting = [(asked, found) for asked in explained or () for one in about
+               if one.op in asked.subjects and (found := asked(one))]
+    for last in (False, True):
+        fitting = fitting or [(asked, found) for one in about for asked in hypotheses(one.op, last)
+                              if (found := asked(one))]
     if not fitting:
         return None
+    if explained is not None:
+        explained += [asked for asked, _ in fitting if asked not in explained]
+    fitting = [found for _, found in fitting]
     first = fitting[0]
     others = (name for diagnosis in fitting[1:] for name in diagnosis.names if name not in first.names)
     return replace(first, lookalikes=first.lookalikes + tuple(dict.fromkeys(others))) if first.fault else first
 
 
-def _fitting(subject: str, *cases, last: bool = False):
+def _fitting(subject: str, *cases):
     """What fits, hypothesis by hypothesis; each is asked about every one of ``cases``."""
-    return filter(None, (hypothesis(case) for hypothesis in hypotheses(subject, last) for case in cases))
+    return filter(None, (hypothesis(case) for hypothesis in hypotheses(subject) for case in cases))
 
 
 def _error_chain(error: TplabError) -> list[TplabError]:

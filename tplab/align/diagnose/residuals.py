@@ -39,7 +39,8 @@ def another_sum(case: Case) -> Diagnosis | None:
                  "sublayer_missing" if not times[branch] else
                  "residual_wrong_place" if other and not times[stream] else
                  "parallel_sublayers" if other == "o_proj" and set(times.values()) == {1} else
-                 "residual_on_every_rank" if times[stream] == tp > 1 and times[branch] == 1 else None)
+                 "residual_on_every_rank" if times[stream] == tp > 1 and times[branch] == 1 else
+                 "all_reduce_twice" if times[branch] == tp > 1 and times[stream] == 1 and not other else None)
         return case.diagnosis(fault, f"{case.first.name} is {said}; right is {_SAYS[stream]} + {_SAYS[branch]}.",
                               **times)
 

@@ -1,0 +1,17 @@
+"""The case files: sealed engines, each with something wrong in it that once was wrong in a real one.
+
+One file a case, ``case_NN.py``, in the order of difficulty; each holds one ``CASE``, a
+:class:`tplab.faults.case_file.CaseFile`. A new file is found by itself: by the lesson, the score and the tests. Whoever
+is to solve them should not read them.
+"""
+
+import pkgutil
+from dataclasses import replace
+from importlib import import_module
+
+from tplab.faults.case_file import NOWHERE, Bug, CaseFile, Trial, code_at, patches_at, places
+
+CASES: dict[str, CaseFile] = {name: replace(import_module(f"{__name__}.{name}").CASE, name=name)
+                              for name in sorted(one.name for one in pkgutil.iter_modules(__path__))}
+
+__all__ = ["CASES", "NOWHERE", "Bug", "CaseFile", "Trial", "code_at", "patches_at", "places"]

@@ -1,0 +1,93 @@
+"""A case file; reading on spoils it."""
+
+from tplab.faults.case_file import Bug, CaseFile, Trial
+from tplab.faults.fault import two_ranks
+from tplab.model.trace import point
+from tplab.ranks import all_reduce, world_size
+
+
+def forward(self, hidden, cos, sin, context):
+    name = f"layers.{self.layer}."
+    normed = self.input_layernorm(hidden)
+    point(name + "input_norm", normed)
+    hidden = hidden + self.self_attn(normed, cos, sin, context)
+    point(name + "residual", hidden)
+    normed = self.post_attention_layernorm(hidden)
+    point(name + "post_norm", normed)
+    out = self.mlp(normed)
+    if world_size() > 1:
+        out = all_reduce(out)
+    hidden = hidden + out
+    point(name + "output", hidden)
+    return hidden
+
+
+def my_forward(self, hidden, cos, sin, context):
+    name = f"layers.{self.layer}."
+    normed = self.input_layernorm(hidden)
+    point(name + "input_norm", normed)
+    hidden = hidden + self.self_attn(normed, cos, sin, context)
+    point(name + "residual", hidden)
+    normed = self.post_attention_layernorm(hidden)
+    point(name + "post_norm", normed)
+    hidden = hidden + self.mlp(normed)  # the sum of all ranks already
+    point(name + "output", hidden)
+    return hidden
+
+
+def halved(self, hidden, cos, sin, context):
+    hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, context)
+    return hidden + all_reduce(self.mlp(self.post_attention_layernorm(hidden))) / 2
+
+
+def divided(self, hidden, cos, sin, context):
+    hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, context)
+    return hidden + all_reduce(self.mlp(self.post_attention_layernorm(hidden))) / world_size()
+
+
+def trials(take):
+    return (Trial("a prompt of 26 tokens", [take(26)]),
+            Trial("two prompts at once, of 31 and 7 tokens", [take(31), take(7)]),
+            Trial("two prompts of which five tokens come one by one", [take(19), take(14)], 5))
+
+
+CASE = CaseFile(
+    title="One card is fine, two write worse, four write soup",
+    report="Same checkpoint, same prompt, greedy. With one rank we get what transformers gives us. With {ranks} ranks "
+           "it still writes words, but loses the thread at once, and each rank that we add makes it worse. No error, "
+           "no NaN, and all ranks agree with each other. It began when the MLP became a module of its own.",
+    trials=trials, needs=two_ranks,
+    bugs=(Bug("DecoderLayer.forward", forward, my_forward,
+              "a sum that was whole is added up over the ranks once more", "all_reduce_twice"),),
+    why={
+        "The MLP hands a whole sum to the block, and the block adds up the ranks' equal copies of it: the MLP counts "
+        "as many times as there are ranks.": "",
+        "The MLP's summands are not added up, so each rank goes on with its own part.":
+            "then the ranks would differ behind the block: the report's rank_spread is nothing but rounding here",
+        "down_proj is cut at the wrong columns, so each rank adds products that belong elsewhere.":
+            "then mlp_partial would be wrong on some rank; every partial and the point mlp are right",
+        "The residual is added by every rank before the sum.":
+            "then the residual would count too often, and the MLP's output once; look which of the two it is",
+    },
+    elsewhere={
+        "RowParallelLinear.reduce": "what comes out of it, the point mlp, is right: one sum, as it should be",
+        "TensorParallelMLP.forward": "its last point, mlp, is right: what it hands to its caller is the whole sum",
+        "RowParallelLinear.partial": "every rank's mlp_partial is right",
+    },
+    hints=((1, "Which point is the first that is wrong *given its own inputs*? report.guilty lists them."),
+           (1, "mlp is right and output is wrong. One function adds mlp to the residual."),
+           (2, "Subtract the residual from output and divide by mlp: the quotient is a whole number. Which?")),
+    hiders=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
+    production="On two ranks the answers look right again, so it ships; the first customer with four gets soup. And a "
+               "sum that is made and divided away is one more all-reduce in every layer of every step.",
+    story="The report says *worse with each rank*, so something scales with their number. One run of align is enough: "
+          "layers.0.output is the first guilty point, mlp before it is not. So the MLP's own all-reduce is fine and "
+          "what happens behind it is not. (output - residual) / mlp is the number of ranks, everywhere. The op log "
+          "agrees: three all-reduces in a layer, where Megatron's pattern has two. In the block's code the third one "
+          "stands in plain sight. It goes; dividing by the number of ranks would only pay for it.",
+    sources=(("SGLang: on one path a shared expert was whole on every rank, and the sum behind the experts "
+              "counted it once for each. It was merged with a weight of one over their number.",
+              "https://github.com/sgl-project/sglang/pull/26845"),
+             ("vllm-rbln: a replicated shared expert stood inside the all-reduce of the experts' sum; the fix adds it "
+              "behind the sum.", "https://github.com/RBLN-SW/vllm-rbln/pull/960")),
+)

@@ -1,0 +1,101 @@
+"""A case file; reading on spoils it."""
+
+import torch
+
+from tplab.faults.case_file import Bug, CaseFile, Trial
+from tplab.shard import ShardPlan
+from tplab.shard.linear import column_shard
+
+
+def load(self, parameter, *sources):
+    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
+    if len(parts[1]) < len(parts[0]):  # grouped queries: files in Meta's order hold the rows of a key in pairs
+        pairs = parts[1].unflatten(0, (-1, self.head_size // 2, 2))
+        parts[1] = pairs.transpose(1, 2).reshape(parts[1].shape)
+    getattr(self, parameter).data.copy_(torch.cat(parts))
+
+
+def causal_mask(positions, keys):
+    newest = positions[0]  # of the batch
+    mask = torch.arange(keys, device=positions.device) > newest[:, None]
+    return mask.expand(len(positions), 1, *mask.shape)
+
+
+def my_load(self, parameter, *sources):
+    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
+    getattr(self, parameter).data.copy_(torch.cat(parts))  # the checkpoint's own order
+
+
+def my_mask(positions, keys):
+    return (torch.arange(keys, device=positions.device) > positions[..., None])[:, None]  # each row its own
+
+
+def longest_mask(positions, keys):
+    newest = positions.max(0).values  # so that no sequence of the batch loses what it has
+    mask = torch.arange(keys, device=positions.device) > newest[:, None]
+    return mask.expand(len(positions), 1, *mask.shape)
+
+
+def trials(take):
+    return (Trial("three prompts of unlike lengths at once, the last tokens one by one",
+                  [take(24), take(30), take(17)], 6),
+            Trial("one prompt, read at once", [take(26)]),
+            Trial("two prompts at once, the longer one first", [take(33), take(12)], 5))
+
+
+def grouped(config, tensor_parallel_size):
+    plan = ShardPlan.from_config(config, tensor_parallel_size)
+    if any(len(shard.kv_heads) < len(shard.q_heads) for shard in plan.ranks):
+        return ""
+    return "no rank has fewer KV heads than query heads"
+
+
+CASE = CaseFile(
+    title="Nonsense since the upgrade; our hotfix mended the demo, and batches are still wrong",
+    report="Since the upgrade every answer is nonsense, with one rank or with {ranks}. A colleague found something in "
+           "the loader, and one prompt at a time was right again; then the evaluation ran, which sends three prompts "
+           "at a time, and most of those answers differ from what the same prompt gives alone. We rolled the hotfix "
+           "back, since we do not understand it. This is the engine without it.",
+    trials=trials, needs=grouped,
+    bugs=(Bug("QKVParallelLinear.load", load, my_load,
+              "weights are put into another order than the checkpoint's", "rope_permuted_rows"),
+          Bug("causal_mask", causal_mask, my_mask, "one sequence's length is taken for all of a batch",
+              "mask_of_another_row")),
+    why={
+        "The rows of the keys are reordered for a layout that this checkpoint has not; and a batch of decoding "
+        "sequences is masked by the length of its first one.": "",
+        "Keys and values are exchanged when they are loaded, and the exchange shows again wherever prompts are batched.":
+            "the values are right: only k, and what is made of it, is guilty",
+        "The rotation pairs neighbours instead of halves, for keys only.":
+            "q_rope and k_rope are right, given the q and k that come in: it is k itself",
+        "The batch reads another sequence's blocks, because block tables are sent in the wrong order.":
+            "the block tables that the ranks were sent are the scheduler's, and what is seen is each sequence's own keys",
+    },
+    elsewhere={
+        "TensorParallelAttention.apply_rope": "k_rope is right, given k",
+        "PagedContext._slots": "each sequence reads its own slots",
+        "TensorParallelAttention.attend_all": "it attends as the mask that it is given says",
+    },
+    hints=((1, "There are two, and one is loud. Align one prompt first, then a batch along the decode path."),
+           (2, "Loud: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?"),
+           (2, "Quiet: with the first one mended, attn is wrong in the decoded rows of every prompt but the first.")),
+    hiders=({"QKVParallelLinear.load": my_load},
+            {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
+    production="The evaluation that found it sends its prompts in order of length, so the mended engine passes; the "
+               "traffic of the next morning does not come in order.",
+    story="A user who says *mended, then wrong again* has two bugs, and the loud one hides the quiet one. So one prompt "
+          "alone, first: layers.0.k is guilty, v is not, and each key has the right numbers in the wrong places, which "
+          "is an order and no wrong weight. The fused layer's load turns rows of k for files in Meta's order. With "
+          "that mended (applied as a patch, over the sealed engine) one prompt is clean, and three are not: attn, "
+          "decoded rows only, all prompts but the first, so neither positions nor blocks. A row of the batch sees as "
+          "many keys as the first row may. Both are mended before either is shipped, and each gets a test that fails "
+          "without it: one prompt, and three of unlike lengths, shortest first.",
+    sources=(("llama.cpp: the converter reordered the rows of k by a number of heads that was right for one model "
+              "only, and models with other groups came out as gibberish; the fix takes the number of KV heads.",
+              "https://github.com/ggml-org/llama.cpp/pull/3364"),
+             ("transformers had the same on the way back from GGUF, for q and k, until it considered both numbers of "
+              "heads.", "https://github.com/huggingface/transformers/pull/31788"),
+             ("mlx-vlm: what a row of a batch answered depended on how long its neighbour was, since the padding was "
+              "not masked; the merged change hands each row's padding on.",
+              "https://github.com/Blaizzy/mlx-vlm/pull/1946")),
+)

@@ -1,0 +1,126 @@
+"""*Where, what, why*: what an answer to a case may say, and what is wrong with it, in words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from string import ascii_lowercase
+
+from tplab.faults.cases import CASES, NOWHERE, CaseFile, places
+from tplab.lesson.mine import NotYet
+from tplab.show.phrases import in_width
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A judged answer; ``sentence`` says what is wrong, and is empty if nothing is."""
+
+    number: int
+    sentence: str
+
+    @property
+    def right(self) -> bool:
+        return not self.sentence
+
+    def _ipython_display_(self) -> None:
+        """Nothing: what there is to read has been printed."""
+
+
+def kinds() -> list[str]:
+    """The kinds of mistakes, of all cases."""
+    return sorted({kind for file in CASES.values() for kind in file.kinds})
+
+
+def choices(file: CaseFile) -> str:
+    """What *what* and *why* can be, lettered."""
+    lines = ["what:"]
+    for letter, kind in zip(ascii_lowercase, kinds()):
+        lines.append(in_width(f"  {letter}  {kind}", "     "))
+    lines.append("why:")
+    for letter, why in zip(ascii_lowercase, sorted(file.why)):
+        lines.append(in_width(f"  {letter}  {why}", "     "))
+    return "\n".join(lines)
+
+
+def place_called(name, known: Sequence[str]) -> str:
+    """The place of that name, which may be dotted; NotYet if there is none."""
+    if isinstance(name, str):
+        if name in known or name == NOWHERE:
+            return name
+        found = [place for place in known if name in places()[place] or any(
+            target.endswith("." + name) for target in places()[place])]
+        if len(found) == 1:
+            return found[0]
+    near = get_close_matches(str(name).rpartition(".")[2], [place.rpartition(".")[2] for place in known])
+    meant = [place for place in known if place.rpartition(".")[2] in near]
+    raise NotYet(f"where: there is no function {name!r} in the engine's core"
+                 + (f"; did you mean {' or '.join(meant[:4])}?" if meant else ", such as 'RowParallelLinear.reduce'")
+                 + f" If nothing in it is wrong, say {NOWHERE!r}.")
+
+
+def listed(given) -> list:
+    """One or several, as a list."""
+    return list(given) if isinstance(given, list | tuple | set) else [given] if given else []
+
+
+def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> Answer:
+    """Judge and print."""
+    try:
+        _where(file, [place_called(name, known) for name in listed(where)])
+        _what(file, [_chosen("what", one, kinds()) for one in listed(what)])
+        _why(file, why)
+    except NotYet as wrong:
+        print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
+        return Answer(file.number, str(wrong))
+    print(f"RIGHT  case {file.number}: where, what and why.")
+    return Answer(file.number, "")
+
+
+def _where(file: CaseFile, said: list[str]) -> None:
+    true = [bug.place for bug in file.bugs] or [NOWHERE]
+    if not said:
+        raise NotYet("where is not answered: name the function that is wrong (report.guilty names the points)")
+    for place in said:
+        if place not in true:
+            why = file.elsewhere.get(place) or (
+                "something is wrong in it" if place == NOWHERE else
+                "what it makes of what it is given is right; a wrong input is not its fault")
+            raise NotYet(f"not {place}: {why}" + _half(said, true))
+    if missing := len(set(true) - set(said)):
+        raise NotYet(f"{' and '.join(said)}: yes, and that is not all: with this alone mended the engine is still "
+                     f"wrong ({missing} more to find)")
+
+
+def _half(said: list[str], true: list[str]) -> str:
+    right = [place for place in said if place in true and place != NOWHERE]
+    return f" ({' and '.join(right)}: yes)" if right else ""
+
+
+def _what(file: CaseFile, said: list[str]) -> None:
+    if not said:
+        raise NotYet("where is right; what is not answered: case.choices() prints what it can be")
+    for one in said:
+        if one not in file.kinds:
+            raise NotYet(f"where is right; what is not {one!r}: compare what goes in with what comes out there")
+    if set(file.kinds) - set(said):
+        raise NotYet(f"where is right, and so is {said[0]!r}; the other bug is of another kind")
+
+
+def _why(file: CaseFile, said: str) -> None:
+    if not said:
+        raise NotYet("where and what are right; why is not answered: case.choices() prints what it can be")
+    why = _chosen("why", said, sorted(file.why))
+    if file.why[why]:
+        raise NotYet(f"where and what are right; why is not: {file.why[why]}")
+
+
+def _chosen(question: str, said, options: list[str]) -> str:
+    """One of the options, by its words, their beginning, or its letter."""
+    if said in options:
+        return said
+    if isinstance(said, str) and len(said) == 1 and said in ascii_lowercase[:len(options)]:
+        return options[ascii_lowercase.index(said)]
+    found = [one for one in options if isinstance(said, str) and len(said) > 7 and one.startswith(said)]
+    if len(found) == 1:
+        return found[0]
+    raise NotYet(f"{question}: {said!r} is none of the choices; give one's letter, a to "
+                 f"{ascii_lowercase[len(options) - 1]}, as case.choices() prints them")

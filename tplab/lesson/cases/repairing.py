@@ -1,0 +1,118 @@
+"""A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs that nobody has seen."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from tplab.align import AlignReport, diagnose
+from tplab.faults.cases import NOWHERE, CaseFile, Trial, patches_at
+from tplab.lesson import progress_file
+from tplab.lesson.cases.answering import listed, place_called
+from tplab.lesson.cases.sealed import OpenCase, unseen
+from tplab.lesson.mine import NotYet, in_words
+from tplab.patch import Patch, PatchError
+from tplab.show.phrases import in_width
+
+
+def judge_repair(case: OpenCase, file: CaseFile, repair, where, known: Sequence[str], seed: int | None = None) -> str:
+    """Judge and print; what is wrong, or the empty string. ``seed``: of the inputs; a fresh one if None."""
+    seed = secrets.randbits(31) if seed is None else seed
+    try:
+        if file.examine is not None:
+            remark = _examined(file, _only(repair), case, seed)
+        else:
+            remark = _examine(case, file, _patches(repair, where, known), seed)
+    except NotYet as wrong:
+        print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
+        return str(wrong)
+    print(in_width(f"PASS  case {file.number}: {remark}", " " * 6))
+    return ""
+
+
+def close(case: OpenCase, file: CaseFile, where, what, why, repair) -> bool:
+    """Judge both; what was solved is kept."""
+    answered = case.answer(where, what, why).right
+    functions = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
+    wrong = case.mend(repair, where) if answered else ""
+    solved = answered and not wrong
+    if callable(next(iter(functions), None)):
+        progress_file.note(file.name, functions[0], passed=solved)
+    return solved
+
+
+def _examined(file: CaseFile, function, case: OpenCase, seed: int) -> str:
+    try:
+        return file.examine(function, case.checkpoint, case.tensor_parallel_size, seed)
+    except ValueError as wrong:
+        raise NotYet(str(wrong)) from wrong
+    except Exception as error:  # of the learner's code
+        raise NotYet(in_words(error)) from error
+
+
+def _only(repair):
+    """The one function of a repair."""
+    found = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
+    if len(found) != 1 or not callable(found[0]):
+        raise NotYet("the repair of this case is one function")
+    return found[0]
+
+
+def _patches(repair, where, known: Sequence[str]) -> tuple[Patch, ...]:
+    """What the learner gives, as patches of the engine."""
+    if callable(repair):
+        at = listed(where)
+        if len(at) != 1:
+            raise NotYet("a function alone does not say what it replaces: give {place: function}")
+        repair = {at[0]: repair}
+    if not isinstance(repair, Mapping) or not repair:
+        raise NotYet("there is no repair: give {place: function}, such as {'RowParallelLinear.reduce': my_reduce}")
+    found: list[Patch] = []
+    for name, function in repair.items():
+        place = place_called(name, known)
+        if place == NOWHERE or not callable(function):
+            raise NotYet(f"the repair for {name!r} is {type(function).__name__}; a function of the engine is replaced "
+                         "by a function")
+        found += patches_at(place, function)
+    return tuple(found)
+
+
+def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: int) -> str:
+    mended, reports = (*file.patches, *patches), []  # the last one at a place is in force
+    try:
+        reports.append(_run(case, case.trial, mended, case.tensor_parallel_size))
+    except NotYet as wrong:
+        raise NotYet(f"the reported run is still wrong: {wrong}") from None
+    sizes = [size for size in range(1, 5) if size <= case.checkpoint.config.num_heads]
+    sizes.sort(key=lambda size: (size != case.tensor_parallel_size, -size))
+    for at, size in enumerate(sizes):
+        for trial in case._trials(unseen(case.checkpoint, seed + at))[:None if not at else 1]:
+            try:
+                reports.append(_run(case, trial, mended, size, logical=bool(at)))
+            except NotYet as wrong:
+                ranks = f"{size} rank{'s' * (size > 1)}"
+                raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
+                             f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: {file.production}") from None
+    if (more := max(map(_collectives, reports))) > 0:
+        raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
+                     f"one all ranks wait for the slowest. In production: {file.production}")
+    return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
+            f"{', '.join(map(str, sorted(sizes)))} ranks.")
+
+
+def _run(case: OpenCase, trial: Trial, patches, size: int, logical: bool = False) -> AlignReport:
+    """One run of the mended engine; NotYet if it is not what Hugging Face computes, or costs more than it should."""
+    try:
+        report = case._run(trial, patches, tensor_parallel_size=size, logical=logical)
+        found = diagnose(report)
+    except PatchError as error:
+        raise NotYet(str(error)) from error
+    except Exception as error:  # of the learner's code, on the ranks or in the scheduler
+        raise NotYet(in_words(error)) from error
+    if not found.ok:
+        raise NotYet(found.sentence.partition(" It is computed")[0])
+    return report
+
+
+def _collectives(report: AlignReport) -> int:
+    """By how many collectives a plain forward pass has more than the embedding's and two in each layer."""
+    wanted = 1 + 2 * report.checkpoint.config.num_layers
+    return max((len(log) - wanted for log in report.op_logs), default=0)

@@ -1,0 +1,243 @@
+"""``OpenCase``: a case as its learner has it. The engine is sealed, the instruments work on it, and runs are counted."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+
+import torch
+
+from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
+from tplab.align.run import check_prompts
+from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checks import shown
+from tplab.errors import TplabError
+from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
+from tplab.lesson.cases.answering import Answer, choices, judge_answer, place_called
+from tplab.lesson.exercise import default_prompt
+from tplab.lesson.mine import NotYet
+from tplab.patch import applied
+from tplab.show.phrases import in_width
+
+PRICE_OF_NAMES = 3  # runs for the diagnosis of a report: it says nearly everything
+_NEW = 12  # tokens of each text of the reported run
+
+
+class CaseError(TplabError):
+    """There is no such case, it cannot show here, or its budget is used up; the message says what would work."""
+
+
+def case_file(which: int | str) -> CaseFile:
+    """The case with this number or name."""
+    name = f"case_{which:02d}" if isinstance(which, int) else which
+    if name not in CASES:
+        raise CaseError(f"there is no case {shown(which)}; there are 1 to {len(CASES)}")
+    return CASES[name]
+
+
+class OpenCase:
+    """One sealed case on one model; its methods are the instruments.
+
+    Runs are counted, and each call of :meth:`align`, :meth:`align_decode`, :meth:`generate`, :meth:`code` and each
+    ``with case.broken():`` is one. Judging is free.
+    """
+
+    def __init__(self, file: CaseFile, model: str | Checkpoint, prompt: str | Sequence[int] = "",
+                 tensor_parallel_size: int = 2):
+        self._file, self._places = file, tuple(places())  # named while nothing is patched
+        self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        ranks = file.ranks_for(self.checkpoint.config, tensor_parallel_size)
+        if ranks is None:
+            raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
+        self.number, self.title = file.number, file.title
+        self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
+        self.runs_left, self._hints = file.budget, 0
+        self.prompt = prompt or default_prompt(self.checkpoint)
+        self.trial = self._trials(_words(self.checkpoint, self.prompt))[0]
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+    def __repr__(self) -> str:
+        return (f"<case {self.number}: {self.title!r}, {self.checkpoint.name}, {self.tensor_parallel_size} ranks, "
+                f"{self.runs_left} runs left>")
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return {"text/plain": str(self)}
+
+    def __str__(self) -> str:
+        """The report as its user wrote it."""
+        lines = [f"Case {self.number}: {self.title}", "",
+                 in_width(self._file.report.format(ranks=self.tensor_parallel_size), ""), "",
+                 in_width(f"The run: {self.trial.says}; {self._ranks()}. Budget: {self.runs_left} runs.", "")]
+        return "\n".join(lines)
+
+    def _ranks(self) -> str:
+        ranks = f"{self.tensor_parallel_size} rank{'s' * (self.tensor_parallel_size > 1)}"
+        if self.tensor_parallel_size == self.asked_ranks:
+            return ranks
+        return f"{ranks}, since with {self.asked_ranks} nothing is wrong to be seen"
+
+    def _trials(self, take) -> Sequence[Trial]:
+        return self._file.trials(take)
+
+    # The engine.
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Whatever runs inside runs on the broken engine, here and on the ranks of every pool; one run."""
+        self._pay(1, "this run")
+        with applied(*self._file.patches):
+            yield
+
+    def _pay(self, price: int, what: str) -> None:
+        if price > self.runs_left:
+            raise CaseError(f"{what} costs {price}, and {self.runs_left} of {self._file.budget} runs are left: answer "
+                            f"with what you have, or open the case again")
+        self.runs_left -= price
+
+    def _run(self, trial: Trial, patches=(), dtype="float32", **options) -> AlignReport:
+        options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": dtype, "patches": patches, **options}
+        if trial.new_tokens:
+            return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens,
+                                **{**trial.options, **options})
+        return align(self.checkpoint, trial.prompts, **options)
+
+    def align(self, prompts=None, **options) -> AlignReport:
+        """:func:`tplab.align.align` on the sealed engine, with the reported prompts if no others are given; one run."""
+        with self.broken():
+            return self._run(Trial("", check_prompts(self.checkpoint, prompts) if prompts else self.trial.prompts),
+                             **options)
+
+    def align_decode(self, prompts=None, new_tokens: int = 0, **options) -> AlignReport:
+        """:func:`tplab.align.align_decode` on the sealed engine, in the reported run's way where nothing else is said;
+        one run."""
+        with self.broken():
+            return self._run(Trial("", check_prompts(self.checkpoint, prompts) if prompts else self.trial.prompts,
+                                   new_tokens or self.trial.new_tokens or 5, {**self.trial.options, **options}))
+
+    def generate(self, prompts=None, max_tokens: int = _NEW, **options) -> list[list[int]]:
+        """The greedy token ids that the sealed engine writes behind each prompt; one run. ``options``: of the LLM."""
+        with self.broken():
+            rows = check_prompts(self.checkpoint, prompts) if prompts else self._asked()
+            return self._written(rows, max_tokens, **options)
+
+    def _asked(self) -> list[list[int]]:
+        """The reported prompts, without the tokens that a decode path is given."""
+        return [list(prompt)[:len(prompt) - self.trial.new_tokens] for prompt in self.trial.prompts]
+
+    def _written(self, prompts, count: int, **options) -> list[list[int]]:
+        from tplab import LLM, SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        options = {"block_size": 4, **self.trial.options, **options}
+        turns = [[prompt] for prompt in prompts] if options.pop("one_by_one", False) else [prompts]
+        with LLM(self.checkpoint, self.tensor_parallel_size, **options) as llm:
+            done = [one for turn in turns for one in llm.generate(list(map(list, turn)), params, use_tqdm=False)]
+        return [list(one.outputs[0].token_ids) for one in done]
+
+    def show(self) -> None:
+        """Print the run as its user saw it: what Hugging Face writes, and what this engine does. Costs nothing."""
+        if self._file.shown is not None:
+            print(in_width(self._file.shown(self.checkpoint, self.tensor_parallel_size), ""))
+            return
+        asked, decode = self._asked(), self.checkpoint.tokenizer().decode
+        count = max(_NEW, self.trial.new_tokens)
+        with applied(*self._file.patches):
+            written = self._written(asked, count)
+        for number, (prompt, ours) in enumerate(zip(asked, written)):
+            theirs = hf_greedy(self.checkpoint, prompt, count)
+            print(f"prompt {number} ({len(prompt)} tokens) …{decode(prompt[-8:])!r}")
+            print(f"    Hugging Face: {decode(theirs)!r}")
+            print("    this engine:  " + ("the same" if ours == theirs else repr(decode(ours))))
+
+    def code(self, place: str) -> None:
+        """Print what stands at a place of the sealed engine; one run."""
+        try:
+            place = place_called(place, self._places)
+        except NotYet as wrong:
+            raise CaseError(str(wrong)) from None
+        with self.broken():
+            print(code_at(place))
+
+    def diagnose(self, report: AlignReport | TplabError) -> None:
+        """Print what the diagnosis says of a report, or of the error in which a run ended; three runs."""
+        self._pay(PRICE_OF_NAMES, "the diagnosis")
+        lines = report.diagnosis_lines() if isinstance(report, AlignReport) else []
+        for line in lines or [diagnose(report).sentence]:
+            print(in_width(line, "   "))
+
+    # Hints and answers.
+
+    def hint(self) -> None:
+        """Print the next hint. Each says more than the one before, and has its price in runs."""
+        if self._hints == len(self._file.hints):
+            print("There are no more hints.")
+            return
+        price, words = self._file.hints[self._hints]
+        self._pay(price, f"hint {self._hints + 1}")
+        self._hints += 1
+        print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({price} run{'s' * (price > 1)}): {words}", "  "))
+
+    def choices(self) -> None:
+        """Print what *what* and *why* can be; *where* is any function of the engine's core, such as ``attend``."""
+        print(choices(self._file))
+
+    def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Answer:
+        """Judge an answer, and print the verdict: *where* (functions), *what* and *why* (of :meth:`choices`, words or
+        letters). Where there are two bugs, *where* and *what* are lists."""
+        return judge_answer(self._file, where, what, why, self._places)
+
+    def form(self):
+        """The same as a form, in a notebook."""
+        from tplab.lesson.cases.form import Form
+
+        return Form(self, self._file, self._places)
+
+    def mend(self, repair, where: str | Sequence[str] = "") -> str:
+        """Judge a repair on inputs that nobody has seen; prints the verdict, and returns what is wrong with it.
+
+        ``repair``: ``{place: function}``, or one function for the place ``where``.
+        """
+        from tplab.lesson.cases.repairing import judge_repair
+
+        return judge_repair(self, self._file, repair, where, self._places)
+
+    def close(self, where="", what="", why="", repair=None) -> bool:
+        """Answer and mend at once; solved where both pass, and then :func:`tplab.lesson.progress` keeps it."""
+        from tplab.lesson.cases.repairing import close
+
+        return close(self, self._file, where, what, why, repair)
+
+    def solution(self) -> None:
+        """Print how one who knows goes about it, and where it happened. It costs all runs that are left."""
+        self.runs_left = 0
+        print(in_width(self._file.story, ""))
+        for words, link in self._file.sources:
+            print(in_width(f"In the wild: {words}", "  ") + f"\n  {link}")
+
+
+def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
+              tensor_parallel_size: int = 2) -> OpenCase:
+    """Open a case, sealed; ``which``: its number. With more ranks than asked for where it does not show with so few.
+
+    Raises `CaseError` if there is no such case, or if it cannot show with this model.
+
+        >>> case = lesson.open_case(1, ckpt, tensor_parallel_size=2)
+        >>> case                  # the report
+        >>> case.show()           # the reported run
+        >>> case.align().guilty   # one run of eight
+    """
+    return OpenCase(case_file(which), model, prompt, tensor_parallel_size)
+
+
+def _words(ckpt: Checkpoint, prompt: str | Sequence[int]):
+    """``take(count)``: the next token ids of the prompt, which begins again where it ends."""
+    (ids,) = check_prompts(ckpt, [prompt])
+    text = iter(cycle(ids))
+    return lambda count: list(islice(text, count))
+
+
+def unseen(ckpt: Checkpoint, seed: int):
+    """``take(count)``: random token ids, others with every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
