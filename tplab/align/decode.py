@@ -146,5 +146,6 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     recording = recorded(traces, plan, dtype, texts, sorted(executor.rows), executor.num_keys(),
                          sorted(executor.places("logits")))
     facts = DecodeFacts(tuple(executor.steps), tuple(executor.tables), tuple(executor.drawn), block_size,
-                        engine.pool.num_used, sum(len(record.preempted) for record in engine.scheduler.history))
+                        engine.pool.num_used, sum(len(record.preempted) for record in engine.scheduler.history),
+                        engine.config.enable_prefix_caching)
     return judge(recording, ckpt, plan, patches, decode=facts)

@@ -80,6 +80,7 @@ class DecodeFacts:
     block_size: int  # tokens per block
     blocks_left: int  # still in use after the last sequence had ended
     preemptions: int  # how often a sequence lost its blocks and had to begin again
+    prefix_caching: bool  # whether equal beginnings were to share their blocks
 
 
 @dataclass(repr=False)

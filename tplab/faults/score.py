@@ -1,4 +1,4 @@
-"""The score of the diagnosis: every fault of the museum, on models of several head layouts, named or not.
+"""The score of the diagnosis: every fault of the museum and every case, on models of several head layouts.
 
     python -m tplab faults score                                   fable and four random checkpoints, 2 and 3 ranks
     python -m tplab faults score smollm2 --tp 2 --dtype float32    one model
@@ -19,6 +19,7 @@ import torch
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.random_weights import write_random
 from tplab.errors import TplabError
+from tplab.faults.cases import CASES, CaseFile
 from tplab.faults.fault import Fault
 from tplab.faults.museum import MUSEUM
 from tplab.faults.scenarios import plain_prompts, scenario
@@ -55,6 +56,7 @@ class Run:
     fault: str | None
     said: tuple[str, ...]  # the names, of each diagnosis the first; "?" for one without a name
     outcome: str
+    true: tuple[str, ...] = ()  # the right names
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Score:
 
 def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Sequence[int] = (2, 3),
           dtypes: Sequence[str] = ("float32", "bfloat16"), workers: int = 1, told=lambda line: None) -> Score:
-    """Break the engine with every fault that can show, on every model, number of ranks and dtype; diagnose each.
+    """Break the engine with every fault and every case that can show, on every model, number of ranks and dtype;
+    diagnose each. A case with several bugs is named if one of them is, and nothing else; an innocent one if nothing is.
 
     ``models``: names or folders; fable and four random checkpoints of other head layouts if none is given. The ranks
     are logical, ``workers`` processes share the work. ``told``: called with a line for every model, size and dtype.
@@ -122,33 +125,51 @@ def _mapped(workers: int) -> Iterator[Callable]:
 def _runs(job: tuple) -> list[Run]:
     name, model, size, dtype = job
     ckpt = open_checkpoint(model)
-    able = [one for one in MUSEUM.values() if one.applies_to(ckpt.config, size)]
+    able = [one for one in (*MUSEUM.values(), *CASES.values()) if not one.why_not(ckpt.config, size)]
     return [_run(name, ckpt, size, dtype, one) for one in (None, *able)]
 
 
-def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | None) -> Run:
+def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | CaseFile | None) -> Run:
     from tplab.align import align, align_decode, diagnose
 
     options = {"tensor_parallel_size": size, "dtype": dtype, "patches": [fault] if fault else [], "logical": True}
+    run, prompts = align, plain_prompts(ckpt.config.vocab_size)
+    if isinstance(fault, CaseFile):
+        trial = fault.trials(_taken(ckpt.config))[0]
+        prompts, options = trial.prompts, options | trial.options | {"dtype": dtype}
+        if trial.new_tokens:
+            run, options["new_tokens"] = align_decode, trial.new_tokens
+    elif fault and fault.shows_in == "decode":
+        options |= scenario(fault.name, ckpt.config.vocab_size)
+        run, prompts = align_decode, options.pop("prompts")
     try:
-        if fault and fault.shows_in == "decode":
-            report = align_decode(ckpt, **scenario(fault.name, ckpt.config.vocab_size), **options)
-        else:
-            report = align(ckpt, plain_prompts(ckpt.config.vocab_size), **options)
+        report = run(ckpt, prompts, **options)
         found = [one for one in report.diagnoses or [diagnose(report)] if not one.ok]
     except TplabError as error:
         found = [diagnose(error)]
     said = tuple(one.fault or "?" for one in found)
-    return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found))
+    return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found), tuple(sorted(_true(fault))))
 
 
-def _outcome(fault: Fault | None, found) -> str:
+def _taken(config) -> Callable[[int], list[int]]:
+    """``take(count)`` of a case's trials: token ids from the whole vocabulary, the same in every score."""
+    generator = torch.Generator().manual_seed(9)
+    return lambda count: torch.randint(config.vocab_size, (count,), generator=generator).tolist()
+
+
+def _true(fault: Fault | CaseFile | None) -> set[str]:
+    """What the diagnosis may call it."""
+    return {bug.fault for bug in fault.bugs} if isinstance(fault, CaseFile) else {fault.name} if fault else set()
+
+
+def _outcome(fault: Fault | CaseFile | None, found) -> str:
     """``found`` names the fault, and nothing that is not there: another name beside the true one is a wrong one."""
-    if fault is None:
+    true = _true(fault)
+    if not true:
         return FALSE_ALARM if found else HEALTHY
     if not found:
         return UNSEEN
-    if any(one.fault and fault.name not in one.names for one in found):
+    if any(one.fault and not true.intersection(one.names) for one in found):
         return WRONG
-    named = [one for one in found if fault.name in one.names]
-    return UNNAMED if not named else EXACT if any(one.fault == fault.name for one in named) else LOOKALIKE
+    named = [one for one in found if true.intersection(one.names)]
+    return UNNAMED if not named else EXACT if any(one.fault in true for one in named) else LOOKALIKE

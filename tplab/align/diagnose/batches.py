@@ -36,6 +36,7 @@ def mask_of_the_first_row(case: Case) -> Diagnosis | None:
             wrong += [(prompt, position, first)] * (first != position)
     if wrong:
         prompt, position, first = wrong[0]
-        return case.diagnosis("mask_of_another_row", f"Token {position} of prompt {prompt}, decoded beside others, sees "
-                              f"{first + 1} keys, as many as the first sequence of its batch; it may see "
-                              f"{position + 1}.", prompt=prompt, position=position, keys=first + 1)
+        return case.diagnosis(
+            "mask_of_another_row", f"Token {position} of prompt {prompt}, decoded beside others, sees {first + 1} "
+            f"keys, as many as the first sequence of its batch; it may see {position + 1}.",
+            prompt=prompt, position=position, keys=first + 1)

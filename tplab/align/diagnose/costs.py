@@ -1,5 +1,7 @@
 """Hypotheses about runs whose numbers are right: what did they cost, and what did the ranks draw?"""
 
+import torch
+
 from tplab.align.diagnose.cache import stale_block_table
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.diagnose.registry import COST, hypothesis
@@ -27,6 +29,54 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
                                  f"rank {rank} token {drawn.get(place)}: each decides by itself what only all of them "
                                  "together can know.", "drawn",
                                  {"rank": rank, "prompt": place[0], "position": place[1]})
+
+
+@hypothesis(COST)
+def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
+    """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
+    logits?"""
+    logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0]) if report.decode else []
+    if logits is None or len(places) != len(logits.ours):
+        return None
+    drawn = torch.tensor([report.decode.drawn[0][place] for place in places])
+    parts = [shard.float().log_softmax(-1) for shard in logits.shards]
+    ours, apart = logits.ours.float(), torch.cat(parts, -1)
+    behind = ours.max(-1).values - ours.gather(-1, drawn[:, None])[:, 0]
+    wrong = (behind > 1e-2 * ours.abs().max()).nonzero().flatten().tolist()
+    if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
+        return None
+    number, position = places[wrong[0]]
+    return Diagnosis("softmax_before_gather", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens "
+                                              f"are not the most probable ones: behind token {position} of prompt "
+                                              f"{number} one was drawn whose logit is {behind[wrong[0]]:.1f} below "
+                                              "the largest. They are the best by the ranks' probabilities, each "
+                                              "normalized over its own part of the "
+                                              "vocabulary.", "drawn", {"prompt": number, "position": position})
+
+
+@hypothesis(COST)
+def prefix_never_found(report: AlignReport) -> Diagnosis | None:
+    """Does a text begin at its first token, although another one with the same first block was computed before?"""
+    facts = report.decode
+    if facts is None or not facts.prefix_caching:
+        return None
+    size, full, seen = facts.block_size, {}, set()  # full: {block: the text whose first block it holds}
+    for step in facts.steps:
+        for number, segment, *_ in step.requests:
+            begin = report.ids[number][:size]
+            before = [other for other in full.values() if report.ids[other][:size] == begin]
+            if number not in seen and not segment.start and before and segment.prompt_length > size:
+                return Diagnosis("prefix_never_found", f"The numbers are right, but prompt {number} is computed from "
+                                                       f"its first token on, although it begins as prompt {before[0]} "
+                                                       "does, whose blocks are full and were handed out to nobody "
+                                                       "since: equal beginnings are not found in the prefix "
+                                                       "cache.", "steps",
+                                 {"prompt": number, "before": before[0]})
+        for number, segment, *_ in step.requests:
+            seen.add(number)
+            full = {block: other for block, other in full.items() if other == number or block not in segment.block_ids}
+            if segment.start + segment.count >= size:
+                full[segment.block_ids[0]] = number
 
 
 @hypothesis(COST)

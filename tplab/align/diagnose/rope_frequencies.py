@@ -122,16 +122,17 @@ def rotated_front_of_the_head(case: Case) -> Diagnosis | None:
 @hypothesis("q_rope", "k_rope")
 def rounded_tables(case: Case) -> Diagnosis | None:
     """Were angles or their cos and sin computed in half precision?"""
-    if case.config.hf.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
+    if case.config.hf.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         return None
-    ways, single, rows = {}, _right(case)[0].float(), case.frame.positions[:, None]
+    ways, rows, (single, scale) = {}, case.frame.positions[:, None], _right(case)
+    single = single.float()
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
 
         def table(angles, dtype=None):
             def turned(at, op):
                 x = before_rope(at, op)
-                cos, sin = (both.repeat(1, 2)[None] for both in (angles.float().cos(), angles.float().sin()))
+                cos, sin = (scale * both.repeat(1, 2)[None] for both in (angles.float().cos(), angles.float().sin()))
                 if dtype is not None:
                     cos, sin = cos.to(dtype), sin.to(dtype)
                 return rotated(case, x, cos.to(x.dtype), sin.to(x.dtype))

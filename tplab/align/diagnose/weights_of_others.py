@@ -156,3 +156,16 @@ def _unrelated(case: Case) -> float | None:
     return likeness if abs(likeness) < 0.3 and not shuffled else None
 
 
+
+
+@hypothesis("q", "k", "v", "gate", "up")
+def scales_of_other_rows(case: Case) -> Diagnosis | None:
+    """Was each row of the weight divided by its own scale, and multiplied with that of the ranks' first rows?"""
+    def scaled(at, op):
+        weight, features = matrix(case, op).clone(), at.features(op)
+        largest = weight.abs().amax(1, keepdim=True)
+        weight[features] *= largest[:len(features)] / largest[features]
+        return linear(at, op, weight=weight)
+    if 0 not in case.wrong_ranks and explains(case, scaled):
+        return case.diagnosis("channel_scales", f"{case.first.name} is right but for a factor for each output: the "
+                              f"ranks have their own rows of {_module(case)}, and the scales of the first rows.")

@@ -64,12 +64,14 @@ CASE = CaseFile(
     why={
         "The rows of the keys are reordered for a layout that this checkpoint has not; and a batch of decoding "
         "sequences is masked by the length of its first one.": "",
-        "Keys and values are exchanged when they are loaded, and the exchange shows again wherever prompts are batched.":
+        "Keys and values are exchanged when they are loaded, and the exchange shows again wherever prompts are "
+        "batched.":
             "the values are right: only k, and what is made of it, is guilty",
         "The rotation pairs neighbours instead of halves, for keys only.":
             "q_rope and k_rope are right, given the q and k that come in: it is k itself",
         "The batch reads another sequence's blocks, because block tables are sent in the wrong order.":
-            "the block tables that the ranks were sent are the scheduler's, and what is seen is each sequence's own keys",
+            "the block tables that the ranks were sent are the scheduler's, and what is seen is each sequence's own "
+            "keys",
     },
     elsewhere={
         "TensorParallelAttention.apply_rope": "k_rope is right, given k",
@@ -83,13 +85,13 @@ CASE = CaseFile(
             {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
     production="The evaluation that found it sends its prompts in order of length, so the mended engine passes; the "
                "traffic of the next morning does not come in order.",
-    story="A user who says *mended, then wrong again* has two bugs, and the loud one hides the quiet one. So one prompt "
-          "alone, first: layers.0.k is guilty, v is not, and each key has the right numbers in the wrong places, which "
-          "is an order and no wrong weight. The fused layer's load turns rows of k for files in Meta's order. With "
-          "that mended (applied as a patch, over the sealed engine) one prompt is clean, and three are not: attn, "
-          "decoded rows only, all prompts but the first, so neither positions nor blocks. A row of the batch sees as "
-          "many keys as the first row may. Both are mended before either is shipped, and each gets a test that fails "
-          "without it: one prompt, and three of unlike lengths, shortest first.",
+    story="A user who says *mended, then wrong again* has two bugs, and the loud one hides the quiet one. So one "
+          "prompt alone, first: layers.0.k is guilty, v is not, and each key has the right numbers in the wrong "
+          "places, which is an order and no wrong weight. The fused layer's load turns rows of k for files in Meta's "
+          "order. With that mended (applied as a patch, over the sealed engine) one prompt is clean, and three are "
+          "not: attn, decoded rows only, all prompts but the first, so neither positions nor blocks. A row of the "
+          "batch sees as many keys as the first row may. Both are mended before either is shipped, and each gets a "
+          "test that fails without it: one prompt, and three of unlike lengths, shortest first.",
     sources=(("llama.cpp: the converter reordered the rows of k by a number of heads that was right for one model "
               "only, and models with other groups came out as gibberish; the fix takes the number of KV heads.",
               "https://github.com/ggml-org/llama.cpp/pull/3364"),

@@ -90,7 +90,8 @@ def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: i
             except NotYet as wrong:
                 ranks = f"{size} rank{'s' * (size > 1)}"
                 raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
-                             f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: {file.production}") from None
+                             f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: "
+                             f"{file.production}") from None
     if (more := max(map(_collectives, reports))) > 0:
         raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
                      f"one all ranks wait for the slowest. In production: {file.production}")

@@ -1,4 +1,4 @@
-"""``OpenCase``: a case as its learner has it. The engine is sealed, the instruments work on it, and runs are counted."""
+"""``OpenCase``: a case as its learner has it: a sealed engine, the instruments on it, and runs that are counted."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,11 +95,10 @@ class OpenCase:
                             f"with what you have, or open the case again")
         self.runs_left -= price
 
-    def _run(self, trial: Trial, patches=(), dtype="float32", **options) -> AlignReport:
-        options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": dtype, "patches": patches, **options}
+    def _run(self, trial: Trial, patches=(), **options) -> AlignReport:
+        options = {"tensor_parallel_size": self.tensor_parallel_size, "patches": patches, **trial.options, **options}
         if trial.new_tokens:
-            return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens,
-                                **{**trial.options, **options})
+            return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens, **options)
         return align(self.checkpoint, trial.prompts, **options)
 
     def align(self, prompts=None, **options) -> AlignReport:
@@ -176,7 +175,8 @@ class OpenCase:
         price, words = self._file.hints[self._hints]
         self._pay(price, f"hint {self._hints + 1}")
         self._hints += 1
-        print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({price} run{'s' * (price > 1)}): {words}", "  "))
+        cost = f"{price} run{'s' * (price > 1)}"
+        print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({cost}): {words}", "  "))
 
     def choices(self) -> None:
         """Print what *what* and *why* can be; *where* is any function of the engine's core, such as ``attend``."""

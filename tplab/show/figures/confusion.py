@@ -15,12 +15,14 @@ def confusion_figure(score) -> Picture:
 
         >>> show.confusion_figure(score(["fable"]))
     """
+    from tplab.faults.score import HEALTHY as INNOCENT
     from tplab.faults.score import LOOKALIKE
 
     counts, alike = {}, set()
     for run in score.runs:
         for said in run.said or ("",):
-            pair = run.fault or HEALTHY, {"": HEALTHY, "?": NAMELESS}.get(said, said)
+            row = run.fault or HEALTHY
+            pair = row, row if said in run.true or run.outcome == INNOCENT else {"": HEALTHY, "?": NAMELESS}.get(said, said)
             counts[pair] = counts.get(pair, 0) + 1
             if run.outcome == LOOKALIKE:
                 alike.add(pair)

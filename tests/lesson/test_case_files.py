@@ -1,0 +1,161 @@
+"""The case files: each is seen, named and mended; what is wrong is refused in words; runs are counted; it is sealed."""
+
+import json
+import re
+
+import nbformat
+import pytest
+from helpers.faults import nothing_is_patched
+
+from tplab import lesson
+from tplab.checkpoint import open_checkpoint
+from tplab.faults.cases import CASES, NOWHERE, code_at, places
+from tplab.lab.batch import FOLDER
+from tplab.lab.case_sections import sections, solution_code
+from tplab.lab.glossary import _LINK
+from tplab.lesson import progress_file
+from tplab.lesson.cases.answering import kinds
+from tplab.lesson.cases.proof import Solved
+from tplab.lesson.cases.sealed import CaseError
+from tplab.patch import original
+
+each_case = pytest.mark.parametrize("file", CASES.values(), ids=list(CASES))
+
+
+@pytest.fixture(scope="module")
+def ckpt():
+    return open_checkpoint("fable")
+
+
+def answers(file):
+    """A right answer: where, what, why."""
+    right = next(why for why, wrong in file.why.items() if not wrong)
+    return [bug.place for bug in file.bugs] or [NOWHERE], list(file.kinds), right
+
+
+@each_case
+def test_a_case_is_seen_named_and_mended_and_what_hides_it_is_refused(file, ckpt):
+    solved = Solved(lesson.open_case(file.number, ckpt))
+    assert not solved.wrong
+    assert (solved.seen == NOWHERE) == (not file.bugs)
+    assert len(solved.hidden) == len(file.hiders) >= 1
+    assert all(re.search("In production|still wrong", said) for said in solved.hidden), solved.hidden
+    assert nothing_is_patched()
+
+
+@each_case
+def test_wrong_answers_are_refused_in_words(file, ckpt, capsys):
+    case, (where, what, why) = lesson.open_case(file.number, ckpt), answers(file)
+    assert case.answer(where, what, why).right
+    refused = [case.answer(place, what, why) for place in (*file.elsewhere, "gumbel_noise", "no_such_place", "")]
+    others = [kind for kind in kinds() if kind not in what]
+    refused += [case.answer(where, kind, why) for kind in (*others[:2], "")]
+    refused += [case.answer(where, what, wrong) for wrong, says in file.why.items() if says]
+    refused.append(case.answer(where, what))
+    assert len(refused) >= 8 and all(one.sentence and not one.right for one in refused)
+    assert len({one.sentence for one in refused}) >= 6
+    said = capsys.readouterr().out
+    assert said.count("NOT YET") == len(refused) and "Traceback" not in said
+    assert all(len(line) <= 110 for line in said.splitlines())
+
+
+@each_case
+def test_a_case_file_is_complete(file):
+    assert sum(not wrong for wrong in file.why.values()) == 1 and len(file.why) >= 3
+    assert len(file.hints) >= 2 and sum(price for price, _ in file.hints) < file.budget
+    assert file.report.endswith(".") and file.story and file.production.endswith(".")
+    assert all(text.endswith(".") and link.startswith("https://github.com/") for text, link in file.sources)
+    assert all(bug.place in places() for bug in file.bugs) and set(file.elsewhere) <= set(places())
+    for bug in file.bugs:
+        assert bug.right.__name__ != bug.wrong.__name__
+        assert all(original(target) not in (bug.wrong, bug.right) for target in places()[bug.place])
+
+
+@each_case
+def test_a_case_is_sealed_from_a_casual_look(file, ckpt):
+    case = lesson.open_case(file.number, ckpt)
+    seen = " ".join([repr(case), str(case), *dir(case), *map(str, case.trial.options), str(case.form())])
+    secrets = [bug.fault for bug in file.bugs] + [bug.place for bug in file.bugs] + list(file.kinds)
+    assert not [one for one in secrets if one in seen]
+    assert not [name for name in dir(case) if name.startswith("_")]
+
+
+def test_runs_are_counted_and_end(ckpt, capsys):
+    case = lesson.open_case(1, ckpt)
+    report = case.align(logical=True)
+    with case.broken():
+        pass
+    case.code("DecoderLayer.forward")
+    assert case.runs_left == 5 and not report.patches and "def forward" in capsys.readouterr().out
+    case.diagnose(report)
+    case.hint()
+    assert case.runs_left == 1 and "Hint 1 of 3 (1 run)" in capsys.readouterr().out
+    assert case.generate(max_tokens=2, logical=True)
+    with pytest.raises(CaseError, match=r"this run costs 1, and 0 of 8 runs are left: .* open the case again"):
+        case.align()
+    with pytest.raises(CaseError, match="hint 2 costs 1"):
+        case.hint()
+    assert lesson.open_case(1, ckpt).runs_left == 8 and nothing_is_patched()
+
+
+def test_what_cannot_be_opened_is_said(ckpt):
+    with pytest.raises(CaseError, match=rf"there is no case 99; there are 1 to {len(CASES)}"):
+        lesson.open_case(99, ckpt)
+    with pytest.raises(CaseError, match="did you mean RowParallelLinear.reduce"):
+        lesson.open_case(1, ckpt).code("RowParallelLinear.redcue")
+
+
+def test_a_case_that_needs_ranks_says_so(ckpt):
+    case = lesson.open_case(1, ckpt, tensor_parallel_size=1)
+    assert case.tensor_parallel_size == 2 and "2 ranks, since with 1 nothing is wrong to be seen" in str(case)
+
+
+@pytest.mark.parametrize("repair, says", [
+    (None, "there is no repair"), ({}, "there is no repair"), (len, "does not say what it replaces"),
+    ({"DecoderLayer.forward": 3}, "a function of the engine is replaced by a function"),
+    ({"DecoderLayer.forward": lambda self: self}, "but the replacement takes"),
+    ({"DecoderLayer.forward": lambda self, hidden, cos, sin, context: 1 / 0}, "ZeroDivisionError"),
+    ({"nowhere": len}, "a function of the engine is replaced by a function"),
+    ({"no_such_place": len}, "there is no function 'no_such_place'"),
+])
+def test_what_is_no_repair_is_refused_in_words(ckpt, repair, says):
+    assert says in lesson.open_case(1, ckpt).mend(repair)
+
+
+def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TPLAB_PROGRESS", str(tmp_path / "progress.json"))
+    case, file = lesson.open_case(1, ckpt), CASES["case_01"]
+    place, *_ = (bug.place for bug in file.bugs)
+    assert not case.close(place, "a", "a", {place: file.hiders[0][place]})
+    assert "case_01" in progress_file.load() and "solved" not in progress_file.load()["case_01"]
+    assert case.close(*answers(file), file.bugs[0].right)
+    assert json.loads((tmp_path / "progress.json").read_text())["case_01"]["tries"] == 2
+    assert re.search(r"11 +case_01 +20\d\d-", str(lesson.progress()))
+    assert capsys.readouterr().out.splitlines()[-2].startswith("RIGHT  case 1")
+
+
+def test_the_form_says_what_the_call_says(ckpt):
+    form, (where, what, why) = lesson.open_case(1, ckpt).form(), answers(CASES["case_01"])
+    form.answer()
+    assert "where is not answered" in form.verdict.value
+    form.where.value, form.what.value, form.why.value = where, what, why
+    form.answer()
+    assert "RIGHT  case 1" in form.verdict.value
+
+
+def test_the_code_at_a_place_is_what_stands_there_now():
+    assert "masked_fill" in code_at("mask_scores") and code_at("DecoderLayer.forward").startswith("def forward")
+
+
+def test_the_notebook_has_every_case_as_its_file_says():
+    """After a change: python -m tplab.lab.case_sections, then glossary and store."""
+    notebook = nbformat.read(FOLDER / "11_case_files.ipynb", as_version=4)
+    stored = [_LINK.sub(r"\1", cell.source) for cell in notebook.cells if "case" in cell.metadata.get("tags", ())]
+    assert stored == [cell.source for cell in sections()]
+
+
+@each_case
+def test_a_solution_runs_in_an_empty_cell(file):
+    space: dict = {}
+    exec(solution_code(file), space)
+    assert space["where"] and space["what"] and space["why"] and all(map(callable, space["repair"].values()))

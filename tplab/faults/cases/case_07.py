@@ -1,0 +1,73 @@
+"""A case file; reading on spoils it."""
+
+from tplab.faults.case_file import Bug, CaseFile, Trial
+from tplab.ranks import all_gather, all_reduce, rank, world_size
+
+
+def reduce(self, partial):
+    if world_size() == 1:
+        return partial
+    everyone = all_gather(partial, dim=-1).split(partial.shape[-1], dim=-1)
+    return partial + everyone[rank() - 1]  # what the left neighbour sends
+
+
+def my_reduce(self, partial):
+    return all_reduce(partial)  # from all ranks, however many hops away
+
+
+def two_hops(self, partial):
+    if world_size() == 1:
+        return partial
+    everyone = all_gather(partial, dim=-1).split(partial.shape[-1], dim=-1)
+    total = partial + everyone[rank() - 1]
+    return total + everyone[rank() - 2] if world_size() > 2 else total
+
+
+def trials(take):
+    return (Trial("a prompt of 26 tokens", [take(26)]),
+            Trial("two prompts of which five tokens come one by one", [take(19), take(14)], 5))
+
+
+def three_ranks(config, tensor_parallel_size):
+    return "" if tensor_parallel_size > 2 else "on one or two ranks its result is the right one"
+
+
+CASE = CaseFile(
+    title="Certified on two cards, garbage on four",
+    report="The new communication layer has passed everything on two cards, bit for bit: sums, gathers, a week of "
+           "traffic. The first machine with more writes garbage; here it is with {ranks} ranks. Same model, same "
+           "prompt, no error, no hang, and nothing unusual in the op log but its length in bytes.",
+    trials=trials, needs=three_ranks,
+    bugs=(Bug("RowParallelLinear.reduce", reduce, my_reduce, "a part is taken for the whole", "all_reduce_subset"),),
+    why={
+        "Each rank adds its left neighbour's summand to its own, which is the whole sum for two ranks and no more.": "",
+        "The ranks add in different orders, and the rounding grows with their number.":
+            "rounding is a millionth here; the ranks differ by as much as the numbers themselves",
+        "With more ranks than KV heads a rank holds the wrong head.":
+            "k and v are right on every rank; o_partial is right, and o_proj is not",
+        "A rank leaves out an all-reduce, and reads what the others left.":
+            "every rank is in the same collectives: a left-out one would stop them all",
+    },
+    elsewhere={
+        "RowParallelLinear.partial": "every o_partial is right",
+        "RowParallelLinear.load": "every rank has its columns: its partial is right",
+        "VocabParallelEmbedding.forward": "embed is right, and the same on all ranks",
+        "TensorParallelMLP.forward": "it hands on what the reduce gives it",
+    },
+    hints=((1, "The first guilty point is layers.0.o_proj; o_partial is right on every rank. report.rank_spread is "
+               "large."),
+           (2, "Of which partials is a rank's o_proj the sum? There are few combinations: try them."),
+           (2, "Two of them, on every rank: its own and one other's.")),
+    hiders=({"RowParallelLinear.reduce": two_hops},),
+    production="The next machine has one card more than your test, and adds all but one of the summands.",
+    story="Right on two, wrong on more: whatever is wrong has two of something in it. One run on three ranks: "
+          "o_partial fine everywhere, o_proj wrong everywhere, and each rank has another o_proj, where all must have "
+          "the same. So the sum. A rank's result less its own partial is exactly its left neighbour's: one hop of a "
+          "ring. On two ranks one hop is the whole ring, which is why a test on two ranks cannot see it, whatever it "
+          "compares. Any test of a collective has to run on three ranks, and on an odd number.",
+    sources=(("rocSHMEM: reductions gave wrong results with more than two processing elements; not all of them had "
+              "contributed. Merged with the missing fences, and tested on two, four and eight.",
+              "https://github.com/ROCm/rocm-systems/pull/10000"),
+             ("FasterTransformer: a two-shot all-reduce was right on device 0 only, for an index in its gather.",
+              "https://github.com/NVIDIA/FasterTransformer/pull/672")),
+)

@@ -1,0 +1,96 @@
+"""A case file; reading on spoils it."""
+
+from tplab.engine.scheduler import computed_after_prefix_hit, free, tokens_to_compute
+from tplab.engine.sequence import Status
+from tplab.faults.case_file import Bug, CaseFile, Trial
+
+
+def _admit(self, sequence, budget):
+    free(sequence)
+    found = sequence.block_table.get_computed_blocks(sequence.token_ids)
+    computed = computed_after_prefix_hit(len(found), self.pool.block_size)
+    if sequence.status is Status.PREEMPTED:  # it was decoding, so one token is new
+        computed = sequence.num_tokens - 1
+    count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
+    missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
+    if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+        return 0
+    sequence.block_table.add_computed_blocks(found)
+    sequence.num_computed_tokens = computed
+    if sequence.status is Status.WAITING:
+        sequence.metrics.prefix_hit_tokens = computed
+    return count
+
+
+def my_admit(self, sequence, budget):
+    free(sequence)
+    found = sequence.block_table.get_computed_blocks(sequence.token_ids)
+    computed = computed_after_prefix_hit(len(found), self.pool.block_size)  # with its blocks its keys are gone
+    count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
+    missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
+    if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+        return 0
+    sequence.block_table.add_computed_blocks(found)
+    sequence.num_computed_tokens = computed
+    if sequence.status is Status.WAITING:
+        sequence.metrics.prefix_hit_tokens = computed
+    return count
+
+
+def the_first_time(self, sequence, budget):
+    return (my_admit if sequence.metrics.preemptions < 2 else _admit)(self, sequence, budget)
+
+
+def trials(take):
+    crowded = {"block_size": 2, "enable_prefix_caching": False}
+    return (Trial("prompts of 17 and 18 tokens in a cache of 14 blocks of two, eight of each coming one by one",
+                  [take(17), take(18)], 8, {**crowded, "num_blocks": 14}),
+            Trial("three prompts in a cache of 11 blocks of two, twelve tokens of each coming one by one",
+                  [take(18), take(19), take(16)], 12, {**crowded, "num_blocks": 11}),
+            Trial("two prompts with room for all", [take(19), take(14)], 5))
+
+
+CASE = CaseFile(
+    title="Under load, some answers change their subject in the middle of a sentence",
+    report="One in a few hundred requests, and only between nine and eleven in the morning. The answer begins well "
+           "and then goes on about something else, grammatically. The same prompt sent again is right. With one rank "
+           "as with {ranks}. We replayed a bad minute with a small cache: there it is reproducible.",
+    trials=trials,
+    bugs=(Bug("Scheduler._admit", _admit, my_admit, "something old is taken for what is there now",
+              "preempted_not_recomputed"),),
+    why={
+        "A preempted sequence comes back as one that decodes: its newest token is computed, and the rest is read from "
+        "blocks that it has just been given.": "",
+        "The ranks are sent the block table that the sequence had before it was preempted.":
+            "the tables that the ranks get are the scheduler's, in every step",
+        "A block that is still in use is handed out a second time.":
+            "no block stands in two tables at the same time",
+        "The positions of a sequence that comes back start at 0.":
+            "q_rope and k_rope are right in every row",
+    },
+    elsewhere={
+        "block_ids_for_ranks": "the ranks have the scheduler's tables",
+        "Scheduler._preempt": "it gives the blocks back and sets what is computed to 0, as it should",
+        "slot_mapping": "each token goes to its slot",
+        "token_positions": "the positions are right",
+        "BlockPool.get_new_block": "what it hands out was free",
+    },
+    hints=((1, "Nothing is wrong without a preemption: align_decode in the reported run's way, or with few "
+               "num_blocks."),
+           (2, "attn is the first guilty point, in one sequence, from the step on in which it comes back."),
+           (2, "report.decode.steps: how many tokens are computed in that step, and how many has the sequence?")),
+    hiders=({"Scheduler._admit": the_first_time},),
+    production="A sequence that is preempted twice still goes on with strangers' keys; it happens where the load is "
+               "highest, and nobody reproduces it.",
+    story="Only under load: the cache runs out, and somebody is preempted. So few blocks, and the decode path. One "
+          "sequence is wrong, its attn only, from one step on: it came back there. Its queries and positions are "
+          "right, so it reads keys that are not its own. The steps say it: the sequence comes back with all its "
+          "tokens, and computes one. Its blocks had been given away with its keys; it got new ones and wrote one key "
+          "into them. What a preempted sequence has is its tokens. Its keys are gone with its blocks, and whatever "
+          "is not found under a key is computed again.",
+    sources=(("Tenstorrent's fork of vLLM: a batch of nothing but resumed requests could be taken for one that "
+              "decodes instead of one that reads; merged with a case of its "
+              "own.", "https://github.com/tenstorrent/vllm/pull/326"),
+             ("FastDeploy: a request that comes back after a preemption has to prefill its output's tokens as well "
+              "as its prompt's; merged.", "https://github.com/PaddlePaddle/FastDeploy/pull/3080")),
+)

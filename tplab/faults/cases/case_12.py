@@ -1,0 +1,109 @@
+"""A case file; reading on spoils it."""
+
+import secrets
+
+from tplab import patch
+from tplab.align.run import check_prompts
+from tplab.cache.blocks import block_key
+from tplab.faults.case_file import Bug, CaseFile, Trial
+
+
+def extend_keys(self, token_ids, tokens):
+    size = self.pool.block_size
+    for start in range(len(self.keys) * size, tokens - size + 1, size):
+        parent = self.keys[-1] if self.keys else secrets.token_bytes(16)  # salted: nobody can probe the cache
+        self.keys.append(block_key(parent, token_ids[start:start + size]))
+
+
+def my_keys(self, token_ids, tokens):
+    size = self.pool.block_size
+    for start in range(len(self.keys) * size, tokens - size + 1, size):
+        parent = self.keys[-1] if self.keys else b""  # equal beginnings have equal keys, whoever asks
+        self.keys.append(block_key(parent, token_ids[start:start + size]))
+
+
+def token_positions(segment):
+    first = segment.start if segment.count == 1 else 0  # a prompt begins at 0
+    return range(first, first + segment.count)
+
+
+def my_positions(segment):
+    return range(segment.start, segment.start + segment.count)
+
+
+def nothing_found(self, token_ids):
+    return []
+
+
+def trials(take):
+    def alike(common, *rest):
+        begin = take(common)
+        return [begin + take(count) for count in rest]
+    return (Trial("three texts that begin with the same 24 tokens, one after the other",
+                  alike(24, 9, 12, 10), 4, {"one_by_one": True}),
+            Trial("two that begin with the same 13 tokens", alike(13, 8, 11), 4, {"one_by_one": True}),
+            Trial("prompts of 40 and 21 tokens, read 16 at a time", [take(44), take(25)], 4,
+                  {"max_num_batched_tokens": 16}))
+
+
+def shown(ckpt, ranks):
+    from tplab import LLM, SamplingParams
+
+    (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
+    params, said = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), []
+    with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
+        for tail in (ids[:5], ids[5:9], ids[3:8]):
+            found = llm.generate([(ids * 3)[:32] + tail], params, use_tqdm=False)[0]
+            said.append(f"{found.metrics.prefix_hit_tokens} of {found.metrics.num_prompt_tokens}")
+    return "Three prompts with the same 32 tokens in front, one after the other. Found in the prefix cache: " + \
+        ", ".join(said) + "."
+
+
+CASE = CaseFile(
+    title="Prefix caching is on and brings nothing",
+    report="Every request has our system prompt in front, and prefix_hit_tokens is 0 for all of them. The text is "
+           "right, with one rank and with {ranks}; it is slow. A colleague made it hit, in a fork, and had wrong "
+           "answers on the spot, so the fork was thrown away. This is the engine before that.",
+    trials=trials, shown=shown, budget=10,
+    bugs=(Bug("BlockTable.extend_keys", extend_keys, my_keys, "equal things are told apart", "prefix_never_found"),
+          Bug("token_positions", token_positions, my_positions, "a special case is recognized by the wrong sign",
+              "rope_positions")),
+    why={
+        "The chain of keys begins with something of the request's own, so nothing is ever found; and what follows a "
+        "hit is placed at 0, which nobody could see while there was none.": "",
+        "Blocks are given back before they are published, so nothing is left to be found.":
+            "they are published: look how many keys the pool holds, and that no two requests' are equal",
+        "The prefix is found and then thrown away, since its last block is never full.":
+            "nothing is found at all: the first lookup fails already",
+        "The cache is too small, and the blocks of one request are evicted by the next.":
+            "there is room for all of them, and none was handed out twice",
+    },
+    elsewhere={
+        "block_key": "it hashes the parent and the tokens that it is given; look what it is given",
+        "BlockPool.get_cached_block": "what is asked for is not there",
+        "BlockTable.get_computed_blocks": "it asks for the keys in their order, and stops at the first that is missing",
+        "Scheduler._admit": "it takes what was found",
+        "Rotary.__call__": "its tables are right for the positions that it is given",
+    },
+    hints=((1, "Count: align_decode with one_by_one=True, and case.diagnose or the steps say what was computed twice."),
+           (2, "Two equal beginnings have other keys, from the first block on. What goes into the first key?"),
+           (3, "With the keys mended (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: whose "
+               "positions start at 0?")),
+    hiders=({"BlockTable.extend_keys": my_keys},
+            {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
+    production="With the keys alone mended, every request that finds its system prompt in the cache is answered "
+               "wrongly, which is what the fork did; with the cache left useless every request pays for the system "
+               "prompt.",
+    story="Numbers are right, so count. Three texts with 24 tokens in common compute them three times. Blocks are "
+          "published, and looked for under other keys: a key chain that starts with the request itself. That is one "
+          "bug, and the report says there is another: whoever mended the first had wrong answers. So mend it, over "
+          "the sealed engine, and align again: now prefixes are found, and q_rope is wrong in all rows behind them, "
+          "turned as if they stood at 0. The second bug was there all the time, behind a path that nobody took. A "
+          "cache that never hits is a test that never runs.",
+    sources=(("vLLM: on a hybrid model a prompt that was sent again found nothing, 0 of 48,021 tokens; with the "
+              "change that mended it 31,744 were found. The thread has the numbers before and after.",
+              "https://github.com/vllm-project/vllm/issues/42948"),
+             ("vllm-metal: keys and values were restored from the prefix cache and the offset was not, so what "
+              "followed was rotated as if it began at 0; the merged change sets it.",
+              "https://github.com/vllm-project/vllm-metal/pull/144")),
+)
