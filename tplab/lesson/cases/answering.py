@@ -51,7 +51,7 @@ def place_called(name, known: Sequence[str]) -> str:
         if len(found) == 1:
             return found[0]
     near = get_close_matches(str(name).rpartition(".")[2], [place.rpartition(".")[2] for place in known])
-    meant = [place for place in known if place.rpartition(".")[2] in near]
+    meant = get_close_matches(str(name), known) or [place for place in known if place.rpartition(".")[2] in near]
     raise NotYet(f"where: there is no function {name!r} in the engine's core"
                  + (f"; did you mean {' or '.join(meant[:4])}?" if meant else ", such as 'RowParallelLinear.reduce'")
                  + f" If nothing in it is wrong, say {NOWHERE!r}.")

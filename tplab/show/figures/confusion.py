@@ -22,7 +22,8 @@ def confusion_figure(score) -> Picture:
     for run in score.runs:
         for said in run.said or ("",):
             row = run.fault or HEALTHY
-            pair = row, row if said in run.true or run.outcome == INNOCENT else {"": HEALTHY, "?": NAMELESS}.get(said, said)
+            fine = said in run.true or run.outcome == INNOCENT
+            pair = row, row if fine else {"": HEALTHY, "?": NAMELESS}.get(said, said)
             counts[pair] = counts.get(pair, 0) + 1
             if run.outcome == LOOKALIKE:
                 alike.add(pair)
