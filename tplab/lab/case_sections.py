@@ -90,10 +90,13 @@ def _names(code) -> list[str]:
 
 
 def rewritten(notebook):
-    """The notebook with all sections made anew, in the place of those that stand there."""
+    """The notebook with all sections made anew, in the place of those that stand there; code that is the same keeps its
+    outputs."""
     at = next(at for at, cell in enumerate(notebook.cells) if "case" in cell.metadata.get("tags", ()))
     others = [cell for cell in notebook.cells if "case" not in cell.metadata.get("tags", ())]
-    notebook.cells = others[:at] + sections() + others[at:]
+    known = {(cell.id, cell.source): cell for cell in notebook.cells if cell.cell_type == "code"}
+    made = [known.get((cell.id, cell.source), cell) for cell in sections()]
+    notebook.cells = others[:at] + made + others[at:]
     return notebook
 
 
