@@ -23,7 +23,7 @@ def all_of(monkeypatch, found, perhaps=(), contradictions=()):
     monkeypatch.setattr(diagnosing, "Judge", lambda *_: None)
     monkeypatch.setattr(diagnosing, "Case", lambda report, name, judge: name)
     monkeypatch.setattr(diagnosing, "_unknown", lambda name: Diagnosis(None, f"unknown {name}", name))
-    monkeypatch.setattr(diagnosing, "_explain", lambda name: None if found[name] is None else Diagnosis(
+    monkeypatch.setattr(diagnosing, "_explain", lambda name, explained: None if found[name] is None else Diagnosis(
         found[name][0], f"found {name}", name, lookalikes=tuple(found[name][1:])))
     report = Some(guilty=list(found), recording=Some(contradictions=list(contradictions)), checkpoint=None, plan=None,
                   local={name: Some(perhaps_from="x" if name in perhaps else "") for name in found})
@@ -88,6 +88,26 @@ def test_the_first_that_fits_is_the_name_and_the_others_look_alike(monkeypatch):
     assert explained("q") == ("a", "b", "d") and all(name[0] != "l" for name, _ in asked)
     assert explained("v") == ("z",) and explained("up") is None
     assert explained("q", "k") == ("a", "b", "d", "c"), "op by op, each asked everything"
+
+
+def test_what_explained_a_point_in_an_earlier_layer_is_asked_first_and_alone(monkeypatch):
+    asked = []
+
+    def hypothesis(name, fits):
+        def ask(case):
+            asked.append(name)
+            return Diagnosis(name, name) if case.layer in fits else None
+        ask.subjects = ("q",)
+        return ask
+    every = [hypothesis("a", (0, 1)), hypothesis("b", (0, 2)), hypothesis("c", (3,))]
+    monkeypatch.setattr(diagnosing, "hypotheses", lambda subject, last: [] if last else every)
+    monkeypatch.setattr(diagnosing, "compound", lambda case: [("q",)])
+    explained, found = [], []
+    for layer in range(4):
+        asked.clear()
+        one = diagnosing._explain(Some(about=lambda op, layer=layer: Some(op=op, layer=layer)), explained)
+        found.append((one.names, "".join(asked)))
+    assert found == [(("a", "b"), "abc"), (("a",), "ab"), (("b",), "ab"), (("c",), "ababc")]
 
 
 # An unknown bug in words.

@@ -5,6 +5,7 @@ import pytest
 from tplab import faults, show
 from tplab.align import Diagnosis
 from tplab.faults import MUSEUM, fault
+from tplab.faults.cases import CASES
 from tplab.faults.score import (
     EXACT,
     FALSE_ALARM,
@@ -41,6 +42,26 @@ def test_a_healthy_engine_is_healthy_or_blamed():
     assert _outcome(None, []) == HEALTHY and _outcome(None, [said(None)]) == FALSE_ALARM
 
 
+@pytest.mark.parametrize("case, found, outcome", [
+    ("case_10", [said("rope_permuted_rows"), said("mask_of_another_row")], EXACT),
+    ("case_12", [said("prefix_never_found")], EXACT),
+    ("case_10", [said("rope_permuted_rows"), said("nan_mask")], WRONG),
+    ("case_10", [said(None)], UNNAMED),
+    ("case_10", [], UNSEEN),
+    ("case_09", [], HEALTHY),
+    ("case_09", [said(None)], FALSE_ALARM),
+])
+def test_what_was_said_of_a_case_has_its_outcome(case, found, outcome):
+    """Of two bugs one may hide the other; an innocent engine must not be blamed."""
+    assert _outcome(CASES[case], found) == outcome
+
+
+def test_a_case_stands_on_the_diagonal_under_its_own_name():
+    runs = (Run("fable", 2, "float32", "case_01", ("all_reduce_twice",), EXACT, ("all_reduce_twice",)),
+            Run("fable", 2, "float32", "case_09", (), HEALTHY))
+    assert "Off the diagonal: nothing" in show.confusion_figure(Score(runs)).alt_text
+
+
 def run(name, outcome, *said, dtype="float32"):
     return Run("fable", 2, dtype, name, said, outcome)
 
@@ -65,13 +86,13 @@ def test_the_picture_says_what_was_taken_for_what():
 
 
 def test_every_fault_is_put_into_a_model_on_which_it_can_show(monkeypatch):
-    """The five models on 2 and 3 ranks show every fault of the museum: none is left out of the score."""
+    """The five models on 2 and 3 ranks show every fault of the museum and every case: none is left out of the score."""
     broken = []
     monkeypatch.setattr("tplab.faults.score._run", lambda name, ckpt, size, dtype, one: broken.append(one) or run(
         one and one.name, EXACT, dtype=dtype))
     lines = []
     found = score(dtypes=["bfloat16"], told=lines.append)
-    assert {one.name for one in broken if one} == set(MUSEUM) and broken.count(None) == len(lines) == 10
+    assert {one.name for one in broken if one} == {*MUSEUM, *CASES} and broken.count(None) == len(lines) == 10
     assert found.counts("bfloat16")[EXACT] == len(broken)
 
 
