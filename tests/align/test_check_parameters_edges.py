@@ -96,6 +96,17 @@ def test_the_head_is_the_embedding_where_it_is_tied(weights, tied, number):
     assert weights[0].logits(torch.ones(1, 2, dtype=BF16)).tolist() == [[2.0 * number] * 2]
 
 
+def test_products_are_made_in_float32_whatever_was_recorded(monkeypatch):
+    found, table = object.__new__(Evidence), {"m.weight": THIRDS, "m.bias": torch.arange(4.0) / 7}
+    monkeypatch.setattr(Evidence, "weight", lambda self, name: table.get(name))
+    x = torch.tensor([[1.0, 2.0, 3.0]], dtype=BF16)
+    assert torch.equal(found.product("m", x), x.float() @ THIRDS.T + torch.arange(4.0) / 7)
+    del table["m.bias"]
+    assert torch.equal(found.product("m", x), x.float() @ THIRDS.T)
+    table["model.layers.2.mlp.down_proj.weight"] = THIRDS
+    assert torch.equal(found.summand(2, "down", x[:, :2], [2, 0]), x[:, :2].float() @ THIRDS[:, [2, 0]].T)
+
+
 class Traced(Reference):
     """Hugging Face's trace gives each token's position, plus a hundred times its first token."""
 
