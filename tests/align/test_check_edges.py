@@ -147,6 +147,11 @@ def call(batch, tokens, ends=None, keys=None, rows=None):
     return found
 
 
+def test_last_rows_are_as_many_as_the_texts_of_a_flat_call():
+    flat = call(1, 5, ends=[1, 4])
+    assert as_rows(torch.ones(2, 8), flat).shape == (2, 8) and as_rows(torch.ones(1, 8), flat) is None
+
+
 @pytest.mark.parametrize("shape, batch, tokens, first", [
     ((2, 3, 4), 2, 3, [0, 4, 8]), ((3, 2, 4), 2, 3, [0, 8, 16]),  # tokens first: the second row is the next token
     ((2, 2, 4), 2, 2, [0, 4, 8]), ((3, 1, 4), 1, 3, [0, 4, 8]), ((6, 4), 2, 3, [0, 4, 8]), ((2, 4), 2, 3, [0, 4]),
@@ -210,6 +215,7 @@ def test_which_token_each_row_is(before, ids, positions, sequences, places):
         add(texts, sum(before, []), [position for text in before for position in range(len(text))])
     found = add(texts, ids, positions, sequences)
     assert [place for _, place in sorted(zip(found.rows, found.places))] == places and not texts.notes
+    assert all(texts.ids[number][:len(text)] == text for number, text in enumerate(before)), "nothing is forgotten"
     assert found.keys == [max(p for s, p in found.places if s == number) + 1 for number, _ in found.places]
 
 
@@ -228,6 +234,10 @@ def test_numbers_that_fit_nothing_and_texts_without_a_beginning():
             add(Texts(), ids, sequences=sequences)
     texts = Texts()
     assert add(texts, [5, 6], [3, 4]).places == [(0, 0), (0, 1)] and "begins at position 3" in texts.notes[0]
+    texts = Texts()
+    add(texts, [1, 2, 4], [0, 1, 0])
+    assert add(texts, [3, 5, 6], [7, 8, 9]).places == [(2, 0), (2, 1), (2, 2)] and len(texts.notes) == 1, "which one?"
+    assert add(texts, [3], [9]).places == [(0, 2)], "one token goes on with the first"
     texts = Texts()
     assert add(texts, [5, 6], [3, 4, 5]).declared is None and "were ignored" in texts.notes[0]
 

@@ -204,6 +204,7 @@ def test_the_first_pattern_that_fits_counts():
     assert overridden(entry, {"a.*": "", "a.{i}.b": "layers.{i}.q"}) == ""
     assert overridden(entry, {"a.{i}.b": "layers.{i}.q", "a.*": ""}) == "layers.7.q"
     assert overridden(Some(name="a.127.b", kind="out", path=""), {"a.{i}.b": "layers.{i}.q"}) == "layers.127.q"
+    assert overridden(Some(name="a.07.b", kind="out", path=""), {"a.{i}.b": "layers.{i}.q"}) == "layers.7.q"
 
 
 @pytest.mark.parametrize("pattern, point", [("{i}.{i}.q", "q"), ("a.{i}.{i}", ""), ("a.b", "q"), ("a.{i}", "norm")])

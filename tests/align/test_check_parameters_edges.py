@@ -1,6 +1,7 @@
 """Recorded weights, Hugging Face's values for a few rows, and the report's words: on tensors made by hand."""
 
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace as Some
 
 import pytest
@@ -17,7 +18,7 @@ from tplab.align.check.verdict import CheckReport
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.guilty import LocalDiff
 from tplab.align.recording import Parameter
-from tplab.align.report import PointDiff
+from tplab.align.report import AlignReport, PointDiff
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 
@@ -138,8 +139,8 @@ def test_only_the_sampled_rows_are_asked_for(monkeypatch):
 
 def test_hugging_faces_logits_at_any_places(monkeypatch):
     found = Traced(monkeypatch, [[1, 5, 5, 5], [2, 5, 5]], [])
-    assert found.logits([(1, 2), (0, 0), (0, 2)]).flatten().tolist() == [202, 100, 102]
-    assert sorted(found.asked) == [[1, 5, 5], [2, 5, 5]]
+    assert found.logits([(1, 1), (0, 0), (0, 2)]).flatten().tolist() == [201, 100, 102]
+    assert sorted(found.asked) == [[1, 5, 5], [2, 5]]
 
 
 # What a check says.
@@ -184,6 +185,13 @@ def test_a_bug_in_words():
     assert said[1] == "not clean: 1 guilty point, 2 more inherit an error"
 
 
+def test_numbers_that_are_lost_are_counted_at_all_points():
+    found = report()
+    found.points = [point("embed", nan=2), point("norm", nan=1), point("layers.0.q")]
+    found.plan = Some(tensor_parallel_size=2, kind="partition", rows=list)
+    assert found.nan_count == AlignReport.to_dict(found)["nan_count"] == 3
+
+
 def test_lookalikes_in_words():
     found = report(diagnoses=[Diagnosis("a", "S.", lookalikes=("b", "c"), points=("embed",))])
     assert found.diagnosis_lines() == ["1. embed: a (or b, c). S."]
@@ -202,6 +210,24 @@ def test_the_table_for_the_terminal_shows_all_of_the_first_guilty_layer():
 
 
 # The door.
+
+def test_every_call_of_every_rank_is_asked_how_it_ended(monkeypatch):
+    door, told = import_module("tplab.align.check.check"), {}
+
+    def call(index, status, last=""):
+        return Some(index=index, status=status, last=last)
+    ranks = [Some(rank=0, calls=[call(0, "done"), call(1, "done"), call(2, "failed: E: x", "mlp")]), None,
+             Some(rank=2, calls=[call(0, "done"), call(1, "cut off", "norm"), call(2, "failed: E: x", "mlp")])]
+    monkeypatch.setattr(door, "read_recorded", lambda folder: Some(world_size=3, ranks=ranks))
+    monkeypatch.setattr(door, "ShardPlan", Some(from_config=lambda config, size: size))
+    monkeypatch.setattr(door, "place", lambda recorded, ckpt, names: names)
+    monkeypatch.setattr(door, "wrong_parameters", lambda recording, ckpt: {})
+    monkeypatch.setattr(door, "open_checkpoint", lambda model: Some(config=None))
+    monkeypatch.setattr(door, "judge", lambda *given, **more: told.update(more, given=given))
+    door.check("run", "m", names={"a": "norm"})
+    assert told["broken_off"] == ("rank 1 recorded nothing", "rank 2, call 1: cut off, in norm")
+    assert told["stopped"] == ("ranks 0, 2, call 2: failed: E: x, in mlp",)
+    assert told["given"][0] == {"a": "norm"} and told["given"][2] == 3 and told["by_local"] is True
 
 def test_what_a_person_says_of_names_reaches_the_placing(tmp_path):
     """The embedding is said to be the last norm, which it is not."""

@@ -8,8 +8,11 @@ import torch
 
 from tplab.align.check.evidence import TABLES
 from tplab.align.check.layouts import Layout
+from tplab.align.check.names import CONSUMER, DIRECT, PRODUCER
 from tplab.align.check.place import _Placing
-from tplab.align.check.sources import Source
+from tplab.align.check.rows import Texts
+from tplab.align.check.shares import Shares
+from tplab.align.check.sources import Source, Sources
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -116,3 +119,55 @@ def test_a_runs_dtype_is_that_of_most_points(dtypes, most, monkeypatch):
     made = found.recording()
     assert made.dtype is most and made.logit_places == [(0, 7)] and made.contradictions == ["a", "b"]
     assert made.unplaced == ["x: why (layer 1)"] and made.notes == ["n", f"{TABLES}: t; u (layers 0–1)"]
+
+
+# Claims and layouts, decided.
+
+def test_of_claims_the_strongest_comes_first():
+    """A fused output has to be cut: it stands behind what goes into the next module, and before what is passed on."""
+    found = object.__new__(Shares)
+    direct, passed, fused = (Some(strength=strength) for strength in (DIRECT, CONSUMER, PRODUCER))
+    found.sources = Some(of=lambda name: [fused] if name == "layers.0.qkv" else [passed, direct])
+    found._of = lambda source, name, look: source
+    found._part = lambda source, fused, point, look: source
+    assert list(found.held("layers.0.k")) == [direct, fused, passed]
+    assert list(found.held("layers.0.attn")) == [direct, passed]
+
+
+@pytest.mark.parametrize("count, seen, reset", [
+    (2, None, True), (2, (0, 0), True), (2, (0, -1), False), (2, (0, 1), False), (3, None, False), (1, None, False)])
+def test_keys_repeated_for_every_query_head_are_as_many_as_these(count, seen, reset):
+    """Two query heads and one KV head a rank by the plan; a rank holds ``count`` key heads."""
+    planned = {"q": [(0, 1), (2, 3)], "k": [(0,), (1,)], "v": [(0,), (1,)], "mlp": [(0,), (1,)], "vocab": [(0,), (1,)]}
+    found, asked = object.__new__(Shares), {}
+    vars(found).update(config=Some(num_heads=4, num_kv_heads=2), planned=planned, contradictions=[], _by_weight={},
+                       totals=dict.fromkeys(planned, 4), size=2)
+    found._votes = lambda which, points: {"q": ([2, 2], [(0, 1), (2, 3)]), "k": ([count] * 2, [seen] * 2)}.get(
+        which, ([None] * 2, [None] * 2))
+    found._vocabulary = lambda: ([None] * 2, [None] * 2)
+    found._decide = lambda which, counts, found, *_: asked.update({which: (counts[which], found[which])}) or Layout(
+        tuple(planned[which]), "")
+    assert set(found.layouts) == set(planned)
+    assert asked["k"] == (([1, 1], [None, None]) if reset else ([count] * 2, [seen] * 2))
+
+
+def called(*statuses, left_out=()):
+    """One rank's calls, each with one tensor."""
+    entry = Some(dtype=F32, kind="tensor")
+    return {index: Some(index=index, status=status, entries=[entry], left_out=("some",) if index in left_out else (),
+                        raised=(), input_ids=torch.tensor([index]), positions=None, sequences=None)
+            for index, status in enumerate(statuses)}
+
+
+@pytest.mark.parametrize("ranks, left_out, used, short", [
+    ([("done", "done"), ("done", "done")], (), [0, 1], False), ([("done", "failed: x"), ("done",) * 2], (), [0], False),
+    ([("cut off",), ("cut off",)], (), [0], False), ([("failed: x", "cut off")], (), [0], False),
+    ([("done",) * 4], (1, 2), [0, 3], True), ([("done", "done"), ("done",)], (), [0], False)])
+def test_which_calls_are_looked_at(ranks, left_out, used, short):
+    found = object.__new__(Sources)
+    recorded = {rank: called(*statuses, left_out=left_out) for rank, statuses in enumerate(ranks)}
+    vars(found).update(config=Some(vocab_size=9), notes=[], contradictions=[], ranks=[*recorded], texts=Texts(),
+                       calls=[], recorded=recorded)
+    found._read_calls(Some(ranks=[Some(rank=rank, calls=list(calls.values())) for rank, calls in enumerate(
+        found.recorded.values())]))
+    assert found.used == used and ("calls 1–2 lack what call 0 has, and were not looked at" in found.notes) is short

@@ -121,6 +121,12 @@ def test_what_is_a_summand(outs, partial):
     assert HandSums(outs, OWN).partial is partial
 
 
+def test_of_three_ranks_two_that_are_alike_are_no_summands():
+    own = [*OWN, OWN[0] * 3]
+    assert not HandSums([OTHER[0], OTHER[0], OTHER[1]], own, size=3).partial
+    assert HandSums([OTHER[0], OTHER[1], OTHER[1] * 5], own, size=3).partial
+
+
 def test_what_is_a_summand_where_nothing_says_what_it_should_be():
     assert HandSums(OTHER, [None, OWN[1]]).partial and not HandSums([OTHER[0]] * 2, [None, None]).partial
     assert not HandSums([OTHER[0], None], [None, None]).partial, "one rank alone: nothing to tell it by"

@@ -70,7 +70,7 @@ LAST = [(0, 5), (0, 6), (0, 7)]
     ([0, 1, 2, 3, 4, 0, 0, 0], LAST, "decode_position_restarted", (5, 5, 0)),
     ([0, 0, 0, 0, 0, 5, 6, 7], LAST, "rope_missing", (1, 1, 0)),  # right where tokens came alone
     ([0, 0, 0, 0, 0, 5, 6, 7], [], "rope_positions", (1, 1, 0)),
-    ([0, 1, 2, 3, 4, 6, 7, 8], LAST[1:], "rope_positions", (5, 5, 6)),
+    ([0] * 8, [], "rope_positions", (1, 1, 0)), ([0, 1, 2, 3, 4, 6, 7, 8], LAST[1:], "rope_positions", (5, 5, 6)),
     ([0, 1, 2, 3, 4, 5, 7, 8], LAST, "rope_positions", (6, 6, 7)),
     ([0, 1, 2, 3, 4, 0, 0, 0], LAST[:2], "rope_positions", (5, 5, 0)),
     ([0, 1, 2, 3, 4, 0, 1, 2], LAST, "rope_positions", (5, 5, 0)),

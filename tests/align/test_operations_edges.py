@@ -67,6 +67,16 @@ def test_keys_that_no_call_computed_are_hugging_faces():
     assert torch.equal(keys[1:], k[:, [1, 0]]) and torch.equal(keys[:1], theirs[:1, [1, 0]]) and len(keys) == 3
 
 
+@pytest.mark.parametrize("name, rows, heads", [("q", (4, 8), 2), ("k", (2, 4), 1), ("gate", (3, 6), 0)])
+def test_columns_are_made_of_the_ranks_own_input(name, rows, heads):
+    before, module = ("post_norm", "mlp") if name == "gate" else ("input_norm", "self_attn")
+    x, weight, bias = [noise(3, 5, seed=8), noise(3, 5, seed=9)], noise(8, 5, seed=10), noise(8, seed=11)
+    found = frame({f"layers.1.{before}": [Shard(one, "replicated") for one in x]}, weights={
+        f"model.layers.1.{module}.{name}_proj.weight": weight, f"model.layers.1.{module}.{name}_proj.bias": bias})
+    right = x[1] @ weight[slice(*rows)].T + bias[slice(*rows)]
+    assert torch.allclose(found.expected(f"layers.1.{name}", 1), right.unflatten(1, (-1, 2)) if heads else right)
+
+
 # Row-parallel sums.
 
 X = [noise(6, 2, 2, seed=3), noise(6, 2, 2, seed=4)]

@@ -129,11 +129,10 @@ class LocalFrame(Operations):
         while start and not any(self.recording.points.get(f"layers.{start - 1}.output", ())) \
                 and (f"layers.{start - 1}.output", 0) not in self._values:
             start -= 1
-        for i in range(start, layer):  # one after the other, not one inside the other
+        for i in range(start, layer - 1):  # one after the other, not one inside the other
             for rank in self.ranks:
                 self.value(f"layers.{i}.output", rank)
-            if i + 1 < layer:
-                self._forget(f"layers.{i}.output")
+            self._forget(f"layers.{i}.output")
         for rank in self.ranks:
             self.value(name, rank)
         self._forget(name)

@@ -12,7 +12,7 @@ def as_rows(tensor: torch.Tensor, call: CallRows) -> torch.Tensor | None:
     if tensor.dim() < 2:
         return None
     *front, columns = tensor.shape
-    if len(front) == 2 and front == [call.tokens, call.batch] and call.batch > 1 and call.tokens != call.batch:
+    if len(front) == 2 and front == [call.tokens, call.batch] and call.tokens != call.batch:
         tensor = tensor.transpose(0, 1)
     rows = tensor.numel() // max(columns, 1)
     return tensor.reshape(rows, columns) if rows in (call.size, len(call.ends)) else None
