@@ -163,7 +163,7 @@ def test_a_wrong_norm(hypothesis, held, fault):
     assert hypothesis(norm_case(wild)) is None
 
 
-@pytest.mark.parametrize("epsilon, says", [(1e-3, "."), (1e-8, "."), (0.5, ".")])
+@pytest.mark.parametrize("epsilon, says", [(1e-3, "."), (1e-8, "."), (0.5, "."), (200.0, ".")])
 def test_the_epsilon_that_was_used_is_told(epsilon, says):
     found = norms.another_epsilon(norm_case(rms_norm(X, WEIGHT, epsilon)))
     assert found.numbers["epsilon"] == pytest.approx(epsilon, rel=0.05) and "outside" not in found.sentence

@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers.hand_cases import At, HandCase, noise
 
-from tplab.align.diagnose import ends, weights, weights_of_others
+from tplab.align.diagnose import ends, errors, sums, weights, weights_of_others
 from tplab.align.diagnose.diagnose import _error_chain
 from tplab.errors import TplabError
+from tplab.ranks import RankError
+from tplab.ranks.errors import Cause
 
 # The head's rows.
 
@@ -19,6 +21,7 @@ def head(order, rows=5, near=0.0, size=6):
     held = right[:, order] + near * right.abs().max() * noise(rows, size, seed=4).sign()
     half = size // 2
     case = HandCase("logits", [held[:, :half], held[:, half:]], [{}, {}], [right[:, :half], right[:, half:]], layer="")
+    case.config.vocab_size = size
     case.plan = Some(ranks=[Some(rank=rank, vocab=range(half * rank, half * (rank + 1))) for rank in range(2)])
     return case
 
@@ -154,3 +157,32 @@ def test_errors_that_lead_to_each_other_are_each_looked_at_once():
     assert _error_chain(first) == [first, second]
     second.__cause__ = ValueError("of somebody else")
     assert _error_chain(first) == [first, second]
+
+
+# What a sentence counts.
+
+@pytest.mark.parametrize("lost, first", [([4], 4), ([1, 5], 1)])
+def test_tokens_of_which_no_rank_has_the_row(lost, first):
+    case = head(range(6))
+    for token in lost:
+        case.held[token // 3][:, token % 3] = 0.0
+    found = ends.rows_that_nobody_has(case)
+    assert found.fault == "vocab_rows_missing" and found.numbers == {"tokens": len(lost)}
+    assert f"{len(lost)} of" in found.sentence and f"of which {first} is the first" in found.sentence
+
+
+@pytest.mark.parametrize("tp, times", [(1, None), (2, 1), (4, 3)])
+def test_a_bias_on_every_rank_is_too_much_by_all_but_one(monkeypatch, tp, times):
+    monkeypatch.setattr(sums, "has_bias", lambda *_: True)
+    monkeypatch.setattr(sums, "explains", lambda *_: True)
+    case = HandCase("o_partial", [torch.ones(1, 1)] * tp, [{}])
+    found = sums.bias_on_every_rank(case)
+    assert (found and found.numbers["times"]) == times
+    assert times is None or f"{times:.2f} times the bias of self_attn.o_proj" in found.sentence
+
+
+def test_who_waits_for_a_rank_at_work():
+    causes = [Cause(0, "waiting", "waits in line 3"), Cause(1, "running", "computes"), Cause(2, "returned", "returned")]
+    found = errors.still_running(RankError("timeout", causes, [[], [], []]))
+    assert found.sentence.startswith("Rank 1 computes, while rank 0 waits in line 3. It takes") and found.numbers == {
+        "rank": 1}

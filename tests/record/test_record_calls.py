@@ -78,6 +78,12 @@ def test_the_layer_in_a_name(tmp_path, name, kept):
     assert bool(call.entries) is kept and bool(call.left_out) is not kept
 
 
+def test_no_layers_at_all_may_be_asked_for(tmp_path):
+    (call,) = recorded(tmp_path, lambda rec: [rec.tensor(name, torch.ones(2)) for name in ("layers.0.q", "norm")],
+                       layers=[])
+    assert [entry.name for entry in call.entries] == ["norm"] and call.left_out[0].startswith("layers=[]: 1 tensor")
+
+
 def test_what_was_left_out_counts_no_bytes_and_says_by_what(tmp_path):
     def run(rec):
         rec.tensor("layers.0.big", torch.ones(100))
