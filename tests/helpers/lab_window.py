@@ -59,8 +59,12 @@ class Window:
             self.idle()
 
     def idle(self):
-        self.page.wait_for_function(
-            "document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'")
+        """Wait for a kernel that has answered and does nothing; a page that says so early has none yet."""
+        self.page.wait_for_function("""async () => {
+            const context = window.jupyterapp.shell.currentWidget?.sessionContext;
+            const kernel = context?.isReady && context.session?.kernel;
+            return kernel && kernel.connectionStatus === 'connected' && await kernel.info && kernel.status === 'idle';
+        }""")
 
     def cell(self, number):
         """The cell's own place on the page."""
