@@ -4,7 +4,7 @@ import json
 import time
 import urllib.request
 
-SECONDS = 60  # that anything may take on a busy machine
+SECONDS = 150  # that anything may take on a busy machine
 # Messages of JupyterLab's own, which come with an empty notebook as well.
 NOT_OURS = ("favicon", "/api/kernels/", "lsp/status", "WebSocket", "ResizeObserver", "/api/workspaces/",
             "Canceled future")  # of a notebook that was closed while its kernel began
