@@ -80,6 +80,11 @@ def test_a_case_is_sealed_from_a_casual_look(file, ckpt):
     assert not [name for name in dir(case) if name.startswith("_")]
 
 
+def test_a_refusal_does_not_name_the_bug_for_nothing(ckpt):
+    assert lesson.open_case(10, ckpt).mend(CASES["case_10"].hiders[0]) == (
+        "the reported run is still wrong: layers.0.attn is still not what it should be")
+
+
 def test_runs_are_counted_and_end(ckpt, capsys):
     case = lesson.open_case(1, ckpt)
     report = case.align(logical=True)
