@@ -69,6 +69,7 @@ class CaseFile:
     story: str  # how one who knows goes about it, in the order of looking
     sources: Sequence[tuple[str, str]]  # where it happened and what became of it: (words, link)
     budget: int = 8  # runs
+    below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     shown: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
     # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises

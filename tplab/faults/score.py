@@ -125,7 +125,8 @@ def _mapped(workers: int) -> Iterator[Callable]:
 def _runs(job: tuple) -> list[Run]:
     name, model, size, dtype = job
     ckpt = open_checkpoint(model)
-    able = [one for one in (*MUSEUM.values(), *CASES.values()) if not one.why_not(ckpt.config, size)]
+    able = [one for one in (*MUSEUM.values(), *CASES.values()) if not one.why_not(ckpt.config, size)
+            and not (dtype == "bfloat16" and getattr(one, "below_bfloat16", False))]
     return [_run(name, ckpt, size, dtype, one) for one in (None, *able)]
 
 

@@ -58,7 +58,7 @@ CASE = CaseFile(
            "checkpoint in transformers. It is no matter of ranks: one, two and four give the same. Since the last "
            "release modules are cast to the model's dtype in one place; we run float32 weights here, and it happens "
            "all the same.",
-    trials=trials, needs=fixed, shown=shown,
+    trials=trials, needs=fixed, shown=shown, below_bfloat16=True,
     bugs=(Bug("Rotary.__init__", __init__, my_init, "too few digits where they matter", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
