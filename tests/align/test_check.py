@@ -47,6 +47,31 @@ def test_a_bug_is_named(ckpt, tmp_path, name, dtype):
     assert report.verdict == "bug" and name in report.diagnoses[0].names, report.summary()
 
 
+def with_attention(rec, model):
+    """The modules, and what no module of the lab's engine computes: q and k after RoPE, attention's output."""
+    rec.watch(model)
+    for number, layer in enumerate(model.layers):
+        at, name = layer.self_attn, f"layers.{number}.self_attn."
+
+        def rotate(q, k, cos, sin, right=at.apply_rope, name=name):
+            q, k = right(q, k, cos, sin)
+            rec.tensor(name + "q_rope", q), rec.tensor(name + "k_rope", k)
+            return q, k
+
+        def attend(q, k, v, context, right=at.attend_all, name=name):
+            out = right(q, k, v, context)
+            rec.tensor(name + "attn", out)
+            return out
+        at.apply_rope, at.attend_all = rotate, attend
+
+
+@pytest.mark.parametrize("watch", [lambda rec, model: rec.watch(model), with_attention])
+@pytest.mark.parametrize("name", ["nan_mask", "qkv_order"])
+def test_what_stands_between_the_projections_is_named(ckpt, tmp_path, name, watch):
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67), patches=[fault(name)], watch=watch), ckpt)
+    assert [one.fault for one in report.diagnoses] == [name], report.summary()
+
+
 def test_two_bugs_are_both_named_and_the_rest_inherits(ckpt, tmp_path):
     broken = [fault("kv_first_rows"), fault("head_random")]
     report = check(record_lab(tmp_path / "run", ckpt, prompts(67), patches=broken), ckpt)

@@ -49,7 +49,7 @@ def _sees(case: Case, how_many: Callable[[torch.Tensor, torch.Tensor], torch.Ten
 @hypothesis("attn")
 def zero_times_infinity(case: Case) -> Diagnosis | None:
     """NaN out of finite q, k and v: in which rows?"""
-    nan = torch.isnan(case.ours("attn")).flatten(1).any(1)
+    nan = torch.isnan(case.ours(case.point)).flatten(1).any(1)  # attention's own, or a row of it behind o_proj
     if not nan.any():
         return None
     numbers = {"nan_share": case.first.nan / case.first.size, "nan": case.first.nan}

@@ -81,6 +81,21 @@ def weights_or_values_of_another_kind(case: Case) -> Diagnosis | None:
         return case.diagnosis(found[0], f"Queries, keys and values are right; {found[1]}.")
 
 
+@hypothesis("k_rope", "attn")
+def keys_and_values_exchanged(case: Case) -> Diagnosis | None:
+    """k and v are right where they were made: did they change places on the way to the rotation and to attention?"""
+    def exchanged(at, op):
+        if op == "k_rope":
+            return rotated(case, at("v"), *tables(at))
+        keys = iter([case.keys(prompt, "k") for prompt, rows in enumerate(case.lengths) if rows])
+        return attention(at, values=lambda one: next(keys))
+    together = [case] if case.op == "k_rope" or case.has("k_rope") else [case, case.about("k_rope", "attn")]
+    if not case.config.qk_norm and any(explains(each, exchanged) for each in together):
+        return case.diagnosis("qkv_order", "Keys and values change places behind the projection: what attention takes "
+                              "for keys are the rotated values, and it hands on the keys. Is the fused output split as "
+                              "q | k | v?")
+
+
 @hypothesis("attn")
 def across_sequences(case: Case) -> Diagnosis | None:
     """Do the sequences of a batch see each other?"""
