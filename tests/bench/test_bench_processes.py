@@ -5,6 +5,7 @@ The peer is a small script; the states of processes are read from the system, an
 
 import os
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -102,6 +103,31 @@ def test_the_end_takes_everything_with_it_stopped_or_not(peer):
     assert not psutil.pid_exists(child.pid)
     assert not psutil.pid_exists(hello["child"]) or status(hello["child"]) == psutil.STATUS_ZOMBIE
     assert tree([child.pid]) == [] and private_bytes([child.pid]) == 0
+
+
+RACE = """
+import signal, sys
+from tplab.bench.processes import Child, alone, signals_end_properly
+with signals_end_properly():
+    child = Child(sys.executable, sys.argv[1])
+    try:
+        hello = child.hear(60)
+        with alone((), [child.pid]):
+            print(child.pid, hello["child"], flush=True)
+            signal.pause()
+    finally:
+        child.close()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_race_that_is_ended_ends_who_stands_still(script, number):
+    race = subprocess.Popen([sys.executable, "-c", RACE, script], stdout=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
+    pids = list(map(int, race.stdout.readline().split()))
+    race.send_signal(number)
+    assert race.wait(60) == 128 + number and len(pids) == 2
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and status(pid) != psutil.STATUS_ZOMBIE]
 
 
 def test_memory_is_that_of_the_whole_tree(peer):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from select import select
@@ -45,6 +46,25 @@ def alone(chosen: Iterable[int], others: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         send(others, signal.SIGCONT)
+
+
+@contextmanager
+def signals_end_properly() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what runs here as Ctrl-C does: else contestants that stand still would do so for ever."""
+    def end(number, frame):
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        raise SystemExit(128 + number)
+
+    numbers = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def private_bytes(pids: Iterable[int]) -> int:

@@ -14,7 +14,7 @@ from tplab.bench.curves import bench_curves
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
 from tplab.bench.peers import VLLM, HuggingFace, HuggingFaceTP, Tplab, Work
-from tplab.bench.processes import PeerError, alone, private_bytes, send
+from tplab.bench.processes import PeerError, alone, private_bytes, send, signals_end_properly
 from tplab.bench.shapes import RANDOM_MODELS, random_checkpoint
 from tplab.bench.steps import busy_process
 from tplab.checkpoint import Checkpoint, open_checkpoint
@@ -142,7 +142,7 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
     vocab = ckpt.config.vocab_size
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
-    with ExitStack() as stack:
+    with signals_end_properly(), ExitStack() as stack:
         peers = []
         for name, make in _contestants(kind, ckpt, tp, dtype, vllm):
             others = [pid for peer in peers for pid in peer.pids]
