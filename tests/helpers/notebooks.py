@@ -30,8 +30,9 @@ def solution_code(cell) -> str:
 
 
 def solutions(names) -> dict[str, str]:
-    """``{exercise: the code of its solution in the notebooks}`` for the exercises called ``names``."""
+    """``{exercise: the code of its solution in the notebooks}`` for the exercises called ``names``; a case's repair is
+    none."""
     cells = [solution_code(cell) for path in sorted(_NOTEBOOKS.glob("[0-9]*.ipynb"))
-             for cell in tagged(read(path), "solution")]
+             for cell in tagged(read(path), "solution") if "case" not in cell.metadata["tags"]]
     return {name: code for name in names for code in cells
             if re.search(rf"^(?:def|class) {name}\b", code, re.MULTILINE)}

@@ -35,7 +35,7 @@ def test_the_score_takes_models_ranks_and_dtypes(asked, capsys, tmp_path):
     assert "1 named exactly" in capsys.readouterr().out
     assert json.loads((tmp_path / "s.json").read_text())[1] == {
         "model": "fable", "tensor_parallel_size": 2, "dtype": "float32", "fault": "nan_mask", "said": ["nan_mask"],
-        "outcome": "exact"}
+        "outcome": "exact", "true": []}
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
 

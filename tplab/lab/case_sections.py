@@ -4,6 +4,7 @@ Then store it: ``python -m tplab.lab.store notebooks/11_case_files.ipynb``. What
 (cells tagged ``case``) is left as it is.
 """
 
+import ast
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def sections() -> list:
                 (new_markdown_cell, f"## Case {file.number}: {file.title}"),
                 (new_code_cell, f"{opened}\nprint(case, end=\"\\n\\n\")\ncase.show()"),
                 (new_code_cell, _WORK), (new_code_cell, "case.form()"), (new_code_cell, _STUB, "stub"),
-                (new_code_cell, "case.close(where, what, why, repair);", "check"),
+                (new_code_cell, "solved = case.close(where, what, why, repair)", "check"),
                 (new_markdown_cell, _solution(file), "solution")):
             cells.append(kind(source, id=f"{file.name}-{len(cells)}", metadata={"tags": ["case", *tags]}))
     return cells
@@ -72,15 +73,24 @@ def _one(values: list[str]) -> str:
 
 def _collect(function: Callable, imports: dict, sources: dict) -> None:
     """The function's source, and before it that of what it calls in its own file; what it needs to import."""
+    imported = _imported(inspect.getmodule(function))
     for name in _names(function.__code__):
         used = function.__globals__.get(name)
-        if inspect.ismodule(used):
-            imports[f"import {used.__name__}" + (f" as {name}" if used.__name__ != name else "")] = None
-        elif getattr(used, "__module__", None) == function.__module__ and inspect.isfunction(used):
+        if name in imported:
+            imports[imported[name]] = None
+        elif inspect.isfunction(used):
             _collect(used, imports, sources)
-        elif hasattr(used, "__module__"):
-            imports[f"from {used.__module__} import {name}"] = None
     sources[inspect.getsource(function).strip()] = None
+
+
+def _imported(module) -> dict[str, str]:
+    """``{name: the line that imports it}`` of what a case's file imports."""
+    lines = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            source = f"from {node.module} import" if isinstance(node, ast.ImportFrom) else "import"
+            lines[alias.asname or alias.name] = f"{source} {alias.name}" + f" as {alias.asname}" * bool(alias.asname)
+    return lines
 
 
 def _names(code) -> list[str]:

@@ -89,8 +89,10 @@ def keys_and_values_exchanged(case: Case) -> Diagnosis | None:
             return rotated(case, at("v"), *tables(at))
         keys = iter([case.keys(prompt, "k") for prompt, rows in enumerate(case.lengths) if rows])
         return attention(at, values=lambda one: next(keys))
+    # Before the rotation, keys of a cache are nowhere: what follows is for passes that compute all they look at.
+    whole = all(case.num_keys(prompt).eq(rows).all() for prompt, rows in enumerate(case.lengths))
     together = [case] if case.op == "k_rope" or case.has("k_rope") else [case, case.about("k_rope", "attn")]
-    if not case.config.qk_norm and any(explains(each, exchanged) for each in together):
+    if whole and not case.config.qk_norm and any(explains(each, exchanged) for each in together):
         return case.diagnosis("qkv_order", "Keys and values change places behind the projection: what attention takes "
                               "for keys are the rotated values, and it hands on the keys. Is the fused output split as "
                               "q | k | v?")
