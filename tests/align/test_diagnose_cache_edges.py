@@ -235,6 +235,8 @@ def test_runs_of_one_call_have_no_past():
 class Nan:
     """Two sequences of three and two tokens; ``nan`` are the rows that are lost."""
 
+    point = "attn"
+
     def __init__(self, nan, decoded=()):
         self.places = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
         self.decoded, self.held = set(decoded), torch.ones(5, HEADS, DIM)
