@@ -215,6 +215,25 @@ def test_a_number_is_found_between_its_ends(ranks, number):
     assert wrong.fitted(ranks([x * 3], tolerance=1e-5), lambda n: lambda rank: x * n, 4, 1e3) is None
 
 
+def test_a_number_is_looked_for_on_one_rank_and_must_fit_on_all(ranks):
+    x, asked = noise(20, seed=1), []
+    case = ranks([x * 3, x * 3, x * 3], wrong_ranks=(1, 2), tolerance=1e-5)
+    found = wrong.fitted(case, lambda n: lambda rank: asked.append(rank) or x * n, 1e-3, 1e3)
+    assert found == pytest.approx(3, rel=1e-5) and asked[-2:] == [1, 2] and set(asked[:-1]) == {1} and len(asked) > 60
+
+
+@pytest.mark.parametrize("number", [0.0123, 1.1, 47.0])
+def test_a_number_is_found_where_all_but_the_nearest_are_as_far_off(ranks, number):
+    """The gap falls within a step of the grid and is the same everywhere else."""
+    right = torch.ones(9, dtype=F64)
+
+    def family(n):
+        off = right.clone()
+        off[3] += (14 * (torch.tensor(n, dtype=F64) / number).log10()).clamp(-0.9, 0.9)
+        return lambda rank: off
+    assert wrong.fitted(ranks([right], tolerance=1e-4), family, 1e-3, 1e3) == pytest.approx(number, rel=1e-4)
+
+
 @pytest.mark.parametrize("dtype, fewer", [(F64, [BF16, F16]), (F32, [BF16, F16]), (BF16, []), (F16, [])])
 def test_which_dtypes_have_clearly_fewer_digits(ranks, dtype, fewer):
     assert wrong.coarser(ranks([], dtype=dtype)) == fewer

@@ -138,7 +138,7 @@ def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str,
     for entry in entries:
         if point := points.get((pattern_of(entry.name), entry.kind, entry.path)):
             yield Claim(point.format(i=place_of(entry.name)[0]), entry, EVIDENT)
-        if point := overridden(entry, names):
+        if (point := overridden(entry, names)) is not None:
             yield Claim(point, entry, OVERRIDE)
         elif entry.kind == "tensor" and (point := _named_point(entry.name)):
             yield Claim(point, entry, NAMED)

@@ -1,0 +1,337 @@
+"""What attention makes of right queries, keys and values: each mistake by its name and its numbers, a near miss not."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+from helpers.real_cases import RealRun
+
+from tplab.align.diagnose import attention, attention_scores, batches, cache, calls
+
+AT = "layers.1."
+DIM, GROUP = 6, 2
+KEYS = [4] * 4 + [5, 6, 7] + [3] * 3 + [4, 5]  # prompts of 4 and of 3 tokens; the others were decoded one by one
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """8 query heads and 4 KV heads over 2 ranks; a head has 6 numbers, the hidden size is 48."""
+    return RealRun(tmp_path_factory.mktemp("model") / "m", layers=3, heads=8, kv_heads=4, head_dim=DIM, hidden=48)
+
+
+def attend(run, *, scale=DIM ** -0.5, sees=lambda q, k, keys: k <= q, reads=lambda h: h // GROUP, reads_v=None,
+           weigh=None, v_of=lambda run, rank: run.x(AT + "v", rank), keys=KEYS, across=False):
+    """Attention by hand, head by head and row by row; ``sees(position, key's position, keys there were)``."""
+    every = {part: torch.cat([run.x(AT + "k_rope", r) if part == "k" else v_of(run, r) for r in range(run.tp)], 1)
+             for part in "kv"}
+    places, held = run.recording.places, []
+    for rank in range(run.tp):
+        q, out = run.x(AT + "q_rope", rank), []
+        for row, (s, p) in enumerate(places):
+            mine = [i for i, (t, _) in enumerate(places) if across or t == s]
+            visible = torch.tensor([(i <= row) if across else bool(sees(p, places[i][1], keys[row])) for i in mine])
+            heads = []
+            for local, head in enumerate(run.own(AT + "attn", rank)):
+                k, v = every["k"][mine][:, reads(head)], every["v"][mine][:, (reads_v or reads)(head)]
+                scores = (k @ q[row, local]) * scale
+                if weigh is None:
+                    heads.append(torch.softmax(scores.masked_fill(~visible, float("-inf")), 0) @ v)
+                else:
+                    heads.append(weigh(scores, visible) @ v)
+            out.append(torch.stack(heads))
+        held.append(torch.stack(out))
+    return held
+
+
+def asked(run, hypothesis, held, name=AT + "attn", **more):
+    """What a hypothesis says; of numbers that are a little off it says nothing."""
+    assert hypothesis(run.case(name, [x * 1.0003 for x in held], **more)) is None, "near is not there"
+    return hypothesis(run.case(name, held, **more))
+
+
+def test_the_run_itself_is_right(run):
+    assert not any(diff.guilty for diff in run.diffs().values())
+    for rank, held in enumerate(attend(run)):
+        assert torch.allclose(held, run.x(AT + "attn", rank), atol=1e-5)
+
+
+SOFTMAX = attention_scores.another_softmax_scale
+
+
+@pytest.mark.parametrize("scale, says", [
+    (1.0, "with 1: they were not scaled."), (1 / 6, "with 1 / 6: they were scaled twice."),
+    (6 ** 0.5, "with sqrt(6): they were multiplied where they should be divided."),
+    (48 ** -0.5, "with 1 / sqrt(48), of the hidden size."), (0.3, "with 0.3, which is 1 / sqrt(11.11)."),
+    (0.11, "with 0.11, which is 1 / sqrt(82.64)."), (2.0, "with 2, which is 1 / sqrt(0.25).")])
+def test_another_scale_is_read_off(run, scale, says):
+    found = asked(run, SOFTMAX, attend(run, scale=scale))
+    assert found.fault == "softmax_scale" and found.numbers == {"scale": pytest.approx(scale, rel=1e-4)}
+    assert found.sentence == f"Attention fits scores that are multiplied {says} Right is 1 / sqrt(6), of a head's size."
+
+
+def test_the_right_scale_of_hidden_size_by_heads_is_no_other(run):
+    """Here hidden / heads is the head's size: it must not be named, whatever is wrong."""
+    found = asked(run, SOFTMAX, attend(run, scale=6 ** -0.5 * 1.1))
+    assert "of hidden size / heads" not in found.sentence and found.numbers["scale"] == pytest.approx(0.449, rel=1e-3)
+    for scale in (6 ** -1.5 * 0.9, 6 ** 0.5 * 1.1):  # beyond what any mistake makes of it
+        assert SOFTMAX(run.case(AT + "attn", attend(run, scale=scale))) is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6])
+def test_a_window_by_its_size(run, size):
+    found = asked(run, attention_scores.window, attend(run, sees=lambda q, k, keys: q - size < k <= q))
+    assert found.fault == "sliding_window" and found.numbers == {"window": size} and f"last {size} tokens" in str(found)
+
+
+def softmax(scores):
+    return torch.softmax(scores, 0)
+
+
+@pytest.mark.parametrize("weigh, says", [
+    (lambda s, visible: softmax(s * visible), "multiplied with the scores, and a score of 0 is not a weight of 0"),
+    (lambda s, visible: softmax(s) * visible, "applied behind the softmax, so the weights that are left do not add up"),
+    (lambda s, visible: softmax(s + (~visible).float()), "added as 1 for what is hidden; it must be minus infinity"),
+    (lambda s, visible: softmax(s - (~visible).float()), "added as -1 for what is hidden; it must be minus infinity")])
+def test_a_mask_of_which_something_else_was_made(run, weigh, says):
+    found = asked(run, attention_scores.another_use_of_the_mask, attend(run, weigh=weigh))
+    assert found.fault == "mask_misused" and found.sentence.startswith(f"The mask was {says}")
+
+
+def right_weights(scores, visible):
+    return softmax(scores.masked_fill(~visible, float("-inf")))
+
+
+@pytest.mark.parametrize("how, fault, says", [
+    (dict(weigh=lambda s, visible: s * visible), "softmax_missing", "taken for weights: there is no softmax"),
+    (dict(weigh=lambda s, visible: right_weights(s / 6 ** -0.5, visible) * 6 ** -0.5), "softmax_scale",
+     "the weights were scaled, where the scores should be"),
+    (dict(v_of=lambda run, rank: run.x(AT + "k_rope", rank)), "keys_for_values", "were given to the keys")])
+def test_weights_and_values_of_another_kind(run, how, fault, says):
+    found = asked(run, attention_scores.weights_or_values_of_another_kind, attend(run, **how))
+    assert found.fault == fault and says in found.sentence
+
+
+def test_queries_that_come_out_as_they_went_in(run):
+    held = [run.x(AT + "q_rope", rank) for rank in range(2)]
+    found = asked(run, attention_scores.weights_or_values_of_another_kind, held)
+    assert found.fault == "attention_missing" and "the queries come out as they went in" in found.sentence
+
+
+def test_sequences_that_see_each_other(run):
+    found = asked(run, attention_scores.across_sequences, attend(run, across=True))
+    assert found.fault == "cross_sequence_attention"
+
+
+@pytest.mark.parametrize("inside, says", [(False, "[heads, tokens, head_dim] was taken for [tokens, heads, head_dim]"),
+                                          (True, "stand as [head_dim, heads], not as [heads, head_dim]")])
+def test_right_numbers_in_other_places(run, inside, says):
+    held = []
+    for x in attend(run):
+        parts = [x.transpose(1, 2).reshape(x.shape)] if inside else [
+            part.transpose(0, 1).reshape(part.shape) for part in x.split([7, 5])]
+        held.append(torch.cat(parts))
+    found = asked(run, attention_scores.output_in_another_order, held)
+    assert found.fault == "heads_not_transposed" and says in found.sentence
+
+
+OWN = [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("reads, both, says", [
+    ([0, 1, 2, 3, 0, 1, 2, 3], "kv", "h reads {}KV head h % kv_heads; query head 1 reads {}KV head 1; in grouped "
+     "attention, head h reads h // group, here 0 (6 of 8 query heads read"),
+    ([0] * 8, "kv", "all query heads read {}KV head 0; query head 2 reads {}KV head 0; in grouped attention, head h "
+     "reads h // group, here 1 (6 of 8 query heads read"),
+    ([0, 0, 1, 1, 2, 3, 3, 3], "kv", "query head 5 reads {}KV head 3; in grouped attention, head h reads h // "
+     "group, here 2 (1 of 8 query heads read"),
+    ([0, 1, 2, 3, 0, 1, 2, 3], "v", "h reads {}KV head h % kv_heads; query head 1"),
+    ([0] * 8, "k", "all query heads read {}KV head 0; query head 2")])
+def test_query_heads_that_read_other_keys_or_values(run, reads, both, says):
+    def mine(part):
+        return (reads if part in both else OWN).__getitem__
+    found = asked(run, attention_scores.other_kv_heads, attend(run, reads=mine("k"), reads_v=mine("v")))
+    what = {"kv": "", "v": "the values of ", "k": "the keys of "}[both]
+    assert found.fault == "query_to_kv" and f"K and V are right, but {says.format(what, what)}" in found.sentence
+    head = next(h for h in range(8) if reads[h] != OWN[h])
+    assert found.numbers == {"head": head, "reads": reads[head]}
+
+
+# The mask.
+
+def test_no_mask_at_all(run):
+    keys = [7] * 7 + [5] * 5
+    found = asked(run, attention.sees_the_future, attend(run, sees=lambda q, k, keys: k < keys, keys=keys))
+    assert found.fault == "no_mask"
+    found = asked(run, attention.sees_the_future, attend(run, sees=lambda q, k, keys: k < keys), num_keys=KEYS)
+    assert found.fault == "no_mask", "of what there was: the later tokens are not there yet"
+
+
+@pytest.mark.parametrize("shift, says", [(1, "each token also sees the next one"), (-1, "no token sees itself")])
+def test_a_mask_that_is_a_step_off(run, shift, says):
+    keys = [7] * 7 + [5] * 5
+    held = attend(run, sees=lambda q, k, keys: k < keys and k <= q + shift or q + k == 0, keys=keys)
+    found = asked(run, attention.sees_the_future, held)
+    assert found.fault == "mask_off_by_one" and found.numbers == {"shift": shift} and says in found.sentence
+
+
+def test_copies_of_repeated_heads_in_the_place_of_others(run):
+    """A rank's four copies 0 0 1 1 stand in the cache, of which the first two are read as its KV heads 0 and 1."""
+    found = asked(run, attention.copies_taken_for_heads, attend(run, reads=lambda h: h // 4 * 2))
+    assert found.fault == "repeated_kv_stored"
+    case = run.case(AT + "attn", attend(run, reads=lambda h: h // 4 * 2))
+    case.indices = lambda name, rank: (range(4) if rank == 0 else range(4, 8)) if name == "attn" else (
+        (0, 1) if rank == 0 else (0, 3))
+    assert attention.copies_taken_for_heads(case) is None, "query heads 4 and 5 read a KV head that is not here"
+
+
+# Several calls: prompts of 3 and 2 tokens, then two at once, then one by one.
+
+CALLS = [3, 3, 3, 5, 5, 6, 7, 2, 2, 4, 4, 5]
+BEGIN = [0, 0, 0, 3, 3, 5, 6, 0, 0, 2, 2, 4]
+PROMPT = [3] * 7 + [2] * 5
+
+
+def by_row(run, see):
+    """Attention in which row ``row`` at position q sees key k if ``see(row, q, k)``."""
+    every = [attend(run, sees=lambda q, k, keys, row=row: see(row, q, k)) for row in range(12)]
+    return [torch.stack([every[row][rank][row] for row in range(12)]) for rank in range(2)]
+
+
+RULES = {
+    "own": lambda row, q, k: BEGIN[row] <= k <= q, "diagonal": lambda row, q, k: k <= q - BEGIN[row],
+    "unmasked": lambda row, q, k: k < CALLS[row] if BEGIN[row] else k <= q,
+    "decoded": lambda row, q, k: k <= q and (k < (5 if row < 7 else 4) or k >= BEGIN[row]),
+    "first": lambda row, q, k: k <= q and (k < PROMPT[row] or k >= BEGIN[row])}
+
+
+@pytest.mark.parametrize("rule, fault, says", [
+    ("own", "cache_not_read", "each token sees those of its own call only; what is in the cache is not read."),
+    ("diagonal", "mask_without_past", "row i of a call sees the keys 0 to i, as if nothing were in the cache; the "),
+    ("unmasked", "no_mask", "the first call is masked, the later ones are not: their tokens see the future."),
+    ("decoded", "cache_rows_lost", "tokens that were decoded are seen by none after them: they were not kept."),
+    ("first", "cache_rows_lost", "the tokens of the first call alone were kept.")])
+def test_what_later_calls_see_of_the_past(run, rule, fault, says):
+    asks, held = calls.the_past_is_not_seen_as_it_should_be, by_row(run, RULES[rule])
+    found = asked(run, asks, held, num_keys=CALLS)
+    assert found.fault == fault and f"Keys and values are right, but {says}" in found.sentence
+    assert asks(run.case(AT + "attn", held)) is None, "of one call nothing is past"
+
+
+def test_a_softmax_over_the_queries_of_a_call(run):
+    held = [torch.zeros_like(run.x(AT + "attn", rank)) for rank in range(2)]
+    for rank in range(2):
+        for rows in (range(3), (3, 4), (5,), (6,), (7, 8), (9, 10), (11,)):
+            first = 0 if rows[0] < 7 else 7
+            for local, head in enumerate(run.own(AT + "attn", rank)):
+                whole = {part: torch.cat([run.x(AT + name, r) for r in range(2)], 1)[first:rows[-1] + 1, head // GROUP]
+                         for part, name in (("k", "k_rope"), ("v", "v"))}
+                scores = run.x(AT + "q_rope", rank)[list(rows), local] @ whole["k"].T * DIM ** -0.5
+                hidden = torch.arange(len(whole["k"]))[None] > run.positions[list(rows)][:, None]
+                weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), 0).nan_to_num()
+                held[rank][list(rows), local] = weights @ whole["v"]
+    found = asked(run, calls.softmax_over_the_queries, held, num_keys=CALLS)
+    assert found.fault == "softmax_dim"
+
+
+def steps(*rows):
+    """Steps in which ``{prompt: (start, count)}`` was computed."""
+    return Some(steps=[Some(step_number=number, requests=[(prompt, Some(start=start, count=count, block_ids=()), None)
+                                                          for prompt, (start, count) in step.items()])
+                       for number, step in enumerate(rows)], preemptions=0, block_size=4)
+
+
+TOGETHER = steps({0: (0, 3), 1: (0, 2)}, {0: (3, 2), 1: (2, 2)}, {0: (5, 1), 1: (4, 1)}, {0: (6, 1)})
+OTHERS = steps({0: (0, 3), 1: (0, 2)}, {0: (3, 2), 1: (2, 2)}, {1: (4, 1), 0: (5, 1)}, {0: (6, 1)})
+
+
+def seen(run, keys):
+    """Token 5 of prompt 0 or token 4 of prompt 1 sees so many keys; a newer one than its own is its own once more."""
+    right, rows = attend(run), {}
+    for row, count in keys.items():
+        first = 0 if row < 7 else 7
+        own = row - first
+        mine = [first + min(key, own) for key in range(count)]
+        for rank in range(2):
+            whole = {name: torch.cat([run.x(AT + name, r) for r in range(2)], 1) for name in ("k_rope", "v")}
+            out = []
+            for local, head in enumerate(run.own(AT + "attn", rank)):
+                k, v = (whole[name][mine, head // GROUP] for name in ("k_rope", "v"))
+                out.append(torch.softmax(k @ run.x(AT + "q_rope", rank)[row, local] * DIM ** -0.5, 0) @ v)
+            rows[rank, row] = torch.stack(out)
+    for (rank, row), one in rows.items():
+        right[rank][row] = one
+    return right
+
+
+@pytest.mark.parametrize("facts, keys, says", [
+    (TOGETHER, {11: 6}, "Token 4 of prompt 1, decoded beside others, sees 6 keys, as many as the first sequence of its "
+     "batch; it may see 5."),
+    (OTHERS, {5: 5}, "Token 5 of prompt 0, decoded beside others, sees 5 keys, as many as the first sequence of its "
+     "batch; it may see 6."),
+    (TOGETHER, {5: 5}, None), (TOGETHER, {6: 5}, None), (OTHERS, {}, None), (None, {11: 6}, None)])
+def test_a_row_of_a_batch_that_sees_as_many_keys_as_the_first(run, facts, keys, says):
+    held = seen(run, keys)
+    held[0][0, 0] += 0 if keys else 1
+    found = (asked if says else lambda run, asks, *held, **more: asks(run.case(AT + "attn", *held, **more)))(
+        run, batches.mask_of_the_first_row, held, num_keys=CALLS, decode=facts)
+    assert (found and found.sentence) == says
+    if says:
+        prompt, position, keys = (1, 4, 6) if facts is TOGETHER else (0, 5, 5)
+        assert found.numbers == {"prompt": prompt, "position": position, "keys": keys}
+
+
+def early(run, row, holds):
+    """Row ``row`` of prompt 0 finds the keys of these tokens in its slots (None: nothing was ever written there)."""
+    held = attend(run)
+    for rank in range(2):
+        whole = {name: torch.cat([run.x(AT + name, r) for r in range(2)], 1) for name in ("k_rope", "v")}
+        for local, head in enumerate(run.own(AT + "attn", rank)):
+            k, v = (torch.stack([torch.zeros(DIM) if at is None else whole[name][at, head // GROUP] for at in holds])
+                    for name in ("k_rope", "v"))
+            held[rank][row, local] = torch.softmax(k @ run.x(AT + "q_rope", rank)[row, local] * DIM ** -0.5, 0) @ v
+    return held
+
+
+def test_a_decoded_token_that_was_written_one_slot_too_early(run):
+    held = early(run, 5, [0, 1, 2, 3, 5, None])  # its own key lies over its predecessor's, its own slot is empty
+    found = asked(run, cache.written_too_early, held, num_keys=CALLS)
+    assert found.fault == "slot_off_by_one" and found.numbers == {"position": 5}
+    assert found.sentence.startswith("Token 5 of prompt 0, the first to be decoded, finds its own slot empty")
+    for holds in ([0, 1, 2, 3, 4, None], [0, 1, 2, 3, 5, 5], [0, 1, 2, 4, 5, None]):
+        assert cache.written_too_early(run.case(AT + "attn", early(run, 5, holds), num_keys=CALLS)) is None
+    assert cache.written_too_early(run.case(AT + "attn", held)) is None, "no token was decoded"
+
+
+def test_a_slot_that_a_decoded_token_left_to_the_one_behind_it(run):
+    """Token 4 was decoded, too: its key lies at 3, and that of 5 at 4."""
+    alone = [4, 4, 4, 4, 5, 6, 7, 2, 2, 4, 4, 5]
+    held = early(run, 4, [0, 1, 2, 4, None])
+    found = asked(run, cache.written_too_early, held, num_keys=alone)
+    assert found.numbers == {"position": 4} and "Token 4 of prompt 0" in found.sentence
+
+
+# Keys and values that were exchanged or turned.
+
+def rotated(run, x, positions=None):
+    positions = run.positions if positions is None else positions
+    theta = run.config.hf.rope_parameters["rope_theta"]
+    angles = positions[:, None] * theta ** (-torch.arange(0, DIM, 2) / DIM)
+    cos, sin = (torch.cat([table, table], 1)[:, None] for table in (angles.cos(), angles.sin()))
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def test_values_that_were_rotated_too(run):
+    held = attend(run, v_of=lambda run, rank: rotated(run, run.x(AT + "v", rank)))
+    assert asked(run, attention_scores.rotated_values, held).fault == "rope_on_values"
+
+
+def test_keys_and_values_that_change_places_behind_the_projection(run):
+    asks = attention_scores.keys_and_values_exchanged
+    turned = [rotated(run, run.x(AT + "v", rank)) for rank in range(2)]
+    found = asked(run, asks, turned, AT + "k_rope")
+    assert found.fault == "qkv_order" and "what attention takes for keys are the rotated values" in found.sentence
+    # Seen at attention: the keys were recorded as they came in, and only the values are others.
+    held = attend(run, v_of=lambda run, rank: run.x(AT + "k", rank))
+    assert asked(run, asks, held).fault == "qkv_order"
+    assert asks(run.case(AT + "attn", held, num_keys=CALLS)) is None, "what lies in a cache before it is turned?"

@@ -1,0 +1,140 @@
+"""Norms and residual streams of a real run with something else in them: each by its name and words, a near miss not."""
+
+import pytest
+import torch
+from helpers.real_cases import RealRun
+
+from tplab.align.diagnose import norms, residuals
+
+AT, MODEL = "layers.1.", "model.layers.1."
+DIM, HIDDEN, EPS = 8, 24, 1e-5
+NORMS = {"input_norm": ("input_layernorm", "layers.0.output"),
+         "post_norm": ("post_attention_layernorm", AT + "residual"),
+         "q_norm": ("self_attn.q_norm", AT + "q"), "k_norm": ("self_attn.k_norm", AT + "k")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """6 query heads and 3 KV heads over 3 ranks, each of 8 numbers; queries and keys are normed."""
+    return RealRun(tmp_path_factory.mktemp("model") / "m", "qwen3", 3, layers=2, heads=6, kv_heads=3, head_dim=DIM,
+                   hidden=HIDDEN, eps=EPS, attention_bias=True)
+
+
+def asked(run, hypothesis, held, point, **more):
+    """What a hypothesis says; of numbers that are a little off it says nothing."""
+    assert hypothesis(run.case(AT + point, [x * 1.0003 for x in held], **more)) is None, "near is not there"
+    return hypothesis(run.case(AT + point, held, **more))
+
+
+# Norms.
+
+def normed(x, weight, eps=EPS, over=-1):
+    x = x.float()
+    return weight * x * torch.rsqrt(x.pow(2).mean(over, keepdim=True) + eps)
+
+
+def by_deviation(x, weight):
+    return weight * x * torch.rsqrt(x.var(-1, keepdim=True) + EPS)
+
+
+EVERY = pytest.mark.parametrize("point", NORMS)
+
+
+def made(run, point, make):
+    name, source = NORMS[point]
+    weight = run.w(f"{MODEL}{name}.weight")
+    return [make(run.x(source, rank), weight) for rank in range(3)]
+
+
+@EVERY
+def test_the_norm_by_hand_is_right(run, point):
+    for rank, held in enumerate(made(run, point, normed)):
+        assert torch.allclose(held, run.x(AT + point, rank), atol=1e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("fault, make, says", [
+    ("norm_weight_missing", lambda x, w: normed(x, 1.0), "normalized, but not multiplied with the norm's weight."),
+    ("norm_plus_one", lambda x, w: normed(x, 1 + w), "multiplied with 1 + weight, as Gemma does; this checkpoint's"),
+    ("layer_norm", lambda x, w: normed(x - x.mean(-1, keepdim=True), w), "what a LayerNorm gives, which subtracts the"),
+    ("norm_by_deviation", by_deviation, "divided by the standard deviation, where the mean is left out, not the mean"),
+    ("norm_twice", lambda x, w: normed(normed(x, w), w), "normalized twice.")])
+def test_another_kind_of_norm(run, point, fault, make, says):
+    found = asked(run, norms.another_kind_of_norm, made(run, point, make), point)
+    assert found.fault == fault and found.sentence.startswith(f"{point} is {says}")
+
+
+@EVERY
+@pytest.mark.parametrize("eps", [1e-2, 1e-3, 1e-1])
+def test_another_epsilon_is_read_off(run, point, eps):
+    held = made(run, point, lambda x, w: normed(x, w, eps))
+    found = norms.another_epsilon(run.case(AT + point, held))
+    assert found.fault == "norm_epsilon" and found.numbers == {"epsilon": pytest.approx(eps, rel=0.1)}
+    assert "the checkpoint says 1e-05" in found.sentence
+
+
+@pytest.mark.parametrize("point", ["q_norm", "k_norm"])
+def test_the_mean_over_all_heads(run, point):
+    held = made(run, point, lambda x, w: normed(x, w, over=(-2, -1)))
+    if point == "k_norm":  # one KV head a rank: there is no other
+        assert torch.allclose(held[0], run.x(AT + point, 0), atol=1e-5)
+        return
+    found = asked(run, norms.norm_over_all_heads, held, point)
+    assert found.fault == "norm_over_all_heads" and found.sentence.startswith("q_norm was divided by the root mean")
+
+
+@EVERY
+@pytest.mark.parametrize("other, fault", [("other layer", "wrong_layer"), ("other norm", "norm_weight_exchanged")])
+def test_the_weight_of_another_norm(run, point, other, fault):
+    name = NORMS[point][0]
+    there = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm",
+             "self_attn.q_norm": "self_attn.k_norm", "self_attn.k_norm": "self_attn.q_norm"}[name]
+    full = f"model.layers.0.{name}.weight" if other == "other layer" else f"{MODEL}{there}.weight"
+    found = asked(run, norms.weight_of_another_norm, made(run, point, lambda x, w: normed(x, run.w(full))), point)
+    assert found.fault == fault
+    assert found.sentence == f"{point} is right but for its weight: it was multiplied with {full}."
+
+
+@pytest.mark.parametrize("source, says", [
+    ("layers.0.output", "the layer's input: attention's output has not been added yet"),
+    (AT + "o_proj", "attention's output alone, without the residual stream")])
+def test_the_norm_of_something_else(run, source, says):
+    held = [normed(run.x(source, rank), run.w(f"{MODEL}post_attention_layernorm.weight")) for rank in range(3)]
+    found = asked(run, norms.norm_of_something_else, held, "post_norm")
+    assert found.fault == "norm_wrong_input" and found.sentence == f"post_norm is the norm of {says}."
+
+
+# Residual streams.
+
+@pytest.mark.parametrize("point, names, fault, says", [
+    ("residual", {"before": 0, "o_proj": 1}, "residual_missing", "attention's output"),
+    ("residual", {"before": 1, "o_proj": 0}, "sublayer_missing", "the layer's input"),
+    ("residual", {"input_norm": 1, "o_proj": 1}, "residual_wrong_place", "attention's output + the normalized input"),
+    ("residual", {"before": 3, "o_proj": 1}, "residual_on_every_rank", "3 × the layer's input + attention's output"),
+    ("residual", {"before": 1, "o_proj": 3}, "all_reduce_twice", "the layer's input + 3 × attention's output"),
+    ("residual", {"before": 1, "o_proj": 2}, None, "the layer's input + 2 × attention's output"),
+    ("output", {"residual": 0, "mlp": 1}, "residual_missing", "the MLP's output"),
+    ("output", {"residual": 1, "mlp": 0}, "sublayer_missing", "the residual stream"),
+    ("output", {"before": 1, "mlp": 1}, "residual_wrong_place", "the MLP's output + the layer's input"),
+    ("output", {"post_norm": 1, "mlp": 1}, "residual_wrong_place", "the MLP's output + the normalized residual stream"),
+    ("output", {"residual": 3, "mlp": 1}, "residual_on_every_rank", "3 × the residual stream + the MLP's output"),
+    ("output", {"residual": 1, "mlp": 3}, "all_reduce_twice", "the residual stream + 3 × the MLP's output")])
+def test_another_sum(run, point, names, fault, says):
+    def of(name):
+        return "layers.0.output" if name == "before" else AT + name
+    held = [sum(times * run.x(of(name), rank) for name, times in names.items()) for rank in range(3)]
+    found = asked(run, residuals.another_sum, held, point)
+    right = {"residual": "the layer's input + attention's output", "output": "the residual stream + the MLP's output"}
+    assert found.fault == fault and found.sentence == f"layers.1.{point} is {says}; right is {right[point]}."
+    assert {name: times for name, times in found.numbers.items() if times} == {n: t for n, t in names.items() if t}
+
+
+def test_sublayers_beside_each_other(run):
+    """The MLP gets the layer's input as well, so that attention's output comes to the sum behind it."""
+    stream = {AT + "residual": [run.x("layers.0.output", rank) for rank in range(3)]}
+    held = [run.x("layers.0.output", rank) + run.x(AT + "mlp", rank) + run.x(AT + "o_proj", rank) for rank in range(3)]
+    found = asked(run, residuals.another_sum, held, "output", instead=stream)
+    assert found.fault == "parallel_sublayers"
+    assert "is the residual stream + the MLP's output + attention's output; right is" in found.sentence
+    held = [x + run.x(AT + "mlp", rank) for rank, x in enumerate(held)]
+    assert asked(run, residuals.another_sum, held, "output", instead=stream).fault is None

@@ -1,0 +1,324 @@
+"""Rotations of a real run with something else in them: each by its name and its words, a near miss not."""
+
+import pytest
+import torch
+from helpers.checkpoints import ROPES
+from helpers.real_cases import TEXTS, RealRun
+
+from tplab.align.diagnose import anything, rope, rope_frequencies, rope_terms
+
+AT = "layers.1."
+DIM, HIDDEN = 8, 24
+TURNED = pytest.mark.parametrize("part", ["q", "k"])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """6 query heads and 3 KV heads over 3 ranks, each of 8 numbers; queries and keys are normed."""
+    return RealRun(tmp_path_factory.mktemp("model") / "m", "qwen3", 3, layers=2, heads=6, kv_heads=3, head_dim=DIM,
+                   hidden=HIDDEN, attention_bias=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """4 query heads and 2 KV heads over 2 ranks, nothing normed."""
+    return RealRun(tmp_path_factory.mktemp("model") / "m", layers=2, heads=4, kv_heads=2, head_dim=DIM, hidden=HIDDEN)
+
+
+def asked(run, hypothesis, held, point, **more):
+    """What a hypothesis says; of numbers that are a little off it says nothing."""
+    assert hypothesis(run.case(AT + point, [x * 1.0003 for x in held], **more)) is None, "near is not there"
+    return hypothesis(run.case(AT + point, held, **more))
+
+
+def turned(run, part, *, theta=None, positions=None, frequencies=None, scale=1.0, swap=None, source=None, size=DIM):
+    """q or k after RoPE, pair by pair; ``swap(x, other, cos, sin)`` puts the terms together otherwise."""
+    theta = theta or run.config.hf.rope_parameters["rope_theta"]
+    positions = run.positions if positions is None else positions
+    if frequencies is None:
+        frequencies = theta ** (-torch.arange(0, size, 2) / size)
+    angles = positions[:, None] * frequencies
+    cos, sin = (torch.cat([table, table], 1)[:, None] * scale for table in (angles.cos(), angles.sin()))
+    held = []
+    for rank in range(run.tp):
+        x = before(run, part, rank) if source is None else source(rank)
+        a, b = x.chunk(2, -1)
+        other = torch.cat([-b, a], -1)
+        held.append(x * cos + other * sin if swap is None else swap(x, other, cos, sin))
+    return held
+
+
+def before(run, part, rank):
+    return run.x(AT + (f"{part}_norm" if run.config.qk_norm else part), rank)
+
+
+def theta_of(run):
+    return run.config.hf.rope_parameters["rope_theta"]
+
+
+@TURNED
+def test_the_rotation_by_hand_is_right(run, plain, part):
+    for one in (run, plain):
+        for rank, held in enumerate(turned(one, part)):
+            assert torch.allclose(held, one.x(f"{AT}{part}_rope", rank), atol=1e-5)
+
+
+@TURNED
+def test_what_was_not_rotated_or_in_pairs_or_by_head(run, plain, part):
+    for one in (run, plain):
+        point, cos = f"{part}_rope", [before(one, part, rank) for rank in range(one.tp)]
+        found = asked(one, rope.not_rotated, cos, point)
+        assert found.names == ("rope_missing", "rope_swallowed") and f"{point} equals {part}: nothing" in found.sentence
+        angles = one.positions[:, None] * theta_of(one) ** (-torch.arange(0, DIM, 2) / DIM)
+        c, s = angles.cos()[:, None], angles.sin()[:, None]
+        held = [torch.stack((x[..., 0::2] * c - x[..., 1::2] * s, x[..., 0::2] * s + x[..., 1::2] * c), -1).flatten(-2)
+                for x in cos]
+        found = asked(one, rope.rotated_in_pairs, held, point)
+        assert found.fault == "rope_pairs" and "pairs i with i + 4, the two halves" in found.sentence
+
+
+def test_angles_of_heads(plain):
+    """Head h of a rank is turned as if it stood at position h."""
+    held = []
+    for rank in range(2):
+        x = before(plain, "q", rank)
+        angles = torch.arange(x.shape[1])[:, None] * theta_of(plain) ** (-torch.arange(0, DIM, 2) / DIM)
+        cos, sin = (torch.cat([t, t], 1)[None] for t in (angles.cos(), angles.sin()))
+        a, b = x.chunk(2, -1)
+        held.append(x * cos + torch.cat([-b, a], -1) * sin)
+    assert asked(plain, rope.rotated_by_head, held, "q_rope").fault == "rope_over_heads"
+
+
+def test_angles_of_more_heads_than_rows(tmp_path):
+    """Two rows and four heads: heads 2 and 3 are turned as 0 and 1, since the tables begin again."""
+    run = RealRun(tmp_path / "m", layers=2, heads=8, kv_heads=2, head_dim=DIM, hidden=HIDDEN, texts=[[5, 6]])
+    held = []
+    for rank in range(2):
+        x = before(run, "q", rank)
+        angles = torch.tensor([0, 1, 0, 1])[:, None] * theta_of(run) ** (-torch.arange(0, DIM, 2) / DIM)
+        cos, sin = (torch.cat([t, t], 1)[None] for t in (angles.cos(), angles.sin()))
+        a, b = x.chunk(2, -1)
+        held.append(x * cos + torch.cat([-b, a], -1) * sin)
+    assert asked(run, rope.rotated_by_head, held, "q_rope").fault == "rope_over_heads"
+
+
+@TURNED
+@pytest.mark.parametrize("swap, says", [
+    (lambda x, other, cos, sin: x * sin + other * cos, "cos and sin have changed places"),
+    (lambda x, other, cos, sin: x * cos, "it is multiplied with cos, and the sine's part is missing"),
+    (lambda x, other, cos, sin: other * sin, "the cosine's part is missing"),
+    (lambda x, other, cos, sin: x * cos + x.roll(4, -1) * sin, "the other half comes in without its sign, which mi"),
+    (lambda x, other, cos, sin: x * cos[..., :4].repeat_interleave(2, -1) + other * sin[..., :4].repeat_interleave(
+        2, -1), "the halves are turned by tables that were laid out for pairs of neighbours")])
+def test_terms_that_are_others(run, part, swap, says):
+    found = asked(run, rope_terms.terms_of_the_rotation, turned(run, part, swap=swap), f"{part}_rope")
+    assert found.fault == "rope_terms"
+    assert found.sentence.startswith(f"{part}_rope is not what the checkpoint's RoPE gives: {says}")
+
+
+@TURNED
+def test_exponents_with_the_wrong_sign(run, part):
+    held = turned(run, part, frequencies=theta_of(run) ** (torch.arange(0, DIM, 2) / DIM))
+    found = asked(run, rope_terms.terms_of_the_rotation, held, f"{part}_rope")
+    assert found.fault == "rope_terms" and "theta's exponents have the wrong sign" in found.sentence
+
+
+@pytest.mark.parametrize("first, back, says", [
+    (True, True, "before the rotation and behind it"), (True, False, "before the rotation, a view"),
+    (False, True, "behind the rotation")])
+def test_a_view_where_heads_and_tokens_are_exchanged(plain, first, back, says):
+    def view(x):
+        return x.reshape(x.shape[1], x.shape[0], DIM).transpose(0, 1) if first else x
+    held = turned(plain, "q", source=lambda rank: view(before(plain, "q", rank)))
+    held = [x.transpose(0, 1).reshape(x.shape) if back else x for x in held]
+    found = asked(plain, rope_terms.viewed_where_transposed, held, "q_rope")
+    assert found.fault == "rope_viewed" and f"numbers of other tokens: {says}" in found.sentence
+
+
+FREQUENCIES = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+
+
+@TURNED
+@pytest.mark.parametrize("how, fault, says", [
+    (dict(frequencies=-FREQUENCIES), "rope_direction", "it was turned the other way round: the sign of sin is wrong"),
+    (dict(frequencies=2 * FREQUENCIES), "rope_twice", "it was turned twice"),
+    (dict(frequencies=FREQUENCIES * torch.tensor([1, 0, 0, 0])), "rope_partial", "only the first 1 of 4 pairs"),
+    (dict(frequencies=FREQUENCIES * torch.tensor([1, 1, 0, 0])), "rope_partial", "only the first 2 of 4 pairs"),
+    (dict(frequencies=FREQUENCIES / 3), "rope_scaling", "all positions are multiplied by 0.3333"),
+    (dict(frequencies=FREQUENCIES * 1.5), "rope_scaling", "all positions are multiplied by 1.5")])
+def test_frequencies_that_are_others(run, part, how, fault, says):
+    found = asked(run, rope_frequencies.other_frequencies, turned(run, part, **how), f"{part}_rope")
+    assert found.fault == fault
+    assert found.sentence.startswith(f"{part}_rope is not what the checkpoint's RoPE gives: {says}")
+
+
+@TURNED
+@pytest.mark.parametrize("theta", [5e5, 123.0])
+def test_another_theta(run, part, theta):
+    found = asked(run, rope_frequencies.another_theta, turned(run, part, theta=theta), f"{part}_rope")
+    assert found.fault == "rope_theta" and found.numbers == {"theta": pytest.approx(theta, rel=1e-3)}
+    assert f"{part}_rope is right for theta {theta:g}; the checkpoint says 10000." == found.sentence
+
+
+@pytest.mark.parametrize("size", [4, 24])
+def test_another_size_in_the_exponent(run, size):
+    held = turned(run, "q", frequencies=10000.0 ** (-torch.arange(0, DIM, 2) / size))
+    found = asked(run, rope_frequencies.another_theta, held, "q_rope")
+    assert found.fault == "rope_theta" and found.numbers == {"size": size}
+    assert f"is right for a head of {size} numbers in the exponent of its angles; this model" in str(found)
+
+
+@pytest.mark.parametrize("size, whole", [(4, 4), (4, 8), (2, 2), (2, 8)])
+def test_only_the_front_of_a_head(plain, size, whole):
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2) / whole)
+    front = turned(plain, "q", frequencies=frequencies, source=lambda rank: before(plain, "q", rank)[..., :size])
+    held = [torch.cat([x, before(plain, "q", rank)[..., size:]], -1) for rank, x in enumerate(front)]
+    found = asked(plain, rope_frequencies.rotated_front_of_the_head, held, "q_rope")
+    assert found.fault == "rope_partial" and f"first {size} of a head's 8 numbers" in found.sentence
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    """cos and sin have a factor of their own; theta is no default."""
+    return RealRun(tmp_path_factory.mktemp("model") / "m", "llama", 2, layers=2, heads=4, kv_heads=2, head_dim=DIM,
+                   hidden=HIDDEN, rope=ROPES["yarn"] | {"rope_theta": 5e4})
+
+
+def tables(run, **changed):
+    """cos and sin ``[rows, dim]`` as transformers has them for the run's positions."""
+    from tplab.align.diagnose.wrong import right
+    from tplab.align.diagnose.wrong import tables as of
+    case = run.case(AT + "q_rope", [run.x(AT + "q_rope", rank) for rank in range(run.tp)])
+    return [table[0] for table in of(right(case, 0), **changed)]
+
+
+@pytest.mark.parametrize("power, says", [(0, "of cos and sin was left out"), (2, "of cos and sin was taken twice")])
+def test_a_factor_of_cos_and_sin(scaled, power, says):
+    cos, sin = tables(scaled)
+    factor = (cos[0] ** 2 + sin[0] ** 2).sqrt()[0]
+    assert factor > 1.01
+    held = [x / factor ** (1 - power) for x in (scaled.x(AT + "q_rope", rank) for rank in range(2))]
+    found = asked(scaled, rope_frequencies.other_frequencies, held, "q_rope")
+    assert found.fault == "rope_attention_factor" and f"the factor {factor:.4g} {says}" in found.sentence
+
+
+@pytest.mark.parametrize("changed, fault, says", [
+    ({"rope_theta": 10000.0}, "rope_default_theta", "q_rope is right for theta 10000; the checkpoint says 50000."),
+    ({"rope_type": "default"}, "rope_scaling_ignored", "q_rope is right for an unscaled RoPE; the checkpoint scales it "
+     "(yarn).")])
+def test_parameters_that_were_left_out(scaled, changed, fault, says):
+    cos, sin = (table[:, None] for table in tables(scaled, **changed))
+    held = []
+    for rank in range(2):
+        x = scaled.x(AT + "q", rank)
+        a, b = x.chunk(2, -1)
+        held.append(x * cos + torch.cat([-b, a], -1) * sin)
+    asks = rope.default_theta if fault == "rope_default_theta" else rope.scaling_ignored
+    found = asked(scaled, asks, held, "q_rope")
+    assert found.fault == fault and found.sentence == says
+
+
+@pytest.mark.parametrize("dtype, name, most", [(torch.bfloat16, "bfloat16", 256), (torch.float16, "float16", 2048)])
+@pytest.mark.parametrize("what", ["tables", "frequencies", "angles", "all"])
+def test_tables_of_too_few_digits(plain, dtype, name, most, what):
+    frequencies = FREQUENCIES.to(dtype).float() if what in ("frequencies", "all") else FREQUENCIES
+    angles = plain.positions[:, None].float() * frequencies
+    if what in ("angles", "all"):
+        angles = angles.to(dtype).float() if what == "angles" else (
+            plain.positions[:, None].to(dtype) * FREQUENCIES.to(dtype)).float()
+    cos, sin = (torch.cat([t, t], 1)[:, None] for t in (angles.cos(), angles.sin()))
+    if what in ("tables", "all"):
+        cos, sin = cos.to(dtype).float(), sin.to(dtype).float()
+    held = []
+    for rank in range(2):
+        a, b = before(plain, "q", rank).chunk(2, -1)
+        held.append(torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin)
+    found = rope_frequencies.rounded_tables(plain.case(AT + "q_rope", held))
+    says = {"tables": f"cos and sin were rounded to {name}", "frequencies": f"the frequencies were rounded to {name}",
+            "angles": f"the angles were rounded to {name}",
+            "all": f"the angles, their cos and sin were computed in {name}"}[what]
+    assert found.fault == "rope_dtype" and f"angles of too few digits: {says}. They belong" in found.sentence
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
+def test_queries_of_too_few_digits(plain, dtype, name):
+    held = turned(plain, "q", source=lambda rank: before(plain, "q", rank).to(dtype).float())
+    found = asked(plain, rope.rounded_first, held, "q_rope")
+    assert found.fault == "low_precision"
+    assert f"q_rope fits q in {name}, rotated: it was cast to {name}" in found.sentence
+    held = [plain.x(AT + "q", rank).to(dtype).float() for rank in range(2)]
+    found = asked(plain, anything.too_few_digits, held, "q")
+    assert found.fault == "low_precision" and f"layers.1.q is right as far as {name} goes, and every" in found.sentence
+
+
+@pytest.mark.parametrize("shift, whole, says", [(1, False, "before"), (-1, False, "behind"), (1, True, "before"),
+                                                (-1, True, "behind")])
+def test_rows_of_the_token_beside(plain, shift, whole, says):
+    parts = [12] if whole else list(map(len, TEXTS))
+    held = plain.changed(AT + "q", lambda x, rank: torch.cat([p.roll(shift, 0) for p in x.split(parts)]))
+    found = asked(plain, anything.rows_of_other_tokens, held, "q")
+    assert found.fault == "rows_shifted" and found.numbers == {"shift": shift}
+    assert found.sentence == f"Each row of layers.1.q is right for the token {says} it."
+
+
+# Positions.
+
+CALLS = [3, 3, 3, 5, 5, 6, 7, 2, 2, 4, 4, 5]  # prompts of 3 and 2 tokens, two at once, then one by one
+ALONE = torch.tensor([5, 6, 11])
+
+
+def moved(kind, positions):
+    positions = positions.clone()
+    if kind == "one too far":
+        positions[ALONE] += 1
+    elif kind == "from 0":
+        positions[ALONE] = 0
+    elif kind == "per call":
+        positions -= torch.tensor([0, 0, 0, 3, 3, 5, 6, 0, 0, 2, 2, 4])
+    elif kind == "prompts":
+        positions[[row for row in range(12) if row not in ALONE]] = 0
+    elif kind == "one":
+        positions[4] = 2
+    return positions
+
+
+@pytest.mark.parametrize("kind, fault, says, first, used", [
+    ("one too far", "decode_position_off_by_one", "One too far: token 5, at position 5, was rotated as if it stood at "
+     "6 (3 of 12 tokens are misplaced).", 5, 6),
+    ("from 0", "decode_position_restarted", "Counted from 0 again: token 5, at position 5, was rotated as if it stood "
+     "at 0 (3 of 12 tokens are misplaced).", 5, 0),
+    ("per call", "rope_positions", "RoPE is right, the positions are not: token 3, at position 3, was rotated as if it "
+     "stood at 0 (7 of 12 tokens are misplaced).", 3, 0),
+    ("prompts", "rope_missing", "q_rope equals q where several tokens came at once; tokens that came alone were turned",
+     1, 0), ("one", "rope_positions", "RoPE is right, the positions are not: token 4, at position 4, was rotated as if "
+             "it stood at 2 (1 of 12 tokens are misplaced).", 4, 2)])
+def test_as_which_positions_tokens_were_turned(run, kind, fault, says, first, used):
+    held = turned(run, "q", positions=moved(kind, run.positions))
+    found = asked(run, rope.other_positions, held, "q_rope", num_keys=CALLS)
+    assert found.fault == fault and found.sentence.startswith(says)
+    assert found.numbers == {"first_token": first, "position": first, "used": used}
+    assert asked(run, rope.other_positions, held, "q_rope").fault in ("rope_positions", None), "nothing was decoded"
+
+
+@pytest.mark.parametrize("kind, fault, says", [
+    ("one too far", "decode_position_off_by_one", "a decoding token is turned one position too far"),
+    ("from 0", "decode_position_restarted", "a decoding token is turned as if it stood at position 0"),
+    ("per call", "rope_positions", "every call counts its positions from 0 again")])
+def test_wrong_positions_that_only_attention_shows(plain, kind, fault, says):
+    """Queries and keys were not recorded behind the rotation."""
+    q, k = (turned(plain, part, positions=moved(kind, plain.positions)) for part in "qk")
+    keys, values = torch.cat(k, 1), torch.cat([plain.x(AT + "v", rank) for rank in range(2)], 1)
+    held = []
+    for rank in range(2):
+        out = torch.zeros_like(q[rank])
+        for row, (s, p) in enumerate(plain.recording.places):
+            mine = [i for i, (t, at) in enumerate(plain.recording.places) if t == s and at <= p]
+            for local, head in enumerate(plain.own(AT + "attn", rank)):
+                scores = keys[mine, head // 2] @ q[rank][row, local] * DIM ** -0.5
+                out[row, local] = torch.softmax(scores, 0) @ values[mine, head // 2]
+        held.append(out)
+    case = plain.case(AT + "attn", held, hide=("q_rope", "k_rope"), num_keys=CALLS)
+    found = rope.usual_wrong_positions(case.about("q_rope", "k_rope"))
+    assert found.fault == fault and found.sentence.startswith(f"Attention fits other positions: {says}")
+    case = plain.case(AT + "attn", [x * 1.0003 for x in held], hide=("q_rope", "k_rope"), num_keys=CALLS)
+    assert rope.usual_wrong_positions(case.about("q_rope", "k_rope")) is None
