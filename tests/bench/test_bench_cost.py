@@ -95,6 +95,8 @@ def test_one_rank_meets_nobody():
 
 def test_time_per_weight_between_and_beyond_what_was_measured():
     assert [ROUND.seconds_per_weight(rows) for rows in (1, 2, 5, 50)] == [1.0, 1.5, 3.0, 30.0]
+    bent = Machine("bent", 2, {1: 1.0, 3: 5.0, 5: 6.0})
+    assert [bent.seconds_per_weight(rows) for rows in (1, 2, 3, 4, 5)] == [1.0, 3.0, 5.0, 5.5, 6.0]
 
 
 def test_requests_are_predicted_step_by_step_as_the_scheduler_deals_them():

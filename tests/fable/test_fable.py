@@ -155,6 +155,9 @@ def test_recall_scores_an_oracle_full_and_a_repeater_empty(tokenizer):
     assert empty.percent() == empty.grammatical == 0
     assert empty.counts()["overall"] == (0, sum(len(s.references) for s in some))
     assert "overall" in str(empty)
+    pad = tokenizer.token_to_id("<|pad|>")
+    padded = recall(lambda prompts, n: [[*tokenizer.encode(s.body).ids, pad] for s in some], some)
+    assert (padded.percent(), padded.grammatical) == (100, 0)
 
 
 def test_recall_of_a_mixed_up_model_is_between(tokenizer):

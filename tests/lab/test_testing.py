@@ -3,6 +3,7 @@
 from collections import deque
 from pathlib import Path
 from threading import Event, Semaphore, get_ident
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,25 @@ def test_a_part_is_shown_as_it_comes_and_leaves_bytecode(tmp_path, monkeypatch):
     shown = []
     code, output = testing.run_part([str(tmp_path)], shown.append)
     assert code == 1 and "".join(shown) == output and shown[-1].startswith("=") and "1 failed" in shown[-1]
+
+
+@pytest.mark.parametrize("said, threads", [(None, "1"), ("3", "3")])
+def test_a_part_computes_on_one_thread_unless_the_environment_says_more(said, threads, monkeypatch):
+    class Ran(SimpleNamespace):
+        returncode = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            seen.append(self.env["OMP_NUM_THREADS"])
+
+    seen = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    monkeypatch.setattr(testing.subprocess, "Popen", lambda command, **more: Ran(**more | {"stdout": ()}))
+    assert testing.run_part([]) == (0, "") and seen == [threads]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -14,9 +16,10 @@ from tplab.lab.batch import FOLDER
 from tplab.lab.case_sections import sections, solution_code
 from tplab.lab.glossary import _LINK
 from tplab.lesson import progress_file
-from tplab.lesson.cases.answering import kinds
+from tplab.lesson.cases.answering import _chosen, kinds, place_called
 from tplab.lesson.cases.proof import Solved
 from tplab.lesson.cases.sealed import CaseError
+from tplab.lesson.mine import NotYet
 from tplab.patch import original
 
 each_case = pytest.mark.parametrize("file", CASES.values(), ids=list(CASES))
@@ -113,6 +116,35 @@ def test_what_cannot_be_opened_is_said(ckpt):
 def test_a_case_that_needs_ranks_says_so(ckpt):
     case = lesson.open_case(1, ckpt, tensor_parallel_size=1)
     assert case.tensor_parallel_size == 2 and "2 ranks, since with 1 nothing is wrong to be seen" in str(case)
+
+
+@pytest.mark.parametrize("least, heads, wanted, ranks", [
+    (1, 8, 1, 1), (2, 8, 1, 2), (4, 8, 1, 4), (4, 8, 4, 4), (4, 3, 1, None), (5, 8, 2, None), (5, 8, 6, 6)])
+def test_a_case_is_opened_on_the_fewest_ranks_that_show_it(least, heads, wanted, ranks):
+    file = replace(CASES["case_01"], needs=lambda config, size: "" if size >= least else "too few")
+    assert file.ranks_for(SimpleNamespace(num_heads=heads), wanted) == ranks
+
+
+@pytest.mark.parametrize("name, place", [
+    ("RowParallelLinear.reduce", "RowParallelLinear.reduce"), ("nowhere", "nowhere"), ("Linear.reduce", None),
+    ("linear.RowParallelLinear.reduce", "RowParallelLinear.reduce"), ("forward", None), (3, None)])
+def test_a_place_is_called_by_its_whole_name(name, place):
+    if place is not None:
+        assert place_called(name, list(places())) == place
+        return
+    with pytest.raises(NotYet, match=f"there is no function {name!r}"):
+        place_called(name, list(places()))
+
+
+@pytest.mark.parametrize("said, meant", [
+    ("a", 0), ("b", 1), ("c", None), ("the first", 0), ("the fir", None), (1, None)])
+def test_a_choice_is_a_letter_of_those_there_are_or_how_it_begins(said, meant):
+    options = ["the first of them", "another one"]
+    if meant is not None:
+        assert _chosen("what", said, options) == options[meant]
+        return
+    with pytest.raises(NotYet, match=f"{said!r} is none of the choices; give one's letter, a to b"):
+        _chosen("what", said, options)
 
 
 @pytest.mark.parametrize("repair, says", [

@@ -67,6 +67,16 @@ def test_what_is_not_finished_is_kept(llm):
     assert llm.step() == [] and not llm.has_unfinished_requests
 
 
+def test_tokens_of_several_steps_are_counted_until_their_caller_looks(llm):
+    (first, other), inbox = llm._add_all(["A", "B"], greedy(2))
+    counts = []
+    for _ in range(2):
+        with llm.requests.turn():
+            llm.requests.step()
+            counts.append(dict(inbox))
+    assert counts == [{first: 1, other: 1}, {first: 2, other: 2}] and not llm.has_unfinished_requests
+
+
 # Among others that fail.
 
 

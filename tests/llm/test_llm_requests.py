@@ -70,7 +70,7 @@ def test_all_bad_is_one_error_that_names_all(llm):
 
 @pytest.mark.parametrize("prompts", [None, 5, {}, "", {"prompt": "a"}, []])
 def test_what_is_no_prompt_at_all(llm, prompts):
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match="no tokenizer" if prompts == "" else "a list of these with at least one"):
         llm.generate(prompts, GREEDY)
 
 

@@ -100,6 +100,13 @@ def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
         product.fastest.cache_clear()
         assert product.fastest(torch.float32) == product.fastest(torch.float32) == Kernels(True, False)
     assert measured == [torch.float32]
+    for owner, name in ((torch, "__version__"), (product.platform, "node")):  # another torch, another machine
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(owner, name, "other" if owner is torch else lambda: "other")
+            product.fastest.cache_clear()
+            product.fastest(torch.float32)
+            product.fastest.cache_clear()
+            assert measured.pop() and measured.count(torch.float32) == 1
     for file in (tmp_path / "kernels").iterdir():
         file.write_text("[]")
     product.fastest.cache_clear()

@@ -220,3 +220,12 @@ def test_a_pool_that_could_not_be_made_leaves_nothing(tmp_path, monkeypatch, err
     assert "closed" in repr(made[0])
     assert not before or len(os.listdir("/proc/self/fd")) <= before
 
+
+
+@pytest.mark.parametrize("closed, pid, taken", [(False, 0, True), (True, 0, False), (False, 1, False)])
+def test_a_shared_pool_is_taken_while_it_is_open_and_this_process_made_it(closed, pid, taken, monkeypatch):
+    """A fork has its parent's pools in its memory, and none of their ranks."""
+    there = SimpleNamespace(closed=closed, _pid=os.getpid() + pid)
+    monkeypatch.setattr(pool_module, "_shared", {2: there})
+    monkeypatch.setattr(pool_module, "RankPool", lambda size: f"a new one of {size}")
+    assert pool_module.shared_pool(2) == (there if taken else "a new one of 2")

@@ -72,7 +72,7 @@ def test_all_gather_joins_in_rank_order(run, shape, dim):
     assert all(torch.equal(whole, torch.cat(pieces, dim)) for whole in wholes)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 3), (0, 4, 0), (BIG, 1, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (0, 4, 0), (BIG, 1, 5), (1, 300_000, 2)], ids=str)
 def test_all_gather_of_uneven_pieces(run, sizes):
     def fn():
         mine = numbers((2, sizes[rank()]), torch.float32)

@@ -60,9 +60,10 @@ def test_a_size_that_is_no_count_is_refused(tp):
         plan(8, 2, tp)
 
 
-def test_heads_that_form_no_groups_are_refused():
-    with pytest.raises(ShardPlanError, match="10 query heads .* 4 KV heads"):
-        plan(10, 4, 2)
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(10, 4), (4, 0), (4, -2)])
+def test_heads_that_form_no_groups_are_refused(num_heads, num_kv_heads):
+    with pytest.raises(ShardPlanError, match=f"{num_heads} query heads .* {num_kv_heads} KV heads"):
+        plan(num_heads, num_kv_heads, 2)
 
 
 def test_the_scarcest_thing_is_named():

@@ -120,6 +120,13 @@ ANSWERS = {
                   start = rank() * here
                   return all_reduce(x @ up[start:start + here].T @ down[:, start:start + here].T) + bias
               """, "the 9 inner features do not divide by 2, and feature 8 went lost"),
+        Wrong("""
+              def my_linears(x, up, down, bias):
+                  here, left = divmod(len(up), world_size())
+                  start = rank() * here
+                  stop = start + here + (left == 1 and rank() == world_size() - 1)
+                  return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T) + bias
+              """, "the 11 inner features do not divide by 3, and features 9–10 went lost"),
         Wrong(_LINEARS + "    y = all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)\n"
               "    return y / size + bias", "averaged: this is the sum divided by 2"),
         Wrong(_LINEARS + "    y = x @ up[:stop - start].T @ down[:, :stop - start].T\n    return all_reduce(y) + bias",

@@ -187,6 +187,20 @@ ANSWERS = {
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
+                      self.users = [0] * num_blocks
+                  def allocate(self):
+                      if 0 not in self.users: return None
+                      block = self.users.index(0)
+                      self.users[block] = 1
+                      return block
+                  def share(self, block): self.users[block] += 1
+                  def release(self, block):
+                      self.users[block] -= 1
+                      if self.users[block] < 0: raise ValueError(f"nobody uses block {block}")
+              """, "release(0), and now nobody uses block 0; users[0] says -1"),
+        Wrong("""
+              class MyPool:
+                  def __init__(self, num_blocks):
                       self.users, self.next = [0] * num_blocks, -1
                   def allocate(self):
                       self.next += 1

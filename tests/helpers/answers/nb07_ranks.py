@@ -100,6 +100,18 @@ ANSWERS = {
                   for owner, rows in enumerate(ranges):
                       part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
                       if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  barrier()
+                  return mine
+              """, "right everywhere, with 3 collectives; 2 slices need 2"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
                           part = source[:][rows.start:rows.stop].clone()
                       broadcast(part)
                       if owner == rank():
