@@ -42,9 +42,9 @@ def models(tmp_path_factory):
 PROMPTS = [*prompts(67), *(prompt[::-1] for prompt in prompts(67))]
 
 
-def report_of(models, name, tp=2, dtype="float32"):
+def report_of(models, name, tp=2, dtype="float32", texts=PROMPTS):
     one = MISTAKES[name]
-    return align(models(one.model), PROMPTS, tensor_parallel_size=tp, dtype=dtype, patches=one.patches, logical=True)
+    return align(models(one.model), texts, tensor_parallel_size=tp, dtype=dtype, patches=one.patches, logical=True)
 
 
 IN_BFLOAT16 = ["no norm weight", "LayerNorm", "another layer's qkv", "no o bias", "[v|k|q]", "theta 1e6", "turned back",
@@ -150,7 +150,7 @@ OUTSIDE = (*HOOKS, "q", "k", "v", "attn", "residual", "mlp_act")  # what only bl
     *((OUTSIDE, name) for name in ("gate and up exchanged", "relu", "[v|k|q]", "another layer's qkv", "no down bias",
                                    "o of the next rank", "window of 7", "qkv bias twice"))])
 def test_where_the_points_between_were_not_recorded(models, unseen, name):
-    report = report_of(models, name)
+    report = report_of(models, name, texts=PROMPTS[:3])  # three texts tell it as well as six
     points = {point: shards for point, shards in report.recording.points.items()
               if point.rpartition(".")[2] not in unseen}
     report = dataclasses.replace(report, recording=dataclasses.replace(report.recording, points=points))

@@ -1,0 +1,173 @@
+"""Runs whose numbers are right, and slots that hold what nobody wrote: facts made by hand, told in exact words."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+
+from tplab.align.diagnose import cache, cache_replay, costs
+from tplab.align.diagnose.case import Diagnosis
+from tplab.align.report import Evidence
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def request(number, start, count, blocks=(), prompt=9):
+    return number, Some(start=start, count=count, block_ids=blocks, prompt_length=prompt), None
+
+
+def facts(*steps, size=2, tables=None, **more):
+    """Steps of ``request(…)``; ``tables``: what the scheduler had, where the ranks had something else."""
+    made = [Some(step_number=number, requests=list(step)) for number, step in enumerate(steps)]
+    right = [{number: tuple(segment.block_ids) for number, segment, _ in step} for step in steps]
+    return Some(**{"steps": made, "tables": tables or right, "block_size": size, "prefix_caching": True, "drawn": [{}],
+                   "preemptions": 0, "blocks_left": 0} | more)
+
+
+# What was read.
+
+@pytest.mark.parametrize("read, kept, stored, dtype, times", [
+    ([120], [100], F32, F32, 1.2), ([119], [100], F32, F32, None), ([100, 250], [100, 100], F32, F32, 2.5),
+    ([100], [100], BF16, F32, 2), ([50], [100], BF16, F32, None), ([60], [100], BF16, F32, 1.2),
+    ([400], [100], F32, BF16, 2), ([], [], F32, F32, None)])
+def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
+    """``read`` bytes of the file's ``stored`` numbers for parameters of ``kept`` bytes in the run's dtype."""
+    report = Some(checkpoint=Some(tensors={"a": Some(dtype=stored)}), dtype=dtype, load_stats=[
+        Some(bytes_read=r, parameter_bytes=k) for r, k in zip(read, kept)])
+    found = costs.read_too_much(report)
+    assert (found and (found.fault, found.numbers, found.point)) == (times and (
+        "full_copy_on_every_rank", {"times": times}, "load"))
+    assert not times or f"a rank read {times:.1f} times the bytes that it keeps" in found.sentence
+
+
+# What was drawn.
+
+@pytest.mark.parametrize("drawn, rank, token", [
+    ([{(0, 3): 5, (1, 2): 6}] * 2, None, None), ([{(0, 3): 5, (1, 2): 6}, {(0, 3): 5, (1, 2): 7}], 1, 7),
+    ([{(0, 3): 5}, {(0, 3): 5}, {(0, 3): 8}], 2, 8), ([{(0, 3): 5}, {}], 1, None), ([{(0, 3): 5}], None, None)])
+def test_a_rank_that_drew_another_token(drawn, rank, token):
+    found = costs.ranks_drew_differently(Some(decode=facts(drawn=drawn)))
+    if rank is None:
+        assert found is None and costs.ranks_drew_differently(Some(decode=None)) is None
+        return
+    place = (1, 2) if token == 7 else (0, 3)
+    assert found.fault == "rank_local_sampling" and found.point == "drawn"
+    assert found.numbers == {"rank": rank, "prompt": place[0], "position": place[1]}
+    assert f"rank 0 drew token {drawn[0][place]} and rank {rank} token {token}:" in found.sentence
+
+
+LOGITS = torch.tensor([[4.0, 1.0, 5.0, 5.2], [9.0, 1.0, 2.0, 2.0]])  # two words of each of two ranks
+PLACES = [(0, 3), (1, 2)]
+
+
+def drawing(*tokens, logits=LOGITS, places=PLACES):
+    evidence = {} if logits is None else {"logits": Evidence(logits, logits, list(logits.split(2, 1)))}
+    report = Some(evidence=evidence, decode=facts(drawn=[dict(zip(places, tokens))]))
+    return costs.drawn_by_parts_of_the_vocabulary(report)
+
+
+def test_a_token_that_is_the_best_of_its_ranks_probabilities_only():
+    found = drawing(0, 0)
+    assert found.fault == "softmax_before_gather" and found.numbers == {"prompt": 0, "position": 3}
+    assert "1 of 2 drawn tokens are not the most probable ones: behind token 3 of prompt 0 one was drawn whose logit " \
+        "is 1.2 below the largest." in found.sentence
+    assert drawing(3, 0) is None, "the best of all"
+    assert drawing(1, 0) is None and drawing(2, 0) is None, "the best of nothing"
+    assert drawing(0, 1) is None, "another one fits neither"
+    assert drawing(0, 0, logits=None) is None and drawing(0, logits=LOGITS, places=PLACES[:1]) is None
+    assert costs.drawn_by_parts_of_the_vocabulary(Some(evidence={}, decode=None)) is None
+
+
+def test_a_tie_is_drawn_either_way():
+    assert drawing(2, 0, logits=LOGITS + torch.tensor([0, 0, 0.15, 0])) is None, "within a hundredth of the largest"
+
+
+# Beginnings that were computed before.
+
+TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9], [1, 7, 7, 7, 7], [1, 2], [1, 2, 8]]
+
+
+@pytest.mark.parametrize("steps, number, before", [
+    ([[request(0, 0, 4, (0, 1))], [request(1, 0, 4, (2, 3))]], 1, 0),
+    ([[request(0, 0, 4, (0, 1))], [request(1, 2, 2, (0, 3))]], None, None),  # found
+    ([[request(0, 0, 4, (0, 1)), request(1, 0, 4, (2, 3))]], None, None),  # at once: nothing was there yet
+    ([[request(0, 0, 1, (0, 1))], [request(1, 0, 4, (2, 3))]], None, None),  # its first block is not full
+    ([[request(0, 0, 2, (0,))], [request(1, 0, 4, (2, 3))]], 1, 0),
+    ([[request(0, 0, 1, (0,))], [request(0, 1, 1, (0,))], [request(1, 0, 4, (2, 3))]], 1, 0),
+    ([[request(0, 0, 4, (0, 1))], [request(2, 0, 4, (2, 3))]], None, None),  # begins otherwise
+    ([[request(0, 0, 4, (0, 1))], [request(2, 0, 4, (0, 3))], [request(1, 0, 4, (4, 5))]], None, None),  # given away
+    ([[request(0, 0, 4, (0, 1))], [request(2, 0, 4, (1, 3))], [request(1, 0, 4, (4, 5))]], 1, 0),
+    ([[request(0, 0, 4, (0, 1))], [request(0, 4, 1, (0, 1, 2))], [request(1, 0, 4, (4, 5))]], 1, 0),
+    ([[request(0, 0, 4, (0, 1))], [request(3, 0, 2, (4,), prompt=2)]], None, None),  # no more than the block itself
+    ([[request(0, 0, 4, (0, 1))], [request(4, 0, 3, (4, 5), prompt=3)]], 4, 0),
+    ([[request(1, 0, 1, (4,))], [request(0, 0, 4, (0, 1))], [request(1, 0, 4, (2, 3))]], None, None),  # came back
+    ([[request(0, 0, 4, (0, 1))], [request(4, 2, 1, (0, 5))],
+      [request(1, 0, 4, (2, 3))]], 1, 4)])  # who found it holds it, too
+def test_an_equal_beginning_that_was_not_found(steps, number, before):
+    found = costs.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS))
+    assert (found and found.numbers) == (number and {"prompt": number, "before": before})
+    if found:
+        assert found.fault == "prefix_never_found" and found.point == "steps"
+        assert (f"prompt {number} is computed from its first token on, although it begins as prompt {before} does"
+                in found.sentence)
+    assert costs.prefix_never_found(Some(decode=facts(*steps, prefix_caching=False), ids=TEXTS)) is None
+    assert costs.prefix_never_found(Some(decode=None)) is None
+
+
+# Tables and slots.
+
+def about(decode, texts=TEXTS):
+    return Some(report=Some(decode=decode, ids=texts), diagnosis=lambda fault, sentence, **numbers: Diagnosis(
+        fault, sentence, "layers.0.attn", numbers))
+
+
+STALE = facts([request(0, 0, 2, (4,))], [request(0, 2, 1, (4, 5)), request(1, 0, 1, (6,))],
+              tables=[{0: (4,)}, {0: (4, 5), 1: (7,)}])
+
+
+def test_tables_that_are_not_the_schedulers():
+    says = ("In step 1 the ranks were told that sequence 1 has the blocks [6]; the scheduler had given it [7]. The old "
+            "blocks had been taken from it by then.")
+    assert cache.stale_table(about(STALE)).sentence == says
+    found = costs.stale_table_without_harm(Some(decode=STALE))
+    assert found.fault == "stale_block_table" and found.sentence == f"{says} This time it did no harm."
+    longer = facts([request(0, 0, 2, (4, 9))], tables=[{0: (4,)}])
+    assert cache.stale_table(about(longer)) is costs.stale_table_without_harm(Some(decode=longer)) is None
+
+
+@pytest.mark.parametrize("steps, read", [
+    # Sequence 0 lost its blocks; when it comes back, the new ones hold nothing, or another's.
+    ([[request(0, 0, 4, (0, 1))], [request(1, 0, 2, (0,))], [request(0, 4, 1, (2, 3, 4))]], (2, 0, 0)),
+    ([[request(0, 0, 4, (0, 1))], [request(2, 0, 2, (1,))], [request(0, 4, 1, (0, 1, 2))]], None),
+    ([[request(0, 0, 4, (0, 1))], [request(0, 4, 1, (0, 3, 2))]], (1, 0, 2))])
+def test_keys_that_went_with_the_blocks_of_a_preempted_sequence(steps, read):
+    found = cache_replay.lost_with_its_blocks(about(facts(*steps, preemptions=1)))
+    assert (found and tuple(found.numbers.values())) == read
+    if found:
+        assert found.fault == "preempted_not_recomputed" and list(found.numbers) == ["step", "sequence", "position"]
+        assert (f"In step {read[0]} sequence {read[1]} comes back after a preemption and reads its token {read[2]} "
+                "from a block that it has just been given" in found.sentence)
+        assert cache_replay.found_before_it_was_there(about(facts(*steps, preemptions=1))) is None
+    assert cache_replay.lost_with_its_blocks(about(facts(*steps))) is None, "nothing was preempted"
+    assert cache_replay.lost_with_its_blocks(about(None)) is cache_replay.found_before_it_was_there(about(None)) is None
+
+
+@pytest.mark.parametrize("steps, read", [
+    ([[request(1, 2, 2, (0, 1))]], (0, 1, 0)),  # nobody ever wrote block 0
+    ([[request(0, 0, 1, (0,))], [request(1, 2, 2, (0, 1))]], (1, 1, 1)),  # half of it was
+    ([[request(0, 0, 4, (0, 1))], [request(1, 3, 1, (0, 1))]], None),  # found as it was computed
+    ([[request(0, 0, 4, (0, 1))], [request(1, 4, 1, (0, 1, 2))]], (1, 1, 3)),  # another token
+    ([[request(2, 0, 2, (0,))], [request(1, 2, 1, (0, 1))]], (1, 1, 1)),
+    ([[request(1, 2, 2, (0, 1)), request(0, 0, 2, (0,))]], None),  # written in the same step
+    # The block's own tokens behind another beginning: a key without its parent, which is another bug.
+    ([[request(5, 0, 4, (0, 1))], [request(6, 4, 1, (2, 1, 3))]], (1, 6, 0)),
+    ([[request(5, 0, 4, (0, 1)), request(6, 0, 2, (2,))], [request(6, 4, 1, (2, 1, 3))]], None)])
+def test_keys_that_nobody_computed(steps, read):
+    texts = [*TEXTS, [1, 2, 3, 4], [7, 7, 3, 4, 5]]
+    found = cache_replay.found_before_it_was_there(about(facts(*steps), texts))
+    assert (found and tuple(found.numbers.values())) == read
+    if found:
+        assert found.fault == "cached_before_computed" and list(found.numbers) == ["step", "sequence", "position"]
+        assert (f"In step {read[0]} sequence {read[1]} finds a block in the prefix cache, and nobody ever computed the "
+                f"key of token {read[2]} in it" in found.sentence)
+    assert cache_replay.lost_with_its_blocks(about(facts(*steps, preemptions=1), texts)) is None
