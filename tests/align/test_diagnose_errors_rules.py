@@ -24,7 +24,8 @@ A, B = op(2), op(2, "all_gather")
 @pytest.mark.parametrize("logs, number, skipped", [
     ([[op(1), A], [op(1), B]], 2, True), ([[op(1), op(2, "barrier"), op(3)], [op(1), A, op(3, "barrier")]], 2, True),
     ([[op(1), op(2, line=8)], [op(1), A]], None, None),  # the same from another line: nothing that hurts
-    ([[op(1), op(2, shape=(1,), file="b.py")], [op(1), A]], 2, True), ([[op(1), op(2, shape=(1,))], [op(1), A]], 2, False),
+    ([[op(1), op(2, shape=(1,), file="b.py")], [op(1), A]], 2, True),
+    ([[op(1), op(2, shape=(1,))], [op(1), A]], 2, False),
     ([[op(1), A], [op(1), A], [op(1), B]], 2, True), ([[A], [A]], None, None), ([[], []], None, None)])
 def test_the_first_collective_in_which_ranks_are_not_together(logs, number, skipped):
     found = errors.different_collectives(failed(logs))
@@ -101,5 +102,5 @@ def test_what_strict_checks_saw():
 
 
 def test_an_error_of_which_nothing_is_known():
-    found = diagnose(EngineError("first line\nsecond"))
-    assert (found.fault, found.point, found.sentence) == (None, "error", "Unknown cause; the run ended with: first line")
+    found = diagnose(EngineError("a\nb"))
+    assert (found.fault, found.point, found.sentence) == (None, "error", "Unknown cause; the run ended with: a")
