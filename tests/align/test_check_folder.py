@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tplab.align.check.folder import RecordingError, read_recorded
+from tplab.align.check.folder import RecordingError, _RankReader, read_recorded
 from tplab.record import record
 
 MANIFEST, CALL = "manifest.jsonl", "call0.safetensors"
@@ -221,6 +221,10 @@ DAMAGES = {
     "broken in the middle": (raw(b'\x00"torn\n{}\n', 400), "is not readable"),
     "unknown event": (insert(event="explode"), "an event 'explode' cannot come here"),
     "event no text": (insert(event=["call"]), r"an event \['call'\] cannot come here"),
+    "tensor before its file": (lambda folder: write_lines(folder, [line for line in lines_of(folder) if line.get(
+        "file") != CALL]), "a tensor comes before its file"),
+    "module before any call": (lambda folder: write_lines(folder, [*lines_of(folder)[:1], {
+        "event": "enter", "name": "m"}]), "line 2: no call has begun"),
     "call twice": (insert(event="call", call=0), "call 0 cannot begin here; 0 calls have ended"),
     "call out of turn": (change("call", call=1), "call 1 cannot begin here; 0 calls have ended"),
     "tensor not yet there": (change("tensor", key=1), "there are 0 tensors in parameters.safetensors yet, so none has"),
@@ -299,6 +303,12 @@ def test_a_malformed_folder_is_refused_in_a_sentence(folder, damage):
 def test_a_folder_without_permission(folder):
     (folder / "rank0" / CALL).chmod(0)
     with pytest.raises(RecordingError, match="cannot be read"):
+        read_recorded(folder)
+
+
+def test_a_disk_that_gives_up(folder, monkeypatch):
+    monkeypatch.setattr(_RankReader, "read", lambda self: os.stat(folder / "gone"))
+    with pytest.raises(RecordingError, match="run cannot be read: .*No such file or directory"):
         read_recorded(folder)
 
 

@@ -129,6 +129,16 @@ def test_another_sum(run, point, names, fault, says):
     assert {name: times for name, times in found.numbers.items() if times} == {n: t for n, t in names.items() if t}
 
 
+def test_of_numbers_that_are_lost_nothing_is_a_sum(run):
+    held = run.changed(AT + "output", lambda x, rank: 2 * x)
+    lost = {AT + "mlp": [run.x(AT + "mlp", 0).clone() for _ in range(3)]}
+    for x in lost[AT + "mlp"]:
+        x[2, 3] = float("nan")
+    assert residuals.another_sum(run.case(AT + "output", held, instead=lost)) is None
+    held[0][0, 0] = float("inf")
+    assert residuals.another_sum(run.case(AT + "output", held)) is None
+
+
 def test_sublayers_beside_each_other(run):
     """The MLP gets the layer's input as well, so that attention's output comes to the sum behind it."""
     stream = {AT + "residual": [run.x("layers.0.output", rank) for rank in range(3)]}

@@ -240,6 +240,17 @@ def test_tables_of_too_few_digits(plain, dtype, name, most, what):
     assert found.fault == "rope_dtype" and f"angles of too few digits: {says}. They belong" in found.sentence
 
 
+def test_frequencies_that_depend_on_the_length_are_not_tried_with_fewer_digits(tmp_path):
+    run = RealRun(tmp_path / "m", layers=2, heads=4, kv_heads=2, head_dim=DIM, hidden=HIDDEN, rope="dynamic")
+    assert run.config.hf.rope_parameters["rope_type"] == "dynamic"
+    cos, sin = (table[:, None].to(torch.bfloat16).float() for table in tables(run))
+    held = []
+    for rank in range(2):
+        a, b = run.x(AT + "q", rank).chunk(2, -1)
+        held.append(torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin)
+    assert rope_frequencies.rounded_tables(run.case(AT + "q_rope", held)) is None
+
+
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
 def test_queries_of_too_few_digits(plain, dtype, name):
     held = turned(plain, "q", source=lambda rank: before(plain, "q", rank).to(dtype).float())

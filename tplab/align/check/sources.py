@@ -34,11 +34,6 @@ class Source:
         return (self.name or "the model") + what + (f" {self.path}" if self.path not in ("", "0") else "")
 
     @property
-    def layer(self) -> int | None:
-        """The layer in its name."""
-        return place_of(self.name)[0]
-
-    @property
     def dtype(self) -> torch.dtype:
         """In which it was recorded."""
         return next(iter(self.entries.values())).dtype

@@ -1,6 +1,5 @@
 """Hypotheses about keys that a sequence reads and nobody has written for it: the steps are replayed, slot by slot."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tplab.align.diagnose.case import Case, Diagnosis
@@ -17,8 +16,8 @@ class _Read(NamedTuple):
     known: bool  # whether the sequence had computed this key before, in another slot
 
 
-def _strange_reads(case: Case) -> Iterator[_Read]:
-    """The first such slot of each sequence in each step, if blocks are read and written as the tables say."""
+def _strange_read(case: Case) -> _Read | None:
+    """The first such slot of all steps, if blocks are read and written as the tables say."""
     texts, size = case.report.ids, case.report.decode.block_size
     slots: dict[int, tuple[int, int]] = {}
     computed: dict[tuple[int, int], int] = {}
@@ -32,15 +31,15 @@ def _strange_reads(case: Case) -> Iterator[_Read]:
                 slot = segment.block_ids[position // size] * size + position % size
                 owner, at = slots.get(slot, (number, -1))
                 if at != position or texts[owner][:at + 1] != texts[number][:at + 1]:
-                    yield _Read(step.step_number, number, position, slots.get(slot),
-                                computed.get((number, position), slot) != slot)
-                    break
+                    return _Read(step.step_number, number, position, slots.get(slot),
+                                 computed.get((number, position), slot) != slot)
+    return None
 
 
 @hypothesis("attn")
 def lost_with_its_blocks(case: Case) -> Diagnosis | None:
     """Does a sequence that was preempted read keys that it had, in blocks that it got since then?"""
-    read = next(_strange_reads(case), None) if case.report.decode and case.report.decode.preemptions else None
+    read = _strange_read(case) if case.report.decode and case.report.decode.preemptions else None
     if read is not None and read.known:
         return case.diagnosis("preempted_not_recomputed", f"In step {read.step} sequence {read.sequence} comes back "
                                                           f"after a preemption and reads its token {read.position} "
@@ -53,7 +52,7 @@ def lost_with_its_blocks(case: Case) -> Diagnosis | None:
 @hypothesis("attn")
 def found_before_it_was_there(case: Case) -> Diagnosis | None:
     """Does a sequence read, in a shared block, a slot that nobody has filled for its beginning?"""
-    read = next(_strange_reads(case), None) if case.report.decode else None
+    read = _strange_read(case) if case.report.decode else None
     if read is None or read.known:
         return None
     texts, (owner, at) = case.report.ids, read.holds or (read.sequence, -1)
