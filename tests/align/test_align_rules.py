@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.checkpoints import make_checkpoint
 
 from tplab.align import gather
 from tplab.align import run as running
@@ -13,6 +14,9 @@ from tplab.align.points import goes_into, inputs, layout, point_names
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare
 from tplab.align.run import AlignError, check_prompts, pool_for, reassemble
+from tplab.checkpoint import open_checkpoint
+from tplab.ranks import all_reduce, logical_ranks
+from tplab.shard import ShardPlan
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NAN, INF = float("nan"), float("inf")
@@ -117,6 +121,20 @@ def test_what_all_ranks_hold_together(shards, whole, spread, held):
     found, far, indices = whole_point("x", shards)
     assert torch.equal(found.nan_to_num(77), torch.tensor([whole] * 2, dtype=F32).nan_to_num(77))
     assert far == spread and indices == held
+
+
+def test_of_a_ranks_collectives_those_of_the_forward_pass_alone(tmp_path):
+    """What the rank did before is none of this run's."""
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m"))
+    plan = ShardPlan.from_config(ckpt.config, 2)
+
+    def busy():
+        all_reduce(torch.ones(3))
+        return gather.trace_on_rank(ckpt, plan, F32, [[1, 2], [3]])
+    ran = logical_ranks(2, busy)
+    assert [[record.op for record in one.op_log] for one in ran] == [["all_reduce"] * 5] * 2
+    assert [one.shapes for one in ran] == [{"q": (16, 32), "k": (8, 32), "v": (8, 32)}] * 2
+    assert ran[0].points["embed"].shape == (3, 32) and ran[1].load_stats.bytes_read > 0
 
 
 # Differences.

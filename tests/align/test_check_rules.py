@@ -10,7 +10,7 @@ from helpers.recorded import record_lab
 from tplab.align.check import fused, place
 from tplab.align.check.evident import _role
 from tplab.align.check.folder import read_recorded
-from tplab.align.check.layouts import Layout
+from tplab.align.check.layouts import Layout, decide, not_a_partition
 from tplab.align.check.names import role_of
 from tplab.align.check.place import _Placing, _Points
 from tplab.align.check.rows import CallRows, Texts
@@ -186,6 +186,19 @@ def test_the_last_token_of_the_vocabulary_is_one():
         given([([8, 9], None)])
 
 
+@pytest.mark.parametrize("rows, fine", [((6, 2), True), ((2,), True), ((6, 5, 5), True), ((5, 3, 5), False), ((), 1)])
+def test_ids_must_be_those_of_what_was_recorded(rows, fine):
+    """A call of 2 lines of 3 tokens: something of the hidden size has 6 rows, or the last of each of the 2 texts."""
+    entries = [Some(shape=(many, 4), dtype=F32) for many in rows] + [Some(shape=(9, 4), dtype=torch.int64),
+                                                                     Some(shape=(9, 5), dtype=F32)]
+    found = sources(PADDED, recorded={0: {0: Some(entries=entries)}}, config=Some(hidden_size=4))
+    if fine:
+        found._check_rows()
+    else:
+        with pytest.raises(PlacementError, match="call 0 was said to be about 6 token ids, but .* it has 5 rows; rec"):
+            found._check_rows()
+
+
 # Sums.
 
 @pytest.mark.parametrize("inputs, same", [
@@ -196,6 +209,16 @@ def test_ranks_that_have_the_same_share_of_the_input(inputs, same):
     found.shares = Some(totals={"q": 4, "mlp": 9})
     found._input = lambda at, which, rank, source: None if inputs[rank] is None else torch.tensor([inputs[rank]])
     assert found._made_of_the_same(None, "o", "layers.0.", [0, 1]) is same
+
+
+def test_what_can_be_taken_for_a_sum_or_its_summands_in_the_order_of_the_claims():
+    found, claims = object.__new__(Sums), {"layers.1.o_proj": ["a", "d"], "layers.1.o": ["c", "b"], "embed": ["a", "b"],
+                                           "layers.1.o_partial": [], "layers.1.down": ["c"], "norm": ["b"]}
+    found.sources = Some(of=lambda name: list(claims.get(name, ())), rank_of=lambda source: source)
+    found._is_summand = lambda source, which: (source, which) in (("b", "o"), ("c", "down"))
+    found._is_masked = lambda source: source == "a"
+    names = ("layers.1.o_proj", "layers.1.o_partial", "layers.1.mlp", "layers.1.mlp_partial", "embed", "norm")
+    assert [found.sources_of(name) for name in names] == [["a", "c", "d"], ["b"], [], ["c"], ["b"], ["b"]]
 
 
 def test_a_point_of_the_hidden_size_from_the_next_claim():
@@ -233,6 +256,37 @@ def test_logits_come_from_the_first_claim_that_the_layout_explains():
 
 
 # Shares.
+
+PLAN = [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("counts, found, says, wrong", [
+    ([2, 2], PLAN, "heads dealt out by the plan's rule (rank 0: 0–1; rank 1: 2–3), as the values say", None),
+    ([2, 2], [(2, 3), (0, 1)], "heads dealt out as the values say (rank 0: 2–3; rank 1: 0–1)", None),
+    ([2, None], [(0, 1), (0, 1)], "heads dealt out by the plan's rule (rank 0: 0–1), as the values say", None),
+    ([2, 2], [(0, 1), None], "heads dealt out by the plan's rule (rank 0: 0–1; rank 1: 2–3), which the values do not "
+     "confirm", None),
+    ([2, 2], [(0, 1), (1, 2)], "heads dealt out by the plan's rule (rank 0: 0–1; rank 1: 2–3), which the values do not "
+     "confirm", None),
+    ([1, 3], [(0,), (0, 1, 2)], "heads as the values say (rank 0: 0; rank 1: 0–2)",
+     "heads cannot be dealt out as rank 0: 0; rank 1: 0–2: 3 on no rank and 0 more than once"),
+    ([4, 4], [None, None], "all heads on every rank, by their number", None),
+    ([1, 3], [None, None], "heads contiguous, by their number (rank 0: 0; rank 1: 1–3)", None),
+    ([1, 2], [None, None], "heads contiguous, by their number (rank 0: 0; rank 1: 1–2)",
+     "heads: rank 0 has 1, rank 1 has 2; 4 can be dealt out as 2, 2, or all on every rank. By their number rank 0: 0; "
+     "rank 1: 1–2: 3 on no rank"),
+    ([3, 2], [None, None], "", "heads: rank 0 has 3, rank 1 has 2; 4 can be dealt out as 2, 2, or all on every rank, "
+     "and the values fit nothing else")])
+def test_a_decision_in_words(counts, found, says, wrong):
+    done = decide("heads", counts, PLAN, found, 4, lambda held: not_a_partition(held, 4))
+    assert (done.sentence, done.contradiction or None) == (says, wrong)
+
+
+def test_equal_shares_of_which_the_last_is_padded():
+    done = decide("heads", [2, 2, 2], [(0, 1), (2,), (3, 4)], [None] * 3, 5, lambda held: "no")
+    assert done.sentence == ("heads in equal shares, the last one padded (rank 0: 0–1; rank 1: 2–3; rank 2: 4 and "
+                             "padding), by their number") and not done.contradiction
+
 
 def shares(**more):
     found = object.__new__(Shares)

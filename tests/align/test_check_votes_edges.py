@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tplab.align.check import sources as sources_file
-from tplab.align.check.fused import Fused, _follows, _made_of, split
+from tplab.align.check.fused import Fused, _follows, _in_turns, _made_of, split
 from tplab.align.check.layouts import Layout
 from tplab.align.check.names import CONSUMER, OVERRIDE, PRODUCER
 from tplab.align.check.place import KEPT, _Points
@@ -193,6 +193,19 @@ def test_a_width_that_nothing_explains():
     assert found.contradiction == "a gives 6 columns on rank 1; no cut into [q|k|v] fits"
     both = cut([WEIGHTS[:, :6], WEIGHTS[:, :10]], x=False)
     assert both.contradiction == "a gives 6 columns on rank 0 and 10 columns on rank 1; no cut into [q|k|v] fits"
+
+
+def test_parts_in_turns_of_a_width_that_nothing_explains():
+    """Query head 2, a key, query head 3, a value, query head 0: no cut by size could have been meant."""
+    found = cut([None, WEIGHTS[:, [4, 5, 10, 11, 6, 7, 14, 15, 0, 1]]], RIGHT_ATTENTION[:, 2:] + 1)
+    assert found.parts[1] is None and found.contradiction == "a gives 10 columns on rank 1; no cut into [q|k|v] fits"
+
+
+@pytest.mark.parametrize("parts, turns", [
+    ({"gate": [0, 1], "up": [2, 3]}, False), ({"gate": [0, 2], "up": [1, 3]}, True), ({"gate": [0], "up": [1]}, False),
+    ({"gate": [0, 1, 3], "up": [2]}, True), ({"gate": [2, 3], "up": [0, 1]}, False)])
+def test_parts_that_lie_in_turns(parts, turns):
+    assert _in_turns(parts) is turns
 
 
 def test_what_cannot_be_read_is_not_cut():

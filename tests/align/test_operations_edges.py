@@ -77,6 +77,15 @@ def test_columns_are_made_of_the_ranks_own_input(name, rows, heads):
     assert torch.allclose(found.expected(f"layers.1.{name}", 1), right.unflatten(1, (-1, 2)) if heads else right)
 
 
+def test_a_head_that_other_ranks_hold_is_taken_from_the_first_of_them():
+    held = [(0,), (1,), (1,), (0, 1)]
+    found = frame({"layers.0.v": [Shard(torch.full((3, len(heads), 2), float(rank), dtype=F64), "kv_heads", heads)
+                                  for rank, heads in enumerate(held)]}, tp=4)
+    taken = [found.parts_of("layers.0.v", rank, [0, 1])[0, :, 0].tolist() for rank in range(4)]
+    assert taken == [[0, 1], [0, 1], [0, 2], [3, 3]], "its own come first"
+    assert found.parts_of("layers.0.v", 0, [1, 5])[0].isnan().tolist() == [[False] * 2, [True] * 2]
+
+
 # Row-parallel sums.
 
 X = [noise(6, 2, 2, seed=3), noise(6, 2, 2, seed=4)]
