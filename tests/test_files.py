@@ -30,6 +30,14 @@ def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path):
     assert os.listdir(tmp_path) == ["report.json"]
 
 
+def test_an_error_without_a_number_keeps_its_words(tmp_path):
+    def write(new):
+        raise OSError("the pen is dry")
+
+    with pytest.raises(FileError, match=r"report\.json could not be written: the pen is dry"):
+        write_file(tmp_path / "report.json", write)
+
+
 def test_an_interrupt_leaves_the_earlier_file_too(tmp_path):
     def interrupted(new):
         new.write_text("half")

@@ -1,6 +1,7 @@
 """The parts of a benchmark with stand-ins for the contestants: what is measured, in which order, and what is shown."""
 
 import json
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tplab.bench import curves, loading, memory, peers, run, shapes
 from tplab.bench.machine import Machine
 from tplab.bench.peers import Timing, Work
 from tplab.checkpoint import open_checkpoint
+from tplab.checkpoint.layout import expected_shapes
 from tplab.ranks import RankError
 
 CKPT = SimpleNamespace(config=SimpleNamespace(vocab_size=100, max_position_embeddings=300, num_heads=9),
@@ -183,6 +185,12 @@ def test_bandwidth_is_what_all_ranks_read_in_their_median_pass(monkeypatch):
     assert memory._stream(64) == 64 / 4 and kept["stream"].nbytes == 64
     data = kept["stream"]
     assert memory._stream(64) == 16 and kept["stream"] is data
+
+
+@pytest.mark.parametrize("name, parameters", [
+    ("qwen2.5-0.5b", 494_032_768), ("mistral-7b", 7_248_023_552), ("llama-3.1-70b", 70_553_706_496)])
+def test_a_shape_has_as_many_parameters_as_its_model(name, parameters):
+    assert sum(map(math.prod, expected_shapes(shapes.shape_config(name), ()).values())) == parameters
 
 
 def test_a_random_checkpoint_opens_and_goes(monkeypatch):

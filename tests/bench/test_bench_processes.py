@@ -130,6 +130,17 @@ def test_a_race_that_is_ended_ends_who_stands_still(script, number):
     assert not [pid for pid in pids if psutil.pid_exists(pid) and status(pid) != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.parametrize("before, ends", [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_a_signal_that_is_ignored_as_under_nohup_stays_so(before, ends):
+    was = signal.signal(signal.SIGHUP, before)
+    try:
+        with processes.signals_end_properly():
+            assert (signal.getsignal(signal.SIGHUP) is not before) == ends
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, was)
+
+
 def test_memory_is_that_of_the_whole_tree(peer):
     child, hello = peer
     assert private_bytes([child.pid]) > private_bytes([hello["child"]]) > 0

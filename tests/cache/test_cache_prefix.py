@@ -48,6 +48,13 @@ def test_only_whole_computed_blocks_are_found(size, count):
     assert one_by_one.keys == table.keys and other.num_cached == pool.num_cached
 
 
+@pytest.mark.parametrize("tokens", range(1, 10))
+def test_the_last_token_is_left_to_compute_also_by_who_has_its_block(tokens):
+    """A table that has the keys of all its blocks already does not find the one in which its last token stands."""
+    table = computed(BlockPool(8, 2), [3, 1, 4, 1, 5, 9, 2, 6, 5][:tokens])
+    assert table.get_computed_blocks([3, 1, 4, 1, 5, 9, 2, 6, 5][:tokens]) == table.block_ids[:(tokens - 1) // 2]
+
+
 def test_a_key_is_the_chain_over_all_tokens_before():
     table = computed(BlockPool(8, 2), [1, 2, 3, 4, 5])
     assert table.keys == [first := block_key(b"", [1, 2]), block_key(first, [3, 4])]

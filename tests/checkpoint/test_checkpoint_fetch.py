@@ -316,7 +316,9 @@ def test_a_head_of_its_own_and_tokens_of_every_kind(tiny, tmp_path):
     ckpt = open_checkpoint(tmp_path / "out")
     with ckpt.reader() as reader:
         assert not ckpt.config.tie_word_embeddings and torch.equal(reader["lm_head.weight"][:], head)
-    added = ckpt.tokenizer().backend_tokenizer.get_added_tokens_decoder()
+    tokenizer = ckpt.tokenizer()
+    assert [getattr(tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos", "pad")] == [0, 1, 2, 2]
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     assert [token.content for token in added.values()] == SPECIAL
     assert all(token.special and not token.normalized for token in added.values())
 

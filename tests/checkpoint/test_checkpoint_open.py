@@ -85,6 +85,12 @@ def test_biases_follow_the_config(tmp_path):
     assert qwen3.qkv_bias and qwen3.o_bias and not qwen3.mlp_bias
 
 
+@pytest.mark.parametrize("attention, mlp", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_biases_of_attention_and_of_the_mlp_are_two_things(attention, mlp):
+    made = ModelConfig.from_hf(AutoConfig.for_model("llama", attention_bias=attention, mlp_bias=mlp))
+    assert (made.qkv_bias, made.o_bias, made.mlp_bias) == (attention, attention, mlp)
+
+
 def test_random_weights_hide_nothing(tmp_path):
     """The factory's own promise: no zero bias, no norm of ones, no two tensors alike."""
     tensors = load_file(make_checkpoint(tmp_path / "m", "qwen2") / "model.safetensors")

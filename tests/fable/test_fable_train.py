@@ -24,6 +24,9 @@ def test_the_rate_goes_up_stays_and_goes_down():
 def test_a_batch_holds_whole_stories_that_come_once(tokenizer):
     data = train.batches(tokenizer)
     next(data)
+    last = stories("train", 2000)[-1]
+    whole = [*tokenizer(last.opening).input_ids, *tokenizer(last.body).input_ids, tokenizer.eos_token_id]
+    assert data.send((len(whole), 1))[0].tolist() == [whole], "a story that fills the row fits into it"
     rows = [(row, weight) for shape in ((224, 3), (300, 2)) for ids, weights in [data.send(shape)]
             for row, weight in zip(ids, weights)]
     assert [len(row) for row, _ in rows] == [224] * 3 + [300] * 2

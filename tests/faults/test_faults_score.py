@@ -72,6 +72,8 @@ def test_a_score_is_good_only_if_nothing_was_missed_or_blamed():
     for bad in (run(None, FALSE_ALARM, "?"), run("no_mask", UNSEEN), run("no_mask", UNNAMED, "?"),
                 run("no_mask", WRONG, "nan_mask")):
         found = Score((*good, bad))
+        healthy = f"{1 + (bad.fault is None)} healthy ones: {int(bad.fault is None)} false alarms"
+        assert healthy in str(found)
         assert not found.ok and f"  {bad.outcome}: {bad.fault or 'healthy'} on fable, tp 2, float32" in str(found)
     assert str(Score(tuple(good))) == ("float32: 2 broken engines: 1 named exactly, 1 among lookalikes, 0 wrongly, 0 "
                                        "without a name, 0 unseen; 1 healthy ones: 0 false alarms")

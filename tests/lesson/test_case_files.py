@@ -9,11 +9,11 @@ import nbformat
 import pytest
 from helpers.faults import nothing_is_patched
 
-from tplab import lesson
+from tplab import lesson, product
 from tplab.checkpoint import open_checkpoint
 from tplab.faults.cases import CASES, NOWHERE, code_at, places
 from tplab.lab.batch import FOLDER
-from tplab.lab.case_sections import sections, solution_code
+from tplab.lab.case_sections import _imported, sections, solution_code
 from tplab.lab.glossary import _LINK
 from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import _chosen, kinds, place_called
@@ -116,6 +116,12 @@ def test_what_cannot_be_opened_is_said(ckpt):
 def test_a_case_that_needs_ranks_says_so(ckpt):
     case = lesson.open_case(1, ckpt, tensor_parallel_size=1)
     assert case.tensor_parallel_size == 2 and "2 ranks, since with 1 nothing is wrong to be seen" in str(case)
+
+
+def test_what_a_solution_imports_is_called_as_its_file_calls_it():
+    lines = _imported(product)
+    assert lines["np"] == "import numpy as np" and lines["F"] == "from torch.nn import functional as F"
+    assert lines["nn"] == "from torch import nn" and lines["json"] == "import json" and "numpy" not in lines
 
 
 @pytest.mark.parametrize("least, heads, wanted, ranks", [

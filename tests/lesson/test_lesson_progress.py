@@ -38,6 +38,19 @@ def test_each_different_answer_is_a_try_and_solving_ends_the_count(capsys):
     assert progress_file.SOLVED["mask_scores"] is right
 
 
+def test_another_answer_is_no_try_any_more_once_it_is_solved(capsys):
+    kept = hand_in(wrong, right)
+    assert len(kept["answers"]) == 2
+    assert hand_in(lambda scores, mask: scores.masked_fill(mask, -float("inf")), other)["answers"] == kept["answers"]
+
+
+@pytest.mark.parametrize("one, another, tries", [
+    (lambda x: x.sum(), lambda x: x.mean(), 2), (lambda x: x + 1, lambda x: x + 2, 2),
+    (lambda x: x + 1, lambda y: y + 1, 1)])
+def test_an_answer_is_another_one_by_its_names_and_numbers(one, another, tries):
+    assert len({progress_file._key(answer) for answer in (one, another)}) == tries
+
+
 def test_the_table_shows_it_and_clear_forgets_it(capsys):
     hand_in(wrong, right)
     row = next(line for line in str(lesson.progress()).splitlines() if "mask_scores" in line)

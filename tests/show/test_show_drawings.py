@@ -11,7 +11,7 @@ from tplab import show
 from tplab.ranks import logical_ranks, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
 from tplab.show.drawings.shards import ShardedWeight
-from tplab.show.drawings.svg import colour, write
+from tplab.show.drawings.svg import Svg, beside, colour, write
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [(2, 14, 2), (2, 9, 3), (2, 8, 2), (4, 8, 2), (3, 14, 2), (1, 9, 3), (8, 64, 8)]
@@ -104,6 +104,14 @@ def test_two_ways_to_cut_a_weight_side_by_side():
     assert texts(figure.svg).count("rank 0 holds [64, 128]") == texts(figure.svg).count("rank 0 holds [128, 64]") == 1
     assert "dim 0: q_proj [128, 128], rows (dim 0) dealt out: rank 0 holds rows 0–63" in figure.alt_text
     assert "dim 1: q_proj [128, 128], columns (dim 1) dealt out: rank 0 holds columns 0–63" in figure.alt_text
+
+
+@pytest.mark.parametrize("widths, places, size", [
+    ((1000, 10), [(0, 0), (0, 36)], (1000, 46)), ((400, 534), [(0, 0), (426, 0)], (960, 10)),
+    ((400, 535), [(0, 0), (0, 36)], (535, 46)), ((10,), [(0, 0)], (10, 10))])
+def test_drawings_stand_in_rows_as_wide_as_a_page(widths, places, size):
+    whole = beside([Svg(width, 10, "") for width in widths])
+    assert whole.body == "".join(Svg(0, 0, "").at(*place) for place in places) and (whole.width, whole.height) == size
 
 
 @pytest.mark.parametrize("draw", [show.plan_figure, show.weight_figure])

@@ -27,6 +27,20 @@ def test_tokens_per_step_count_from_the_first_step_and_are_summed_over_sequences
         show.tokens_per_step_figure({"cached": []})
 
 
+def test_curves_are_what_was_measured_below_their_dashed_limits():
+    found = {"sequences": {"1": {"1": (10.0, 20.0), "4": (30.0, 60.0)}, "2": {"1": (15.0, 25.0), "4": (45.0, 75.0)}},
+             "context": {}}
+    figure = show.curves_figure(found)
+    lines = figure.axes[0].get_lines()
+    assert [(line.get_linestyle(), *line.get_ydata()) for line in lines] == [
+        ("-", 10, 30), ("--", 20, 60), ("-", 15, 45), ("--", 25, 75)]
+    assert all(line.get_xdata().tolist() == [1, 4] for line in lines) and len(figure.axes) == 1
+    assert [line.get_label() for line in lines[::2]] == ["1 rank", "2 ranks"]
+    assert figure.alt_text.startswith("Figure: tokens per second while decoding against sequences, on log axes, for 1,")
+    with pytest.raises(show.ShowError, match="curves_figure takes"):
+        show.curves_figure({"sequences": {}, "context": {}})
+
+
 def test_bars_are_as_long_as_their_numbers_and_stand_at_their_group():
     measured = {"rank 0": {"copy": 12.0, "slices": 6.5}, "rank 1": {"copy": 11.0}}
     figure = show.bars_figure(measured, "MB", "Half", "memory")

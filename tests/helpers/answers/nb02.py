@@ -38,6 +38,11 @@ ANSWERS = {
                   start = rows.start // world_size()
                   return source[start:start + len(rows)]
               """, "the offset divided by 2 once more; whose offset is rows.start already?"),
+        Wrong("""
+              def my_column_shard(source, rows):
+                  start = rows.start // world_size() if world_size() > 2 else rows.start
+                  return source[start:start + len(rows)]
+              """, "the offset divided by 3 once more; whose offset is rows.start already?"),
         Wrong(_CUT + "source[rank() * len(rows):(rank() + 1) * len(rows)]",
               "rank × len(rows) is the offset only where all ranks keep equally many rows"),
         Wrong(_CUT + "source[rows.start:rows.stop - 1]", "[5, 12] comes back; [6, 12] must"),
@@ -66,6 +71,8 @@ ANSWERS = {
         Wrong(_heads(_EVEN_Q, "range(r * K // T, (r + 1) * K // T)"),
               "8 query and 2 KV heads over 4 ranks: on rank 0, query head 0 reads KV head 0, and the rank holds no KV"),
         Wrong(_heads(_EVEN_Q, "[r * K / T]"), "a head is whole"),
+        Wrong(_heads(_EVEN_Q, "[r]"),
+              "8 query and 2 KV heads over 4 ranks: rank 2 holds KV head 2, and they end at 1: are local"),
         Wrong(_heads(_EVEN_Q, "range(K)"), "rank 0 holds KV head 1, which none of its query heads reads"),
         Wrong(_heads("range(r, H, T)", "range(K)"), "rank 0 has query heads 0, 2, 4, 6; a rank keeps one slice"),
         Wrong(_heads("range(H)", "range(K)"), "query head 0 is on every rank; each is computed once"),
