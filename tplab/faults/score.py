@@ -101,7 +101,7 @@ def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Seque
     with tempfile.TemporaryDirectory(prefix="tplab-score-") as folder:
         named = {os.fspath(model): model for model in models} or {"fable": "fable", **{
             name: write_random(Path(folder, f"model-{seed}"), seed, **_SMALL, **config)
-            for seed, (name, config) in enumerate(LAYOUTS.items())}}
+            for seed, (name, config) in enumerate(LAYOUTS.items(), 4)}}  # 0 to 3: `head_random` draws with those
         jobs = [(name, model, size, dtype) for name, model in named.items() for size in tensor_parallel_sizes
                 if size <= open_checkpoint(model).config.num_heads for dtype in dtypes]
         runs = []

@@ -15,7 +15,7 @@ from tplab.lab.batch import FOLDER
 
 NOTEBOOK = FOLDER / "11_case_files.ipynb"
 _WORK = 'case.runs_left     # yours: case.align(), case.align_decode(), case.generate(), case.code("…"), case.hint()'
-_STUB = '''where, what, why = "", "", ""     # case.choices() prints what can be said
+_STUB = '''where, what, why = "", "", ""     # or in the form above; case.choices() prints what can be said
 
 
 def mine(*args):

@@ -69,6 +69,7 @@ CASE = CaseFile(
     sources=(("vLLM: with the budget of a step nearly used up, a new request could be given one token, and was then "
               "taken for one that decodes: a Mamba layer read another request's state.",
               "https://github.com/vllm-project/vllm/pull/32118"),
-             ("Tenstorrent's fork of vLLM lists among the fixes of its chunked prefill that a chunk of one token is no "
-              "longer taken for a decode step.", "https://github.com/tenstorrent/vllm/pull/448")),
+             ("vllm-ascend: a prompt of just one token more than it drafts was taken for a decode step, and accuracy "
+              "fell; the merged fix asks whether anything has been computed.",
+              "https://github.com/vllm-project/vllm-ascend/pull/6835")),
 )

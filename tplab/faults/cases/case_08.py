@@ -89,8 +89,8 @@ CASE = CaseFile(
           "into them. What a preempted sequence has is its tokens. Its keys are gone with its blocks, and whatever "
           "is not found under a key is computed again.",
     sources=(("Tenstorrent's fork of vLLM: a batch of nothing but resumed requests could be taken for one that "
-              "decodes instead of one that reads; merged with a case of its "
-              "own.", "https://github.com/tenstorrent/vllm/pull/326"),
+              "decodes instead of one that reads; the merged change tells "
+              "them apart.", "https://github.com/tenstorrent/vllm/pull/326"),
              ("FastDeploy: a request that comes back after a preemption has to prefill its output's tokens as well "
               "as its prompt's; merged.", "https://github.com/PaddlePaddle/FastDeploy/pull/3080")),
 )

@@ -100,10 +100,10 @@ CASE = CaseFile(
           "the sealed engine, and align again: now prefixes are found, and q_rope is wrong in all rows behind them, "
           "turned as if they stood at 0. The second bug was there all the time, behind a path that nobody took. A "
           "cache that never hits is a test that never runs.",
-    sources=(("vLLM: on a hybrid model a prompt that was sent again found nothing, 0 of 48,021 tokens; with the "
-              "change that mended it 31,744 were found. The thread has the numbers before and after.",
+    sources=(("vLLM: on a hybrid model three requests with the same long system prompt found nothing, 0 of 48,021 "
+              "tokens; with the change that mended it 31,744. The thread has the numbers before and after.",
               "https://github.com/vllm-project/vllm/issues/42948"),
-             ("vllm-metal: keys and values were restored from the prefix cache and the offset was not, so what "
-              "followed was rotated as if it began at 0; the merged change sets it.",
+             ("vllm-metal restored keys and values from the prefix cache and left the offset to a side effect; a cache "
+              "without it goes on at 0, and rotates by that. The merged change sets the offset itself.",
               "https://github.com/vllm-project/vllm-metal/pull/144")),
 )

@@ -8,6 +8,18 @@ from io import StringIO
 from tplab.faults.cases import NOWHERE, CaseFile
 from tplab.lesson.cases.answering import kinds
 
+# ipywidgets gives a radio button's words one line's height, so long ones lie over each other in a narrow window.
+_LINES = """<style>
+.tplab-why .widget-radio-box label {
+  display: flex; flex-direction: row-reverse; justify-content: flex-end; height: auto; line-height: 1.4; margin: 3px 0 }
+.tplab-why .widget-radio-box input { flex: none; height: 1.4em }
+</style>"""
+_NOTE = '<div style="font-size: 85%; line-height: 1.4; padding-bottom: 6px">{}</div>'
+_MARKED = _NOTE.format("The first letters of a name lead to it. Of two bugs mark both: hold Ctrl (⌘ on a Mac) and "
+                       "click.")
+_AGAIN = _NOTE.format("After the kernel was restarted, run this cell and the case's first one again.")
+_NEXT = "Now mend it in the cell below; it need not repeat this answer."
+
 
 class Form:
     """Widgets with the same effect as ``case.answer(where=…, what=…, why=…)``; where no kernel runs, a line of text."""
@@ -15,25 +27,27 @@ class Form:
     def __init__(self, case, file: CaseFile, known: Sequence[str]):
         import ipywidgets as widgets
 
-        wide = widgets.Layout(width="auto")
+        def labelled(kind, name: str, **more):
+            return kind(description=name, layout=widgets.Layout(width="auto"), style={"description_width": "4em"},
+                        **more)
         self._case = case
-        self.where = widgets.SelectMultiple(options=[NOWHERE, *known], rows=8, layout=wide,
-                                            tooltip="one function, or several with Ctrl")
-        self.what = widgets.SelectMultiple(options=kinds(), rows=6, layout=wide, tooltip="one kind, or several")
-        self.why = widgets.RadioButtons(options=sorted(file.why), value=None, layout=wide)
+        self.where = labelled(widgets.SelectMultiple, "Where", options=[NOWHERE, *known], rows=8)
+        self.what = labelled(widgets.SelectMultiple, "What", options=kinds(), rows=len(kinds()))
+        self.why = labelled(widgets.RadioButtons, "Why", options=sorted(file.why), value=None)
+        self.why.add_class("tplab-why")
         button = widgets.Button(description="Answer", button_style="primary")
         button.on_click(lambda _: self.answer())
         self.verdict = widgets.HTML()
-        titles = [widgets.HTML(f"<b>{escape(text)}</b>") for text in ("Where", "What", "Why")]
-        self.widget = widgets.VBox([titles[0], self.where, titles[1], self.what, titles[2], self.why, button,
-                                    self.verdict])
+        self.widget = widgets.VBox([self.where, self.what, widgets.HTML(_LINES + _MARKED), self.why, button,
+                                    self.verdict, widgets.HTML(_AGAIN)])
 
     def answer(self) -> None:
         """What the button does."""
         said = StringIO()
         with redirect_stdout(said):
-            self._case.answer(list(self.where.value), list(self.what.value), self.why.value or "")
-        self.verdict.value = f'<pre style="white-space: pre-wrap">{escape(said.getvalue())}</pre>'
+            right = self._case.answer(list(self.where.value), list(self.what.value), self.why.value or "").right
+        words = " ".join([*said.getvalue().split(), _NEXT * right])  # its lines are as long as the window is wide
+        self.verdict.value = f'<div role="status" style="line-height: 1.4; padding: 6px 0">{escape(words)}</div>'
 
     def __str__(self) -> str:
         return (f"Form of case {self._case.number}: where, what, why (case.answer(where=…, what=…, why=…) does the "

@@ -9,6 +9,7 @@ from tplab.errors import TplabError
 from tplab.faults.cases import CASES, NOWHERE
 from tplab.lesson.cases.repairing import judge_repair
 from tplab.lesson.cases.sealed import OpenCase
+from tplab.lesson.cases.threads import one_thread_if_small
 from tplab.patch import as_patches
 from tplab.show.phrases import ShowError
 from tplab.show.tables import Table, table
@@ -42,9 +43,8 @@ class Solved:
             report: AlignReport | TplabError = self.case._run(self.case.trial, patches)
         except TplabError as error:
             report = error
-        first = diagnose(report)
-        found = (report.diagnoses if isinstance(report, AlignReport) else ()) or [first]
-        return first.point or NOWHERE, {name for one in found for name in one.names}
+        found = (report.diagnoses if isinstance(report, AlignReport) else ()) or [diagnose(report)]
+        return found[0].point or NOWHERE, {name for one in found for name in one.names}
 
     @property
     def wrong(self) -> str:
@@ -65,7 +65,8 @@ def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel
     for file in CASES.values():
         if file.ranks_for(ckpt.config, tensor_parallel_size) is None:
             continue
-        solved = Solved(OpenCase(file, ckpt, prompt, tensor_parallel_size))
+        with one_thread_if_small(ckpt.config):
+            solved = Solved(OpenCase(file, ckpt, prompt, tensor_parallel_size))
         if solved.wrong:
             raise ShowError(f"case {file.number}: {solved.wrong}")
         rows.append({"case": file.number, "ranks": solved.case.tensor_parallel_size, "seen at": solved.seen,

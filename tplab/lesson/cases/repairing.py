@@ -8,6 +8,7 @@ from tplab.faults.cases import NOWHERE, CaseFile, Trial, patches_at
 from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import listed, place_called
 from tplab.lesson.cases.sealed import OpenCase, unseen
+from tplab.lesson.cases.threads import one_thread_if_small
 from tplab.lesson.mine import NotYet, in_words
 from tplab.patch import Patch, PatchError
 from tplab.show.phrases import in_width
@@ -17,10 +18,11 @@ def judge_repair(case: OpenCase, file: CaseFile, repair, where, known: Sequence[
     """Judge and print; what is wrong, or the empty string. ``seed``: of the inputs; a fresh one if None."""
     seed = secrets.randbits(31) if seed is None else seed
     try:
-        if file.examine is not None:
-            remark = _examined(file, _only(repair), case, seed)
-        else:
-            remark = _examine(case, file, _patches(repair, where, known), seed)
+        with one_thread_if_small(case.checkpoint.config):
+            if file.examine is not None:
+                remark = _examined(file, _only(repair), case, seed)
+            else:
+                remark = _examine(case, file, _patches(repair, where, known), seed)
     except NotYet as wrong:
         print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
         return str(wrong)
@@ -111,7 +113,7 @@ def _run(case: OpenCase, trial: Trial, patches, size: int, logical: bool = False
     if not found.ok:  # what its own bug is called would spare the learner the price of the diagnosis
         own = {bug.fault for bug in case._file.bugs}.intersection(found.names)
         raise NotYet(f"{found.point} is still not what it should be" if own else
-                     found.sentence.partition(" It is computed")[0])
+                     found.sentence if found.fault else f"{found.point} is not what it should be")
     return report
 
 

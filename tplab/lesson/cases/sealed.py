@@ -50,7 +50,7 @@ class OpenCase:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
         self.number, self.title = file.number, file.title
         self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
-        self.runs_left, self._hints = file.budget, 0
+        self.runs_left, self._hints, self._answered = file.budget, 0, ("", "", "")
         self.prompt = prompt or default_prompt(self.checkpoint)
         self.trial = self._trials(_words(self.checkpoint, self.prompt))[0]
 
@@ -185,7 +185,10 @@ class OpenCase:
     def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Answer:
         """Judge an answer, and print the verdict: *where* (functions), *what* and *why* (of :meth:`choices`, words or
         letters). Where there are two bugs, *where* and *what* are lists."""
-        return judge_answer(self._file, where, what, why, self._places)
+        judged = judge_answer(self._file, where, what, why, self._places)
+        if judged.right:
+            self._answered = where, what, why
+        return judged
 
     def form(self):
         """The same as a form, in a notebook."""
@@ -203,9 +206,12 @@ class OpenCase:
         return judge_repair(self, self._file, repair, where, self._places)
 
     def close(self, where="", what="", why="", repair=None) -> bool:
-        """Answer and mend at once; solved where both pass, and then :func:`tplab.lesson.progress` keeps it."""
+        """Answer and mend at once; solved where both pass, and then :func:`tplab.lesson.progress` keeps it. With no
+        answer given, the right one of :meth:`answer` or the :meth:`form` counts."""
         from tplab.lesson.cases.repairing import close
 
+        if not (where or what or why):
+            where, what, why = self._answered
         return close(self, self._file, where, what, why, repair)
 
     def solution(self) -> None:
