@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
 from helpers.faults import nothing_is_patched
 
 from tplab import lesson, product
@@ -19,6 +20,7 @@ from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import _chosen, kinds, place_called
 from tplab.lesson.cases.proof import Solved
 from tplab.lesson.cases.sealed import CaseError
+from tplab.lesson.cases.threads import one_thread_if_small
 from tplab.lesson.mine import NotYet
 from tplab.patch import original
 
@@ -178,13 +180,34 @@ def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys):
     assert [line.split()[0] for line in said[-2:]] == ["RIGHT", "PASS"]
 
 
-def test_the_form_says_what_the_call_says(ckpt):
-    form, (where, what, why) = lesson.open_case(1, ckpt).form(), answers(CASES["case_01"])
+def test_the_form_says_what_the_call_says_and_its_right_answer_is_kept_for_the_repair(ckpt, capsys):
+    case, file = lesson.open_case(1, ckpt), CASES["case_01"]
+    form, (where, what, why) = case.form(), answers(file)
     form.answer()
     assert "where is not answered" in form.verdict.value
-    form.where.value, form.what.value, form.why.value = where, what, why
+    form.where.value, form.what.value, form.why.value = where, what, next(why for why in file.why if file.why[why])
     form.answer()
-    assert "RIGHT  case 1" in form.verdict.value
+    assert "where and what are right; why is not" in form.verdict.value
+    repair = {file.bugs[0].place: file.bugs[0].right}
+    assert not case.close("", "", "", repair)  # a wrong answer is not kept
+    form.why.value = why
+    form.answer()
+    assert "RIGHT case 1: where, what and why. Now mend it" in form.verdict.value
+    assert case.close("", "", "", repair) and not lesson.open_case(1, ckpt).close("", "", "", repair)
+    assert capsys.readouterr().out.count("PASS") == 1
+
+
+@pytest.mark.parametrize("width, threads", [(512, 1), (4096, 2)])
+def test_a_small_model_is_judged_on_one_thread(width, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError), one_thread_if_small(SimpleNamespace(hidden_size=512, intermediate_size=width)):
+            assert torch.get_num_threads() == threads
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_code_at_a_place_is_what_stands_there_now():
