@@ -56,6 +56,22 @@ def test_what_was_cut_off_is_read_as_far_as_it_goes(folder):
         assert rank.parameters["weight"].tensor().tolist() == [[1, 1, 1]] * 2
 
 
+@pytest.mark.parametrize("file, fine", [("call0.safetensors", False), ("call0.1.safetensors", True)])
+def test_of_a_call_that_was_cut_off_the_last_file_alone_may_be_ahead(tmp_path, file, fine):
+    with record(tmp_path / "run", rank=0, world_size=1) as rec:
+        for number in range(110):
+            rec.tensor("n" * 900 + str(number), torch.tensor(number))
+        content = {path: path.read_bytes() for path in (tmp_path / "run/rank0").iterdir()}
+    for path, data in content.items():
+        path.write_bytes(data + b"more" * (path.name == file))
+    assert len(content) == 3  # with the journal
+    if fine:
+        assert len(read_recorded(tmp_path / "run").ranks[0].calls[0].entries) == 110
+        return
+    with pytest.raises(RecordingError, match=r"call0.safetensors has [\d,]+ bytes; its journal says"):
+        read_recorded(tmp_path / "run")
+
+
 def test_a_module_is_left_with_all_that_was_entered_within_it(folder):
     events = [("enter", "a"), ("enter", "b"), ("enter", "c"), ("leave", "b")]
     write_lines(folder, lines_of(folder) + [dict(event=event, name=name) for event, name in events])

@@ -207,6 +207,15 @@ def test_the_first_pattern_that_fits_counts():
     assert overridden(Some(name="a.07.b", kind="out", path=""), {"a.{i}.b": "layers.{i}.q"}) == "layers.7.q"
 
 
+def test_the_nearest_name_is_named_however_far_it_is():
+    with pytest.raises(PlacementError, match="'zzzz' fits nothing that was recorded; the nearest name is 'a.1'$"):
+        check_names({"zzzz": "norm"}, {"a.1"})
+    with pytest.raises(PlacementError, match="names: 'zzzz' fits nothing that was recorded$"):
+        check_names({"zzzz": "norm"}, set())
+    with pytest.raises(PlacementError, match="the nearest name is 'model.norm'$"):
+        check_names({"model.morn:in": "norm"}, {"model.norm", "model.embed", "norm"})
+
+
 @pytest.mark.parametrize("pattern, point", [("{i}.{i}.q", "q"), ("a.{i}.{i}", ""), ("a.b", "q"), ("a.{i}", "norm")])
 def test_a_pattern_has_its_layer_once_or_not_at_all(pattern, point):
     with pytest.raises(PlacementError, match=r"so '.*' must hold \{i\} (once|nowhere)"):

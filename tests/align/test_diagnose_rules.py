@@ -18,7 +18,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 # What is one bug.
 
 
-def all_of(monkeypatch, found, perhaps=(), contradictions=()):
+def all_of(monkeypatch, found, perhaps=(), contradictions=(), what=lambda one: (one.fault, one.lookalikes, one.points)):
     """``found``: {guilty point: (fault, *lookalikes), or None where nothing fits}."""
     monkeypatch.setattr(diagnosing, "Judge", lambda *_: None)
     monkeypatch.setattr(diagnosing, "Case", lambda report, name, judge: name)
@@ -27,7 +27,7 @@ def all_of(monkeypatch, found, perhaps=(), contradictions=()):
         found[name][0], f"found {name}", name, lookalikes=tuple(found[name][1:])))
     report = Some(guilty=list(found), recording=Some(contradictions=list(contradictions)), checkpoint=None, plan=None,
                   local={name: Some(perhaps_from="x" if name in perhaps else "") for name in found})
-    return [(one.fault, one.lookalikes, one.points) for one in diagnosing.diagnose_all(report)]
+    return list(map(what, diagnosing.diagnose_all(report)))
 
 
 Q0, Q1, K0, ATTN1 = "layers.0.q", "layers.1.q", "layers.0.k", "layers.1.attn"
@@ -47,6 +47,13 @@ Q0, Q1, K0, ATTN1 = "layers.0.q", "layers.1.q", "layers.0.k", "layers.1.attn"
     ({Q0: ("a",), ATTN1: ("row_order", "x")}, [("row_order", ("x",), (Q0, ATTN1))])])  # nothing else can be said then
 def test_what_is_one_bug(monkeypatch, found, bugs):
     assert all_of(monkeypatch, found) == bugs
+
+
+@pytest.mark.parametrize("found, sentence", [
+    ({Q0: ("a",), Q1: ("a",)}, f"found {Q0}"), ({Q0: ("a", "b"), Q1: ("b",)}, f"found {Q1}"),
+    ({Q0: ("a", "b"), Q1: ("b", "a")}, f"found {Q0}"), ({Q0: None, Q1: None}, f"unknown {Q0}")])
+def test_a_bug_is_told_as_it_was_first_seen_or_as_the_sharper_one(monkeypatch, found, sentence):
+    assert all_of(monkeypatch, found, what=lambda one: one.sentence) == [sentence]
 
 
 def test_what_may_come_from_somewhere_else_is_no_bug_without_a_name(monkeypatch):

@@ -240,6 +240,29 @@ def test_tables_of_too_few_digits(plain, dtype, name, most, what):
     assert found.fault == "rope_dtype" and f"angles of too few digits: {says}. They belong" in found.sentence
 
 
+@pytest.mark.parametrize("dtype, name, most", [(torch.bfloat16, "bfloat16", 256), (torch.float16, "float16", 2048)])
+def test_positions_of_too_few_digits(plain, dtype, name, most):
+    """The rows are taken to stand behind the last position that the dtype counts."""
+    positions = torch.arange(most - 3, most + 9)
+    frequencies = 1 / 10000.0 ** (torch.arange(0, DIM, 2).float() / DIM)  # as transformers has them, to the last bit
+    held = turned(plain, "q", positions=positions.to(dtype).float(), frequencies=frequencies)
+    case = plain.case(AT + "q_rope", held)
+    assert case.wrong_ranks == (0, 1) and case.tolerance  # by where the rows stand in truth
+    case.frame.positions = positions
+    found = rope_frequencies.rounded_tables(case)
+    assert found.fault == "rope_dtype"
+    assert f"the positions were rounded to {name}, which counts no further than {most}. They" in found.sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_a_smaller_dtype_that_are_not_the_right_ones(plain, dtype):
+    """Each one of the dtype's, and off by more than its last digits."""
+    held = plain.changed(AT + "q", lambda x, rank: x.to(dtype).float())
+    assert anything.too_few_digits(plain.case(AT + "q", held)).fault == "low_precision"
+    off = [(x + 8 * torch.finfo(dtype).eps * x.abs().max()).to(dtype).float() for x in held]
+    assert anything.too_few_digits(plain.case(AT + "q", off)) is None
+
+
 def test_frequencies_that_depend_on_the_length_are_not_tried_with_fewer_digits(tmp_path):
     run = RealRun(tmp_path / "m", layers=2, heads=4, kv_heads=2, head_dim=DIM, hidden=HIDDEN, rope="dynamic")
     assert run.config.hf.rope_parameters["rope_type"] == "dynamic"

@@ -58,8 +58,9 @@ def test_a_point_is_inside_by_difference_spread_and_being_finite(off, spread, me
 @pytest.mark.parametrize("measured, off, good", [(0.01, 0.039, True), (0.01, 0.041, False), (0.5, 0.39, True),
                                                  (0.5, 0.41, False), (0, 0.0079, True), (0, 0.0081, False)])
 def test_in_bfloat16_the_floor_is_four_times_what_was_measured(measured, off, good):
-    right = torch.ones(2, 3, dtype=F64)
-    assert compare("layers.0.q", right + off, right, 0.0, BF16, measured=measured).inside is good
+    for scale in (1.0, 20.0, 0.01):  # of the reference: all is relative to it
+        right = torch.full((2, 3), scale, dtype=F64)
+        assert compare("layers.0.q", right + off * scale, right, 0.0, BF16, measured=measured).inside is good
 
 
 # The judge of one point.

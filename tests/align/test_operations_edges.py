@@ -125,6 +125,16 @@ def test_a_bias_nobody_can_be_seen_to_add_is_the_first_ranks():
     assert lost.bias_shares("layers.0.", "o", 0) == {0: 1.0, 1: 0.0}
 
 
+def test_a_bias_belongs_to_the_first_of_the_ranks_that_make_the_sum():
+    """Every rank has all heads, and so makes its own sum, bias and all."""
+    whole = torch.cat(X, 1)
+    found = frame({"layers.0.attn": [Shard(whole, "q_heads", range(4))] * 2}, places=[(0, i) for i in range(6)],
+                  weights={"model.layers.0.self_attn.o_proj.weight": W, BIAS: B}, ids=[[1] * 6], num_keys=[6] * 6)
+    assert [found.bias_shares("layers.0.", "o", rank) for rank in (0, 1)] == [{0: 1.0}, {1: 1.0}]
+    for rank in (0, 1):
+        assert torch.allclose(found.expected("layers.0.o_partial", rank), sum(OWN) + B)
+
+
 @pytest.mark.parametrize("held, rank, chosen", [
     ([(0, 1), (2, 3)], 0, [0, 1]), ([(0, 1), (2, 3)], 1, [0, 1]), ([(0, 1, 2, 3)] * 2, 0, [0]),
     ([(0, 1, 2, 3)] * 2, 1, [1]), ([(0, 1), (0, 1), (2, 3), (2, 3)], 3, [0, 2]), ([(0, 1), (1, 2), (3,)], 0, [0, 1, 2]),

@@ -7,6 +7,7 @@ import torch
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
 from tplab.align.diagnose.wrong import Wrong, before_rope, best, explains, right, rotated, tables
+from tplab.model.rope import Rotary
 
 _THETAS = (1e3, 1e4, 4e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 8e6, 1e7)  # tried where none can be read off
 _STRETCHES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 4.0, 8.0)
@@ -124,8 +125,8 @@ def rounded_tables(case: Case) -> Diagnosis | None:
     """Were angles or their cos and sin computed in half precision?"""
     if case.config.hf.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         return None
-    ways, rows, (single, scale) = {}, case.frame.positions[:, None], _right(case)
-    single = single.float()
+    ways, rows, scale = {}, case.frame.positions[:, None], _right(case)[1]
+    single = Rotary(case.config.hf).embedding.inv_freq  # to the last bit: far positions show it
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
 
