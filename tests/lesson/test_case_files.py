@@ -11,6 +11,7 @@ import torch
 from helpers.faults import nothing_is_patched
 
 from tplab import lesson, product
+from tplab.align import floors
 from tplab.checkpoint import open_checkpoint
 from tplab.faults.cases import CASES, NOWHERE, code_at, places
 from tplab.lab.batch import FOLDER
@@ -88,6 +89,17 @@ def test_a_case_is_sealed_from_a_casual_look(file, ckpt):
 def test_a_refusal_does_not_name_the_bug_for_nothing(ckpt):
     assert lesson.open_case(10, ckpt).mend(CASES["case_10"].hiders[0]) == (
         "the reported run is still wrong: layers.0.attn is still not what it should be")
+
+
+def test_rounding_above_the_floor_is_no_reason_to_refuse_a_repair(ckpt, monkeypatch):
+    """As on SmolLM2, where thirty layers' rounding passes the floor on some prompts, and no module is guilty."""
+    monkeypatch.setitem(floors.RELATIVE, torch.float32, 1e-9)
+    monkeypatch.setitem(floors.LOGITS_RELATIVE, torch.float32, 1e-9)
+    monkeypatch.setitem(floors.LOGITS, torch.float32, 1e-9)
+    case, file = lesson.open_case(5, ckpt), CASES["case_05"]
+    (bug,), (hider,) = file.bugs, file.hiders
+    assert not case.align(logical=True).ok and not case.mend(bug.right, bug.place)
+    assert "still wrong" in case.mend(hider)
 
 
 def test_runs_are_counted_and_end(ckpt, capsys):

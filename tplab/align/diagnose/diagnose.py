@@ -37,7 +37,9 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     if found.ok:
         return next(_fitting(COST, found), Diagnosis(
             None, "Nothing is wrong: every trace point is inside the rounding floor."))
-    return (_explain(case := Case(found)) or _unknown(case)) if found.guilty else _rounding(found)
+    if found.guilty:
+        return _explain(case := Case(found)) or _unknown(case)
+    return next(_fitting(COST, found), None) or _rounding(found)
 
 
 # With these, rows of a rank are not those that they are taken for, and nothing else can be said about the run.
