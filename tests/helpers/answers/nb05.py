@@ -54,6 +54,9 @@ ANSWERS = {
     ],
     "my_write_read": [
         Wrong("def my_write_read(cache, block_ids, start, new): return new", "the cache is as it was before"),
+        Wrong("def my_write_read(cache, block_ids, start, new): cache.unsqueeze_(0)", "goes in as [6, 4, 2, 3]"),
+        Wrong("def my_write_read(cache, t, start, new):\n    for i, row in enumerate(new.flip(0), start):\n        "
+              "cache[t[i // cache.shape[1]], i % cache.shape[1]] = row", "position 8 is not at place 0 of block 3"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   mine = cache[block_ids].flatten(0, 1)
@@ -198,6 +201,8 @@ ANSWERS = {
                       self.users[block] -= 1
                       if self.users[block] < 0: raise ValueError(f"nobody uses block {block}")
               """, "release(0), and now nobody uses block 0; users[0] says -1"),
+        Wrong("class MyPool:\n    def __init__(self, n): self.users = [0] * n\n    def allocate(self): return 3\n"
+              "    def share(self, block): pass\n    def release(self, block): pass", "the number of a block must"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

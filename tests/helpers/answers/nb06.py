@@ -83,6 +83,12 @@ ANSWERS = {
     "my_head_logits": [
         Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here.T",
               "rank 0 of 2 returns the logits of 384 words; there are 767 on all ranks together"),
+        Wrong("""
+              def my_head_logits(hidden, weight_here, sizes):
+                  whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
+                  whole[:, [3, 500]] += 1
+                  return whole
+              """, "2 of 767 columns are wrong, the first is token 3's, which lives on rank 0; which rows of the head"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=-1)",
               "how does a rank hear how many words the others send?"),
         Wrong("""
@@ -222,6 +228,16 @@ ANSWERS = {
                       text.append(step(text, range(len(text))))
                   return text[len(ids):]
               """, "1,308 were computed for them; 66 are enough"),
+        Wrong("def my_generate(step, ids, count): return [step(ids, [0])]", "step was given 43 tokens and 1 positions"),
+        Wrong("def my_generate(step, ids, count): return [step(ids, [0] * len(ids))]",
+              "call 1 has positions [0, 0, 0, 0, 0, 0], and 0 tokens are in the cache; which come next?"),
+        Wrong("""
+              def my_generate(step, ids, count):
+                  new = [step(ids, range(len(ids)))]
+                  for at in range(len(ids), len(ids) + count - 1):
+                      new.append(step(new[-1:], [at]))
+                  return new[::-1]
+              """, "come back, and step has drawn"),
         Wrong("""
               def my_generate(step, ids, count):
                   new = [step(ids, range(len(ids)))]

@@ -208,6 +208,10 @@ ANSWERS = {
                   with ckpt.reader() as files:
                       return {name: files[name] for name in ckpt.tensors}
               """, "a tensor must be kept (is the slice missing?)"),
+        Wrong(load("return kept", "return kept | {'x': 1}"),
+              "rank 0 of 2: no tensor of the checkpoint is called 'x'"),
+        Wrong(load("return kept", "return {name: weight + weight.dim() - 1 for name, weight in kept.items()}"),
+              "its tokens are rows 0–11 of 23; the shape is right, the numbers are others"),
         Wrong(load("kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))",
                    "kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.q_heads))"),
               "k_proj.weight"),

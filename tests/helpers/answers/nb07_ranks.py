@@ -86,6 +86,27 @@ ANSWERS = {
               """, "rank 1 calls broadcast [6, 4] float32 src 0"),
         Wrong("""
               def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+              """, "rank 0, rows 0–5: it returns nothing (is a return missing?); the rank's slice must come back"),
+        Wrong("""
+              def my_send_shards(source, ranges):
+                  for owner, rows in enumerate(ranges):
+                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                      if rank() == 0:
+                          part = source[rows.start:rows.stop]
+                      broadcast(part)
+                      if owner == rank():
+                          mine = part
+                  return mine.double()
+              """, "rank 0, rows 0–5: it returns torch.float64; torch.bfloat16 must come back"),
+        Wrong("""
+              def my_send_shards(source, ranges):
                   for row in range(source.shape[0]):
                       part = torch.empty(1, *source.shape[1:], dtype=source.dtype)
                       if rank() == 0:
