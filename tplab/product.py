@@ -1,15 +1,18 @@
 """``x @ weight.T``: which kernel computes it, for how many rows and in which dtype, and how a weight lies in memory.
 
 Decoding reads every weight once per step, so it is as fast as weights stream from memory; a batch or a prompt is as
-fast as a kernel multiplies. A weight lies in one of two ways, and both serve any number of rows:
+fast as a kernel multiplies. Which kernel is quickest differs between processors, so each machine measures it once
+(:func:`fastest`). A weight lies in one of two ways, and both serve any number of rows:
 
-* *packed*, large weights in float32 and bfloat16: oneDNN's own order, blocks of (mostly) 64 outputs, for each of which
-  the inputs follow each other. Measured on one core (Zen 5, SmolLM2's shapes on two ranks), ``F.linear`` takes 1.4 to
-  1.9 times as long from 2 rows up in float32, and twice as long at 1 to 8 rows in bfloat16; where the processor has AMX
-  or AVX-512 in bfloat16, oneDNN uses it. At one row in float32, numpy's BLAS can be as quick on the same memory.
-* *plain*, ``[out, in]``: small weights, float64, and whatever processor or build of torch packing does not pay on. In
-  float32 the columns are contiguous, for numpy's BLAS, row by row for a few rows: 20 to 28 GB/s of 30 that reading
-  alone reaches, ``F.linear`` 12 to 20. Everything else is ``F.linear``, as in Hugging Face.
+* *packed*, large weights in float32 and bfloat16 where that pays: oneDNN's own order, blocks of (mostly) 64 outputs,
+  for each of which the inputs follow each other. Measured on one core of a Zen 5 (SmolLM2's shapes on two ranks),
+  ``F.linear`` takes 1.4 to 1.9 times as long from 2 rows up in float32, and twice as long at 1 to 8 rows in bfloat16;
+  where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it. On a Xeon with AVX-512 in float32 only, packing
+  gains nothing. At one row in float32, numpy's BLAS can be as quick on the same memory.
+* *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
+  rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; that Xeon: no difference). A processor that multiplies
+  in float32 only *widens* a bfloat16 weight, a part at a time in its cache (that Xeon: 2 times as quick at 16 rows,
+  4 times at 512). Otherwise ``F.linear``, as in Hugging Face.
 
 oneDNN adds up one product after the other, so in float32 its error grows with the number of inputs: SmolLM2's logits
 came to stand 1.7e-4 from Hugging Face's, where ``F.linear``'s stand 6e-5. Summed in parts of ``LONGEST_SUM`` inputs, as
@@ -21,8 +24,9 @@ import json
 import platform
 import threading
 import time
+import timeit
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +39,12 @@ from tplab.checkpoint.names import cache_dir
 from tplab.errors import TplabError
 from tplab.files import write_file
 
-FEW_ROWS = 6
 WARM_BYTES = 1 << 22  # so much of a plain weight is multiplied with all rows before the next part is read
+WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB stays in the second-level cache
 SMALL = 1 << 16  # values: a weight below stays in the processor's cache, where packing gains nothing
 LONGEST_SUM = 192  # inputs that are added up one after the other, in float32
+_ROWS_TIMED = (1, 2, 4, 16)
+_lock = threading.Lock()
 _ROWS = 512  # oneDNN asks for how many rows it is to pack; told one, it packs for nothing else
 
 
@@ -55,9 +61,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return weight.product(x, bias)
-    if x.dtype == torch.float32 and weight.stride(0) == 1 and len(x) <= FEW_ROWS:
-        y = torch.from_numpy(_row_by_row(x.numpy(), weight.detach().numpy().T))
-        return y if bias is None else y.add_(bias)
+    if weight.numel() >= SMALL:
+        if x.dtype == torch.float32 and weight.stride(0) == 1:
+            if len(x) <= fastest(x.dtype).numpy_rows and torch.get_num_threads() == 1:
+                y = torch.from_numpy(_row_by_row(x.numpy(), weight.detach().numpy().T))
+                return y if bias is None else y.add_(bias)
+        elif x.dtype == torch.bfloat16 and len(x) >= fastest(x.dtype).widened_rows:
+            return _widened(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -74,11 +84,33 @@ def _row_by_row(x: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return y
 
 
+def _widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear`` in float32, a part of the outputs at a time; each result is rounded to bfloat16 once."""
+    wide, y = x.float(), x.new_empty(len(x), weight.shape[0])
+    outputs = max(1, WIDE_VALUES // weight.shape[1])
+    for start in range(0, weight.shape[0], outputs):
+        here = slice(start, start + outputs)
+        y[:, here] = F.linear(wide, weight[here].float(), None if bias is None else bias[here].float())
+    return y
+
+
+NEVER = 1 << 62  # rows
+
+
 class Kernels(NamedTuple):
-    """What is quickest here, for one dtype: packing at all, and numpy on packed memory where there is one row."""
+    """What is quickest here, for one dtype.
+
+    Attributes:
+        packed: to pack at all.
+        numpy_for_one_row: numpy's BLAS on packed memory, where there is one row.
+        numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
+        widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
+    """
 
     packed: bool
     numpy_for_one_row: bool
+    numpy_rows: int
+    widened_rows: int
 
 
 def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
@@ -123,13 +155,21 @@ class PackedWeight(torch.Tensor):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
-        if self.arrays is not None and len(x) == 1:
-            whole, y, start = x.numpy(), 0, 0
-            for array, width in zip(self.arrays, self.columns):
-                y = y + np.matmul(whole[:, start:start + width], array)
-                start += width
-            y = torch.from_numpy(y.reshape(1, -1)[:, :self.shape[0]])
-            return y if bias is None else y.add_(bias)
+        if self.arrays is not None and len(x) == 1 and torch.get_num_threads() == 1:
+            return self.by_numpy(x, bias)
+        return self.by_onednn(x, bias)
+
+    def by_numpy(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """:meth:`product` of one row, on one thread."""
+        whole, y, start = x.numpy(), 0, 0
+        for array, width in zip(self.arrays, self.columns):
+            y = y + np.matmul(whole[:, start:start + width], array)
+            start += width
+        y = torch.from_numpy(y.reshape(1, -1)[:, :self.shape[0]])
+        return y if bias is None else y.add_(bias)
+
+    def by_onednn(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """:meth:`product` of any number of rows."""
         x, *others = x.split(self.columns, 1)
         y = _product(x, self.parts[0], bias, "none", [], "")
         for x, part in zip(others, self.parts[1:]):
@@ -194,9 +234,6 @@ def _blocks(part: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-_lock = threading.Lock()
-
-
 @lru_cache
 def fastest(dtype: torch.dtype) -> Kernels:
     """This machine's :class:`Kernels`: measured once, which takes about 0.1 s, and kept in the user's cache."""
@@ -214,35 +251,52 @@ def fastest(dtype: torch.dtype) -> Kernels:
 
 def _measured(dtype: torch.dtype) -> Kernels:
     """On one thread, over weights that no second-level cache holds; in processor time, for machines are busy."""
-    if not torch.backends.mkldnn.is_available() or (
-            dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return Kernels(False, False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of this thread, no other
     try:
-        return _compared(dtype)
+        return _chosen(_timed(dtype))
     finally:
         torch.set_num_threads(threads)
 
 
-def _compared(dtype: torch.dtype) -> Kernels:
+def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
+    """``{(way, rows): seconds}``, each the best of five."""
     plain = [empty_weight(768, 3 * LONGEST_SUM, dtype).normal_() for _ in range(8)]
-    ways = {"plain": plain, "oneDNN": [PackedWeight.of(weight, False) for weight in plain]}
-    if None in ways["oneDNN"]:
-        return Kernels(False, False)
+    ways = {"F.linear": (F.linear, plain)}
     if dtype == torch.float32:
-        ways["numpy"] = [PackedWeight.of(weight, True) for weight in plain]
+        ways["numpy"] = lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T), plain
+    else:
+        ways["widened"] = _widened, plain
+    mkldnn = torch.backends.mkldnn.is_available()
+    if mkldnn and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        packed = [PackedWeight.of(weight, dtype == torch.float32) for weight in plain]
+        if packed[0] is not None:
+            ways["packed"] = lambda x, weight, bias: weight.by_onednn(x, bias), packed
+        if packed[0] is not None and dtype == torch.float32:
+            ways["packed numpy"] = lambda x, weight, bias: weight.by_numpy(x, bias), packed
     seconds = {}
-    for rows in (1, 16):
+    for rows in _ROWS_TIMED:
         x = torch.ones(rows, 3 * LONGEST_SUM, dtype=dtype)
-        for way, weights in ways.items():
-            times = []
-            for _ in range(5):
-                begin = time.thread_time()
-                for weight in weights:
-                    linear(x, weight)
-                times.append(time.thread_time() - begin)
-            seconds[way, rows] = min(times)
-    numpy_for_one_row = seconds.get(("numpy", 1), float("inf")) < seconds["oneDNN", 1]
-    one_row = seconds["numpy" if numpy_for_one_row else "oneDNN", 1]
-    return Kernels(one_row + seconds["oneDNN", 16] < seconds["plain", 1] + seconds["plain", 16], numpy_for_one_row)
+        for way, (product, weights) in ways.items():
+            if way != "packed numpy" or rows == 1:
+                run = partial(_all_products, product, x, weights)
+                seconds[way, rows] = min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=5))
+    return seconds
+
+
+def _all_products(product, x: torch.Tensor, weights: list) -> None:
+    for weight in weights:
+        product(x, weight, None)
+
+
+def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
+    """What these times speak for. A weight is packed if one row and sixteen together take less time so."""
+    def best(rows: int, *ways: str) -> float:
+        return min(seconds.get((way, rows), float("inf")) for way in ways)
+
+    plain = sum(best(rows, "F.linear", "numpy", "widened") for rows in (1, 16))
+    packed = sum(best(rows, "packed", "packed numpy") for rows in (1, 16))
+    by_numpy = [rows for rows in _ROWS_TIMED if best(rows, "numpy") < best(rows, "F.linear")]
+    narrow = [rows for rows in _ROWS_TIMED if best(rows, "F.linear") <= best(rows, "widened")]
+    return Kernels(packed < plain, best(1, "packed numpy") < best(1, "packed"), max(by_numpy, default=0),
+                   min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER))

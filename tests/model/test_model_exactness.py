@@ -42,6 +42,51 @@ def test_products(dtype, rows, out_features, in_features, bias):
         assert linear(x[:, None], weight, b).shape == (rows, 1, out_features)
 
 
+@pytest.mark.parametrize("dtype, kernels", [(torch.float32, Kernels(False, False, 4, product.NEVER)),
+                                            (torch.float32, Kernels(False, False, 0, product.NEVER)),
+                                            (torch.bfloat16, Kernels(False, False, 0, 2)),
+                                            (torch.bfloat16, Kernels(False, False, 0, product.NEVER))])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 65])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypatch):
+    """Each that some processor chooses, on this one; outputs that are no multiple of what is widened at a time."""
+    monkeypatch.setattr(product, "fastest", lambda asked: {dtype: kernels}[asked])
+    used = []
+    for name in ("_row_by_row", "_widened"):
+        right = getattr(product, name)
+        monkeypatch.setattr(product, name, lambda *args, name=name, right=right: used.append(name) or right(*args))
+    weight = empty_weight(1001, 577, dtype).copy_(torch.randn(1001, 577))
+    x, b = torch.randn(rows, 577, dtype=dtype), torch.randn(1001, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = linear(x, weight, b)
+    finally:
+        torch.set_num_threads(before)
+    exact = F.linear(x.double(), weight.double(), b.double())
+    if dtype == torch.bfloat16:
+        torch.testing.assert_close(y, exact.to(dtype), rtol=2 ** -7, atol=1e-5)  # rounded once
+    else:
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
+    by_numpy = rows <= kernels.numpy_rows and threads == 1  # numpy would use one thread only
+    assert used == ["_row_by_row"] * by_numpy + ["_widened"] * (rows >= kernels.widened_rows)
+
+
+@pytest.mark.parametrize("times, chosen", [
+    ({"F.linear": (4, 4, 4, 9)}, (False, False, 0, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "numpy": (2, 3, 5, 20)}, (False, False, 2, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "numpy": (2, 3, 5, 20), "packed": (5, 5, 5, 5)}, (True, False, 2, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "numpy": (2, 3, 5, 20), "packed": (8, 5, 5, 5)}, (False, False, 2, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "packed": (8, 5, 5, 5), "packed numpy": (3,)}, (True, True, 0, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "widened": (5, 3, 4, 3)}, (False, False, 0, 16)),
+    ({"F.linear": (4, 4, 4, 9), "widened": (3, 3, 3, 3)}, (False, False, 0, 1)),
+    ({"F.linear": (4, 4, 4, 9), "widened": (5, 3, 3, 9)}, (False, False, 0, product.NEVER)),
+])
+def test_what_times_speak_for(times, chosen):
+    seconds = {(way, rows): time for way, each in times.items() for rows, time in zip((1, 2, 4, 16), each)}
+    assert product._chosen(seconds) == Kernels(*chosen)
+
+
 def test_a_product_that_wants_a_gradient_has_one():
     weight = empty_weight(3, 5, torch.float32).copy_(torch.randn(3, 5))
     x = torch.randn(2, 5, requires_grad=True)
@@ -53,7 +98,7 @@ def packed(out_features, in_features, dtype, numpy_for_one_row):
     plain = torch.randn(out_features, in_features).to(dtype)
     weight = nn.Parameter(empty_weight(out_features, in_features, dtype).copy_(plain), requires_grad=False)
     weight.ranges = "kept"
-    pack(weight, Kernels(True, numpy_for_one_row))
+    pack(weight, Kernels(True, numpy_for_one_row, 0, product.NEVER))
     if not isinstance(weight, product.PackedWeight):
         pytest.skip("torch packs nothing on this processor")
     return weight, plain
@@ -95,10 +140,11 @@ def test_a_packed_weight_is_read_and_written_bit_for_bit(dtype):
 def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
     measured = []
-    monkeypatch.setattr(product, "_measured", lambda dtype: measured.append(dtype) or Kernels(True, False))
+    found = Kernels(True, False, 2, 16)
+    monkeypatch.setattr(product, "_measured", lambda dtype: measured.append(dtype) or found)
     for _ in range(2):
         product.fastest.cache_clear()
-        assert product.fastest(torch.float32) == product.fastest(torch.float32) == Kernels(True, False)
+        assert product.fastest(torch.float32) == product.fastest(torch.float32) == found
     assert measured == [torch.float32]
     for owner, name in ((torch, "__version__"), (product.platform, "node")):  # another torch, another machine
         with monkeypatch.context() as elsewhere:
@@ -107,11 +153,13 @@ def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
             product.fastest(torch.float32)
             product.fastest.cache_clear()
             assert measured.pop() and measured.count(torch.float32) == 1
-    for file in (tmp_path / "kernels").iterdir():
-        file.write_text("[]")
-    product.fastest.cache_clear()
-    assert product.fastest(torch.float32) == Kernels(True, False) and len(measured) == 2
+    for damaged in ("[]", "", '{"packed": true, "numpy_for_one_row": false}'):  # the last is that of an older tplab
+        measured.clear()
+        for file in (tmp_path / "kernels").iterdir():
+            file.write_text(damaged)
+        product.fastest.cache_clear()
+        assert product.fastest(torch.float32) == found and len(measured) == 1
     monkeypatch.setenv("TPLAB_CACHE", "/dev/null/nowhere")
     product.fastest.cache_clear()
-    assert product.fastest(torch.bfloat16) == Kernels(True, False)
+    assert product.fastest(torch.bfloat16) == found
     product.fastest.cache_clear()

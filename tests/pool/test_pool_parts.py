@@ -20,7 +20,7 @@ from tplab.pool.control_block import (
     Command,
     ControlBlock,
 )
-from tplab.pool.rank_process import RankProcess, gloo_call, in_gloo
+from tplab.pool.rank_process import RankProcess, gloo_call, in_gloo, threads_per_rank
 from tplab.pool.shared_file import SharedFile, no_room
 from tplab.pool.shared_memory import SharedMemoryGroup
 from tplab.pool.transfer import dumps, dumps_call, find_unsendable, loads
@@ -378,3 +378,13 @@ def test_who_has_met_whom(control):
     control.logs[2].enter(BARRIER, (), 0, 0, None)
     watch.status = ["running", "running", "returned"]
     assert not watch._never_met()
+
+
+@pytest.mark.parametrize("cores, size, asked, threads", [(16, 2, None, 7), (2, 2, None, 1), (2, 1, None, 1),
+                                                         (8, 3, None, 2), (1, 1, None, 1), (4, 2, "4", 4)])
+def test_cores_are_dealt_out(cores, size, asked, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_per_rank(size) == threads

@@ -129,7 +129,7 @@ def test_a_parameter_knows_its_slices_and_fills_itself():
         for layer in (column, row):
             layer.weight.weight_loader(w), layer.bias.weight_loader(b)
         gone = weakref.ref(column)
-        slices = [(p.dim, p.ranges, p.data) for p in (column.weight, column.bias, row.weight, row.bias)]
+        slices = [(p.shard_dim, p.ranges, p.data) for p in (column.weight, column.bias, row.weight, row.bias)]
         gc.disable()
         del column, layer, row
         try:

@@ -108,9 +108,9 @@ def model_pieces(model: TensorParallelCausalLM) -> Iterator[Piece]:
     """Every parameter of this rank, cut into its pieces of the checkpoint's tensors, by Hugging Face's names."""
     for path, parts in by_parameter(tensor_parts(model.config, ())).items():
         parameter = model.get_parameter(path)
-        tensors = parameter.data.split([len(rows) for rows in parameter.ranges], parameter.dim)
+        tensors = parameter.data.split([len(rows) for rows in parameter.ranges], parameter.shard_dim)
         for name, rows, tensor in zip(parts, parameter.ranges, tensors, strict=True):
-            yield Piece(name, parameter.dim, rows, tensor)
+            yield Piece(name, parameter.shard_dim, rows, tensor)
 
 
 def pieces_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype) -> list:

@@ -7,6 +7,8 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.process import _children
 
+import torch
+
 from tplab.pool import launcher
 from tplab.pool.capture import Reader
 from tplab.pool.control_block import STARTED
@@ -15,6 +17,17 @@ from tplab.pool.worker import Spec
 from tplab.ranks.errors import Frame
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+def threads_per_rank(size: int) -> int:
+    """How many threads each of ``size`` ranks computes on: the cores but one, dealt out.
+
+    The one is left to this process and to others: threads that compute together wait for each other without a pause,
+    and where one of them finds no core, all of them stand still (2 threads on 2 cores, of which one was busy: a tenth
+    of one thread's speed). ``OMP_NUM_THREADS``, where it is set, says it for each rank, as under torchrun and in vLLM.
+    """
+    threads = torch.get_num_threads()
+    return threads if "OMP_NUM_THREADS" in os.environ else max(1, (threads - 1) // size)
 
 
 class RankProcess:
@@ -35,8 +48,9 @@ class RankProcess:
         self.pipe, theirs = Pipe()
         memory, inbox, outbox, output, stacks = (file.duplicate() for file in (pool._memory, pool._inbox, *self.files))
         self.child = launcher.start(Spec(
-            rank=self.rank, size=pool.size, strict=pool.strict, folder=pool._folder, parent_pid=os.getpid(),
-            birth=pool._epoch, memory=memory, inbox=inbox, outbox=outbox, output=output, stacks=stacks, wake=theirs))
+            rank=self.rank, size=pool.size, strict=pool.strict, threads=threads_per_rank(pool.size),
+            folder=pool._folder, parent_pid=os.getpid(), birth=pool._epoch, memory=memory, inbox=inbox, outbox=outbox,
+            output=output, stacks=stacks, wake=theirs))
 
     def wake(self) -> None:
         try:

@@ -32,6 +32,7 @@ class Spec:
     rank: int
     size: int
     strict: bool
+    threads: int  # for torch's products
     folder: str  # the pool's private one
     parent_pid: int
     birth: int  # see `control_block.BIRTH`
@@ -55,7 +56,7 @@ def main(spec: Spec) -> None:
     fcntl.fcntl(spec.stacks.fd, fcntl.F_SETFL, fcntl.fcntl(spec.stacks.fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.enable(spec.stacks.fd, all_threads=False)
     faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
-    torch.set_num_threads(1)
+    torch.set_num_threads(spec.threads)
     # A rank starts no processes. What this changes is that the semaphores of its libraries (tqdm has one) have no name
     # that Python would miss, and warn about, after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)

@@ -15,5 +15,5 @@ def sharded_parameter(layer: nn.Module, kind: str, data: torch.Tensor, ranges: S
     """
     made = nn.Parameter(data, requires_grad=False)
     owner = weakref.proxy(layer)  # the layer itself would be a circle: weights that only the garbage collector frees
-    made.ranges, made.dim, made.weight_loader = tuple(ranges), dim, lambda *sources: owner.load(kind, *sources)
+    made.ranges, made.shard_dim, made.weight_loader = tuple(ranges), dim, lambda *sources: owner.load(kind, *sources)
     return made
