@@ -72,6 +72,14 @@ def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypat
     assert used == ["_row_by_row"] * by_numpy + ["_widened"] * (rows >= kernels.widened_rows)
 
 
+@pytest.mark.parametrize("kernels", [Kernels(False, False, 0, 16), Kernels(False, False, 0, product.NEVER)])
+def test_attentions_products_are_rounded_once(kernels, monkeypatch):
+    monkeypatch.setattr(product, "fastest", lambda dtype: {torch.bfloat16: kernels}[dtype])
+    a, b = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 64, 7).bfloat16()
+    torch.testing.assert_close(product.bmm(a, b), torch.bmm(a.double(), b.double()).bfloat16(), rtol=2 ** -7, atol=1e-5)
+    assert torch.equal(product.bmm(a.float(), b.float()), torch.bmm(a.float(), b.float()))
+
+
 @pytest.mark.parametrize("times, chosen", [
     ({"F.linear": (4, 4, 4, 9)}, (False, False, 0, product.NEVER)),
     ({"F.linear": (4, 4, 4, 9), "numpy": (2, 3, 5, 20)}, (False, False, 2, product.NEVER)),

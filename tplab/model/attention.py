@@ -14,6 +14,7 @@ from torch import nn
 from tplab.model.norm import RMSNorm
 from tplab.model.rope import rotate
 from tplab.model.trace import point
+from tplab.product import bmm
 from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
 
@@ -61,8 +62,9 @@ def runs(start: int, count: int) -> Iterator[range]:
     """
     end = start + count
     while start < end:
-        yield range(start, min(end, start // RUN * RUN + RUN))
-        start = start // RUN * RUN + RUN
+        stop = min(end, start // RUN * RUN + RUN)
+        yield range(start, stop)
+        start = stop
 
 
 class NoCache:
@@ -99,10 +101,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     batch, heads, queries, head_dim = q.shape
     groups, keys = batch * k.shape[1], k.shape[2]
     k, v = k.reshape(groups, keys, head_dim), v.reshape(groups, keys, head_dim)
-    scores = torch.bmm(q.reshape(groups, -1, head_dim), k.transpose(1, 2)).mul_(scaling)
+    scores = bmm(q.reshape(groups, -1, head_dim), k.transpose(1, 2)).mul_(scaling)
     scores = mask_scores(scores.view(batch, heads, queries, keys), mask)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.bmm(weights.view(groups, -1, keys), v).view(batch, heads, queries, head_dim)
+    return bmm(weights.view(groups, -1, keys), v).view(batch, heads, queries, head_dim)
 
 
 class TensorParallelAttention(nn.Module):
