@@ -76,7 +76,7 @@ def test_the_strips_cover_the_weight_and_name_all_holders(name):
     weight = ShardedWeight.of(made, name)
     strips = weight.strips()
     assert [strip.start for strip, _ in strips[1:]] == [strip.stop for strip, _ in strips[:-1]]
-    assert strips[0][0].start == 0 and strips[-1][0].stop == weight.shape[weight.shard_dim]
+    assert strips[0][0].start == 0 and strips[-1][0].stop == weight.shape[weight.dim]
     shared = name in ("k_proj", "v_proj")
     assert {len(ranks) for _, ranks in strips} == ({1, 2} if name == "qkv_proj" else {2} if shared else {1})
     ET.fromstring(drawn_by(weight))
