@@ -151,7 +151,7 @@ class Sources:
                 shared = shared_modules(found, config.num_layers)
                 for claim in claims(found, sizes, self._names, shared, roles or {}, points or {}):
                     entry = claim.entry
-                    if claim.strength == OVERRIDE and not claim.point:
+                    if not claim.point:  # a person said that it is none
                         ignored.add(id(entry))
                     if id(entry) not in ignored:
                         claimed.add(id(entry))

@@ -102,7 +102,7 @@ class CheckReport(AlignReport):
         lines = [f"{'point':24}{'global':>9}{'local':>9}{'NaN':>7}"]
         for point in self.points:
             at, _, last = point.name.rpartition(".")
-            if last in ("embed", "output", "norm", "logits") or (layer and at == layer):
+            if last in ("embed", "output", "norm", "logits") or at == layer:
                 local = self.local[point.name].relative
                 lines.append(f"{point.name:24}{point.relative:9.1e}{local:9.1e}{point.nan:7}  {self.says(point.name)}"
                              .rstrip().replace("nan", "NaN"))

@@ -61,7 +61,7 @@ def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, str, dict[
     split = shares.splits[role]
     if split.parts[rank] is not None and split.widths[rank] == len(tensor):
         return role, kind, {part: tensor[rows] for part, rows in split.parts[rank].items()}
-    if sum(sizes) != len(tensor) and role == "gate_up" and len(tensor) % 2 == 0:
+    if role == "gate_up" and len(tensor) % 2 == 0:  # as wide as each other, whatever the plan says
         sizes = [len(tensor) // 2] * 2
     return (role, kind, dict(zip(parts, tensor.split(sizes)))) if sum(sizes) == len(tensor) else ("", kind, {})
 
