@@ -295,6 +295,12 @@ def test_rows_of_the_token_beside(plain, shift, whole, says):
     assert found.sentence == f"Each row of layers.1.q is right for the token {says} it."
 
 
+def test_of_two_rows_nobody_knows_which_is_the_one_before(tmp_path):
+    run = RealRun(tmp_path / "m", layers=2, heads=4, kv_heads=2, head_dim=DIM, hidden=HIDDEN, texts=[[5, 6]])
+    held = run.changed(AT + "q", lambda x, rank: x.roll(1, 0))
+    assert anything.rows_of_other_tokens(run.case(AT + "q", held)) is None
+
+
 # Positions.
 
 CALLS = [3, 3, 3, 5, 5, 6, 7, 2, 2, 4, 4, 5]  # prompts of 3 and 2 tokens, two at once, then one by one
