@@ -71,9 +71,12 @@ class Window:
         return self.page.locator(".jp-Notebook .jp-Cell").nth(number)
 
     def run(self, number, wait=True):
-        """Run one cell."""
-        self.cell(number).locator(".jp-InputArea-prompt").click()
+        """Run one cell; once more where JupyterLab, which has just opened the notebook, took no notice."""
+        prompt = self.cell(number).locator(".jp-InputArea-prompt")
+        prompt.click()
         self.command("notebook:run-cell", wait=wait)
+        if wait:
+            wait_for(lambda: prompt.text_content() != "[ ]:" or self.command("notebook:run-cell"))
 
     def saved(self, path):
         """The cells of a notebook after it was saved."""
