@@ -380,11 +380,12 @@ def test_who_has_met_whom(control):
     assert not watch._never_met()
 
 
-@pytest.mark.parametrize("cores, size, asked, threads", [(16, 2, None, 7), (2, 2, None, 1), (2, 1, None, 1),
-                                                         (8, 3, None, 2), (1, 1, None, 1), (4, 2, "4", 4)])
+@pytest.mark.parametrize("cores, size, asked, threads", [
+    (16, 2, None, 7), (2, 2, None, 1), (2, 1, None, 1), (8, 3, None, 2), (1, 1, None, 1),
+    (4, 2, "4", 4), (4, 2, "3,1", 3), (16, 2, "", 7), (16, 2, "many", 7), (16, 2, "0", 7)])
 def test_cores_are_dealt_out(cores, size, asked, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if asked:
+    if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert threads_per_rank(size) == threads

@@ -7,8 +7,6 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.process import _children
 
-import torch
-
 from tplab.pool import launcher
 from tplab.pool.capture import Reader
 from tplab.pool.control_block import STARTED
@@ -26,8 +24,11 @@ def threads_per_rank(size: int) -> int:
     and where one of them finds no core, all of them stand still (2 threads on 2 cores, of which one was busy: a tenth
     of one thread's speed). ``OMP_NUM_THREADS``, where it is set, says it for each rank, as under torchrun and in vLLM.
     """
-    threads = torch.get_num_threads()
-    return threads if "OMP_NUM_THREADS" in os.environ else max(1, (threads - 1) // size)
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (cores - 1) // size)
 
 
 class RankProcess:
