@@ -20,7 +20,8 @@ import platform
 import threading
 import time
 import timeit
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -124,6 +125,17 @@ def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
             torch.utils.swap_tensors(weight, packed)  # whoever shares the weight, as a tied head does, shares it packed
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """So many threads for torch meanwhile; of the calling thread, no other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @lru_cache
 def fastest(dtype: torch.dtype) -> Kernels:
     """This machine's :class:`Kernels`: measured once, which takes about 0.1 s, and kept in the user's cache."""
@@ -141,12 +153,8 @@ def fastest(dtype: torch.dtype) -> Kernels:
 
 def _measured(dtype: torch.dtype) -> Kernels:
     """On one thread, over weights that no second-level cache holds; in processor time, for machines are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of this thread, no other
-    try:
+    with torch_threads(1):
         return _chosen(_timed(dtype))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:

@@ -1,16 +1,18 @@
 """What attention makes of right queries, keys and values: each mistake by its name and its numbers, a near miss not."""
 
+from functools import partial
 from types import SimpleNamespace as Some
 
 import pytest
 import torch
-from helpers.real_cases import RealRun
+from helpers import real_cases
+from helpers.real_cases import AT, RealRun
 
 from tplab.align.diagnose import attention, attention_scores, batches, cache, calls
 
-AT = "layers.1."
 DIM, GROUP = 6, 2
 KEYS = [4] * 4 + [5, 6, 7] + [3] * 3 + [4, 5]  # prompts of 4 and of 3 tokens; the others were decoded one by one
+asked = partial(real_cases.asked, name=AT + "attn")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +43,6 @@ def attend(run, *, scale=DIM ** -0.5, sees=lambda q, k, keys: k <= q, reads=lamb
             out.append(torch.stack(heads))
         held.append(torch.stack(out))
     return held
-
-
-def asked(run, hypothesis, held, name=AT + "attn", **more):
-    """What a hypothesis says; of numbers that are a little off it says nothing."""
-    assert hypothesis(run.case(name, [x * 1.0003 for x in held], **more)) is None, "near is not there"
-    return hypothesis(run.case(name, held, **more))
 
 
 def test_the_run_itself_is_right(run):
@@ -336,7 +332,7 @@ def test_values_that_were_rotated_too(run):
 def test_keys_and_values_that_change_places_behind_the_projection(run):
     asks = attention_scores.keys_and_values_exchanged
     turned = [rotated(run, run.x(AT + "v", rank)) for rank in range(2)]
-    found = asked(run, asks, turned, AT + "k_rope")
+    found = asked(run, asks, turned, name=AT + "k_rope")
     assert found.fault == "qkv_order" and "what attention takes for keys are the rotated values" in found.sentence
     # Seen at attention: the keys were recorded as they came in, and only the values are others.
     held = attend(run, v_of=lambda run, rank: run.x(AT + "k", rank))

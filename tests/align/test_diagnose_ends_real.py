@@ -4,7 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
-from helpers.real_cases import TEXTS, RealRun
+from helpers.real_cases import TEXTS, RealRun, asked
 
 from tplab.align.diagnose import anything, ends, sums, weights_of_others
 
@@ -21,12 +21,6 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
     return RealRun(tmp_path_factory.mktemp("model") / "m", tp=2, layers=2, heads=4, kv_heads=2, hidden=32, tie=True)
-
-
-def asked(run, hypothesis, held, point, near=1.0003, **more):
-    """What a hypothesis says; of numbers that are a little off it says nothing."""
-    assert hypothesis(run.case(point, [x * near for x in held], **more)) is None, "near is not there"
-    return hypothesis(run.case(point, held, **more))
 
 
 def own(run, rank):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers.real_cases import RealRun
+from helpers.real_cases import AT, RealRun, asked
 from torch.nn import functional as F
 
 from tplab.align.diagnose import mlp, weights, weights_of_others
 from tplab.align.diagnose.wrong import _Altered
 
-AT, MODEL = "layers.1.", "model.layers.1."
+MODEL = "model.layers.1."
 DIM, HIDDEN = 6, 48
 MODULES = {"q": ("self_attn.q_proj", "input_norm"), "k": ("self_attn.k_proj", "input_norm"),
            "v": ("self_attn.v_proj", "input_norm"), "gate": ("mlp.gate_proj", "post_norm"),
@@ -46,12 +46,6 @@ def product(run, point, *, weight=None, bias=None, x=None, rows=None, whose=None
     return held
 
 
-def asked(run, hypothesis, held, point):
-    """What a hypothesis says; of numbers that are a little off it says nothing."""
-    assert hypothesis(run.case(AT + point, [x * 1.0003 for x in held])) is None, "near is not there"
-    return hypothesis(run.case(AT + point, held))
-
-
 def test_what_a_wrong_op_changes_is_made_anew_and_nothing_else(run):
     """The layer's input was not recorded, nor anything between k_rope and the summands."""
     hidden = ("output", "attn", "q_rope")
@@ -81,7 +75,7 @@ def test_a_bias_too_few_or_too_many(run, point, times, fault, says):
     held = product(run, point, bias=times * run.w(f"{MODEL}{module}.bias"))
     if not times and point.endswith("partial"):  # then it is added to the sum
         return
-    found = asked(run, weights_of_others.another_bias, held, point)
+    found = asked(run, weights_of_others.another_bias, held, AT + point)
     assert found.fault == fault
     assert found.sentence == f"layers.1.{point} is right but for the bias of {module}: {says}."
 
@@ -91,7 +85,7 @@ def test_a_bias_that_was_not_cut(run, point):
     bias = run.w(f"{MODEL}{MODULES[point][0]}.bias")
     held = product(run, point, bias=torch.zeros_like(bias))
     held = [x + bias[:x[0].numel()].view(x.shape[1:]) for x in held]
-    found = asked(run, weights_of_others.another_bias, held, point)
+    found = asked(run, weights_of_others.another_bias, held, AT + point)
     assert found.fault == "bias_first_rows" and "add the first rows of the bias of" in found.sentence
 
 
@@ -99,7 +93,7 @@ def test_a_bias_that_was_not_cut(run, point):
 @pytest.mark.parametrize("times, fault, says", [(-1, "bias_missing", "no rank adds it"), (1, "bias_twice", "it is a")])
 def test_a_sum_without_its_bias(run, point, module, times, fault, says):
     held = run.changed(AT + point, lambda x, rank: x + times * run.w(f"{MODEL}{module}.bias"))
-    found = asked(run, weights_of_others.sum_without_its_bias, held, point)
+    found = asked(run, weights_of_others.sum_without_its_bias, held, AT + point)
     assert found.fault == fault and f"is right but for the bias of {module}: {says}" in found.sentence
 
 
@@ -109,7 +103,7 @@ def test_a_sum_without_its_bias(run, point, module, times, fault, says):
 def test_the_weight_of_another_layer(run, point, layer, bias):
     name = f"model.layers.{layer}.{MODULES[point][0]}"
     held = product(run, point, weight=run.w(f"{name}.weight"), bias=run.w(f"{name}.bias") if bias else None)
-    found = asked(run, weights_of_others.weight_of_another_layer, held, point)
+    found = asked(run, weights_of_others.weight_of_another_layer, held, AT + point)
     assert found.fault == "wrong_layer" and found.numbers == {"layer": layer}
     assert found.sentence == (f"layers.1.{point} is right for another layer's weight: that of {MODULES[point][0]} of "
                               f"layer {layer}.")
@@ -117,7 +111,8 @@ def test_the_weight_of_another_layer(run, point, layer, bias):
 
 def test_the_weight_of_another_module(run):
     weight, bias = (run.w(f"{MODEL}self_attn.o_proj.{what}") for what in ("weight", "bias"))
-    found = asked(run, weights_of_others.weight_of_another_module, product(run, "q", weight=weight, bias=bias), "q")
+    held = product(run, "q", weight=weight, bias=bias)
+    found = asked(run, weights_of_others.weight_of_another_module, held, AT + "q")
     assert found.fault == "wrong_weight"
     assert found.sentence == "layers.1.q is right for the weight of self_attn.o_proj, where self_attn.q_proj belongs."
     for point, other in (("k", "v"), ("gate", "up")):  # these have names of their own
@@ -129,7 +124,7 @@ def test_the_weight_of_another_module(run):
 @pytest.mark.parametrize("point", ["q", "o_partial"])
 def test_a_square_weight_read_the_other_way(run, point):
     weight = run.w(f"{MODEL}{MODULES[point][0]}.weight").T
-    found = asked(run, weights_of_others.weight_read_the_other_way, product(run, point, weight=weight), point)
+    found = asked(run, weights_of_others.weight_read_the_other_way, product(run, point, weight=weight), AT + point)
     assert found.fault == "weight_transposed" and "with the square weight transposed" in found.sentence
 
 
@@ -142,7 +137,7 @@ def test_something_else_was_multiplied(run, point, source, fault, says):
     if name == AT + MODULES[point][1]:
         return  # that is what belongs there
     held = product(run, point, x=lambda rank: run.x(name, rank))
-    found = asked(run, weights_of_others.product_of_something_else, held, point)
+    found = asked(run, weights_of_others.product_of_something_else, held, AT + point)
     assert found.fault == fault and found.sentence == f"layers.1.{point} was made from {says}."
 
 
@@ -150,7 +145,7 @@ def test_something_else_was_multiplied(run, point, source, fault, says):
 def test_a_weight_of_zeros(run, point):
     weight = torch.zeros_like(run.w(f"{MODEL}{MODULES[point][0]}.weight"))
     held = product(run, point, weight=weight)
-    found = asked(run, weights_of_others.weight_never_loaded, held, point)
+    found = asked(run, weights_of_others.weight_never_loaded, held, AT + point)
     assert found.fault == "weight_not_loaded" and "is what a weight of zeros gives" in found.sentence
 
 
@@ -163,7 +158,7 @@ def test_scales_of_the_first_rows(run, point):
         rows = features(run, point, rank)
         changed[rows] *= scale[:len(rows)] / scale[rows]
     held = product(run, point, weight=changed)
-    found = asked(run, weights_of_others.scales_of_other_rows, held, point)
+    found = asked(run, weights_of_others.scales_of_other_rows, held, AT + point)
     assert found.fault == "channel_scales" and f"have their own rows of {MODULES[point][0]}" in found.sentence
     held[0] = held[0] + 1
     assert weights_of_others.scales_of_other_rows(run.case(AT + point, held)) is None, "rank 0 has the first rows"
@@ -174,13 +169,13 @@ def test_scales_of_the_first_rows(run, point):
 def test_keys_and_values_that_took_each_others_place(run):
     for point, other in (("k", "v"), ("v", "k")):
         held = [run.x(AT + other, rank) for rank in range(2)]
-        assert asked(run, weights.k_and_v_exchanged, held, point).fault == "qkv_order"
+        assert asked(run, weights.k_and_v_exchanged, held, AT + point).fault == "qkv_order"
 
 
 @pytest.mark.parametrize("point", ["k", "v"])
 def test_the_first_kv_heads_on_every_rank(run, point):
     held = [run.x(AT + point, 0)] * 2
-    found = asked(run, weights.first_kv_rows, held, point)
+    found = asked(run, weights.first_kv_rows, held, AT + point)
     assert found.fault == "kv_first_rows" and f"the first rows of {point}_proj" in found.sentence
     assert weights.replica_by_modulo(run.case(AT + point, held)) is None, "there are more KV heads than ranks"
 
@@ -193,7 +188,8 @@ def test_a_fused_matrix_that_was_cut_as_one_block(run, point):
     def rows(rank):
         before = sum(len(features(run, part, rank)) for part in parts[:parts.index(point)])
         return (rank * len(weight) // 2 + before + torch.arange(len(features(run, point, rank)))) % len(weight)
-    found = asked(run, weights.fused_cut_as_one_block, product(run, point, weight=weight, bias=bias, rows=rows), point)
+    held = product(run, point, weight=weight, bias=bias, rows=rows)
+    found = asked(run, weights.fused_cut_as_one_block, held, AT + point)
     named, cut = ("q|k|v", "Cut q, k and v apart") if point in "qkv" else ("gate|up", "Cut gate and up apart")
     assert found.fault == "fused_one_block" and f"rows of [{named}]" in found.sentence and cut in found.sentence
 
@@ -203,7 +199,7 @@ def test_an_offset_that_was_divided_twice(run, point):
     def rows(rank):
         mine = features(run, point, rank)
         return mine - mine[0] + mine[0] // 2
-    found = asked(run, weights.offset_divided_twice, product(run, point, rows=rows), point)
+    found = asked(run, weights.offset_divided_twice, product(run, point, rows=rows), AT + point)
     assert found.fault == "divided_twice" and f"number of rows of {point}, but they begin" in found.sentence
 
 
@@ -211,12 +207,12 @@ def test_an_offset_that_was_divided_twice(run, point):
 def test_a_matrix_cut_along_its_inputs(run, point):
     weight = run.w(f"{MODEL}{MODULES[point][0]}.weight")
     held = product(run, point, weight=weight.reshape(weight.shape[1], weight.shape[0]).T)
-    found = asked(run, weights.cut_along_dim1, held, point)
+    found = asked(run, weights.cut_along_dim1, held, AT + point)
     assert found.fault == "shard_dim1" and f"when {point}_proj.weight is taken for [in, out]" in found.sentence
     if point in "kv":  # beginning at whichever head
         held[1] = product(run, point, weight=weight.reshape(weight.shape[1], weight.shape[0]).T,
                           rows=lambda rank: torch.arange(6, 18))[1]
-        assert asked(run, weights.cut_along_dim1, held, point).fault == "shard_dim1"
+        assert asked(run, weights.cut_along_dim1, held, AT + point).fault == "shard_dim1"
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "gate"])
@@ -230,7 +226,7 @@ def test_rows_written_as_columns(run, point):
         here = slice(start, start + len(features(run, point, rank)))
         y = F.linear(run.x(AT + MODULES[point][1], rank), weight.T.reshape(weight.shape)[here], bias[here])
         held.append(y.unflatten(1, (-1, DIM)) if point in "qkv" else y)
-    found = asked(run, weights.written_by_column, held, point)
+    found = asked(run, weights.written_by_column, held, AT + point)
     assert found.fault == ("qkv_written_by_column" if point in "qkv" else None)
     assert f"the right rows of {', '.join(parts)} and has written them side by side" in found.sentence
 
@@ -240,7 +236,7 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
     """Rank 0's first key head is query head 0; rank 1's first is its other one."""
     held = [run.x(AT + "k", rank).clone() for rank in range(2)]
     held[rank][:, 0] = run.x(AT + "q", 0)[:, 0] if rank == 0 else run.x(AT + "k", 1)[:, 1]
-    found = asked(run, weights.rows_in_other_places, held, "k")
+    found = asked(run, weights.rows_in_other_places, held, AT + "k")
     assert found.fault is None and found.numbers == {"rank": rank, "row": row, "wanted": wanted}
     assert f"rank {rank} has row {row} of [q|k|v] where row {wanted} belongs" in found.sentence
     held[rank] = held[rank] + 1
@@ -251,7 +247,7 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
 
 @pytest.mark.parametrize("point, other", [("gate", "up"), ("up", "gate")])
 def test_gate_in_the_place_of_up(run, point, other):
-    found = asked(run, mlp.gate_is_up, product(run, other), point)
+    found = asked(run, mlp.gate_is_up, product(run, other), AT + point)
     assert found.fault == "gate_up_order" and found.sentence.startswith(f"{point} is what {other} should be")
 
 
@@ -265,7 +261,7 @@ def test_features_of_gate_that_stand_elsewhere(run, wrong, rank, column, wanted)
             mine[place] = feature
         return mine
     held = product(run, "gate", rows=rows)
-    found = asked(run, mlp.features_in_other_places, held, "gate")
+    found = asked(run, mlp.features_in_other_places, held, AT + "gate")
     assert found.fault == "mlp_columns" and found.numbers == {"rank": rank, "column": column, "wanted": wanted}
     assert f"rank {rank} has feature {column} where {wanted} belongs" in found.sentence
     held[rank][0, 1] += 1
@@ -284,18 +280,18 @@ COMBINED = {f"{name}(gate) × up": lambda g, u, act=act: act(g) * u for name, ac
 @pytest.mark.parametrize("says", COMBINED)
 def test_another_activation(run, says):
     held = [COMBINED[says](g, u) for g, u in zip(product(run, "gate"), product(run, "up"))]
-    found = asked(run, mlp.another_activation, held, "mlp_act")
+    found = asked(run, mlp.another_activation, held, AT + "mlp_act")
     assert found.fault == "wrong_activation"
     assert found.sentence == f"mlp_act is {says}; right is silu(gate) × up."
 
 
 def test_gate_and_up_exchanged_or_in_turns(run):
     gate, up = product(run, "gate"), product(run, "up")
-    found = asked(run, mlp.gate_and_up_exchanged, [F.silu(u) * g for g, u in zip(gate, up)], "mlp_act")
+    found = asked(run, mlp.gate_and_up_exchanged, [F.silu(u) * g for g, u in zip(gate, up)], AT + "mlp_act")
     assert found.fault == "gate_up_order" and "is act(up) × gate" in found.sentence
     fused = [torch.cat(pair, 1) for pair in zip(gate, up)]
-    found = asked(run, mlp.gate_and_up_in_turns, [F.silu(f[:, 0::2]) * f[:, 1::2] for f in fused], "mlp_act")
+    found = asked(run, mlp.gate_and_up_in_turns, [F.silu(f[:, 0::2]) * f[:, 1::2] for f in fused], AT + "mlp_act")
     assert "it holds [gate|up], and was read as gate 0, up 0, gate 1, up 1" in found.sentence
     turns = [torch.stack(pair, -1).flatten(1).chunk(2, 1) for pair in zip(gate, up)]
-    found = asked(run, mlp.gate_and_up_in_turns, [F.silu(a) * b for a, b in turns], "mlp_act")
+    found = asked(run, mlp.gate_and_up_in_turns, [F.silu(a) * b for a, b in turns], AT + "mlp_act")
     assert "it holds gate 0, up 0, gate 1, up 1, …, and was read as [gate|up]" in found.sentence

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers.real_cases import RealRun
+from helpers.real_cases import AT, RealRun, asked
 
 from tplab.align.diagnose import norms, residuals
 
-AT, MODEL = "layers.1.", "model.layers.1."
+MODEL = "model.layers.1."
 DIM, HIDDEN, EPS = 8, 24, 1e-5
 NORMS = {"input_norm": ("input_layernorm", "layers.0.output"),
          "post_norm": ("post_attention_layernorm", AT + "residual"),
@@ -18,12 +18,6 @@ def run(tmp_path_factory):
     """6 query heads and 3 KV heads over 3 ranks, each of 8 numbers; queries and keys are normed."""
     return RealRun(tmp_path_factory.mktemp("model") / "m", "qwen3", 3, layers=2, heads=6, kv_heads=3, head_dim=DIM,
                    hidden=HIDDEN, eps=EPS, attention_bias=True)
-
-
-def asked(run, hypothesis, held, point, **more):
-    """What a hypothesis says; of numbers that are a little off it says nothing."""
-    assert hypothesis(run.case(AT + point, [x * 1.0003 for x in held], **more)) is None, "near is not there"
-    return hypothesis(run.case(AT + point, held, **more))
 
 
 # Norms.
@@ -60,7 +54,7 @@ def test_the_norm_by_hand_is_right(run, point):
     ("norm_by_deviation", by_deviation, "divided by the standard deviation, where the mean is left out, not the mean"),
     ("norm_twice", lambda x, w: normed(normed(x, w), w), "normalized twice.")])
 def test_another_kind_of_norm(run, point, fault, make, says):
-    found = asked(run, norms.another_kind_of_norm, made(run, point, make), point)
+    found = asked(run, norms.another_kind_of_norm, made(run, point, make), AT + point)
     assert found.fault == fault and found.sentence.startswith(f"{point} is {says}")
 
 
@@ -79,7 +73,7 @@ def test_the_mean_over_all_heads(run, point):
     if point == "k_norm":  # one KV head a rank: there is no other
         assert torch.allclose(held[0], run.x(AT + point, 0), atol=1e-5)
         return
-    found = asked(run, norms.norm_over_all_heads, held, point)
+    found = asked(run, norms.norm_over_all_heads, held, AT + point)
     assert found.fault == "norm_over_all_heads" and found.sentence.startswith("q_norm was divided by the root mean")
 
 
@@ -90,7 +84,7 @@ def test_the_weight_of_another_norm(run, point, other, fault):
     there = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm",
              "self_attn.q_norm": "self_attn.k_norm", "self_attn.k_norm": "self_attn.q_norm"}[name]
     full = f"model.layers.0.{name}.weight" if other == "other layer" else f"{MODEL}{there}.weight"
-    found = asked(run, norms.weight_of_another_norm, made(run, point, lambda x, w: normed(x, run.w(full))), point)
+    found = asked(run, norms.weight_of_another_norm, made(run, point, lambda x, w: normed(x, run.w(full))), AT + point)
     assert found.fault == fault
     assert found.sentence == f"{point} is right but for its weight: it was multiplied with {full}."
 
@@ -100,7 +94,7 @@ def test_the_weight_of_another_norm(run, point, other, fault):
     (AT + "o_proj", "attention's output alone, without the residual stream")])
 def test_the_norm_of_something_else(run, source, says):
     held = [normed(run.x(source, rank), run.w(f"{MODEL}post_attention_layernorm.weight")) for rank in range(3)]
-    found = asked(run, norms.norm_of_something_else, held, "post_norm")
+    found = asked(run, norms.norm_of_something_else, held, AT + "post_norm")
     assert found.fault == "norm_wrong_input" and found.sentence == f"post_norm is the norm of {says}."
 
 
@@ -123,7 +117,7 @@ def test_another_sum(run, point, names, fault, says):
     def of(name):
         return "layers.0.output" if name == "before" else AT + name
     held = [sum(times * run.x(of(name), rank) for name, times in names.items()) for rank in range(3)]
-    found = asked(run, residuals.another_sum, held, point)
+    found = asked(run, residuals.another_sum, held, AT + point)
     right = {"residual": "the layer's input + attention's output", "output": "the residual stream + the MLP's output"}
     assert found.fault == fault and found.sentence == f"layers.1.{point} is {says}; right is {right[point]}."
     assert {name: times for name, times in found.numbers.items() if times} == {n: t for n, t in names.items() if t}
@@ -143,8 +137,8 @@ def test_sublayers_beside_each_other(run):
     """The MLP gets the layer's input as well, so that attention's output comes to the sum behind it."""
     stream = {AT + "residual": [run.x("layers.0.output", rank) for rank in range(3)]}
     held = [run.x("layers.0.output", rank) + run.x(AT + "mlp", rank) + run.x(AT + "o_proj", rank) for rank in range(3)]
-    found = asked(run, residuals.another_sum, held, "output", instead=stream)
+    found = asked(run, residuals.another_sum, held, AT + "output", instead=stream)
     assert found.fault == "parallel_sublayers"
     assert "is the residual stream + the MLP's output + attention's output; right is" in found.sentence
     held = [x + run.x(AT + "mlp", rank) for rank, x in enumerate(held)]
-    assert asked(run, residuals.another_sum, held, "output", instead=stream).fault is None
+    assert asked(run, residuals.another_sum, held, AT + "output", instead=stream).fault is None

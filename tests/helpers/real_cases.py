@@ -17,6 +17,7 @@ from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
+AT = "layers.1."
 TEXTS = [[5, 60, 7, 33, 2, 9, 41], [8, 3, 66, 12, 5]]
 
 
@@ -71,3 +72,9 @@ class RealRun:
 
     def diffs(self):
         return local_diffs(self.recording, self.ckpt, self.plan)
+
+
+def asked(run, hypothesis, held, name, near=1.0003, **more):
+    """What a hypothesis says of ``held``, the tensors at a point; of numbers that are a little off it says nothing."""
+    assert hypothesis(run.case(name, [x * near for x in held], **more)) is None, "near is not there"
+    return hypothesis(run.case(name, held, **more))

@@ -211,15 +211,11 @@ def test_the_form_says_what_the_call_says_and_its_right_answer_is_kept_for_the_r
 
 @pytest.mark.parametrize("width, threads", [(512, 1), (4096, 2)])
 def test_a_small_model_is_judged_on_one_thread(width, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with product.torch_threads(2):
         with pytest.raises(KeyError), one_thread_if_small(SimpleNamespace(hidden_size=512, intermediate_size=width)):
             assert torch.get_num_threads() == threads
             raise KeyError
         assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_code_at_a_place_is_what_stands_there_now():

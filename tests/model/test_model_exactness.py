@@ -57,12 +57,8 @@ def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypat
         monkeypatch.setattr(product, name, lambda *args, name=name, right=right: used.append(name) or right(*args))
     weight = empty_weight(1001, 577, dtype).copy_(torch.randn(1001, 577))
     x, b = torch.randn(rows, 577, dtype=dtype), torch.randn(1001, dtype=dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with product.torch_threads(threads):
         y = linear(x, weight, b)
-    finally:
-        torch.set_num_threads(before)
     exact = F.linear(x.double(), weight.double(), b.double())
     if dtype == torch.bfloat16:
         torch.testing.assert_close(y, exact.to(dtype), rtol=2 ** -7, atol=1e-5)  # rounded once

@@ -2,6 +2,25 @@
 
 from helpers.answers import Right, Wrong
 
+SEND = '''
+def my_send_shards(source, ranges):
+    for owner, rows in enumerate(ranges):
+        part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+        if rank() == 0:
+            part = source[rows.start:rows.stop]
+        broadcast(part)
+        if owner == rank():
+            mine = part
+    return mine
+'''
+
+
+def send(old: str, new: str) -> str:
+    """The right answer with one thing changed."""
+    assert old in SEND
+    return SEND.replace(old, new)
+
+
 ANSWERS = {
     "my_send_shards": [
         Wrong("""
@@ -73,38 +92,11 @@ ANSWERS = {
                           broadcast(source[rows.start:rows.stop])
                   return torch.empty(len(ranges[rank()]), *source.shape[1:], dtype=source.dtype)
               """, "Which rank has not come?"),
-        Wrong("""
-              def my_send_shards(source, ranges):
-                  for owner, rows in enumerate(ranges):
-                      part = torch.empty(len(rows), *source.shape[1:])
-                      if rank() == 0:
-                          part = source[rows.start:rows.stop]
-                      broadcast(part)
-                      if owner == rank():
-                          mine = part
-                  return mine
-              """, "rank 1 calls broadcast [6, 4] float32 src 0"),
-        Wrong("""
-              def my_send_shards(source, ranges):
-                  for owner, rows in enumerate(ranges):
-                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
-                      if rank() == 0:
-                          part = source[rows.start:rows.stop]
-                      broadcast(part)
-                      if owner == rank():
-                          mine = part
-              """, "rank 0, rows 0–5: it returns nothing (is a return missing?); the rank's slice must come back"),
-        Wrong("""
-              def my_send_shards(source, ranges):
-                  for owner, rows in enumerate(ranges):
-                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
-                      if rank() == 0:
-                          part = source[rows.start:rows.stop]
-                      broadcast(part)
-                      if owner == rank():
-                          mine = part
-                  return mine.double()
-              """, "rank 0, rows 0–5: it returns torch.float64; torch.bfloat16 must come back"),
+        Wrong(send(", dtype=source.dtype", ""), "rank 1 calls broadcast [6, 4] float32 src 0"),
+        Wrong(send("    return mine\n", ""),
+              "rank 0, rows 0–5: it returns nothing (is a return missing?); the rank's slice must come back"),
+        Wrong(send("return mine", "return mine.double()"),
+              "rank 0, rows 0–5: it returns torch.float64; torch.bfloat16 must come back"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for row in range(source.shape[0]):
@@ -116,29 +108,10 @@ ANSWERS = {
                           kept = part if row == ranges[rank()].start else torch.cat([kept, part])
                   return kept
               """, "right everywhere, with 11 collectives; 2 slices need 2"),
-        Wrong("""
-              def my_send_shards(source, ranges):
-                  for owner, rows in enumerate(ranges):
-                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
-                      if rank() == 0:
-                          part = source[rows.start:rows.stop]
-                      broadcast(part)
-                      if owner == rank():
-                          mine = part
-                  barrier()
-                  return mine
-              """, "right everywhere, with 3 collectives; 2 slices need 2"),
-        Wrong("""
-              def my_send_shards(source, ranges):
-                  for owner, rows in enumerate(ranges):
-                      part = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
-                      if rank() == 0:
-                          part = source[:][rows.start:rows.stop].clone()
-                      broadcast(part)
-                      if owner == rank():
-                          mine = part
-                  return mine
-              """, "rank 0 reads 176 bytes of a tensor that has 88"),
+        Wrong(send("    return mine", "    barrier()\n    return mine"),
+              "right everywhere, with 3 collectives; 2 slices need 2"),
+        Wrong(send("source[rows.start:rows.stop]", "source[:][rows.start:rows.stop].clone()"),
+              "rank 0 reads 176 bytes of a tensor that has 88"),
         Wrong("""
               def my_send_shards(source, ranges):
                   part = torch.empty(len(ranges[0]), *source.shape[1:], dtype=source.dtype)
