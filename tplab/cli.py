@@ -249,7 +249,7 @@ def _point_lines(report) -> str:
     lines = [f"{'point':24}{'max |Δ|':>10}{'relative':>10}{'NaN':>9}"]
     for point in report.points:
         of_layer, _, last = point.name.rpartition(".")
-        if last in ends or (layer and of_layer == layer):
+        if last in ends or of_layer == layer:
             mark = "" if point.inside else "  outside" + (", first" if point is first else "")
             line = f"{point.name:24}{point.max_abs:10.1e}{point.relative:10.1e}{point.nan:9}{mark}"
             lines.append(line.replace("nan", "NaN"))

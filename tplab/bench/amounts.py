@@ -77,18 +77,18 @@ def head_amount(config, shard: RankShard, due: int) -> Amount:
 
 def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: int, dtype: torch.dtype
                 ) -> list[Amount]:
-    """All phases of a step on one rank, in their order."""
+    """All phases of a step on one rank, in their order; without a row that gets a token there is none at the head."""
     shard = plan.ranks[rank]
     layer = [attention_amount(config, shard, parts, dtype), mlp_amount(config, shard, parts)]
-    return layer * config.num_layers + [head_amount(config, shard, due)]
+    return layer * config.num_layers + [head_amount(config, shard, due)] * bool(due)
 
 
 def messages(config, parts: Sequence[Part], due: int, dtype: torch.dtype) -> list[int]:
-    """Bytes of each meeting of a step: an all-reduce behind the embedding, two in every layer, and the exchange of the
-    ranks' best tokens, of a score and a number each.
+    """Bytes of each meeting of a step: an all-reduce behind the embedding, two in every layer, and, where a token is
+    drawn, the exchange of the ranks' best ones, of a score and a number each.
     """
     rows = sum(part.count for part in parts)
-    return [rows * config.hidden_size * dtype.itemsize] * (1 + 2 * config.num_layers) + [16 * due]
+    return [rows * config.hidden_size * dtype.itemsize] * (1 + 2 * config.num_layers) + [16 * due] * bool(due)
 
 
 def parameter_bytes(config, shard: RankShard, dtype: torch.dtype) -> int:

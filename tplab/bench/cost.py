@@ -59,13 +59,14 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
     products = attention = between = 0.0
     for phase in zip(*spent):
         slowest = max(phase, key=sum)
-        turns = max(1.0, sum(map(sum, phase)) / (min(machine.places, tp) * sum(slowest) or 1.0))
+        turns = max(1.0, sum(map(sum, phase)) / (machine.places * sum(slowest) or 1.0))
         products, attention, between = (have + turns * more
                                         for have, more in zip((products, attention, between), slowest))
     turns = max(1.0, tp / machine.places)
     sizes = messages(config, parts, due, dtype) if tp > 1 else []
     meetings = sum(machine.reduce_latency + size * machine.reduce_byte for size in sizes)
     python = machine.step + config.num_layers * turns * (machine.layer + machine.sequence * (len(parts) - 1))
+    python += machine.request * sum(part.start == 0 for part in parts)
     return StepCost(products, attention, between, meetings, python)
 
 

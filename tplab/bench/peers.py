@@ -47,12 +47,17 @@ class Timing:
     tokens: list[list[int]] | None = None
 
 
-class Tplab:
-    """This engine on ``tp`` ranks of one thread."""
+def _ranks(count: int, threads: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}" + f" of {threads} threads" * (threads > 1)
 
-    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False):
-        self.name = f"tplab, {tp} rank{'s' * (tp > 1)}"
+
+class Tplab:
+    """This engine on ``tp`` ranks of so many threads."""
+
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, threads: int = 1):
+        self.name = f"tplab, {_ranks(tp, threads)}"
         self.pool = RankPool(tp, timeout=600)
+        self.pool.run(torch.set_num_threads, threads)  # a pool deals out all cores but one
         self.llm = LLM(ckpt, tp, dtype, pool=self.pool, enable_prefix_caching=prefix)
 
     @property
@@ -118,7 +123,7 @@ class VLLM:
     """
 
     def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, python: str, threads: int = 1):
-        self.name = f"vLLM, {tp} rank{'s' * (tp > 1)}" + f" of {threads} threads" * (threads > 1)
+        self.name = f"vLLM, {_ranks(tp, threads)}"
         cores = [str(core) for core in range(tp * threads)]
         bind = "|".join(",".join(cores[rank * threads:(rank + 1) * threads]) for rank in range(tp))
         length = min(ckpt.config.max_position_embeddings, 4096)

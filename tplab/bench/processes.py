@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from select import select
-from time import monotonic
+from time import monotonic, sleep
 
 import psutil
 
@@ -65,6 +65,13 @@ def signals_end_properly() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone; what it answered may still wait for a parent that takes its time."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def private_bytes(pids: Iterable[int]) -> int:
@@ -134,7 +141,9 @@ class Child:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        psutil.wait_procs(started, timeout=5)
+        until = monotonic() + 5
+        while not all(map(_has_ended, started)) and monotonic() < until:
+            sleep(0.005)
         self.process.stdin.close()
         os.close(self.answers)
         self.printed.close()

@@ -80,7 +80,7 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
             (2,048 tokens and an answer), ``"load"`` (bytes read, private memory) or ``"curves"`` (tplab alone: with
             more ranks, sequences and context).
         model: as for :class:`tplab.LLM`, or ``"random-qwen2.5-0.5b"``: that shape with random weights.
-        tp: ranks of one thread each; the peers get as many threads or ranks.
+        tp: ranks of one thread each; the peers, and tplab on one rank, get as many threads or ranks.
         rounds: how often every contestant runs, at least 5.
         vllm: the Python of an environment in which vLLM is installed, to race against it too.
         busy: one more process wants a core all the time.
@@ -129,6 +129,8 @@ def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | N
     """``(name if it cannot come, how it is made)``."""
     prefix = kind == "prefix"
     yield "tplab", lambda: Tplab(ckpt, tp, dtype, prefix)
+    if tp > 1:  # what ranks cost beside threads
+        yield "tplab, 1 rank", lambda: Tplab(ckpt, 1, dtype, prefix, threads=tp)
     yield "HF generate", lambda: HuggingFace(ckpt, tp, dtype)
     if tp > 1 and kind not in ("batch", "prefix"):
         yield "HF tensor parallel", lambda: HuggingFaceTP(ckpt, tp, dtype)

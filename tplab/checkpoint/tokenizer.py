@@ -44,8 +44,12 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerFas
         tokenizer(_PROBES[0])
     except Exception as error:  # any of its JSON files may be malformed, in any way
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {words_of(error)}") from error
-    if invented := sorted(tokenizer.get_vocab().keys() ^ own.get_vocab().keys()):
+    loaded, stated = tokenizer.get_vocab().keys(), own.get_vocab().keys()
+    if invented := sorted(loaded - stated):
         raise CheckpointError(f"{folder}: {invented[0]!r} is a token in tokenizer_config.json, but not in {FILE}")
+    if lost := sorted(stated - loaded):
+        raise CheckpointError(f"{folder}: {lost[0]!r} is a token in {FILE}, but transformers does not load it; "
+                              "tokenizer_config.json does not fit it")
     added = [token.content for token in own.get_added_tokens_decoder().values()]
     for text in (*_PROBES, *added, " a ".join(added[:50])):
         want = own.encode(text, add_special_tokens=False).ids

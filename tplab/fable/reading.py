@@ -50,12 +50,11 @@ def read(story: Story, text: str) -> Reading:
     grammatical, answers, at = True, [], 0
     for beat in plots.PLOTS[story.plot][1]:
         found = min(filter(None, (p.search(text, at) for p, _ in _patterns(beat))), key=re.Match.start, default=None)
+        slots = _patterns(beat)[0][1]  # those of all variants, in their order
         if found is None:
-            slots = _patterns(beat)[0][1]
             said = [None] * len(slots)
             grammatical = False
         else:
-            slots = next(slots for p, slots in _patterns(beat) if p is found.re)
             said = found.groups()
             in_place = text[at : found.start()] == " "
             known = all(word in _WORDS[KINDS[slot]] for slot, word in zip(slots, said, strict=True))

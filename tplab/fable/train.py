@@ -211,7 +211,7 @@ def save(model, tokenizer, folder: Path):
     """Write an ordinary sharded HF folder, and SHA-256 sums of its files in the format of ``sha256sum``."""
     model.save_pretrained(folder, max_shard_size="2MB")
     tokenizer.save_pretrained(folder)
-    files = sorted(p for p in folder.iterdir() if p.name != "SHA256SUMS")
+    files = sorted(folder.iterdir())
     sums = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in files]
     (folder / "SHA256SUMS").write_text("".join(sums))
 

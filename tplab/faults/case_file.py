@@ -5,11 +5,11 @@ a case shows a symptom and keeps the rest sealed, and ``tplab.lesson`` opens it.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from pkgutil import resolve_name
 
 from tplab.faults.fault import anywhere
 from tplab.patch import Patch
@@ -136,10 +136,4 @@ def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
 
 def code_at(place: str) -> str:
     """The source of what stands at a place right now."""
-    owner, _, name = places()[place][0].rpartition(".")
-    parts = owner.split(".")
-    cut = next(at for at in range(len(parts), 0, -1) if ".".join(parts[:at]) in sys.modules)
-    found = sys.modules[".".join(parts[:cut])]
-    for part in (*parts[cut:], name):
-        found = getattr(found, part)
-    return inspect.cleandoc("\n" + inspect.getsource(found))
+    return inspect.cleandoc("\n" + inspect.getsource(resolve_name(places()[place][0])))

@@ -26,7 +26,7 @@ from tplab.files import replace_unprintable
 ROOT = Path(__file__).resolve().parents[2]
 SOLVED = "tests/test_notebooks.py"
 # Taken by whichever lane is free. Each begins by importing torch and transformers, so there are few.
-APART = {"unit tests of the exercises": ["tests/lesson"], "unit tests of align": ["tests/align"]}
+APART = {"unit tests of align": ["tests/align"], "unit tests of the exercises": ["tests/lesson"]}
 # The first lane takes them from the front, the second from the back: the longest of each first.
 PARTS = {"unit tests": ["tests", *(f"--ignore={path}" for path in [SOLVED, *sum(APART.values(), [])])],
          **APART,

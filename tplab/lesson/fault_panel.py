@@ -71,8 +71,7 @@ class Panel:
             self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype,
             patches=self.ticked)
         label = self._label()
-        self.figure = diff_figure({**{old: report for old, report in self._previous.items() if old != label},
-                                   label: self.report}, title=finding({label: self.report}))
+        self.figure = diff_figure({**self._previous, label: self.report}, title=finding({label: self.report}))
         self._previous = {label: self.report}
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)

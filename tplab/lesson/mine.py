@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import linecache
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from tplab.ranks.context import inside_rank
 from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, describe, learner_stack, place
 from tplab.ranks.oplog import is_machinery
 
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _LONGEST = 240  # characters of one line of a verdict
 CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
 
@@ -183,8 +185,8 @@ def _is_learners(frame: Frame) -> bool:
     import tplab
 
     library = tplab.__file__.rpartition("__init__")[0]
-    return not (is_machinery(frame.file) or frame.file.startswith(library) or "site-packages" in frame.file
-                or frame.file.startswith("<frozen"))
+    return not (is_machinery(frame.file) or frame.file.startswith((library, _STANDARD_LIBRARY, "<frozen"))
+                or "site-packages" in frame.file)
 
 
 def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -225,7 +227,7 @@ def kind(value) -> str:
     if isinstance(value, type) or inspect.isroutine(value):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__} itself"
     text, of = shown(value), type(value).__name__
-    return f"an object of the class {of}" if " at 0x" in text else f"{text} ({of})"
+    return f"an object of the class {of}" if " at 0x" in text or "\n" in text else f"{text} ({of})"
 
 
 def _same(a, b) -> bool:

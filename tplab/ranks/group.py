@@ -156,5 +156,5 @@ def _writing(t: torch.Tensor):
 
 
 def _write_back(flat: torch.Tensor, t: torch.Tensor) -> None:
-    if flat.data_ptr() != t.data_ptr() or not t.is_contiguous():
+    if flat.data_ptr() != t.data_ptr():
         t.detach().copy_(flat.view(t.shape))

@@ -126,8 +126,7 @@ def _name(found: float, right: float, mistakes: Mapping[str, float], have: str, 
     """:class:`NotYet` with the mistake that gives this number, if one is known, unless it is right."""
     if abs(found - right) <= _SMALL * right:
         return
-    near = [why for why, wrong in mistakes.items()
-            if abs(found - wrong) <= _SMALL * abs(wrong) / 4 and abs(wrong - right) > _SMALL * right]
+    near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4]
     why = f"\n{near[0][0].upper()}{near[0][1:]}" if near else ""
     raise NotYet(f"{have}: it says {_plainly(found)} {unit}, {_plainly(right)} are right{why}")
 

@@ -50,7 +50,7 @@ class _Toy:
         if len(self.calls) > _MOST_CALLS:
             raise NotYet(f"step has been called {_MOST_CALLS} times by now: what ends the loop?")
         self.cache.update(zip(positions, new_ids))
-        self.drawn.append(sum((p + 2) * (t + 1) for p, t in self.cache.items() if p <= positions[-1]) % 50)
+        self.drawn.append(sum((p + 2) * (t + 1) for p, t in self.cache.items()) % 50)
         return self.drawn[-1]
 
 
@@ -72,20 +72,21 @@ def _calls(toy: _Toy, found, ids: list[int], count: int) -> None:
                          f"{have - 1}: where does the next one stand?")
         if positions != list(range(have, have + len(new))):
             raise NotYet(f"{said}has positions {positions[:6]}, and {have} tokens are in the cache; which come next?")
-        if new != text[have:have + len(new)]:
-            next_one = (f"the prompt has {text[have:have + len(new)][:6]} there" if have < len(ids) else
+        if new != (known := text[have:have + len(new)]):
+            at = next((at for at, pair in enumerate(zip(new, known)) if pair[0] != pair[1]), 0)
+            next_one = (f"the prompt has {known[at:at + 6]} there" if have < len(ids) else
                         f"the token that was drawn for it is {text[have]}")
-            raise NotYet(f"{said}is given {new[:6]} at position {have}, and {next_one}")
+            raise NotYet(f"{said}is given {new[at:at + 6]} at position {have + at}, and {next_one}")
         have += len(new)
         text += [toy.drawn[number - 1]] * (have == len(text))
     if found[:len(ids)] == ids and len(found) == len(ids) + count:
         raise NotYet(f"{head}the prompt comes back too; only the new ids are asked for")
     if len(found) != count:
         raise NotYet(f"{head}{len(found)} id{'s' * (len(found) != 1)} came back; {count} new ones are asked for")
-    if found == toy.drawn[1:count + 1]:
-        raise NotYet(f"{head}the first new token is missing: which call has drawn it?")
     if found != _right(ids, count):
-        raise NotYet(f"{head}{found[:6]} come back, and step has drawn {toy.drawn[:6]}")
+        raise NotYet(head + ("the first new token is missing: which call has drawn it?"
+                             if found == toy.drawn[1:count + 1] else
+                             f"{found[:6]} come back, and step has drawn {toy.drawn[:6]}"))
     computed, enough = sum(len(new) for new, _ in toy.calls), len(ids) + count - 1
     if computed == enough + 1:
         raise NotYet(f"{head}{computed} tokens are computed, one more than needed: who reads what comes after the last "

@@ -81,7 +81,7 @@ def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> list[tup
 
 def _judge_kv(deal, group: int, num_kv_heads: int, what: str) -> None:
     """Each rank holds the KV heads that its query heads read, no other, in their order."""
-    modulo = num_kv_heads > 1 and all(kv == [rank % num_kv_heads] for rank, (_, kv) in enumerate(deal))
+    modulo = all(kv == [rank % num_kv_heads] for rank, (_, kv) in enumerate(deal))
     for rank, (q, kv) in enumerate(deal):
         reads = sorted({head // group for head in q})
         if missing := [head for head in reads if head not in kv]:

@@ -21,8 +21,8 @@ def held(thing, seen: set[int] | None = None) -> dict[int, int]:
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):
         return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
-    parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple | set) else
-             vars(thing).values() if hasattr(thing, "__dict__") and not callable(thing) else ())
+    parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else
+             vars(thing).values() if hasattr(thing, "__dict__") and not isinstance(thing, type) else ())
     return {address: size for part in parts for address, size in held(part, seen).items()}
 
 
@@ -51,7 +51,6 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
     cache, other = (Object(mine(layers), NAME) for _ in range(2))
     whole = {layer: tuple(numbers(sum(steps), kv_heads, dim, seed=seed) for seed in (layer, 90 + layer))
              for layer in range(layers)}
-    fused = 0
     for at, count in enumerate(steps):
         start = sum(steps[:at])
         for layer in range(layers):
@@ -61,7 +60,6 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
             right_k, right_v = (one[:start + count] for one in whole[layer])
             k.copy_(right_k[start:])
             v.copy_(right_v[start:])
-            fused += qkv.nbytes
             found = cache.append(layer, k, v)
             if not isinstance(found, tuple | list) or len(found) != 2:
                 raise NotYet(f"append returns {kind(found)}; the pair k, v of all tokens so far must come back")
@@ -74,7 +72,7 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and len(found[0]) > 1:
         raise NotYet(f"a second {NAME} gives out the tokens of the first: are the tensors in the class, or in a global "
                      "variable, instead of in self?")
-    _weigh(cache.made, layers, kv_heads, dim, steps, fused)
+    _weigh(cache.made, layers, kv_heads, dim, steps)
 
 
 def _compare(name: str, one, right: torch.Tensor, other: torch.Tensor, whole: dict, layer: int, start: int, count: int
@@ -102,7 +100,7 @@ def _compare(name: str, one, right: torch.Tensor, other: torch.Tensor, whole: di
     }, f"{name} of layer {layer} after {start} tokens and {count} more is not what was given", within=1e-6)
 
 
-def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...], fused: int) -> None:
+def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
     tokens, size = sum(steps), sum(held(made).values())
     needed = 2 * layers * tokens * kv_heads * dim * 4
     every_step = 2 * layers * kv_heads * dim * 4 * sum(sum(steps[:at + 1]) for at in range(len(steps)))
@@ -112,9 +110,8 @@ def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...], f
             f"heads · {dim} · 4 bytes = {needed:,} are needed")
     if size < needed:
         raise NotYet(f"{says}: where is the rest? Outside of self, two caches would share it")
-    why = {fused: "views keep the whole product [q | k | v] from which they were cut", every_step: "what was there "
-           "before a step is kept beside what was there after it", needed + every_step: "the new tokens are kept "
-           "alone, and with all before them"}.get(size, "what else is kept?")
+    why = {every_step: "what was there before a step is kept beside what was there after it",
+           2 * needed: "the new tokens are kept alone, and with all before them"}.get(size, "what else is kept?")
     raise NotYet(f"{says}: {why}")
 
 

@@ -89,7 +89,7 @@ def _judge(ran: list, x, up, down, bias, what: str) -> None:
             f"[tokens, hidden]{': what is needed of the other ranks before it?' if reduces < 2 else ''}"))
     share = max(map(len, split_evenly(len(up), size))) * (x.numel() + true.numel())
     most = max(multiplied for (_, multiplied), _ in ran)
-    if most > 1.2 * share:
+    if most > 1.3 * share:  # a last rank that takes all of the rest has done its share, too
         raise NotYet(f"{what}the result is right, and a rank multiplies {most:,} times where its share is {share:,}: "
                      "cut the weights before you multiply, not the result")
 
@@ -124,7 +124,7 @@ def _named(values, wrong, ops, x, up, down, bias) -> str:
         return f"this is {size} times the result: is something added up that was whole already?"
     floor = inner // size * size
     short = x @ up[:floor].T @ down[:, :floor].T
-    if floor < inner and all_are(short, short + bias, short + size * bias):
+    if floor < inner and all_are(short + bias):  # its bias is right: the sizes before this one divide
         lost = f"{floor}" if inner - floor == 1 else f"{floor}–{inner - 1}"
         return (f"the {inner} inner features do not divide by {size}, and feature{'s' * (inner - floor > 1)} {lost} "
                 "went lost: who takes the rest?")
@@ -133,8 +133,10 @@ def _named(values, wrong, ops, x, up, down, bias) -> str:
             guess = x @ w.T @ u.T
             if (w is not up or u is not down) and all_are(guess, guess + bias, guess + size * bias):
                 names = " and ".join(name for name, cut, own in (("up", w, up), ("down", u, down)) if cut is not own)
-                return (f"this is what comes out when {names} is cut along the other dimension and turned until it "
-                        "fits: outputs are rows (dim 0), inputs are columns (dim 1)")
+                turned = f"{names} is cut along the other dimension and turned until it fits"
+                if " and " in names:
+                    turned = f"{names} are cut along the other dimension and turned until they fit"
+                return f"this is what comes out when {turned}: outputs are rows (dim 0), inputs are columns (dim 1)"
     first = size * summands[0]
     if size > 1 and all_are(first, first + bias, first + size * bias):
         return "every rank has used the first share of the weights"

@@ -64,9 +64,13 @@ def my_rows(mine: Mine, setting: Setting):
     with ckpt.reader() as files:
         count = ckpt.tensors[name].shape[0]
         part = _part(mine, files[name], count // 3, (count // 2, *ckpt.tensors[name].shape[1:]))
-        found = guarded(lambda: part[10:20])
-        if files.bytes_read != found.nbytes or not found.equal(files[name][count // 3 + 10:count // 3 + 20]):
-            raise NotYet(f"from the model's file: ten rows were asked for, {files.bytes_read} bytes were read")
+        found = tensor(guarded(lambda: part[10:20]), "rows, hidden", (10, ckpt.tensors[name].shape[1]))
+        if files.bytes_read != found.nbytes:
+            raise NotYet(f"from the model's file: ten rows of {found.nbytes} bytes were asked for, {files.bytes_read} "
+                         "bytes were read")
+        if not found.equal(files[name][count // 3 + 10:count // 3 + 20]):
+            raise NotYet(f"from the model's file: part[10:20] of a part that begins at row {count // 3} is to be rows "
+                         f"{count // 3 + 10}–{count // 3 + 19}, and is not")
 
 
 @exercise("my_load", "07", takes="ckpt, plan, rank",

@@ -30,7 +30,7 @@ def my_slot_mapping(mine: Mine, setting: Setting):
         if len(slots) != len(positions):
             raise NotYet(f"{head}for {len(positions)} position{'s' * (len(positions) > 1)} come {len(slots)} slots; it "
                          "must be one for each")
-        if slots == [table[position // size] * size for position in positions] and len(slots) > 1:
+        if slots == [table[position // size] * size for position in positions]:
             raise NotYet(f"{head}all positions of a block go to its first slot: how many tokens stand before each in "
                          "this block?")
         for position, slot in zip(positions, slots):
@@ -43,7 +43,7 @@ def _slot(head: str, table: list[int], position: int, size: int, slot: int) -> N
     block, place = divmod(slot, size)
     if (block, place) == (table[index], right):
         return
-    if size != 4 and slot == table[min(position // 4, len(table) - 1)] * 4 + position % 4:
+    if slot == table[min(position // 4, len(table) - 1)] * 4 + position % 4:
         raise NotYet(f"{head}: is there a 4 in your code where the block size should stand?")
     if slot == table[index] * size + right - 1:
         raise NotYet(f"{head}, one too early: positions and places both count from 0, so what is there to subtract?")
@@ -86,7 +86,7 @@ def _written(head: str, table: list[int], before, after, mine, slots: list[int],
     if not changed:
         raise NotYet(f"{head}the cache is as it was before: nothing was written, or into a copy, which an index "
                      "with a list or a tensor makes")
-    if size != 4 and changed[-1] == table[(len(slots) - 1) // 4] * 4 + (len(slots) - 1) % 4 != slots[-1]:
+    if changed[-1] == table[(len(slots) - 1) // 4] * 4 + (len(slots) - 1) % 4 != slots[-1]:
         raise NotYet(f"{head}position {len(slots) - 1} was written into block {changed[-1] // size}: is there a 4 in "
                      "your code where the cache's own block size should stand?")
     strangers = [slot for slot in changed if slot not in slots]

@@ -69,7 +69,7 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
         except NotYet as wrong:
             says = str(wrong).replace("it returns", f"{name} comes back as", 1)
             raise NotYet(says + (": does a squeeze take more than the batch?" if 1 in x.shape else "")) from None
-        agree(one, turned(x, angle[:, None]), _confused(x, angle, {"q": k, "k": q}[name]),
+        agree(one, turned(x, angle[:, None]), _confused(x, angle),
               f"{name} is neither turned right nor in one of the usual wrong ways; [tokens, heads, head_dim] = "
               f"{list(x.shape)}, the same angle for all heads of a token")
 
@@ -79,7 +79,7 @@ def _is(found, given) -> bool:
         isinstance(one, torch.Tensor) and one.shape == x.shape and one.equal(x) for one, x in zip(found, given))
 
 
-def _confused(x: torch.Tensor, angle: torch.Tensor, other: torch.Tensor) -> dict[str, torch.Tensor]:
+def _confused(x: torch.Tensor, angle: torch.Tensor) -> dict[str, torch.Tensor]:
     """What comes out if the shapes or the tables are mixed up, ``angle [tokens, half]``."""
     tokens, heads, dim = x.shape
     right = angle[:, None]
@@ -88,7 +88,6 @@ def _confused(x: torch.Tensor, angle: torch.Tensor, other: torch.Tensor) -> dict
     back = turned(x, right).transpose(0, 1).reshape(x.shape)
     known = {
         "it is not turned: it comes back as it went in": x,
-        "right until the way back: view or reshape does not undo a transpose": back,
         "it is turned twice": turned(x, 2 * right),
         "cos and sin have changed places": x * sin + halves(x) * cos,
         "it is turned the other way round: the sign of sin is wrong": turned(x, -right),
@@ -96,12 +95,11 @@ def _confused(x: torch.Tensor, angle: torch.Tensor, other: torch.Tensor) -> dict
     }
     if tokens != heads:
         known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
-                  "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1))}
+                  "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),
+                  "right until the way back: view or reshape does not undo a transpose": back}
     else:
         known |= {f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number "
                   "were its token's: which order of dimensions does self.rotate expect?":
                   turned(x, angle[:heads][None]),
                   "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
-    if other.shape == x.shape:
-        known |= {"q and k have changed places": turned(other, right)}
     return {f"[tokens, heads] = {[tokens, heads]}: {says}": value for says, value in known.items()}

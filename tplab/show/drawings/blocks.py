@@ -199,7 +199,7 @@ class Stepper:
 
     def go(self, steps: int) -> None:
         """What a button does: so many steps on, or back, and not beyond the ends."""
-        self.step.value = min(max(self.step.value + steps, self.step.min), self.step.max)
+        self.step.value += steps  # the widget keeps it within its ends
 
     def _redraw(self, change) -> None:
         self.picture.value = self._drawn(blocks_figure(self._recording, [change["new"]]))

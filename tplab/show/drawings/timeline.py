@@ -27,7 +27,6 @@ def slices(recording: Recording) -> dict[int, dict[int, Slice]]:
             lost = lost or number in record.preempted
             if number in record.tokens:
                 kind = ("again" if lost else "prefill") if number in record.prefill else "decode"
-                lost = lost and kind == "again"
             else:
                 kind = "preempted" if number in record.preempted else "waiting"
             rows[at] = Slice(kind, record.tokens.get(number, 0), at == steps[-1])

@@ -74,7 +74,7 @@ def _finding(points, layer) -> str:
     outside = [name for name, inside in by_name.items() if not inside]
     if not outside:
         return f"Layer {layer}: every point is inside the floor"
-    if outside[0] in ("q_rope", "k_rope") and by_name["v"]:
+    if outside[0] in ("q_rope", "k_rope") and by_name.get("v"):  # of a recorded engine it may be missing
         which = "Q and K differ" if {"q_rope", "k_rope"} <= set(outside) else f"{outside[0][0].upper()} differs"
         return f"Layer {layer}: after RoPE {which}, while V matches: an error of position"
     before = list(by_name)[:list(by_name).index(outside[0])]
