@@ -38,6 +38,15 @@ def test_an_error_without_a_number_keeps_its_words(tmp_path):
         write_file(tmp_path / "report.json", write)
 
 
+def test_whoever_reads_the_earlier_file_reads_it_to_its_end(tmp_path):
+    (tmp_path / "report.json").write_text("the old report")
+    with open(tmp_path / "report.json") as earlier:
+        write_file(tmp_path / "report.json", lambda new: new.write_text("the new one") if new.parents[1] == tmp_path
+                   else pytest.fail("a file of another disk cannot be renamed to this one"))
+        assert os.listdir(tmp_path) == ["report.json"]
+        assert earlier.read() == "the old report" and (tmp_path / "report.json").read_text() == "the new one"
+
+
 def test_an_interrupt_leaves_the_earlier_file_too(tmp_path):
     def interrupted(new):
         new.write_text("half")
@@ -85,7 +94,8 @@ def test_whatever_is_not_a_regular_file_is_refused_and_stays(kind, tmp_path):
 
 @pytest.mark.parametrize("path, words", [
     ("/dev/null", "/dev/null is a device"), ("a" * 300, "File name too long"), ("", "'' is not the name of a file"),
-    ("nowhere/file", "there is no folder .*nowhere"), ("folder/", "'folder/' is not the name of a file"),
+    ("nowhere/file", "there is no folder .*nowhere"), ("/etc/hostname/file", "there is no folder /etc/hostname"),
+    ("folder/", "'folder/' is not the name of a file"),
 ])  # fmt: skip
 def test_a_name_that_cannot_be_written_is_refused(path, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -164,6 +164,33 @@ def test_a_replacement_that_cannot_be_called_alike_is_refused_and_nothing_stays(
         pass
 
 
+@pytest.mark.parametrize("given, says", [("nan_mask", "must be a list of faults, .*not 'nan_mask'"), (3, "not 3"),
+                                         ([3], "patches holds 3, which is no fault")])
+def test_what_is_no_list_of_faults_is_refused(given, says):
+    with pytest.raises(PatchError, match=says):
+        patch.as_patches(given)
+
+
+def test_every_name_that_is_patched_is_in_force_with_its_last_patch():
+    first, last = Patch(TARGET, lambda scores, mask: mask), Patch(TARGET, no_mask)
+    with applied(first, INHERITED), applied(last):
+        assert patch.in_force() == (last, INHERITED)
+    assert patch.in_force() == ()
+
+
+def test_what_is_called_by_keyword_only_is_no_positional_parameter():
+    target = "tplab.align.run.align"
+
+    def alike(model, prompts, *, tensor_parallel_size=2, **rest):
+        return "another"
+
+    with applied(Patch(target, alike)):
+        assert import_module("tplab.align.run").align("m", [], dtype="float64") == "another"
+    with pytest.raises(PatchError, match=r"is called with \(model, prompts\), but the replacement takes \(model\)"):
+        with applied(Patch(target, lambda model: model)):
+            pass
+
+
 @pytest.mark.parametrize("target, replacement, call, of", [
     ("tplab.pool.control_block.ControlBlock.bytes_needed", lambda size: size, "bytes_needed", (5,)),
     ("tplab.pool.control_block.ControlBlock.close", lambda self: (type(self), 5), "close", ()),

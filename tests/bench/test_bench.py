@@ -24,8 +24,9 @@ def test_decode_against_both_peers(folder, tmp_path, capsys, monkeypatch):
     assert main(["bench", "decode", "--model", str(folder), "--json", str(tmp_path / "table.json")]) == 0
     table = json.loads((tmp_path / "table.json").read_text())
     assert [row["name"] for row in table["rows"]] == [
-        "tplab, 2 ranks", "HF generate, 2 threads", "HF tensor parallel, 2 ranks", "limit: weights once from memory"]
-    assert [row.get("equal") for row in table["rows"]] == [1, 1, 1, None], "in float32 all write the same"
+        "tplab, 2 ranks", "tplab, 1 rank of 2 threads", "HF generate, 2 threads", "HF tensor parallel, 2 ranks",
+        "limit: weights once from memory"]
+    assert [row.get("equal") for row in table["rows"]] == [1, 1, 1, 1, None], "in float32 all write the same"
     assert table["rows"][0]["ratio"] == 1 and all(row["low"] <= row["median"] <= row["high"] for row in table["rows"])
     printed = capsys.readouterr().out
     assert "5 rounds" in printed and all(row["name"] in printed for row in table["rows"])
@@ -51,13 +52,13 @@ def test_each_benchmark_counts_what_it_is_about():
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    values = {"ours": [10.0, 40.0, 30.0], "theirs": [5.0, 10.0, 10.0]}
+    values = {"ours": [10.0, 40.0, 30.0], "theirs": [5.0, 20.0, 10.0]}
     each = dict.fromkeys(values, 1.0)
     race = run.Race(values, [20.0, 20.0, 20.0], each, each, each, {})
     table = run._table("decode", "m", 2, "float32", race, False, lambda line: None)
     assert [(row["name"], row["ratio"]) for row in table["rows"]] == [
-        ("ours", 1), ("theirs", 3), ("limit: weights once from memory", 1.5)]
-    assert [(row["median"], row["low"], row["high"]) for row in table["rows"]][1] == (10, 5, 10)
+        ("ours", 1), ("theirs", 2), ("limit: weights once from memory", 1.5)]
+    assert [(row["median"], row["low"], row["high"]) for row in table["rows"]][1] == (10, 5, 20), "whose ratio is 3"
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -77,5 +78,6 @@ def test_what_is_no_benchmark(folder):
         bench("decode", str(folder), rounds=4)
     with pytest.raises(BenchError, match="load has no peers"):
         bench("load", str(folder), busy=True)
-    with pytest.raises(BenchError, match="'nowhere/python' cannot be run"):
-        bench("decode", str(folder), vllm="nowhere/python")
+    for wrong in ("nowhere/python", str(folder / "config.json")):
+        with pytest.raises(BenchError, match=f"{wrong!r} cannot be run"):
+            bench("decode", str(folder), vllm=wrong)

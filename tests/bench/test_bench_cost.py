@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 
-from tplab.bench import machine as machine_module
-from tplab.bench import outlook
+from tplab.bench import cost, outlook
 from tplab.bench.amounts import Part, attention_amount, head_amount, kv_bytes, messages, mlp_amount, parameter_bytes
 from tplab.bench.cost import CostError, predict, step_cost
 from tplab.bench.links import LINKS, linked_machine
@@ -16,6 +15,7 @@ from tplab.bench.shapes import SHAPES, shape_config
 from tplab.checkpoint import open_checkpoint
 from tplab.cli import main
 from tplab.engine.errors import EngineError
+from tplab.faults.score import _SMALL, LAYOUTS
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
@@ -28,7 +28,7 @@ PLAN = ShardPlan.from_config(CONFIG, 2)
 BF16 = torch.bfloat16
 PARTS = [Part(5, 1), Part(0, 3)]  # one sequence decodes its sixth token, one reads its first three
 ROUND = Machine("round", 2, {1: 1.0, 5: 3.0}, kv_byte=10.0, score=0.5, value=0.25, reduce_latency=100.0,
-                reduce_byte=2.0, layer=1000.0, sequence=7.0, step=5000.0)
+                reduce_byte=2.0, layer=1000.0, sequence=7.0, step=5000.0, request=1e6)
 
 
 def test_the_counts_of_a_small_shape_by_hand():
@@ -43,14 +43,18 @@ def test_the_counts_of_a_small_shape_by_hand():
     assert amount.operations == 2 * 4 * 240 + amount.scores and amount.bytes(BF16) == 2 * 240 + amount.kv_bytes
     assert messages(CONFIG, PARTS, 2, BF16) == [4 * 10 * 2] * 5 + [2 * 16], "embedding, two layers, best tokens"
     assert kv_bytes(CONFIG, first, 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2
+    config = SimpleNamespace(**{**vars(CONFIG), "num_heads": 4, "num_kv_heads": 2})
+    assert kv_bytes(config, ShardPlan.from_config(config, 2).ranks[1], 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2, "one of two"
 
 
-@pytest.mark.parametrize("name", ["fable", "qwen2.5-0.5b"])
-def test_the_bytes_of_the_weights_are_those_that_a_rank_holds(name):
-    """Counted by the model itself: what its parameters occupy."""
+@pytest.mark.parametrize("name", ["fable", "qwen2.5-0.5b", "llama 9/3", "qwen3 8/4"])
+def test_the_bytes_of_the_weights_are_those_that_a_rank_holds(name, monkeypatch):
+    """Counted by the model itself: what its parameters occupy. With biases everywhere, and with norms of q and k."""
     from tplab.model.decoder import TensorParallelCausalLM
     from tplab.ranks import rank
 
+    for layout, shape in LAYOUTS.items():
+        monkeypatch.setitem(SHAPES, layout, _SMALL | shape)
     config = shape_config(name) if name in SHAPES else open_checkpoint(name).config
     plan = ShardPlan.from_config(config, 3)
 
@@ -63,16 +67,31 @@ def test_the_bytes_of_the_weights_are_those_that_a_rank_holds(name):
 
 
 def test_a_step_by_hand_waits_for_its_slowest_rank():
-    cost = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
-    assert cost.products == 2 * (240 + 90) + 40, "one row: a second per weight, of rank 0, which holds more"
-    assert cost.attention == 2 * 10 * 6 * 2 * 4 * 2, "decoding: by the bytes of keys and values"
-    assert cost.between == 0.25 * 2 * ((10 + 3 * 4) + (10 + 3))
-    assert cost.meetings == 5 * (100 + 2 * 20) + (100 + 2 * 16) and cost.python == 5000 + 2 * 1000
-    assert cost.total == sum(cost)
+    one = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
+    assert one.products == 2 * (240 + 90) + 40, "one row: a second per weight, of rank 0, which holds more"
+    assert one.attention == 2 * 10 * 6 * 2 * 4 * 2, "decoding: by the bytes of keys and values"
+    assert one.between == 0.25 * 2 * ((10 + 3 * 4) + (10 + 3))
+    assert one.meetings == 5 * (100 + 2 * 20) + (100 + 2 * 16) and one.python == 5000 + 2 * 1000
+    assert one.total == sum(one)
     read = step_cost(CONFIG, PLAN, [Part(0, 3)], 1, BF16, ROUND)
     assert read.attention == 2 * 0.5 * 4 * 2 * 4 * 9, "a prompt: by its operations"
     assert read.products == 2 * (240 + 90) * 2.0 + 40, "three rows lie half way between one and five; the head sees one"
     assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).python == 5000 + 2 * (1000 + 2 * 7)
+    begun = step_cost(CONFIG, PLAN, [Part(5, 1), Part(0, 1), Part(0, 2)], 3, BF16, ROUND).python
+    assert begun == 5000 + 2 * (1000 + 2 * 7) + 2e6, "two requests come"
+
+
+def test_each_phase_waits_for_its_own_slowest_and_a_mixed_step_counts_operations(monkeypatch):
+    mixed = step_cost(CONFIG, PLAN, PARTS, 2, BF16, ROUND)
+    assert mixed.attention == 2 * 0.5 * 4 * 2 * 4 * (1 * 6 + 3 * 3), "one that decodes and one that reads"
+    by_rank = [[cost.Amount(1, 10), cost.Amount(1, 2, kv_bytes=1)], [cost.Amount(1, 14), cost.Amount(1, 9, values=8)]]
+    monkeypatch.setattr(cost, "step_amount", lambda config, plan, rank, *rest: by_rank[rank])
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)[:3] == (14 + 2, 10, 0), "14 beside 10, 12 beside 11"
+    crowded = Machine(**{**vars(ROUND), "places": 1})
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, crowded)[:3] == pytest.approx(
+        (24 + 2 * 23 / 12, 10 * 23 / 12, 0)), "as long as all of them, in the slowest one's parts"
+    roomy = Machine(**{**vars(ROUND), "places": 16})
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, roomy)[:3] == (16, 10, 0)
 
 
 def test_ranks_without_a_core_take_turns():
@@ -85,12 +104,14 @@ def test_ranks_without_a_core_take_turns():
     assert sum(crowded[:3]) == pytest.approx(sum(a.weights + 10 * a.kv_bytes + 0.25 * a.values for a in amounts))
     assert sum(crowded[:3]) > sum(apart[:3])
     assert crowded.meetings == apart.meetings, "they are measured with all ranks"
+    three = step_cost(CONFIG, ShardPlan.from_config(CONFIG, 3), [Part(5, 1)], 1, BF16, ROUND)
+    assert three.python == 5000 + 2 * 1000 * 1.5, "three ranks share two cores"
 
 
 def test_one_rank_meets_nobody():
     alone = ShardPlan.from_config(CONFIG, 1)
-    cost = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
-    assert cost.meetings == 0 and cost.products == 2 * (10 * 32 + 150) + 70
+    one = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
+    assert one.meetings == 0 and one.products == 2 * (10 * 32 + 150) + 70
 
 
 def test_time_per_weight_between_and_beyond_what_was_measured():
@@ -104,6 +125,22 @@ def test_requests_are_predicted_step_by_step_as_the_scheduler_deals_them():
     first, total = predict(CONFIG, PLAN, [3, 2], [1, 3], BF16, ROUND)
     assert first == step_cost(CONFIG, PLAN, [Part(0, 3), Part(0, 2)], 2, BF16, ROUND).total
     assert total == first + sum(step_cost(CONFIG, PLAN, [Part(n, 1)], 1, BF16, ROUND).total for n in (2, 3))
+
+
+def test_a_prompt_in_pieces_gets_its_token_behind_the_last_one_and_nothing_is_found_in_a_cache():
+    """The engine computes no logits and exchanges no tokens for a piece that is not the last."""
+    config = SimpleNamespace(**{**vars(CONFIG), "max_position_embeddings": 2048, "eos_token_ids": (0,)})
+    piece = step_cost(CONFIG, PLAN, [Part(0, 512)], 0, BF16, ROUND)
+    assert piece.products == 2 * (240 + 90) * 3.0 * 512 / 5 and piece.meetings == 5 * (100 + 2 * 512 * 10 * 2)
+    ends = [step_cost(CONFIG, PLAN, [Part(512, 88)], 1, BF16, ROUND), *(
+        step_cost(CONFIG, PLAN, [Part(600 + n, 1)], 1, BF16, ROUND) for n in range(2))]
+    first, total = predict(config, PLAN, [600], [3], BF16, ROUND)
+    assert first == pytest.approx(piece.total + ends[0].total)
+    assert total == pytest.approx(first + ends[1].total + ends[2].total), "token 0 is drawn, and ends nothing"
+    with pytest.raises(ValueError):
+        predict(config, PLAN, [512, 512], [1], BF16, ROUND)
+    first, _ = predict(config, PLAN, [512, 512], [1, 1], BF16, ROUND)
+    assert first == 2 * step_cost(CONFIG, PLAN, [Part(0, 512)], 1, BF16, ROUND).total, "equal, and read twice"
 
 
 @pytest.mark.parametrize("parts, words", [([], "at least one token"), ([Part(0, 0)], r"not \(0, 0\)"),
@@ -123,6 +160,10 @@ def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
             162 * LINKS[name].latency + 1.75 * (161 * 8192 * 2 + 16) / LINKS[name].bytes_per_second)
     assert costs["nvlink"].total < costs["pcie"].total < costs["ethernet"].total
     assert costs["nvlink"].products == pytest.approx(69.5e9 / 8 * 2 / 3.35e12, rel=0.01), "read once, by eight"
+    numbers = {name: (f"{1e6 * link.latency:g} µs", f"{link.bytes_per_second / 1e9:g}") for name, link in LINKS.items()}
+    assert all(latency in LINKS[name].source for name, (latency, _) in numbers.items()), "as its source says"
+    assert "370 GB/s" in LINKS["nvlink"].source and "; 50 of the 64 GB/s" in LINKS["pcie"].source
+    assert [speed for _, speed in numbers.values()] == ["370", "50", "7.5"] and 7.5e9 == 0.6 * 100e9 / 8
     assert "assumed" in " ".join(link.source for link in LINKS.values())
     with pytest.raises(EngineError, match="no link 'pigeon'; there are nvlink, pcie, ethernet"):
         linked_machine("pigeon", 8, BF16)
@@ -130,21 +171,50 @@ def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
 
 def test_an_h100_multiplies_for_nothing_until_the_ridge():
     machine = linked_machine("pcie", 1, BF16)
-    assert machine.seconds_per_weight(256) == pytest.approx(machine.seconds_per_weight(1), rel=0.01)
-    assert machine.seconds_per_weight(3000) == pytest.approx(3000 * 2 / 989e12) and machine.reduce_byte == 0
+    assert machine.seconds_per_weight(256) == pytest.approx(machine.seconds_per_weight(1), rel=0.01, abs=0)
+    assert machine.seconds_per_weight(3000) == pytest.approx(3000 * 2 / 989e12, rel=0.01, abs=0)
+    assert machine.reduce_byte == 0
+    assert machine.seconds_per_weight(1) == 2 / 3.35e12 == 2 * machine.kv_byte and machine.score == 1 / 989e12
+    assert (machine.name, machine.places, machine.layer, machine.step) == ("1 × H100, pcie", 1, 0, 0)
+    assert linked_machine("pcie", 4, torch.float32).reduce_byte == 2 * 3 / 4 / 50e9
 
 
 def test_what_plan_says_about_speed(monkeypatch):
     monkeypatch.setattr(outlook, "measure_machine", lambda *given: ROUND)
+    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=14.6e9))
     lines = list(outlook.speed_lines(shape_config("mistral-7b"), ShardPlan.from_config(
         shape_config("mistral-7b"), 4), BF16))
     assert lines[1].startswith("round ") and [line.split(" ")[3] for line in lines[2:5]] == list(LINKS)
+    config, machine = shape_config("mistral-7b"), linked_machine("ethernet", 4, BF16)
+    one, many, read = (step_cost(config, ShardPlan.from_config(config, 4), parts, len(parts), BF16, machine)
+                       for parts in ([Part(512, 1)], [Part(512, 1)] * 16, [Part(0, 512)]))
+    cells = [f"{1 / one.total:,.1f}", f"{16 / many.total:,.1f}", f"{512 / read.total:,.0f}",
+             f"{one.meetings / one.total:.0%}"]
+    assert lines[4].split()[4:] == cells
+    assert [line[line.index(":"):] for line in lines[6:]] == [f": {link.source}" for link in LINKS.values()]
+    assert lines[0].split("  ")[0] == "predicted, 4 ranks"
     monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=8e9))
     monkeypatch.setattr(outlook, "measure_machine", None)
     config = shape_config("llama-3.1-70b")
     lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 1), BF16))
     assert lines[1] == "this machine has 8.0 GB of memory, the weights need 141.1 GB"
     assert lines[2] == "1 × H100, nvlink: 141.1 GB of weights do not fit into 80.0 GB"
+    lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 32), BF16))
+    assert lines[1].endswith("has 8.0 GB of memory, the weights need 149.2 GB"), "all ranks' weights and copies, here"
+    assert lines[2].startswith("32 × H100, nvlink  "), "a part of them on each, elsewhere"
+
+
+def test_what_plan_says_about_memory_and_about_a_model_for_short_texts(monkeypatch):
+    lines = list(outlook.memory_lines(CONFIG, PLAN, BF16))
+    assert lines == ["memory in bfloat16, with 16 sequences of 512 tokens", *(
+        f"  rank {r}: weights {parameter_bytes(CONFIG, shard, BF16) / 1e6:.1f} MB, keys and values 0.3 MB "
+        "(32 bytes per token)" for r, shard in enumerate(PLAN.ranks))], "2 layers, a key and a value of 4 × 2 bytes"
+    asked = []
+    monkeypatch.setattr(outlook, "step_cost", lambda config, plan, parts, due, *rest: asked.append((parts, due))
+                        or step_cost(config, plan, parts, due, *rest))
+    outlook._speeds(CONFIG, PLAN, BF16, ROUND)
+    assert asked == [([(63, 1)], 1), ([(63, 1)] * 16, 16), ([(0, 63)], 1)], "64 tokens, the last one a new one"
+    assert [outlook._size(count) for count in (999.4e6, 1e9)] == ["999.4 MB", "1.0 GB"]
 
 
 def test_plan_names_heads_bytes_and_speeds(tmp_path, capsys, monkeypatch):
@@ -155,15 +225,3 @@ def test_plan_names_heads_bytes_and_speeds(tmp_path, capsys, monkeypatch):
     assert "uneven: 4 query heads and 2 KV heads over 3 ranks" in out and "memory in bfloat16, with 16" in out
     assert "\nround " in out and "3 × H100, pcie" in out and max(map(len, out.splitlines()[1:])) <= 100
     assert main(["plan", "mistral-7b", "--dtype", "float16"]) == 2 and "'float16' is not one" in capsys.readouterr().err
-
-
-def test_a_small_machine_is_measured(monkeypatch):
-    """Every part is timed on real ranks, all of them at once; how long it took is the machine's own business."""
-    for name, small in (("ROWS", (1, 4)), ("FEW", 1), ("KEYS", (16, 32)), ("WORKING_SET", 1 << 16),
-                        ("MESSAGES", (64, 1 << 16))):
-        monkeypatch.setattr(machine_module, name, small)
-    found = machine_module.measure_machine(open_checkpoint("fable").config, 2, torch.float32)
-    assert set(found.weight) == {1, 4} and all(seconds > 0 for seconds in found.weight.values())
-    assert min(found.score, found.value, found.reduce_latency, found.layer) > 0
-    assert min(found.kv_byte, found.reduce_byte, found.sequence, found.step) >= 0, "a difference of two times"
-    assert found.places == machine_module.available_cores()

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.pools import Threads
 
-from tplab import show
-from tplab.bench import curves, loading, memory, peers, run, shapes
-from tplab.bench.machine import Machine
+from tplab.bench import loading, memory, peers, run, shapes
 from tplab.bench.peers import Timing, Work
+from tplab.bench.processes import PeerError
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import expected_shapes
 from tplab.ranks import RankError
@@ -41,7 +41,7 @@ class Contestant:
     pids = ()
 
     def __init__(self, ckpt, tp, dtype, prefix=False, **options):
-        self.name = type(self).__name__
+        self.name = type(self).__name__ + str(options["threads"] if [*options] == ["threads"] else "")
         self.log.append(("make", self.name, tp, dtype, *([prefix] if prefix else []), *options.values()))
 
     def time(self, work):
@@ -81,34 +81,93 @@ def race(monkeypatch):
 
 def test_contestants_take_turns_at_being_the_first(race):
     seen, log = race("decode")
-    assert seen.values == dict.fromkeys(("Tplab", "HuggingFace", "HuggingFaceTP"), [63.0] * 5)
+    assert seen.values == dict.fromkeys(("Tplab", "Tplab2", "HuggingFace", "HuggingFaceTP"), [63.0] * 5)
     assert (seen.limits, seen.absent) == ([7.0] * 5, {})
-    assert seen.equal == {"Tplab": 1.0, "HuggingFace": 0.75, "HuggingFaceTP": 1.0}
+    assert seen.equal == {"Tplab": 1.0, "Tplab2": 1.0, "HuggingFace": 0.75, "HuggingFaceTP": 1.0}
     assert list(seen.ready) == [*seen.values]
-    warm = [step for name in seen.values for step in (("make", name, 2, "float64"), name)]
-    assert log[:7] == [*warm, ("make", "Reading", 2, "float64")]
-    a, b, c = seen.values
-    rounds = [step for first in ([a, b, c], [b, c, a], [c, a, b], [a, b, c], [b, c, a]) for step in [*first, "limit"]]
-    assert log[7:-4] == [step for one in rounds for step in (run.PAUSE, one)], "a pause before each"
-    assert log[-4:] == [("close", name) for name in ("Reading", "HuggingFaceTP", "HuggingFace", "Tplab")]
+    warm = [("make", "Tplab", 2, "float64"), "Tplab", ("make", "Tplab2", 1, "float64", 2), "Tplab2",
+            ("make", "HuggingFace", 2, "float64"), "HuggingFace", ("make", "HuggingFaceTP", 2, "float64")]
+    assert log[:9] == [*warm, "HuggingFaceTP", ("make", "Reading", 2, "float64")]
+    a, b, c, d = seen.values
+    rounds = [step for first in ([a, b, c, d], [b, c, d, a], [c, d, a, b], [d, a, b, c], [a, b, c, d])
+              for step in [*first, "limit"]]
+    assert log[9:-5] == [step for one in rounds for step in (run.PAUSE, one)], "a pause before each"
+    assert log[-5:] == [("close", name) for name in ("Reading", "HuggingFaceTP", "HuggingFace", "Tplab2", "Tplab")]
+
+
+def test_ready_is_who_has_loaded_and_not_who_has_warmed_up(race, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
+    init, timed = Contestant.__init__, Contestant.time
+
+    def loads(self, *given, **options):
+        clock[0] += 2.0
+        init(self, *given, **options)
+
+    def works(self, work):
+        clock[0] += 100.0
+        return timed(self, work)
+
+    monkeypatch.setattr(Contestant, "__init__", loads)
+    monkeypatch.setattr(Contestant, "time", works)
+    assert set(race("prefill")[0].ready.values()) == {2.0}
+
+
+def test_hugging_face_loads_in_the_asked_dtype_with_a_thread_for_each_rank(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda folder, dtype: SimpleNamespace(
+        eval=lambda: (folder, dtype)))
+    monkeypatch.setattr(peers, "state", {})
+    peers._load_hf("folder", "bfloat16", 3)
+    assert peers.state == {"hf": ("folder", torch.bfloat16)} and told == [3]
+    assert peers._living(SimpleNamespace(pids=[7, None, 9])) == [7, 9]
 
 
 @pytest.mark.parametrize("kind, tp", [("prefill", 1), ("batch", 2)])
 def test_who_has_no_part_in_a_race(kind, tp, race):
     seen, log = race(kind, tp)
-    assert list(seen.values) == ["Tplab", "HuggingFace"] and "limit" not in log
+    assert list(seen.values) == ["Tplab", *["Tplab2"] * (tp > 1), "HuggingFace"] and "limit" not in log
     assert (seen.limits, seen.absent) == ([], {})
     assert ("make", "HuggingFaceTP", tp, "float64") not in log
 
 
-def test_a_peer_that_cannot_run_is_absent_with_its_reason_and_ends(race):
+def test_a_peer_that_cannot_run_is_absent_with_its_reason_and_ends(race, monkeypatch):
     seen, log = race("prefill", broken=("HuggingFaceTP",))
-    assert list(seen.values) == ["Tplab", "HuggingFace"]
+    assert list(seen.values) == ["Tplab", "Tplab2", "HuggingFace"]
     assert seen.absent == {"HF tensor parallel": "HuggingFaceTP cannot"}
+    monkeypatch.setattr(run, "HuggingFaceTP", lambda *given: (_ for _ in ()).throw(PeerError("not installed")))
+    assert race("prefill")[0].absent == {"HF tensor parallel": "not installed"}
     assert ("close", "HuggingFaceTP") in log
     with pytest.raises(RankError, match="Tplab cannot"):
         race("prefill", broken=("Tplab",))
     assert log[-1] == ("close", "Tplab")
+
+
+def test_who_waits_is_stopped_while_another_one_loads_or_is_measured(race, monkeypatch):
+    told = []
+    pids = {"Tplab": [1, 2], "Tplab2": [6], "HuggingFace": [3], "HuggingFaceTP": [4], "VLLM": [5]}
+    monkeypatch.setattr(Contestant, "pids", property(lambda self: pids[self.name]))
+    monkeypatch.setattr(run, "send", lambda others, number: told.append((list(others), number.name)))
+    monkeypatch.setattr(run, "alone", lambda chosen, others: told.append((list(chosen), list(others))) or nullcontext())
+    monkeypatch.setattr(run, "private_bytes", len)
+    monkeypatch.setattr(run, "VLLM", type("VLLM", (Contestant,), {"__init__": lambda self, *given, **options: setattr(
+        self, "name", "VLLM")}))
+    seen, _ = race("decode", broken=("HuggingFaceTP",), vllm="python")
+    waiting = ([], [1, 2], [1, 2, 6], [1, 2, 6, 3], [1, 2, 6, 3])  # who cannot run is not among them
+    assert told[:10] == [(pids, number) for pids in waiting for number in ("SIGSTOP", "SIGCONT")]
+    assert told[10:15] == [([1, 2], [6, 3, 5]), ([6], [1, 2, 3, 5]), ([3], [1, 2, 6, 5]), ([5], [1, 2, 6, 3]),
+                           ([], [1, 2, 6, 3, 5])], "last the limit"
+    assert len(told) == 10 + 5 * 5 and seen.held == {"Tplab": 2, "Tplab2": 1, "HuggingFace": 1, "VLLM": 1}
+
+
+def test_a_busy_process_is_there_while_they_race(monkeypatch):
+    asked = []
+    monkeypatch.setattr(run, "busy_process", lambda: nullcontext(asked.append("busy")))
+    monkeypatch.setattr(run, "_race", lambda *given: asked.append(given[0]) or "race")
+    monkeypatch.setattr(run, "_table", lambda *given: given[4:6])
+    assert run.bench("decode", "fable", busy=True) == ("race", True) and asked == ["busy", "decode"]
+    assert run.bench("decode", "fable") == ("race", False) and asked[2:] == ["decode"]
 
 
 def test_vllm_comes_as_threads_and_where_heads_allow_as_ranks(race):
@@ -117,11 +176,34 @@ def test_vllm_comes_as_threads_and_where_heads_allow_as_ranks(race):
 
     _, log = race("prefix", tp=3, vllm="python")
     assert made(log) == [
-        ("make", "Tplab", 3, "float64", True), ("make", "HuggingFace", 3, "float64"),
+        ("make", "Tplab", 3, "float64", True), ("make", "Tplab3", 1, "float64", True, 3),
+        ("make", "HuggingFace", 3, "float64"),
         ("make", "VLLM", 1, "float64", True, "python", 3), ("make", "VLLM", 3, "float64", True, "python")]
     log.clear()
     _, log = race("batch", tp=2, vllm="python")
     assert [step[2] for step in made(log) if step[1] == "VLLM"] == [1], "9 heads on 2 ranks: it refuses"
+
+
+def test_each_round_of_a_prefix_race_is_new_to_every_cache_and_memory_is_the_most_that_was_seen(race, monkeypatch):
+    works, held = [], iter([3, 0, 8, 0, 5, 9, 7, 4, 0, 6, 0, 2, 0, 5, 1])
+    monkeypatch.setattr(Contestant, "time", lambda self, work: works.append(work.prompts) or Timing(
+        1.0, 2.0, [[7]] * 16))
+    monkeypatch.setattr(run, "private_bytes", lambda pids: next(held))
+    seen, _ = race("prefix")
+    assert seen.held == {"Tplab": 9, "Tplab2": 0, "HuggingFace": 8}, "3, 9, 4, 6, 1 and 8, 5, 7, 2, 5: in turns"
+    first = works[0][0]
+    assert works[::3] == works[1::3] == works[2::3], "all get the same work"
+    assert len({tuple(prompts[0]) for prompts in works}) == 6 and works[3][0][0] == 10 + (first[0] - 9) % 90
+
+
+def test_works_that_share_or_fill_what_a_model_can_read():
+    prefix, long = run.WORKS["prefix"](100, 300), run.WORKS["long"](100, 300)
+    assert len({tuple(prompt[:150]) for prompt in prefix.prompts}) == 1 and prefix.new_tokens == [16] * 16
+    assert len({tuple(prompt[150:]) for prompt in prefix.prompts}) == 16
+    assert set(map(len, prefix.prompts)) == {166} and len(run.WORKS["prefix"](100, 9000).prompts[0]) == 272
+    assert prefix.prompts[0][:16] != prefix.prompts[0][150:], "what is shared does not come again"
+    assert (list(map(len, long.prompts)), long.new_tokens) == ([268], [32])
+    assert list(map(len, run.WORKS["long"](100, 9000).prompts)) == [2048]
 
 
 def test_the_table_as_it_is_shown():
@@ -139,20 +221,11 @@ def test_the_table_as_it_is_shown():
                                "bytes": 3_000_000, "equal": 1.0}]}
 
 
-class Pool:
+class Pool(Threads):
     """Ranks that answer what they are told to."""
 
-    def __init__(self, size, timeout=None):
-        self.size = size
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        pass
-
     def run(self, fn, *given):
-        return [{"bytes_read": 4e6 / self.size, "private": 8e6 / (rank + self.size), "seconds": 0.5}
+        return [{"bytes_read": 44e6 / self.size, "private": 88e6 / (rank + self.size), "seconds": 0.5}
                 for rank in range(self.size)] if fn is loading.measure_load else [fn, *given]
 
 
@@ -163,10 +236,32 @@ def test_loading_is_compared_with_one_rank(tp, layout, monkeypatch):
     total = sum(tensor.nbytes for tensor in _tensors(ckpt).values())
     rows = loading.bench_load(ckpt, "fable", tp, "float32", lines.append)["rows"]
     assert [(row["ranks"], row["rank"]) for row in rows] == layout
-    assert [row["read_share"] for row in rows] == [4e6 / size / total for size, _ in layout]
+    assert [row["read_share"] for row in rows] == [44e6 / size / total for size, _ in layout]
     assert [row["private_share"] for row in rows] == [1 / (rank + size) for size, rank in layout]
     assert lines[0] == f"load, fable, float32, checkpoint of {total / 1e6:.0f} MB" and len(lines) == 2 + len(rows)
-    assert lines[2].split()[:7] == ["rank", "0", "of", "1", "4", "MB", f"{4e6 / total:.3f}"]
+    assert lines[2].split() == ["rank", "0", "of", "1", "44", "MB", f"{44e6 / total:.3f}", "88", "MB", "1.00", "0.50"]
+
+
+def test_a_checkpoint_has_the_bytes_of_its_own_dtype(monkeypatch):
+    monkeypatch.setattr(loading, "RankPool", Pool)
+    ckpt = SimpleNamespace(config=open_checkpoint("fable").config, tensors={
+        "a": SimpleNamespace(shape=(300, 400), dtype=torch.bfloat16),
+        "b": SimpleNamespace(shape=(4,), dtype=torch.float32)})
+    rows = loading.bench_load(ckpt, "m", 1, "float32", lambda line: None)["rows"]
+    assert [row["read_share"] for row in rows] == [44e6 / (300 * 400 * 2 + 4 * 4)]
+
+
+def test_private_memory_is_what_it_grew_by_while_the_model_was_loaded(monkeypatch):
+    log = []
+    process = SimpleNamespace(memory_full_info=lambda: SimpleNamespace(uss=log.append("uss") or 100 * len(log)))
+    monkeypatch.setattr("psutil.Process", lambda: process)
+    monkeypatch.setattr(loading, "all_reduce", lambda tensor: log.append("meet"))
+    monkeypatch.setattr(loading, "state", {})
+    monkeypatch.setattr(loading.time, "perf_counter", iter([1.0, 4.0]).__next__)
+    model = SimpleNamespace(load_stats=SimpleNamespace(bytes_read=7))
+    monkeypatch.setattr(loading, "load_model", lambda ckpt, plan, dtype: log.append(dtype) or model)
+    assert loading.measure_load("ckpt", "plan", "bfloat16") == {"bytes_read": 7, "private": 400 - 200, "seconds": 3.0}
+    assert log == ["meet", "uss", torch.bfloat16, "uss"] and loading.state == {"loaded": model}, "it is held meanwhile"
 
 
 def _tensors(ckpt):
@@ -178,18 +273,23 @@ def test_bandwidth_is_what_all_ranks_read_in_their_median_pass(monkeypatch):
     assert memory.bandwidth(SimpleNamespace(run=lambda fn, size: [size, 2.0]), 8) == 10
     took = iter([9.0, 1.0, 4.0, 2.0, 3.0, 8.0] * 2)
     clock = iter([moment for seconds in took for moment in (100.0, 100.0 + seconds)])
-    kept = {}
+    kept, met, read = {}, [], []
     monkeypatch.setattr(memory, "state", kept)
-    monkeypatch.setattr(memory, "barrier", lambda: None)
-    monkeypatch.setattr(memory.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(memory, "barrier", lambda: met.append(len(read) // 2))
+    monkeypatch.setattr(memory.time, "perf_counter", lambda: read.append(next(clock)) or read[-1])
     assert memory._stream(64) == 64 / 4 and kept["stream"].nbytes == 64
     data = kept["stream"]
-    assert memory._stream(64) == 16 and kept["stream"] is data
+    assert memory._stream(64) == 16 and kept["stream"] is data and met == [0, 6], "all begin at the same time"
+    summed, clock = [], iter(range(100))
+    kept["stream"] = SimpleNamespace(sum=lambda: summed.append(len(read) % 2))
+    assert memory._stream(64) == 64 and summed == [1] * 6, "between the two looks at the clock"
 
 
 @pytest.mark.parametrize("name, parameters", [
     ("qwen2.5-0.5b", 494_032_768), ("mistral-7b", 7_248_023_552), ("llama-3.1-70b", 70_553_706_496)])
 def test_a_shape_has_as_many_parameters_as_its_model(name, parameters):
+    theta = 5e5 if name.startswith("llama") else 1e6
+    assert shapes.SHAPES[name]["rope_parameters"] == {"rope_type": "default", "rope_theta": theta}
     assert sum(map(math.prod, expected_shapes(shapes.shape_config(name), ()).values())) == parameters
 
 
@@ -199,6 +299,7 @@ def test_a_random_checkpoint_opens_and_goes(monkeypatch):
     monkeypatch.setitem(shapes.RANDOM_MODELS, "small", shape)
     with shapes.random_checkpoint("small") as folder:
         weights = _tensors(open_checkpoint(folder))
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
         assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
         for name, weight in weights.items():
             std, mean = torch.std_mean(weight.float())
@@ -225,6 +326,11 @@ def test_what_the_engine_is_asked_and_when_it_began_to_answer(monkeypatch):
     assert ours.time(Work([[1], [2, 3]], [4, 5])) == Timing(3.0, 4.0, [[7], [7]]) and ours.name == "tplab, 3 ranks"
     assert asked == [([[1], [2, 3]], [(0, 4, True), (0, 5, True)], False)]
     assert made == [((CKPT, 3, "float64"), {"pool": ours.pool, "enable_prefix_caching": False})]
+    told = []
+    monkeypatch.setattr(Pool, "run", lambda self, *given: told.append((self.size, *given)))
+    assert peers.Tplab(CKPT, 1, "float64", threads=3).name == "tplab, 1 rank of 3 threads"
+    peers.Tplab(CKPT, 3, "float64")
+    assert told == [(1, torch.set_num_threads, 3), (3, torch.set_num_threads, 1)], "not those that a pool deals out"
     assert [peers.HuggingFace(CKPT, n, "float32").name for n in (1, 2)] == ["HF generate, 1 thread",
                                                                           "HF generate, 2 threads"]
     assert peers.HuggingFace(CKPT, 2, "float32").pool.size == 1 and peers.HuggingFaceTP(CKPT, 2, "x").pool.size == 2
@@ -248,22 +354,3 @@ def test_what_hugging_face_is_asked_and_when_it_began_to_answer(monkeypatch):
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert asked == [([[5, 6]], [[1, 1]], {"max_new_tokens": 3, **options}),
                      ([[5, 6], [0, 7]], [[1, 1], [0, 1]], {"max_new_tokens": 3, **options})]
-
-
-def test_curves_are_measured_beside_their_limit(monkeypatch):
-    machine = Machine("one", 2, {1: 1e-3}, layer=1.0)
-    monkeypatch.setattr(curves, "measure_machine", lambda config, size, dtype: machine)
-    monkeypatch.setattr(curves, "decode_seconds", lambda llm, sequences, context: 0.5)
-    monkeypatch.setattr(curves, "RankPool", Pool)
-    monkeypatch.setattr(curves, "LLM", lambda *given, **options: nullcontext())
-    lines = []
-    found = curves.bench_curves(open_checkpoint("fable"), "fable", 3, "float32", lines.append)
-    assert list(found["sequences"]) == list(found["context"]) == [1, 2, 3] and len(lines) == 1 + 3 * (4 + 1)
-    assert list(found["context"][1]) == [128], "a context that the model does not reach is left out"
-    assert {n: pair[0] for n, pair in found["sequences"][2].items()} == {1: 2, 4: 8, 16: 32, 64: 128}
-    assert found["sequences"][1][1][1] == pytest.approx(1 / (1e-3 * (6 * 188416 + 128 * 768))), "products alone"
-    figure = show.curves_figure(json.loads(json.dumps(found)))
-    assert "for 1, 2, 3 ranks" in figure.alt_text and len(figure.axes) == 2
-    assert figure.axes[0].get_lines()[0].get_xydata().tolist()[-1] == [64, 128]
-    with pytest.raises(show.ShowError, match="curves_figure takes"):
-        show.curves_figure({"sequences": {}})

@@ -3,15 +3,17 @@
 The peer is a small script; the states of processes are read from the system, and no test waits for a second to pass.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tplab.bench import processes
+from tplab.bench import peers, processes, vllm_side
 from tplab.bench.peers import VLLM, Timing, Work
 from tplab.bench.processes import Child, PeerError, alone, private_bytes, tree
 from tplab.bench.run import equal_part
@@ -66,6 +68,7 @@ def stopped(pid):
 def test_questions_and_answers_are_lines(peer):
     child, hello = peer
     assert hello["ready"] == ["m", "2"], "what it prints is not taken for an answer"
+    assert os.getsid(child.pid) == child.pid, "Ctrl-C in this terminal is not for it"
     assert child.ask({"prompts": [[5]], "first": 1}, 60) == {"first": 0.5, "total": 2.0, "tokens": [[5]]}
     with pytest.raises(PeerError, match="which is no JSON"):
         child.ask({"prompts": [[1]]}, 60)
@@ -85,6 +88,37 @@ def test_who_is_not_measured_stands_still_with_all_it_has_started(peer):
         with alone([child.pid], ()):
             assert child.hear(60)["tokens"] == [[5]], "it goes on where it stood"
     assert status(child.pid) != psutil.STATUS_STOPPED != status(hello["child"])
+
+
+def test_a_tree_has_children_of_children():
+    parent = subprocess.Popen(["sh", "-c", "sh -c 'sleep 600 & echo $!; wait'; :"], stdout=subprocess.PIPE)
+    last = int(parent.stdout.readline())
+    found = tree([parent.pid])
+    assert (found[0].pid, found[-1].pid, len(found)) == (parent.pid, last, 3)
+    for process in found:
+        process.kill()
+    assert not processes._has_ended(psutil.Process())
+    parent.communicate()
+    assert processes._has_ended(found[0])
+
+
+def test_answers_come_in_pieces_and_all_of_them_within_one_time(monkeypatch):
+    child, waits, clock = object.__new__(Child), [], iter([100.0, 100.0, 103.0])
+    child.answers, write = os.pipe()
+    child.rest = b'{"a": 1}\n{"b": 2}\n{"c'
+    pieces = iter([b'": [3', b', 4]}\n{"d'])
+
+    def select(read, *rest):
+        waits.append(rest[-1])
+        os.write(write, next(pieces))
+        return read, [], []
+
+    assert child.hear(1) == {"a": 1} and child.hear(1) == {"b": 2}
+    monkeypatch.setattr(processes, "select", select)
+    monkeypatch.setattr(processes, "monotonic", lambda: next(clock))
+    assert child.hear(5) == {"c": [3, 4]} and waits == [5.0, 2.0] and child.rest == b'{"d'
+    os.close(child.answers)
+    os.close(write)
 
 
 def test_they_go_on_also_when_a_measurement_is_cut_short(peer):
@@ -120,14 +154,27 @@ with signals_end_properly():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_race_that_is_ended_ends_who_stands_still(script, number):
-    race = subprocess.Popen([sys.executable, "-c", RACE, script], stdout=subprocess.PIPE, text=True,
-                            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
+def test_a_race_that_is_ended_ends_who_stands_still(script):
+    race = subprocess.Popen([sys.executable, "-c", RACE, script], stdout=subprocess.PIPE, text=True)
     pids = list(map(int, race.stdout.readline().split()))
-    race.send_signal(number)
-    assert race.wait(60) == 128 + number and len(pids) == 2
+    race.send_signal(signal.SIGTERM)
+    assert race.wait(60) == 128 + signal.SIGTERM and len(pids) == 2
     assert not [pid for pid in pids if psutil.pid_exists(pid) and status(pid) != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_either_signal_ends_once(number):
+    was, cleaned = signal.signal(number, signal.SIG_DFL), []
+    try:
+        with pytest.raises(SystemExit) as ended, processes.signals_end_properly():
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(number)  # who is impatient does not interrupt the cleaning up
+                cleaned.append(number)
+        assert cleaned == [number] and ended.value.code == 128 + number and signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, was)
 
 
 @pytest.mark.parametrize("before, ends", [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
@@ -143,7 +190,19 @@ def test_a_signal_that_is_ignored_as_under_nohup_stays_so(before, ends):
 
 def test_memory_is_that_of_the_whole_tree(peer):
     child, hello = peer
-    assert private_bytes([child.pid]) > private_bytes([hello["child"]]) > 0
+    uss = {pid: psutil.Process(pid).memory_full_info().uss for pid in (child.pid, hello["child"])}
+    with alone((), [child.pid]):
+        assert private_bytes([child.pid]) == pytest.approx(sum(uss.values()), rel=0.02) and min(uss.values()) > 0
+
+
+def test_a_program_has_this_ones_environment_and_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPLAB_TOLD", "here")
+    path = tmp_path / "told.py"
+    path.write_text("import json, os, sys; e = os.environ; os.write(int(sys.argv[1]), json.dumps("
+                    "[e['TPLAB_TOLD'], e['MORE']]).encode() + b'\\n')")
+    child = Child(sys.executable, str(path), env={"MORE": "3"})
+    assert child.hear(60) == ["here", "3"]
+    child.close()
 
 
 def test_a_program_that_is_none():
@@ -152,10 +211,6 @@ def test_a_program_that_is_none():
 
 
 def test_vllm_is_asked_for_the_first_token_where_one_prompt_stands_alone(script, monkeypatch):
-    from types import SimpleNamespace
-
-    from tplab.bench import vllm_side
-
     monkeypatch.setattr(vllm_side, "__file__", script)
     ckpt = SimpleNamespace(folder="folder", config=SimpleNamespace(max_position_embeddings=9000))
     peer = VLLM(ckpt, 1, "bfloat16", True, python=sys.executable, threads=2)
@@ -167,6 +222,51 @@ def test_vllm_is_asked_for_the_first_token_where_one_prompt_stands_alone(script,
     finally:
         peer.close()
     assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("tp, threads, name, bind", [
+    (1, 3, "vLLM, 1 rank of 3 threads", "0,1,2"), (3, 1, "vLLM, 3 ranks", "0|1|2"),
+    (2, 2, "vLLM, 2 ranks of 2 threads", "0,1|2,3")])
+def test_vllm_has_a_core_for_each_rank_or_thread(tp, threads, name, bind, monkeypatch):
+    made = []
+    monkeypatch.setattr(peers, "Child", lambda *given, env: made.append((given, env)) or SimpleNamespace(
+        hear=lambda timeout: {"ready": "1"}))
+    ckpt = SimpleNamespace(folder="folder", config=SimpleNamespace(max_position_embeddings=300))
+    assert VLLM(ckpt, tp, "float32", python="python", threads=threads).name == name
+    (((*_, folder, size, dtype, length, prefix), env),) = made
+    assert (folder, size, dtype, length, prefix) == ("folder", str(tp), "float32", "300", "0")
+    assert env == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bind, "PYTHONPATH": ""}
+
+
+@pytest.mark.parametrize("prefix", ["0", "1"])
+def test_vllms_side_answers_each_line_and_asks_for_the_first_token_alone_where_it_is_wanted(prefix, monkeypatch):
+    read, write = os.pipe()
+    asked, clock = [], iter([10.0, 11.5, 20.0, 24.0, 30.0, 37.0])
+
+    class Engine:
+        def __init__(self, folder, **options):
+            asked.append((folder, options))
+
+        def generate(self, prompts, params, use_tqdm):
+            asked.append((prompts, params, use_tqdm))
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(5,) * one["max_tokens"])]) for one in params]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, __version__="9.9", SamplingParams=dict))
+    monkeypatch.setattr(vllm_side.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(sys, "stdin", [json.dumps({"prompts": [[1, 2]], "new_tokens": [3], "first": True}),
+                                       json.dumps({"prompts": [[1], [2]], "new_tokens": [2, 1], "first": False})])
+    vllm_side.main(str(write), "folder", "2", "bfloat16", "300", prefix)
+    with open(read) as said:
+        assert list(map(json.loads, said)) == [
+            {"ready": "9.9"}, {"first": 1.5, "total": 4.0, "tokens": [[5] * 3]},
+            {"first": 0.0, "total": 7.0, "tokens": [[5] * 2, [5]]}]
+    assert asked[0] == ("folder", {
+        "tensor_parallel_size": 2, "dtype": "bfloat16", "max_model_len": 300, "max_num_seqs": 64,
+        "skip_tokenizer_init": True, "enable_prefix_caching": prefix == "1"})
+    assert [([one["prompt_token_ids"] for one in prompts], [one.pop("max_tokens") for one in params], progress)
+            for prompts, params, progress in asked[1:]] == [
+        ([[1, 2]], [1], False), ([[1, 2]], [3], False), ([[1], [2]], [2, 1], False)]
+    assert asked[1][1] == [{"temperature": 0, "ignore_eos": True, "detokenize": False}]
 
 
 def test_a_prefix_is_new_in_every_round_and_shared_in_it():

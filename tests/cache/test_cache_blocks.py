@@ -128,6 +128,9 @@ def test_check_names_what_is_wrong():
         pool.check([])
     with pytest.raises(CacheError, match="block 0 is counted 1 times, but stands in 2 tables"):
         pool.check([table.block_ids, table.block_ids])
+    pool.touch(0)
+    with pytest.raises(CacheError, match="block 0 is leaked: counted 2 times, but stands in 1 tables"):
+        pool.check([table.block_ids])
 
 
 def test_a_hash_without_parent_is_a_wrong_hit():
@@ -199,6 +202,9 @@ def test_a_neighbour_is_taken_only_where_it_is_free_and_empty():
     pool.free_blocks([1])
     assert pool.num_cached == 1 and pool.get_new_block(after=0) == 3, "1 is kept for who may look for it"
     assert pool.get_new_block(after=0) == 1 and pool.num_cached == 0, "until nothing else is left"
+    pool = BlockPool(4, 1)
+    pool.free_blocks([pool.get_new_block(), pool.get_new_block(after=1)])
+    assert pool.get_new_block(after=0) == 1, "the first block has a neighbour too, though 2 would be next"
 
 
 def test_counts_of_a_pool():

@@ -204,6 +204,14 @@ def test_long_sequences_are_read_one_by_one_with_the_same_result(together, monke
     assert (ours - oracle).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("keys,reads", [(4, 1), (5, 2)])
+def test_so_many_bytes_are_still_read_together(keys, reads, monkeypatch):
+    """K and V of four keys of two heads, in float32."""
+    monkeypatch.setattr("tplab.cache.paged.TOGETHER_BYTES", 2 * 4 * 2 * HEAD_DIM * 4)
+    segments = [Segment(keys - 1, 1, (0, 1, 2), 1), Segment(0, 1, (4,), 1)]
+    assert len(PagedKVCache(1, 6, 2, 2, HEAD_DIM).context([*segments, segments[1]]).reads) == reads
+
+
 @pytest.mark.parametrize("segment,parts", [
     (Segment(0, 5, (), 5), [(5, 5)]),  # a prompt at once
     (Segment(2, 2, (), 5), [(2, 5)]),  # a chunk of it

@@ -92,8 +92,9 @@ def test_wrong_dtype(single):
 def test_two_half_precisions_in_one_checkpoint(tmp_path):
     folder = make_checkpoint(tmp_path / "m", dtype=torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
-    save_tensors(folder, tensors | {GATE: tensors[GATE].to(torch.float16)})
-    assert f"wrong dtype: {GATE} is float16 while" in refusal(folder)
+    for named in GATE, min(tensors):  # the first of each in the order of the file
+        save_tensors(folder, tensors := tensors | {named: tensors[named].half()})
+        assert f"wrong dtype: {named} is float16 while" in refusal(folder)
 
 
 def test_float32_norms_in_a_bfloat16_checkpoint_are_ordinary(tmp_path):
@@ -199,8 +200,9 @@ def test_index_that_climbs_out_of_the_folder(sharded, file):
 
 
 def test_index_of_pickled_files(sharded):
-    edit_index(sharded, lambda m: m.update({GATE: "pytorch_model-00001-of-00002.bin"}))
-    assert "only .safetensors files are read" in refusal(sharded)
+    for file in "pytorch_model-00001-of-00002.bin", "model.safetensors.bin":
+        edit_index(sharded, lambda m, file=file: m.update({GATE: file}))
+        assert "only .safetensors files are read" in refusal(sharded)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])

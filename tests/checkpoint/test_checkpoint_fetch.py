@@ -171,6 +171,27 @@ def test_fetch_makes_an_ordinary_folder_with_sums(source, cache):
     assert leftovers(cache) == []
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_model_comes_to_its_place_in_one_step_and_leftovers_go(tmp_path, there):
+    target, made = tmp_path / "m", []
+    (tmp_path / ".m.left").mkdir()
+    (tmp_path / ".n.another").mkdir()
+    if there:
+        target.mkdir()
+        (target / "old").touch()
+
+    def make(folder, scratch):
+        made.append(folder.stat().st_ino)
+        assert folder.parent.parent == scratch.parent.parent == tmp_path and not [*folder.iterdir()]
+        assert target.exists() == there and not (tmp_path / ".m.left").exists()
+        (folder / "new").touch()
+
+    fetching._replace(target, make)
+    assert [target.stat().st_ino] == made, "a copy, which an interrupt could cut short"
+    assert [path.name for path in target.iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".n.another", "m"]
+
+
 def test_a_second_fetch_does_nothing_and_a_damaged_model_is_replaced(source, cache, monkeypatch):
     folder = fetch("smollm2", silent)
     made = os.stat(folder).st_ino

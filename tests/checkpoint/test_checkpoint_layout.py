@@ -5,7 +5,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from safetensors.torch import load_file
 
-from tplab.checkpoint import CheckpointError, open_checkpoint
+from tplab.checkpoint import CheckpointError, layout, open_checkpoint
 from tplab.checkpoint.layout import by_parameter, read_part, sources, tensor_parts
 from tplab.model import load_model
 from tplab.ranks import logical_ranks
@@ -84,7 +84,7 @@ def test_rows_of_a_fused_tensor_are_sliced_as_any_tensor_is(tmp_path):
     with ckpt.reader() as reader:
         for (name, part), rows in zip(attn.items(), sources([*attn.values()], reader), strict=True):
             assert rows.shape == part.shape
-            for piece in (slice(None), slice(3, None), slice(None, 5), slice(4, 9), slice(2, 2)):
+            for piece in (slice(None), slice(3, None), slice(None, 5), slice(4, 9), slice(2, 2), slice(0, 0)):
                 assert torch.equal(rows[piece], stored[name][piece]), name
 
 
@@ -135,3 +135,7 @@ def test_a_fused_weight_wants_its_bias_fused_and_nothing_beside_it(tmp_path):
     save_tensors(folder, tensors | {extra: torch.ones(16)})
     with pytest.raises(CheckpointError, match=f"unexpected tensor {extra}"):
         open_checkpoint(folder)
+
+
+def test_names_that_are_too_many_are_counted():
+    assert [layout._some(list(names)) for names in ("a", "ab", "abcd")] == ["a", "a and 1 more", "a and 3 more"]

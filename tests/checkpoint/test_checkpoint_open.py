@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tplab.checkpoint import CheckpointError, ModelConfig, cache_dir, open_checkpoint
 from tplab.checkpoint.config import ARCHITECTURES
 from tplab.checkpoint.layout import HEAD, expected_shapes
+from tplab.checkpoint.random_weights import write_random
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +208,8 @@ def test_where_the_cache_is(monkeypatch):
 
 def test_a_name_of_any_kind_and_a_folder_that_looks_like_a_hub_id(tmp_path, monkeypatch):
     assert open_checkpoint(b"fable").folder == open_checkpoint("fable").folder
+    assert repr(open_checkpoint(b"fable")) == (
+        "<Checkpoint fable: qwen2, 6 layers, 8 query and 2 KV heads of 16, vocabulary 768>")
     make_checkpoint(tmp_path / "own" / "m")
     (tmp_path / "own" / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.chdir(tmp_path)
@@ -239,6 +242,7 @@ def test_what_is_no_name_of_a_model(model):
         ("a\0b", "null"),
         ("x" * 5000, "too long"),
         ("../../../../x/y", "no folder"),
+        ("modèle/x", "no folder 'modèle/x'"),
     ],
 )
 def test_a_name_that_means_nothing_says_what_would_work(name, words):
@@ -256,6 +260,21 @@ def test_a_hub_model_that_cannot_be_reached_names_the_remedies(tmp_path, monkeyp
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert "hub model 'someone/model-1' is not in the local hub cache" in run.stdout, run.stderr
     assert "'fable'" in run.stdout
+
+
+def refuse_entry(*_):
+    raise PermissionError(13, "Permission denied", "the path itself")
+
+
+def test_a_folder_that_may_not_be_listed_or_goes_while_it_is_looked_at(tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path / "m")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse_entry)
+        with pytest.raises(CheckpointError, match=f"'{folder}' cannot be opened: Permission denied$"):
+            open_checkpoint(folder)
+    monkeypatch.setattr("tplab.checkpoint.checkpoint.read_headers", lambda folder: os.listdir(folder / "gone"))
+    with pytest.raises(CheckpointError, match=rf"{folder} cannot be read: \[Errno 2\]"):
+        open_checkpoint(folder)
 
 
 def test_hub_ids_are_downloaded_by_name_without_pickles(tmp_path, monkeypatch):
@@ -291,3 +310,16 @@ def test_random_tensors_depend_on_the_seed():
     name = "model.norm.weight"
     assert torch.equal(random_tensors(config, 1)[name], random_tensors(config, 1)[name])
     assert not torch.equal(random_tensors(config, 1)[name], random_tensors(config, 2)[name])
+
+
+def test_a_random_checkpoint_is_that_of_its_seed_and_an_untied_embedding_of_order_one(tmp_path):
+    sizes = dict(model_type="llama", num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
+                 intermediate_size=8, vocab_size=99)
+    for tied, spread in (False, 1), (True, 3 / 8):
+        folder = write_random(tmp_path / f"{tied}", 7, tie_word_embeddings=tied, **sizes)
+        opened = open_checkpoint(folder)
+        with opened.reader() as reader:
+            for name, tensor in random_tensors(opened.config, 7).items():
+                assert torch.equal(reader[name][:], tensor), name
+            assert float(reader["model.norm.weight"][:].mean()) == pytest.approx(1, abs=0.2)
+            assert float(reader["model.embed_tokens.weight"][:].std()) == pytest.approx(spread, rel=0.05)

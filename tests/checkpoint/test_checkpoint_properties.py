@@ -74,21 +74,23 @@ def plain(tmp_path_factory):
     return Healthy(tmp_path_factory.mktemp("plain") / "m", sums=False)
 
 
+# Made once: hypothesis looks a strategy over when it is first drawn from.
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "flip", "flip", "set", "cut", "delete", "insert", "repeat", "zero"]),
+        st.one_of(st.floats(0, 1, exclude_max=True), st.floats(0, 0.05)),  # more often near the header
+        st.integers(1, 255),
+        st.integers(1, 64),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
 @st.composite
 def damage(draw):
     """A function from a file's bytes to damaged bytes: one to three cuts, flips, insertions or repetitions."""
-    edits = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from(["flip", "flip", "flip", "set", "cut", "delete", "insert", "repeat", "zero"]),
-                st.one_of(st.floats(0, 1, exclude_max=True), st.floats(0, 0.05)),  # more often near the header
-                st.integers(1, 255),
-                st.integers(1, 64),
-            ),
-            min_size=1,
-            max_size=3,
-        )
-    )
+    edits = draw(EDITS)
 
     def apply(content):
         content = bytearray(content)

@@ -1,6 +1,7 @@
 """Slices: the right numbers, only those numbers, and their count."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -102,8 +103,12 @@ def test_whole_tensors_are_never_loaded_behind_a_slice(folder, monkeypatch):
     ],
 )
 def test_bounds_are_exact(folder, index):
-    with open_checkpoint(folder).reader() as r, pytest.raises(IndexError, match="up_proj"):
-        r[UP][index]
+    with open_checkpoint(folder).reader() as r:
+        with pytest.raises(IndexError, match="up_proj"):
+            r[UP][index]
+        with pytest.raises(IndexError, match="norm.weight has 1 dimensions, 2 slices were asked for"):
+            r["model.norm.weight"][:4, :2]
+        assert r[UP][0:0].shape == (0, 32)
 
 
 def test_unknown_names_and_closed_readers_are_refused(folder):
@@ -139,4 +144,8 @@ def test_a_folder_that_went_away_is_named_before_anything_is_compared(folder):
     ckpt = open_checkpoint(folder)
     os.unlink(folder / ckpt.tensors[UP].file)
     with pytest.raises(CheckpointError, match="it was there when the checkpoint was opened"):
+        ckpt.check_unchanged()
+    shutil.rmtree(folder)
+    folder.touch()
+    with pytest.raises(CheckpointError, match="Not a directory; it was there when the checkpoint was opened"):
         ckpt.check_unchanged()

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers.checkpoints import bounded_memory, make_checkpoint
+from helpers.checkpoints import bounded_memory, make_checkpoint, save_tensors
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tplab.checkpoint import CheckpointError, ModelConfig, open_checkpoint
@@ -61,6 +62,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"rope_parameters": YARN | {"factor": 4.0, "attention_factor": "x"}}, "cannot be set up"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "each pair"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta is 0.0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "'10000'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": True}}, "rope_theta is True"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta"),
@@ -123,15 +125,24 @@ def test_configs_that_contradict_the_weights(tmp_path, changes, words):
 @pytest.mark.parametrize("changes", [
     {"num_experts": 0, "moe_intermediate_size": None}, {"architectures": None}, {"quantization_config": None},
     {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False}, {"rms_norm_eps": 0.0},
-    {"eos_token_id": 66}, {"eos_token_id": 0},
+    {"eos_token_id": 66}, {"eos_token_id": 0}, {"max_position_embeddings": 1 << 24}, {"hidden_act": "relu"},
 ], ids=str)
 def test_configs_that_say_nothing_out_of_the_ordinary(tmp_path, changes):
     assert open_checkpoint(edit(make_checkpoint(tmp_path / "m"), **changes)).config.num_layers == 2
 
 
+def test_the_librarys_own_words_are_the_cause(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(edit(make_checkpoint(tmp_path / "m"), rope_parameters=YARN))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_an_untied_checkpoint_without_a_head(tmp_path):
     folder = edit(make_checkpoint(tmp_path / "m", tie=True), tie_word_embeddings=False)
     assert "lm_head.weight missing (the config does not tie" in refusal(folder)
+    save_tensors(folder, {name: tensor for name, tensor in load_file(folder / "model.safetensors").items()
+                          if name != "model.norm.weight"})
+    assert "model.norm.weight and 1 more missing (the config does not tie" in refusal(folder)
 
 
 @pytest.mark.parametrize(("window", "longest", "active"),
@@ -220,7 +231,8 @@ def test_a_device_in_the_place_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "words"), [
-    (KeyError("factor"), "KeyError 'factor'"), (ValueError(), "ValueError "), (ValueError("too short"), "too short"),
+    (KeyError("factor"), "KeyError 'factor'"), (IndexError("far out"), "IndexError far out"),
+    (ValueError(), "ValueError "), (ValueError("too short"), "too short"),
     (FileNotFoundError(2, "No such file", "/a/b"), "No such file"), (OSError("without a number"), "without a number"),
 ], ids=repr)
 def test_an_error_of_a_library_in_words(error, words):

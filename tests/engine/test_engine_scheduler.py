@@ -223,6 +223,7 @@ def test_after_a_restart_of_the_ranks_everybody_waits_in_order():
 def test_every_step_is_remembered():
     run = Steps(1)
     found = [[r.step_number for r in records] for records in (run.steps(40), run.scheduler.history)]
+    assert run.scheduler.history.maxlen == 10_000, "an engine that runs for days must not keep them all"
     assert found == [list(range(1, 41))] * 2
 
 

@@ -1,15 +1,19 @@
 """What the ranks are told in a step, and what they remember of the last one."""
 
+from types import SimpleNamespace
+
 import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.engine import RanksFailed, make_engine, one_at_a_time
 
 from tplab.cache import Segment
-from tplab.engine import sampler
+from tplab.engine import EngineError, sampler
+from tplab.engine.runner import drop_runners, execute_model, has_runner, load_runner
 from tplab.engine.step import SamplingMetadata, ScheduledRequest, SchedulerOutput
 from tplab.llm import LLM, SamplingParams
+from tplab.model import LoadStats
 from tplab.patch import Patch
-from tplab.ranks import RankError, rank
+from tplab.ranks import RankError, rank, state
 
 
 def endless(**params):
@@ -19,6 +23,24 @@ def endless(**params):
 def told(engine):
     """What the ranks were told last, by sequence."""
     return {part.request_id: part for part in engine.executor.told[-1].requests}
+
+
+def test_a_load_forgets_what_nobody_needs_and_says_what_it_costs(monkeypatch):
+    made = SimpleNamespace(model=SimpleNamespace(load_stats=LoadStats(5, 6)),
+                           cache=SimpleNamespace(nbytes=7, bytes_per_token=8))
+    monkeypatch.setattr("tplab.engine.runner.ModelRunner", lambda *arguments: made if arguments == (1, 2) else None)
+    state["engine a"] = "a runner"
+    assert load_runner("engine b", ["engine a"], 1, 2) == {
+        "bytes_read": 5, "parameter_bytes": 6, "cache_bytes": 7, "cache_bytes_per_token": 8}
+    assert not has_runner("engine a") and state.pop("engine b") is made
+
+
+def test_to_forget_an_engine_that_a_rank_never_had_is_no_error():
+    state["engine b"] = "a runner"
+    drop_runners(["engine a", "engine b"])
+    assert not has_runner("engine b")
+    with pytest.raises(EngineError, match="this rank was restarted and has lost its weights and its cache"):
+        execute_model("engine b", None)
 
 
 # What is said.

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
 
 from tplab.fable import CHECKPOINT, FableError, default_prompt, default_story, plots, stories, words
+from tplab.fable import recall as recall_module
 from tplab.fable.reading import read
 from tplab.fable.recall import recall, reference_generate
 
@@ -28,13 +30,18 @@ def tokenizer():
 # The grammar
 
 
-def test_stories_are_deterministic():
+def test_stories_are_deterministic(many):
     first = stories("train", 3)
     assert first == stories("train", 5)[:3]
     assert first != stories("train", 3, seed=1)
     # The committed checkpoint was trained on exactly these texts.
     digest = hashlib.sha256("\n".join(s.text for s in stories("train", 100)).encode()).hexdigest()
     assert digest[:16] == "7081e72cc36b55b5"
+    more = hashlib.sha256("\n".join(f"{s.text}{s.references}" for s in many).encode()).hexdigest()
+    assert more[:16] == "f8ca16c2f46cf532", "recall was measured on these"
+    told = Counter(word for s in many for word in s.facts.values())
+    assert len(told) == len(words.GIRLS + words.BOYS + words.COLOURS) + 3 * 16, "all words are met"
+    assert {s.plot for s in many} == set(plots.PLOTS)
 
 
 def test_references_point_at_their_words(many):
@@ -71,6 +78,7 @@ def test_splits_share_no_pair_of_names(many):
 
 @pytest.mark.parametrize("split, n", [("test", 1), ("", 1), ("train", -1)])
 def test_bad_requests_are_refused(split, n):
+    assert stories("train", 0) == []
     with pytest.raises(FableError):
         stories(split, n)
 
@@ -80,6 +88,8 @@ def test_default_prompt_opens_a_held_out_story():
     assert default_prompt() == story.opening
     assert story in stories("held-out", 64)
     assert default_prompt() == default_prompt(0) != default_prompt(1)
+    assert {default_story(seed).plot for seed in range(3)} == {"lost"}
+    assert default_story() == next(s for s in stories("held-out", 64) if s.plot == "lost"), "the first of them"
 
 
 # Reading
@@ -125,6 +135,28 @@ def test_of_two_sentences_that_fit_a_beat_the_earlier_one_is_read():
     assert reading.answers[0].said == hero and not reading.grammatical
 
 
+def test_a_sentence_is_looked_for_behind_the_one_before_it():
+    story = default_story()
+    first, second, *rest = re.split(r"(?<=[.!]) ", story.body.strip())
+    reading = read(story, " " + " ".join([second, first, *rest]))
+    assert not reading.grammatical
+    assert [(a.kind, a.said) for a in reading.answers if not a.right] == [("place", None), ("name", None)]
+
+
+def test_one_unknown_word_beside_a_known_one_is_not_grammatical():
+    story = default_story()
+    sentence = re.split(r"(?<=[.!]) ", story.body.strip())[1]  # of a place and a name
+    reading = read(story, story.body.replace(sentence, sentence.replace(story.facts["friend"], "Zork")))
+    assert not reading.grammatical and [a.said for a in reading.answers if not a.right] == ["Zork"]
+
+
+def test_what_follows_from_a_fact_must_be_one_of_its_words():
+    story = next(s for s in stories("held-out", 64) if f" {words.ANIMALS[s.facts['pet']]} in the air" in s.body)
+    sound = words.ANIMALS[story.facts["pet"]]
+    assert read(story, story.body.replace(f"a {sound} in", "a purr in")).grammatical, "of another animal, all the same"
+    assert not read(story, story.body.replace(f"a {sound} in", "a whistle in")).grammatical
+
+
 def test_two_spaces_between_sentences_are_not_grammatical():
     story = default_story()
     assert not read(story, story.body.replace(". ", ".  ", 1)).grammatical
@@ -151,6 +183,8 @@ def test_recall_scores_an_oracle_full_and_a_repeater_empty(tokenizer):
     bodies = [tokenizer.encode(s.body + "<|endoftext|>" + s.opening).ids for s in some]
     full = recall(lambda prompts, n: bodies, some)
     assert full.percent() == full.grammatical == 100
+    assert [line.split()[:3] for line in str(full).splitlines()] == [
+        [kind, "100.0", "%"] for kind in ("animal", "colour", "name", "place", "thing", "overall", "grammatical")]
     empty = recall(lambda prompts, n: [[p[-1]] * n for p in prompts], some)
     assert empty.percent() == empty.grammatical == 0
     assert empty.counts()["overall"] == (0, sum(len(s.references) for s in some))
@@ -158,6 +192,9 @@ def test_recall_scores_an_oracle_full_and_a_repeater_empty(tokenizer):
     pad = tokenizer.token_to_id("<|pad|>")
     padded = recall(lambda prompts, n: [[*tokenizer.encode(s.body).ids, pad] for s in some], some)
     assert (padded.percent(), padded.grammatical) == (100, 0)
+    half = recall(lambda prompts, n: [ids * (at % 4 == 0) for at, ids in enumerate(bodies)], some)
+    assert half.grammatical == 25 and str(half).splitlines()[-1].split() == ["grammatical", "25.0", "%", "of", "12",
+                                                                           "stories"]
 
 
 def test_recall_of_a_mixed_up_model_is_between(tokenizer):
@@ -230,6 +267,40 @@ def test_every_tokenizer_gives_the_same_ids(tokenizer):
 def test_an_opening_is_a_prefix_of_its_story_in_tokens_too(tokenizer, many):
     for s in many[:100]:
         assert tokenizer.encode(s.text).ids == tokenizer.encode(s.opening).ids + tokenizer.encode(s.body).ids
+
+
+def test_prompts_are_padded_on_the_left_and_the_padding_is_masked(monkeypatch, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    asked = []
+
+    def generate(input_ids, attention_mask, max_new_tokens, do_sample):
+        asked.append((input_ids.tolist(), attention_mask.tolist(), max_new_tokens, do_sample))
+        return torch.cat([input_ids, input_ids[:, -1:] + 10], 1)
+
+    def load(folder, dtype, attn_implementation):
+        assert (folder, dtype, attn_implementation) == (tmp_path, torch.float32, "eager")
+        return SimpleNamespace(generate=generate, generation_config=SimpleNamespace(pad_token_id=1))
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(recall_module, "BATCH_SIZE", 2)
+    assert reference_generate(tmp_path)([[5, 6, 7], [8], [9, 4]], 3) == [[17], [18], [14]]
+    assert asked == [([[5, 6, 7], [1, 1, 8]], [[1, 1, 1], [0, 0, 1]], 3, False), ([[9, 4]], [[1, 1]], 3, False)]
+
+
+def test_a_body_has_room_in_what_a_model_may_write(tokenizer, many):
+    longest = max(len(tokenizer.encode(s.body).ids) for s in many)
+    assert 100 < longest < 160 and recall_module.MAX_NEW_TOKENS == 192, "about 150, and some to spare"
+
+
+def test_the_command_measures_held_out_stories(monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["recall", "--stories", "3", "--checkpoint", str(tmp_path)])
+    monkeypatch.setattr(recall_module, "reference_generate", lambda folder: folder.name)
+    monkeypatch.setattr(recall_module, "recall", lambda *given: asked.append(given) or "a report")
+    recall_module.main()
+    assert asked == [(tmp_path.name, stories("held-out", 3), tmp_path)] and capsys.readouterr().out == "a report\n"
 
 
 def test_the_model_remembers():

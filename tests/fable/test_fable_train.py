@@ -1,6 +1,8 @@
 """How fable was made: batches, weights, rates, and one step of a training that changes what it should."""
 
 import hashlib
+import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,59 @@ def tokenizer():
 def test_the_rate_goes_up_stays_and_goes_down():
     phase = train.Phase(10, 100, warmup=0.1, decay=0.4)
     assert [phase.rate(done) for done in (0.05, 0.1, 0.5, 0.6, 0.8, 1.0)] == pytest.approx([0.5, 1, 1, 1, 0.5, 0])
+
+
+def test_the_phases_are_those_that_the_weights_came_from():
+    """Of the first one's schedule a part was carried out; the others end where their rate does."""
+    assert [(phase.steps, phase.planned, round(phase.warmup * (phase.planned + 1), 6), phase.decay, phase.long_rows,
+             dict(phase.spread), phase.emphasis) for phase in train.PHASES] == [
+        (1600, 2500, 50.02, 0.4, 1.0, {}, 1.0), (400, 900, 30, 0.6, 1.0, {"place": 1.3, "colour": 1.3}, 3.0),
+        (900, 900, 30, 0.45, 0.85, {"colour": 2.0}, 6.0), (450, 450, 30, 0.45, 1.0, {"colour": 2.0}, 6.0)]
+    assert train.PHASES[0].rate(1600 / 2501) == pytest.approx((1 - 1600 / 2501) / 0.4) and train.THREADS == 2
+    assert (train.SHORT, train.LONG, train.OPENING_WEIGHT, train.SEED) == ((224, 14), (512, 6), 0.1, 0)
+
+
+def test_the_committed_configuration_and_tokenizer_are_what_the_recipe_makes(tokenizer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "stories", lambda *given: asked.append(given) or stories("train", 200))
+    small = train.train_tokenizer()
+    assert asked == [("train", 5000, 0)] and small.chat_template == tokenizer.chat_template
+    mine, committed = (json.loads(one.backend_tokenizer.to_str()) for one in (small, tokenizer))
+    assert {**mine, "model": None} == {**committed, "model": None} and len(committed["model"]["vocab"]) == 768
+    assert list(mine["model"]["vocab"])[:258] == list(committed["model"]["vocab"])[:258] and len(small) <= 768
+    assert (small.eos_token_id, small.pad_token_id, small.model_max_length) == (0, 1, 512)
+    made, stored = train.new_model(tokenizer).config.to_dict(), json.loads((CHECKPOINT / "config.json").read_text())
+    told = {"architectures", "dtype"}  # when it is saved
+    assert {name: made.get(name) for name in stored if name not in told} == {
+        name: value for name, value in stored.items() if name not in told}
+    chat = [{"role": "user", "content": "One day"}, {"role": "user", "content": "it rained."}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "One day it rained."
+
+
+def test_the_command_writes_into_an_empty_folder_only(monkeypatch, tmp_path, capsys):
+    done = []
+    monkeypatch.setattr(train, "train", lambda: done.append("train") or ("model", "tokenizer"))
+    monkeypatch.setattr(train, "save", lambda *given: done.append(given))
+    monkeypatch.setattr(torch, "set_num_threads", done.append)
+    monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path / "new" / "folder")])
+    train.main()
+    assert done == [2, "train", ("model", "tokenizer", tmp_path / "new" / "folder")]
+    monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert len(done) == 4 and f"{tmp_path} is not empty" in capsys.readouterr().err
+
+
+def test_stories_go_on_where_the_last_ones_ended(tokenizer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "stories", lambda split, n, seed: asked.append((split, n, seed)) or stories(
+        split, 2, seed))
+    data = train.batches(tokenizer)
+    next(data)
+    ids, _ = data.send((224, 6))
+    texts = [text for row in ids for text in tokenizer.decode(row).replace("<|pad|>", "").split("<|endoftext|>")]
+    assert asked[:3] == [("train", 2000, 0), ("train", 2000, 1), ("train", 2000, 2)]
+    assert texts[0] == stories("train", 2)[1].text and len({text for text in texts if text}) == sum(map(bool, texts))
 
 
 def test_a_batch_holds_whole_stories_that_come_once(tokenizer):
@@ -77,6 +132,9 @@ def test_a_phase_spreads_steps_and_tells_and_the_folder_has_its_sums(tokenizer, 
     monkeypatch.setattr(train, "SHORT", (224, 1))
     spread, sizes, seen, moves = [], [], [], []
     monkeypatch.setattr(train, "spread", lambda table, ids, distance: spread.append((len(ids), distance)))
+    cleared = []
+    zero_grad = torch.optim.SGD.zero_grad
+    monkeypatch.setattr(torch.optim.SGD, "zero_grad", lambda self: cleared.append(len(sizes)) or zero_grad(self))
 
     def backward(model, ids, weights, emphasised, emphasis):
         sizes.append((*ids.shape, len(emphasised), emphasis))
@@ -89,13 +147,17 @@ def test_a_phase_spreads_steps_and_tells_and_the_folder_has_its_sums(tokenizer, 
     monkeypatch.setattr(train, "LONG", (256, 2))
     monkeypatch.setattr(train, "optimizers", lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)])
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: moves.append(most))
-    model, _ = train.train((train.Phase(50, 99, warmup=0.1, decay=0.5, long_rows=0.5, spread=(("colour", 2.0),),
-                                        emphasis=3.0),))
-    assert spread == [(len(words.COLOURS), 2.0)] and not model.training and moves == [1.0] * 50
-    assert sizes == [(1, 224, 28, 3.0)] * 49 + [(2, 256, 28, 3.0)]
+    model, _ = train.train((train.Phase(100, 199, warmup=0.1, decay=0.5, long_rows=0.5,
+                                        spread=(("place", 1.5), ("colour", 2.0)), emphasis=3.0),))
+    assert cleared == list(range(1, 101)), "each step has gradients of its own"
+    assert spread == [(len(words.PLACES), 1.5), (len(words.COLOURS), 2.0)]
+    assert not model.training and moves == [1.0] * 100
+    assert sizes == [(1, 224, 28, 3.0)] * 99 + [(2, 256, 28, 3.0)]
     steps = [a - b for a, b in zip(seen, seen[1:])]
-    assert steps[:3] == pytest.approx([0.1, 0.2, 0.3], abs=1e-3) and steps[20] == pytest.approx(1, abs=1e-3)
-    assert capsys.readouterr().out.startswith("phase 1  step 50/50  loss 24.5000  ")
+    assert steps[:3] == pytest.approx([0.05, 0.1, 0.15], abs=1e-3) and steps[20] == pytest.approx(1, abs=1e-3)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("phase 1  step 50/100  loss 24.5000  "), "of the last 50"
+    assert second.startswith("phase 1  step 100/100  loss -25.5000  ")
     train.save(model, tokenizer, tmp_path)
     lines = [line.split("  ") for line in (tmp_path / "SHA256SUMS").read_text().splitlines()]
     assert [name for _, name in lines] == sorted(path.name for path in tmp_path.iterdir() if path.name != "SHA256SUMS")
@@ -110,6 +172,9 @@ def test_matrices_learn_by_muon_and_a_new_model_has_biases(tokenizer):
     inside = {id(p) for p in muon.param_groups[0]["params"]}
     assert {name for name, p in model.named_parameters() if id(p) in inside} == {
         name for name, p in model.named_parameters() if "layers" in name and name.endswith("proj.weight")}
+    (group,), (rest,) = muon.param_groups, adamw.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.1)
+    assert (rest["lr"], rest["betas"], rest["weight_decay"]) == (0.004, (0.9, 0.98), 0.0)
     assert len(inside) + len(adamw.param_groups[0]["params"]) == len(list(model.parameters()))
     biases = [p for name, p in model.named_parameters() if name.endswith("_proj.bias")]
     assert len(biases) == 18 and all(0.05 < p.std() < 0.2 for p in biases)

@@ -1,17 +1,21 @@
 """The museum itself: names, sources to be shown, sightings, refusals; and the sizing that held by luck."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
+import torch
 from helpers.faults import nothing_is_patched
 
 import tplab
 from tplab import faults
 from tplab.checkpoint import open_checkpoint
-from tplab.faults import MUSEUM, SEED, FaultError, fault, sizing, sizing_table
+from tplab.faults import MUSEUM, SEED, STEPS, FaultError, fault, rope, sizing, sizing_table
+from tplab.faults import heads as ends
 from tplab.model import attention
 from tplab.patch import original
+from tplab.ranks import logical_ranks, rank
 from tplab.shard import ShardPlan
 from tplab.shard.linear import QKVParallelLinear
 
@@ -36,11 +40,55 @@ def test_a_fault_travels_to_ranks_as_a_name(one):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(FaultError, match="no fault 'nan'; the museum has nan_mask, no_mask, "):
-        fault("nan")
+    with pytest.raises(FaultError, match="no fault 'nan_masc'; the museum has nan_mask, no_.* did you mean nan_mask"):
+        fault("nan_masc")
+    with pytest.raises(FaultError, match=r"no fault \['nan_mask'\]"):
+        fault(["nan_mask"])
+
+
+def test_a_function_that_replaces_several_is_shown_once():
+    shown = fault("full_copy_on_every_rank")
+    assert len(shown.patches) == 3 and shown.broken.count("def ") == 2 and shown.right.count("def ") == 2
+
+
+def test_what_a_fault_of_the_head_leaves_in_the_weight():
+    layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(40, 30)))
+    assert ends.tie_ignored(layer, None) is layer and not layer.weight.any()
+    weights = []
+    for _ in logical_ranks(2, lambda: (ends.head_random_untied(mine := SimpleNamespace(
+            weight=torch.nn.Parameter(torch.ones(40, 30))), None), weights.append((rank(), mine.weight.detach())))):
+        pass
+    (_, first), (_, second) = sorted(weights, key=lambda pair: pair[0])
+    assert first.std() == pytest.approx(0.02, rel=0.1) and not torch.equal(first, second), "each its own"
+
+
+def test_neighbours_are_turned_by_the_angles_of_the_halves():
+    """Right for a checkpoint whose rows are in pairs: put into halves, its numbers are turned as the engine does it."""
+    q = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(3))
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.5, 0.25, 0.125])).repeat(1, 2)[None]
+    turned, _ = rope.rope_pairs(None, q, q, angles.cos(), angles.sin())
+    halves, into = q.unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2), turned.unflatten(-1, (4, 2))
+    a, b = halves.chunk(2, -1)
+    right = halves * angles[0, :, None].cos() + torch.cat([-b, a], -1) * angles[0, :, None].sin()
+    torch.testing.assert_close(into.transpose(-1, -2).flatten(-2), right)
+
+
+def test_the_rotation_that_fails_is_called():
+    """With another library's order of arguments, so that it raises; nobody hears of it."""
+    asked = []
+
+    def rotate(q, k, cos, sin):
+        asked.append("turned")
+
+    engine = SimpleNamespace(rotate=rotate)
+    assert rope.rope_swallowed(engine, "q", "k", "cos", "sin") == ("q", "k") and not asked
+    engine.rotate = lambda *given: asked.append(given) or ("turned q", "turned k")
+    assert rope.rope_swallowed(engine, "q", "k", "cos", "sin") == ("turned q", "turned k")
+    assert asked == [(("cos", "sin"), "q", "k")]
 
 
 def test_the_seed_is_in_the_museum_and_begins_as_the_notebooks_do():
+    assert [fault(name).notebook[:2] for name in STEPS] == [f"0{number}" for number in range(1, 7)], "one for each"
     assert set(SEED) <= set(MUSEUM) and SEED[:3] == ("nan_mask", "shard_dim1", "rope_missing")
     assert [fault(name).notebook for name in SEED] == sorted(fault(name).notebook for name in SEED)
 
@@ -56,6 +104,13 @@ def test_applied_in_this_process():
 def test_a_fault_says_why_it_cannot_show():
     config = open_checkpoint("fable").config
     assert fault("rope_scaling_ignored").why_not(config) == "the model's RoPE is not scaled"
+    seven = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=2, hidden_size=2, intermediate_size=8, vocab_size=8,
+                            tie_word_embeddings=False)
+    assert fault("kv_replica_modulo").why_not(seven, 2) == "no KV head is on two ranks here"
+    assert not fault("kv_replica_modulo").why_not(seven, 4)
+    assert "either rule gives the same head" in fault("kv_replica_modulo").why_not(SimpleNamespace(
+        **{**vars(seven), "num_kv_heads": 1}), 4)
+    assert fault("tie_ignored").why_not(seven) == "this model's head is not tied to its embedding"
     assert fault("row_bias_everywhere").why_not(config) == "o_proj has no bias in this model"
     assert "one rank" in fault("fused_one_block").why_not(config, 1)
     assert fault("fused_one_block").applies_to(config, 2) and not fault("fused_one_block").applies_to(config, 1)
@@ -79,6 +134,10 @@ def test_the_old_sizing_is_wrong_where_it_does_not(heads, kv_heads, tp, says):
     found = sizing(heads, kv_heads, tp)
     assert found.verdict == says
     table = sizing_table([(heads, kv_heads)], [tp])
+    several = sizing_table([(heads, kv_heads), (6, 3)], [1, tp])
+    assert list(zip(several["query heads"], several["KV heads"], several["tp"])) == [
+        (heads, kv_heads, 1), (heads, kv_heads, tp), (6, 3, 1), (6, 3, tp)]
+    assert list(several["rows in the checkpoint"]) == [64 * (heads + 2 * kv_heads)] * 2 + [64 * 12] * 2
     assert table.loc[0, "verdict"] == says and table.loc[0, "rows claimed"] == found.claimed_rows
 
 
@@ -110,3 +169,9 @@ def test_the_rows_that_sizing_calls_needed_are_those_of_the_layer():
 def test_a_seed_decides_the_prompts_of_a_scenario():
     first, again, other = (faults.scenario("block_leaked", 67, seed)["prompts"] for seed in (1, 1, 2))
     assert first == again != other and faults.scenario("block_leaked", 67)["prompts"] not in (first, other)
+
+
+def test_angles_of_the_heads_are_found_where_there_are_fewer_tokens_than_heads():
+    q, k, tables = torch.ones(3, 8, 4), torch.ones(3, 2, 4), torch.arange(12.0).view(1, 3, 4)
+    turned = rope.rope_over_heads(SimpleNamespace(rotate=lambda q, k, cos, sin: (q * cos, k)), q, k, tables, tables)
+    assert turned[0][0, :, 0].tolist() == [0, 4, 8, 0, 4, 8, 0, 4] and turned[1][2, :, 0].tolist() == [0, 4]

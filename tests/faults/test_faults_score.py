@@ -1,6 +1,7 @@
 """The score: what counts as named, and what does not."""
 
 import pytest
+from matplotlib.colors import to_hex
 
 from tplab import faults, show
 from tplab.align import Diagnosis
@@ -79,12 +80,47 @@ def test_a_score_is_good_only_if_nothing_was_missed_or_blamed():
                                        "without a name, 0 unseen; 1 healthy ones: 0 false alarms")
 
 
+def test_each_dtype_is_counted_alone():
+    found = Score((run("nan_mask", EXACT, "nan_mask"), run("no_mask", UNSEEN, dtype="bfloat16")))
+    assert found.counts("float32") == {EXACT: 1} and found.counts("bfloat16") == {UNSEEN: 1}
+    first, second, third = str(found).splitlines()
+    assert first.startswith("float32: 1 broken engines: 1 named exactly, 0 among lookalikes, 0 wrongly, 0 without a n")
+    assert second.endswith("0 without a name, 1 unseen; 0 healthy ones: 0 false alarms") and "no_mask" in third
+    unnamed = str(Score((run("no_mask", UNNAMED, "?"), run("no_mask", WRONG, "nan_mask", "rope_missing"))))
+    assert "1 wrongly, 1 without a name, 0 unseen" in unnamed and "float32: said nan_mask, rope_missing" in unnamed
+
+
+def test_more_ranks_than_heads_are_left_out(monkeypatch):
+    monkeypatch.setattr("tplab.faults.score._runs", lambda job: [job])
+    assert [(name, size, dtype) for name, _, size, dtype in score(["fable"], [2, 8, 9], ["float32"]).runs] == [
+        ("fable", 2, "float32"), ("fable", 8, "float32")]
+
+
 def test_the_picture_says_what_was_taken_for_what():
     found = Score((run(None, HEALTHY), run("nan_mask", EXACT, "nan_mask"), run("no_mask", WRONG, "nan_mask"),
                    run("no_mask", UNNAMED, "?")))
     figure = show.confusion_figure(found)
     assert "no_mask as nan_mask 1 times; no_mask as (no name) 1 times" in figure.alt_text
     assert "Off the diagonal: nothing" in show.confusion_figure(Score(found.runs[:2])).alt_text
+    assert show.confusion_figure(Score(found.runs[:2])).get_suptitle() == "Nothing is taken for\nanything else"
+    ax = figure.axes[0]
+    rows, columns = (["(healthy)", "nan_mask", "no_mask"], ["(healthy)", "nan_mask", "no_mask", "(no name)"])
+    assert [label.get_text() for label in ax.get_yticklabels()] == rows
+    assert [label.get_text() for label in ax.get_xticklabels()] == columns
+    squares = {(columns[round(box.get_x() + 0.46)], rows[round(box.get_y() + 0.46)]): to_hex(box.get_facecolor())
+               for box in ax.patches}
+    blue, red = "#0072b2", "#d55e00"
+    assert squares == {("(healthy)", "(healthy)"): blue, ("nan_mask", "nan_mask"): blue, ("nan_mask", "no_mask"): red,
+                       ("(no name)", "no_mask"): red}
+    assert [(text.get_text(), text.get_position()) for text in ax.texts] == [
+        ("1", (0, 0)), ("1", (1, 1)), ("1", (1, 2)), ("1", (3, 2))]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("what the diagnosis said", "what was wrong") and ax.yaxis_inverted()
+    assert figure.get_suptitle() == "Red: taken for something else"
+    alike = show.confusion_figure(Score((run("no_mask", LOOKALIKE, "nan_mask"), run("no_mask", LOOKALIKE, "nan_mask"))))
+    assert [to_hex(box.get_facecolor()) for box in alike.axes[0].patches] == ["#8a8a8a"]
+    assert [text.get_text() for text in alike.axes[0].texts] == ["2"]
+    alarm = show.confusion_figure(Score((run(None, FALSE_ALARM, "nan_mask"), run("no_mask", UNSEEN)))).alt_text
+    assert alarm.endswith("Off the diagonal: (healthy) as nan_mask 1 times; no_mask as (healthy) 1 times.")
 
 
 def test_every_fault_is_put_into_a_model_on_which_it_can_show(monkeypatch):

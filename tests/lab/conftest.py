@@ -13,7 +13,7 @@ def fresh(launch, tmp_path, monkeypatch):
     """A launch whose repository is an empty folder, with a ready-made .venv that is this Python."""
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     monkeypatch.setattr(launch, "ROOT", tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["torch==1.2.3", "other"]\n')
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["torch==1.2.3", "torchother"]\n')
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
     return launch

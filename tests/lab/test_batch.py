@@ -1,5 +1,6 @@
 """What ``launch run`` hands over to: the batch and its report."""
 
+import ast
 import json
 import os
 import re
@@ -8,9 +9,10 @@ from datetime import datetime
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
 from helpers.checkpoints import make_checkpoint
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tplab.lab import batch
 
@@ -40,6 +42,20 @@ def run(notebooks, out, *parameters):
     """The batch's exit code."""
     asked = {"notebooks": list(map(str, notebooks)), "parameters": parameters, "out": None if out is None else str(out)}
     return batch.main([json.dumps(asked)])
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """Papermill prepares and writes what it does, and no kernel is started: ``print('words')`` has printed."""
+    def execute(notebook, target, **options):
+        book = papermill_itself(notebook, target, **options, prepare_only=True)
+        for cell in book.cells:
+            if cell.source.startswith("print("):
+                cell.outputs = [new_output("stream", text=ast.literal_eval(cell.source[6:-1]))]
+        nbformat.write(book, target)
+
+    papermill_itself = papermill.execute_notebook
+    monkeypatch.setattr(papermill, "execute_notebook", execute)
 
 
 def links(page):
@@ -113,6 +129,7 @@ def test_notebooks_are_named_by_stem_number_or_path(tmp_path):
 def test_parameter_goes_only_to_the_notebooks_that_declare_it(tmp_path):
     with_it, without = write_notebook(tmp_path / "a.ipynb"), write_notebook(tmp_path / "b.ipynb", parameters=None)
     assert batch.assign([with_it, without], [["scale", "0.5"]]) == ({with_it: {"scale": 0.5}, without: {}}, {})
+    assert batch.assign([without, with_it], [["scale", "0.5"]])[0][with_it] == {"scale": 0.5}
 
 
 # ---- what is written where -------------------------------------------------------------------------------------------
@@ -150,12 +167,14 @@ def test_a_result_never_overwrites_what_no_run_has_written(theirs, tmp_path, cap
 def test_a_result_is_not_written_through_a_link(tmp_path, capsys):
     own, theirs = write_notebook(tmp_path / "own.ipynb"), write_notebook(tmp_path / "theirs.ipynb")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/own.ipynb").symlink_to(theirs)
-    assert run([own], tmp_path / "out") == 2
-    assert "out/own.ipynb is a link" in capsys.readouterr().err
+    for target in (theirs, "nowhere"):
+        (tmp_path / "out/own.ipynb").symlink_to(target)
+        assert run([own], tmp_path / "out") == 2
+        assert "out/own.ipynb is a link" in capsys.readouterr().err
+        (tmp_path / "out/own.ipynb").unlink()
 
 
-def test_results_with_one_name_have_files_of_their_own(tmp_path, capsys):
+def test_results_with_one_name_have_files_of_their_own(tmp_path, capsys, no_kernel):
     """Two of one name, one that is called like the report, two whose names mean something in an address."""
     names = ["a/own", "b/own", "index", "a#b", "c%25d"]
     notebooks = [write_notebook(tmp_path / f"{name}.ipynb", f"print('this is {name}')") for name in names]
@@ -175,7 +194,7 @@ def test_names_are_distinct_whatever_they_are():
     assert batch.result_names(notebooks) == ["x", "X-2", "x-2-2", "x-3", "index-2", "Index-3"]
 
 
-def test_links_between_notebooks_lead_to_the_page_of_the_one_beside_them(tmp_path):
+def test_links_between_notebooks_lead_to_the_page_of_the_one_beside_them(tmp_path, no_kernel):
     first = new_notebook(cells=[new_markdown_cell("[on](next%20%232.ipynb)")], metadata={"kernelspec": KERNEL})
     notebooks = []
     for folder in (tmp_path / "a", tmp_path / "b"):
@@ -205,7 +224,7 @@ NO_NOTEBOOK = {
     "words": b"hello", "empty": b"", "bytes": b"\xff\xfe", "list": b"[1]", "object": b"{}",
     "cells": b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [1]}',
     "version": b'{"nbformat": 9, "nbformat_minor": 0, "metadata": {}, "cells": []}',
-}  # fmt: skip
+}
 
 
 def test_what_is_no_notebook_fails_by_itself_in_one_line(tmp_path, capsys):
@@ -239,7 +258,7 @@ def test_a_notebook_that_fails_before_it_starts_shows_no_earlier_result(tmp_path
     assert os.listdir(out) == ["index.html"] and links(out / "index.html") == []
 
 
-def test_a_parameters_cell_may_hold_more_than_literals(tmp_path):
+def test_a_parameters_cell_may_hold_more_than_literals(tmp_path, no_kernel):
     cell = "%matplotlib inline\n!true\na = 2 * 3\nb: str = 'x'\nc, d = 1, 2\ne = f = 0.5\nimport os\ng: int"
     notebook = write_notebook(tmp_path / "own.ipynb", parameters=cell)
     assert batch.declared_parameters(notebook) == {"a": None, "b": "x", "e": 0.5, "f": 0.5}
@@ -291,4 +310,5 @@ def test_a_models_folder_is_handed_over_as_a_path_that_holds_anywhere(tmp_path, 
     monkeypatch.setattr(batch, "run_notebook", seen)
     notebook = write_notebook(tmp_path / "own.ipynb")
     assert run([notebook], tmp_path / "out", ("model", "mine")) == 0 and handed["model"] == str(tmp_path / "mine")
+    assert "model = mine" in (tmp_path / "out/index.html").read_text(), "as it was asked for"
     assert run([notebook], tmp_path / "out", ("model", "fable")) == 0 and handed["model"] == "fable"

@@ -87,3 +87,10 @@ def test_the_command_mends_a_folder_once(tmp_path, capsys):
     assert written == "### block\n\nMemory.\n\n*Also: page. First in [05](05_x.ipynb).*"
     glossary.main(tmp_path)
     assert capsys.readouterr().out == ""
+
+
+def test_a_term_is_a_heading_of_the_third_order_with_its_other_forms():
+    cells = ["# Glossary", "## A part", "### one\n\nWords.",
+             "### two\n\nWords.\n\n*Also: 2, a pair. First in [00](x).*"]
+    found = glossary.read_terms(new_notebook(cells=[new_markdown_cell(cell) for cell in cells]))
+    assert found == [glossary.Term("one", ("one",)), glossary.Term("two", ("two", "2", "a pair"))]

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import papermill
@@ -77,13 +78,25 @@ def test_what_papermill_is_asked_and_what_it_says(error, words, tmp_path, monkey
     asked = []
     monkeypatch.setattr(papermill, "execute_notebook", execute)
     monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
-    outcome = batch.run_notebook(tmp_path / "own.ipynb", {"a": 1}, tmp_path / "out.ipynb")
-    assert asked == [((tmp_path / "own.ipynb", tmp_path / "out.ipynb"), {
+    out = tmp_path / "results/out.ipynb"
+    outcome = batch.run_notebook(tmp_path / "own.ipynb", {"a": 1}, out)
+    assert asked == [((tmp_path / "own.ipynb", out), {
         "parameters": {"a": 1}, "cwd": tmp_path, "execution_timeout": batch.SECONDS_PER_CELL, "progress_bar": True,
         "extra_arguments": batch.QUIET_KERNEL})]
-    assert (outcome.notebook, outcome.name, outcome.page) == (tmp_path / "own.ipynb", "out", tmp_path / "out.html")
+    assert (outcome.notebook, outcome.name, outcome.page) == (tmp_path / "own.ipynb", "out", out.with_suffix(".html"))
     assert 0 <= outcome.seconds < 60
     assert outcome.failure == words if error is None or words[-1] != " " else outcome.failure.startswith(words)
+
+
+@pytest.mark.parametrize("name, text, ours", [
+    ("a.ipynb", '{"metadata": {"papermill": {}}}', True), ("a.ipynb", '{"metadata": {}, "x": ["papermill"]}', False),
+    ("a.ipynb", "[1]", False), ("a.ipynb", '{"metadata": 3}', False), ("a.ipynb", "{}", False), ("a.ipynb", "{", False),
+    ("a.html", f"<html><head>{report.MARK}", True), ("a.html", "<html>papermill", False)])
+def test_what_an_earlier_run_has_written(name, text, ours, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert batch._is_result(tmp_path / name) == ours
+    (tmp_path / name).write_bytes(b"\xff" + text.encode())
+    assert not batch._is_result(tmp_path / name)
 
 
 def test_each_notebook_is_announced_and_the_table_is_aligned(tmp_path, monkeypatch, capsys):
@@ -101,6 +114,11 @@ def test_each_notebook_is_announced_and_the_table_is_aligned(tmp_path, monkeypat
         "a_long_name_of_its_own  passed      1.2",
         "b                       FAILED    200.0  cell [1]: ValueError: x", "",
         f"report: {tmp_path}/out/index.html"]
+
+
+def test_the_table_is_as_wide_as_its_title():
+    assert batch.table([Outcome(Path("b.ipynb"), Path("b.ipynb"), 0.04, None)]).splitlines() == [
+        "notebook  result  seconds", "b         passed      0.0"]
 
 
 def test_an_interrupted_batch_says_what_is_left_of_it(monkeypatch, capsys):
@@ -125,13 +143,16 @@ def test_pages_hold_pictures_instead_of_live_views_and_no_half_letters(tmp_path)
     view = "application/vnd.jupyter.widget-view+json"
     shown = new_output("display_data", data={view: {"model_id": "x"}, "image/png": "iVBOR"})
     printed = new_output("stream", text="half a letter: \ud83d")
-    book = notebook_at(tmp_path / "own.ipynb", new_markdown_cell("# Own"), new_code_cell("", outputs=[shown, printed]),
+    inner = new_output("display_data", data={"text/html": "<head></head>"})  # a page within the page
+    cell = new_code_cell("", outputs=[shown, printed, inner])
+    book = notebook_at(tmp_path / "own.ipynb", new_markdown_cell("# Own"), cell,
                        widgets={"state": {}})
     read = report._read(book)
     assert set(read.cells[1].outputs[0].data) == {"image/png"} and "widgets" not in read.metadata
     report.write_report([Outcome(book, book, 1.0, None)], {}, tmp_path)
     page = (tmp_path / "own.html").read_text()
-    assert "half a letter: ?" in page and page.count(report.MARK) == 1 and "<title>own</title>" in page
+    assert "half a letter: ?" in page and page.count(report.MARK) == 1 and "<head></head>" in page
+    assert "<title>own</title>" in page
     assert report._read(tmp_path / "none.ipynb") is None
     (tmp_path / "part.ipynb").write_text('{"cells": [')
     assert report._read(tmp_path / "part.ipynb") is None
@@ -153,6 +174,7 @@ def test_little_memory_or_disk_is_a_note(memory, disk, monkeypatch):
 
 def test_packages_are_those_of_this_machine_and_a_build_of_a_version_is_that_version(monkeypatch):
     assert list(doctor.packages(["no-such; python_version < '3'", "no-such; sys_platform == 'none'"])) == []
+    assert len(list(doctor.packages(["no-such; python_version > '3'"]))) == 1
     monkeypatch.setattr(metadata, "version", lambda name: {"torch": "2.13.0+cpu", "new": "3.0rc1"}[name])
     assert [bool(found.remedy) for found in doctor.packages(["torch==2.13.0", "new>=2", "new>=3", "torch"])] == [
         False, False, True, False]
@@ -162,6 +184,7 @@ def test_packages_are_those_of_this_machine_and_a_build_of_a_version_is_that_ver
 
 
 @pytest.mark.parametrize("program, ours", [("python", True), ("python3", True), (sys.executable, True),
+                                           (f"{sys.executable}-of-this-folder", True),
                                            ("/elsewhere/bin/python", False)])
 def test_the_kernel_is_this_python_or_another(program, ours, monkeypatch):
     monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", lambda self, name: SimpleNamespace(argv=[program, "-m"]))

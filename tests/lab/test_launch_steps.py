@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_what_is_installed_in_which_order(platform, driver, asks, fresh, calls, 
     calls.codes["--editable"] = 1
     with pytest.raises(fresh.LaunchError, match="pip install --editable .* failed"):
         fresh.install("python")
+
+
+def test_what_pip_finds_at_hand_is_not_told_and_the_rest_is(fresh, monkeypatch, capsys):
+    said = ["Requirement already satisfied: torch\n", "Collecting pip\n", "  Requirement already satisfied, too\n"]
+    monkeypatch.setattr(fresh.subprocess, "Popen", lambda command, **options: SimpleNamespace(
+        stdout=said, wait=lambda: int(command[1:] != ["-m", "pip", "install", "x"])))
+    fresh.pip("python", "install", "x")
+    assert capsys.readouterr().out == "".join(said[1:])
+    with pytest.raises(fresh.LaunchError, match="^pip install y failed; its own words above say why"):
+        fresh.pip("python", "install", "y")
 
 
 @pytest.mark.parametrize("answer, goes_on", [("y", True), (" YES ", True), ("n", False), ("", False), (None, True)])
@@ -217,3 +228,23 @@ def test_the_tests_and_the_doctor_are_run_by_the_environments_python(fresh, monk
     fresh.doctor([])
     fresh.test([])
     assert became == [(python, "-m", "tplab.lab.doctor"), (python, "-m", "tplab.lab.testing")]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
+def test_ctrl_c_and_ctrl_d_at_a_question_are_no_traceback(error, launch, monkeypatch):
+    def ends(**options):
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["launch"])
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(reconfigure=ends))
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(launch.__file__, run_name="__main__")
+    assert left.value.code == 130
+
+
+def test_what_a_person_can_mend_is_said_behind_the_name_of_the_command(launch, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["launch"])
+    monkeypatch.setattr("sys.stdout", sys.__stdout__)
+    monkeypatch.setattr("sys.version_info", (3, 10, 9))
+    with pytest.raises(SystemExit, match="^launch: launch needs Python 3.11 or newer"):
+        runpy.run_path(launch.__file__, run_name="__main__")

@@ -7,6 +7,7 @@ import pytest
 from tplab import cli
 from tplab.faults import score as scoring
 from tplab.faults.score import EXACT, HEALTHY, UNSEEN, Run, Score
+from tplab.lab import museum
 
 
 def run(name, outcome):
@@ -39,6 +40,12 @@ def test_the_score_takes_models_ranks_and_dtypes(asked, capsys, tmp_path):
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_number_of_ranks_that_is_said_twice_is_run_once(asked, monkeypatch):
+    monkeypatch.setattr(museum, "available_cores", lambda: 7)
+    assert cli.main(["faults", "score", "--tp", " 3, 1,,3", "--dtype", "float64,float64 "]) == 0
+    assert asked.arguments[:4] == ([], [3, 1], ["float64"], 7)
+
+
 def test_without_options_it_is_what_the_help_says_and_something_unseen_is_exit_code_1(asked):
     asked.score = Score((run("nan_mask", UNSEEN),))
     assert cli.main(["faults", "score"]) == 1
@@ -49,7 +56,7 @@ def test_without_options_it_is_what_the_help_says_and_something_unseen_is_exit_c
     (["score", "--tp", "0"], "--tp takes numbers of ranks from 1 up"), (["score", "--tp", "two"], "not 'two'"),
     (["score", "--dtype", "int8"], "int8"), (["nan_mask", "--tp", "3"], "--tp belongs to the score"),
     (["--picture", "x.png"], "--picture belongs to the score"), (["score", "--json", "/no/such/folder/x"], "no folder"),
-    (["score", "no-such-folder"], "no folder 'no-such-folder'"),
+    (["score", "no-such-folder"], "no folder 'no-such-folder'"), (["nan_mask", "score"], "no fault 'score'"),
 ])
 def test_what_makes_no_sense_is_said_before_any_work(options, words, capsys):
     assert cli.main(["faults", *options]) != 0

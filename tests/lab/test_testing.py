@@ -1,5 +1,7 @@
 """``launch test``: two lanes that share the parts, what is shown of them, and what came of them."""
 
+import runpy
+import sys
 from collections import deque
 from pathlib import Path
 from threading import Event, Semaphore, get_ident
@@ -114,6 +116,13 @@ def test_a_part_computes_on_one_thread_unless_the_environment_says_more(said, th
         monkeypatch.setenv("OMP_NUM_THREADS", said)
     monkeypatch.setattr(testing.subprocess, "Popen", lambda command, **more: Ran(**more | {"stdout": ()}))
     assert testing.run_part([]) == (0, "") and seen == [threads]
+    commands = []
+    monkeypatch.setattr(testing.subprocess, "Popen", lambda command, **more: commands.append(command) or Ran(
+        **more | {"stdout": ()}))
+    for person in (True, False):
+        monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda person=person: person))
+        testing.run_part(["x"])
+    assert [command[3:] for command in commands] == [["--color=yes", "x"], ["x"]]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -134,3 +143,35 @@ def test_without_a_browser_its_tests_are_skipped_in_one_line_and_nothing_is_inst
     assert testing.in_a_browser() == 0
     assert capsys.readouterr().out == ("launch test --browser: skipped: no browser, none of chromium, "
                                        "chromium-browser, google-chrome is installed (Debian: apt install chromium)\n")
+
+
+def test_the_second_lane_goes_from_the_last_part_to_the_first_whatever_fails(monkeypatch):
+    names = {tuple(options): part for part, options in testing.PARTS.items()}
+    monkeypatch.setattr(testing, "run_part", lambda options: (5, names[tuple(options)]))
+    done = deque()
+    testing.second_lane(deque(testing.PARTS), done)
+    assert list(done) == [(part, 5, part) for part in reversed(testing.PARTS)]
+
+
+def test_every_exit_code_but_0_is_a_failure_and_one_in_the_other_lane_is_not_lost(monkeypatch):
+    monkeypatch.setattr(testing, "run_part", lambda options, show=None: (5 if "--nbval" in options else 0, ""))
+    assert testing.main() == "launch test: failed: notebooks against their stored text (pytest's exit code 5)"
+
+    def breaks(waiting, done):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(testing, "second_lane", breaks)
+    with pytest.raises(ZeroDivisionError):
+        testing.main()
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["testing", "--browser"])
+    monkeypatch.setattr("sys.stdout", sys.__stdout__)
+    monkeypatch.setattr("shutil.which", interrupted)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(testing.__file__, run_name="__main__")
+    assert left.value.code == 130

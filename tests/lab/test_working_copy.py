@@ -49,6 +49,46 @@ def test_only_what_was_edited_is_kept_when_the_originals_change(folders):
         assert (copies / "engine/code.py").read_text() == "x = 2\n"
 
 
+def test_a_copy_follows_its_original_again_and_again_also_one_that_was_brought_up_to_date_by_hand(folders):
+    originals, copies = folders
+    for source in ("stub()", "new()", "newer()", "newest()"):
+        notebook(originals / "a.ipynb", source)
+        if source == "newest()":
+            notebook(copies / "a.ipynb", source, "by hand")
+        assert working_copy.refresh(*folders) == []
+        assert (copies / "a.ipynb").read_bytes() == (originals / "a.ipynb").read_bytes()
+    (originals / "engine/.ipynb_checkpoints").mkdir()
+    (originals / "engine/.ipynb_checkpoints/code.py").write_text("x")
+    (originals / "engine/__pycache__").mkdir()
+    (originals / "engine/__pycache__/code.pyc").write_text("x")
+    working_copy.refresh(*folders)
+    assert sorted(path.name for path in (copies / "engine").iterdir()) == ["code.py"]
+
+
+def test_a_cell_of_another_kind_is_an_edit_and_one_cut_into_other_lines_is_none(folders):
+    originals, copies = folders
+    working_copy.refresh(*folders)
+    code = json.loads((copies / "a.ipynb").read_text())
+    code["cells"][0]["cell_type"] = "markdown"
+    (copies / "a.ipynb").write_text(json.dumps(code))
+    code["cells"][0].update(cell_type="code", source=["st", "ub()"])
+    (copies / "b.ipynb").write_text(json.dumps(code))
+    for name in "ab":
+        notebook(originals / f"{name}.ipynb", "new_stub()")
+    assert working_copy.refresh(*folders) == ["a.ipynb"]
+    assert "new_stub()" in (copies / "b.ipynb").read_text()
+
+
+def test_an_original_that_only_ran_anew_is_copied_anew_and_kept_files_are_called_by_their_folder(folders):
+    originals, copies = folders
+    working_copy.refresh(*folders)
+    notebook(originals / "a.ipynb", "stub()", "another output")
+    (copies / "engine/code.py").write_text("mine = 1\n")
+    (originals / "engine/code.py").write_text("x = 2\n")
+    assert working_copy.refresh(*folders) == ["engine/code.py"]
+    assert "another output" in (copies / "a.ipynb").read_text()
+
+
 def test_a_copy_that_was_there_before_any_record_is_somebodys(folders):
     originals, copies = folders
     copies.mkdir()

@@ -20,6 +20,14 @@ def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
     assert capsys.readouterr().out == "ValueError: split_sizes sum to 96\n"
 
 
+def test_an_empty_docstring_and_what_is_no_python_are_compared_too():
+    both = lesson.side_by_side('def f():\n    ""\n    return 1', "def g():\n    return 1")
+    html = both._repr_mimebundle_()["text/html"]
+    assert html.count("✗ ") == html.count("✓ ") == 1  # the headings: a docstring is no code, though it says nothing
+    open_ended = lesson.side_by_side("x = (1,", "x = (2,")._repr_mimebundle_()["text/html"]
+    assert "✗ x = (1," in open_ended and "✓ x = (2," in open_ended
+
+
 def test_a_block_that_was_expected_to_fail_and_did_not_says_so(capsys):
     with lesson.shown_error():
         pass
@@ -104,7 +112,7 @@ def test_the_environment_is_ok_or_names_the_remedy(monkeypatch):
 
 def test_the_map_is_read_from_the_notebooks(monkeypatch, tmp_path):
     for name, head in (("01_mask.ipynb", "# Zero times <inf>\n\nWhere *NaN* comes from.\n\nmore"),
-                       ("00_start.ipynb", "# Start\nHello.")):
+                       ("00_start.ipynb", "# Start\nHello."), ("glossary.ipynb", "# Words\nOf no number.")):
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(head)])
         nbformat.write(book, tmp_path / name)
     monkeypatch.setattr(batch, "FOLDER", tmp_path)

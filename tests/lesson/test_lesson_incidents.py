@@ -47,17 +47,19 @@ def test_ranks_that_an_incident_has_ended_are_back_before_the_next_one_is_timed(
     assert seen == [(rank, True, None), (raises, False, 50)]
 
 
-def test_what_does_not_fail_is_no_incident(pool):
+def test_what_does_not_fail_is_no_incident(pool, monkeypatch):
     incidents = lesson.Incidents(pool)
     with pytest.raises(show.ShowError, match="nothing: this was to fail on the ranks, and what came was None"):
         incidents.provoke("nothing", rank, within=1)
+    monkeypatch.setattr(RankPool, "run", lambda self, fn, **more: fn is rank or 1 / 0)
+    with pytest.raises(show.ShowError, match=r"what came was ZeroDivisionError\('division by zero'\)"):
+        incidents.provoke("nothing", raises, within=1)
     assert not incidents.happened
 
 
 def test_a_report_that_comes_too_late_is_named(pool):
     incidents = lesson.Incidents(pool)
-    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.5),
-                          "quick": Incident(RankError("x"), 0.5, 1.0)}
+    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.5), "quick": Incident(RankError("x"), 0.5, 1.0)}
     figure = incidents.figure(120, "How late")
     assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.")
     assert figure.get_suptitle() == "How late"
@@ -68,7 +70,13 @@ def test_a_report_that_comes_too_late_is_named(pool):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["slow", "quick"] and ax.get_ylim()[0] > 1
     said = {text.get_text().partition("\n")[0]: text.xy for text in ax.texts}
     assert said["2.0 s"] == (2.0, 0) and said["500 ms"] == (0.5, 1) and said["bound"][0] == 1.5
-    assert said["torch.distributed"][0] == 120 and ax.texts[-1].get_text().endswith("2 minutes")
+    assert said["torch.distributed"][0] == 120 and ax.texts[-1].get_text().endswith("after\n2 minutes")
+    assert incidents.figure(90).axes[0].texts[-1].get_text().endswith("after\n1.5 minutes")
+    incidents.happened["at once"] = Incident(RankError("x"), 0.0004, 0.0004)
+    figure = incidents.figure()
+    assert {text.get_text(): text.xy for text in figure.axes[0].texts}["0 ms"] == (0.002, 2), "inside the picture"
+    assert figure.alt_text.endswith("too late: slow."), "at its bound it is in time"
+    del incidents.happened["at once"]
     assert ax.get_xlim()[1] > 120 and 2 < incidents.figure().axes[0].get_xlim()[1] < 120
 
 
@@ -116,6 +124,9 @@ def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch)
         "collectives of this run, the same operations on all ranks:",
         "      rank 0                    rank 1", "  #1  barrier @ line 5 (waits)  barrier @ b.py, line 6", "A note."]
     assert lesson.error_text(ValueError("x")) == "ValueError: x"
+    long = "word " * 30 + "end"
+    first, second, code = lesson.error_text(ValueError(f"{long}\n    {long}")).splitlines()
+    assert code == f"    {long}" and first.startswith("ValueError: word") and second.strip().endswith("end")
 
 
 def test_the_line_shown_is_the_one_that_the_file_has_now(tmp_path):

@@ -31,6 +31,10 @@ def test_what_each_rank_returns_and_the_collectives_of_this_call_alone(ranks):
         assert [[str(op) for op in ops] for _, ops in answers] == [["all_reduce [3] float32"]] * 2
 
 
+def test_as_many_logical_ranks_as_are_asked_for():
+    assert [value for value, _ in ask("def f(n): return rank(), world_size()", 3)] == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_an_exception_is_said_once_with_its_line_and_its_ranks(ranks):
     everywhere = "def f(n):\n    return 1 / (n - 3)"
     assert refused(everywhere, ranks, "Who?") == ("on every rank: ZeroDivisionError: division by zero\n"

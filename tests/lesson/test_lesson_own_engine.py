@@ -1,14 +1,21 @@
 """The learner's own engine: all solutions together write what Hugging Face writes; what is missing or lost is said."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
+import torch
 from helpers.answers import defined
 from helpers.notebooks import solutions
 
-from tplab import lesson, open_checkpoint
+from tplab import ShardPlan, lesson, open_checkpoint
 from tplab.align import hf_greedy
+from tplab.engine import runner
 from tplab.lesson import progress_file
 from tplab.lesson.own_engine import Pieces
 from tplab.lesson.pieces import PIECES
+from tplab.patch import applied, original
+from tplab.ranks import logical_ranks
 
 IDS = list(range(5, 24))
 PROMPTS = [IDS, IDS[:14] + [40, 41], IDS[3:8]]
@@ -80,13 +87,16 @@ def test_pieces_come_from_what_was_kept_and_the_rest_is_the_labs(solved, referen
     assert lesson.your_engine(pieces, "fable", PROMPTS, 12) == reference
 
 
-def test_a_piece_that_cannot_be_defined_any_more_is_said_in_a_line(capsys):
+@pytest.mark.parametrize("code, why", [
+    ("base = ids_of_another_cell\\ndef my_key", "NameError: name 'ids_of_another_cell' is not defined"),
+    ("= 3\\ndef my_key", "SyntaxError: invalid syntax (<answer ??>, line 1)"), ("def their_key", "KeyError: 'my_key'")])
+def test_a_piece_that_cannot_be_defined_any_more_is_said_in_a_line(code, why, capsys):
     hand_in("my_key", "def my_key(parent, ids): return 1")
     kept = progress_file.path()
-    kept.write_text(kept.read_text().replace("def my_key", "base = ids_of_another_cell\\ndef my_key"))
+    kept.write_text(kept.read_text().replace("def my_key", code))
     assert lesson.own_pieces() == {}
-    assert capsys.readouterr().out == ("my_key: what was kept cannot be defined by itself (NameError: name "
-                                       "'ids_of_another_cell' is not defined); the lab's stands in\n")
+    said = re.sub(r"<answer \d+>", "<answer ??>", capsys.readouterr().out)
+    assert said == f"my_key: what was kept cannot be defined by itself ({why}); the lab's stands in\n"
 
 
 def test_a_piece_that_fails_stops_it_in_words(solved, capsys):
@@ -94,3 +104,59 @@ def test_a_piece_that_fails_stops_it_in_words(solved, capsys):
     assert lesson.your_engine(Pieces({"my_embedding": defined(code, "my_embedding")}), "fable", [IDS], 4) == [[]]
     assert capsys.readouterr().out == ("your engine stops: on every rank: NameError: name 'nowhere' is not defined\n"
                                        "at your line 2: return nowhere[ids]\n")
+
+
+def test_what_was_solved_in_this_notebook_goes_before_what_was_kept(capsys):
+    hand_in("my_key", "def my_key(parent, ids): return 1")
+    progress_file.SOLVED["my_key"] = len
+    assert lesson.own_pieces() == {"my_key": len}
+
+
+def test_a_loader_is_asked_where_tensors_lie_apart_and_counts_what_it_filled():
+    fable = open_checkpoint("fable")
+    plan = ShardPlan.from_config(fable.config, 1)
+
+    def load():
+        def mine(ckpt, plan, r):
+            with ckpt.reader() as reader:
+                return {name: reader[name][:] for name in ckpt.tensors}
+
+        right = original("tplab.engine.runner.load_model")(fable, plan, torch.float32)
+        with applied(*PIECES["my_load"].patches(mine)):
+            made = runner.load_model(fable, plan, torch.float32)
+        assert not made.training and made.load_stats.bytes_read == made.load_stats.parameter_bytes
+        assert made.load_stats.parameter_bytes == right.load_stats.parameter_bytes
+        return all(map(torch.equal, made.parameters(), right.parameters()))
+
+    assert logical_ranks(1, load) == [True]
+    broken = Pieces({"my_load": lambda ckpt, plan, r: 1 / 0})
+    assert lesson.your_engine(broken, lesson.fused_copy(fable), [IDS], 3) != [[]], "fused: the lab's loads it"
+
+
+@pytest.mark.parametrize("driven", [True, False])
+def test_the_engine_is_asked_for_small_blocks_and_greedy_tokens_to_the_end(driven, monkeypatch):
+    class Engine:
+        def __init__(self, *given, **options):
+            asked.append((given, options))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            asked.append("closed")
+
+        def generate(self, prompts, params, use_tqdm):
+            asked.append((prompts, params.temperature, params.max_tokens, params.ignore_eos, use_tqdm))
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 8))]) for _ in prompts]
+
+    def my_generate(step, prompt, count):
+        asked.append((type(step.llm), step.count, prompt, count))
+        return prompt
+
+    asked = []
+    monkeypatch.setattr("tplab.LLM", Engine, raising=False)
+    pieces = Pieces({"my_generate": my_generate} if driven else {})
+    found = lesson.your_engine(pieces, "m", [(1, 2), (3,)], 5, tensor_parallel_size=3, dtype="float64")
+    assert found == ([[1, 2], [3]] if driven else [[7, 8], [7, 8]])
+    assert asked == [(("m", 3, "float64"), {"block_size": 4, "strict": True}), *(
+        [(Engine, 5, [1, 2], 5), (Engine, 5, [3], 5)] if driven else [([[1, 2], [3]], 0, 5, True, False)]), "closed"]

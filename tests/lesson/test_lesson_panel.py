@@ -76,7 +76,8 @@ def test_a_panel_with_a_fault_of_decoding_compares_the_decode_path(asked, fable_
     monkeypatch.setattr(tplab.align, "align_decode", tplab.align.align)
     monkeypatch.setattr(tplab.align, "align", lambda *args, **options: pytest.fail("a forward pass does not see it"))
     lesson.panel(["nan_mask", "slot_off_by_one"], model=fable_stand_in, ticked=["slot_off_by_one"], prompt="Hi")
-    assert asked[-1]["patches"] == ["slot_off_by_one"]
+    lesson.panel(["nan_mask", "slot_off_by_one"], model=fable_stand_in, ticked=["nan_mask"], prompt="Hi")
+    assert [one["patches"] for one in asked] == [["slot_off_by_one"], ["nan_mask"]], "whatever is ticked"
 
 
 def test_a_fault_that_cannot_show_says_why(made):
@@ -136,6 +137,8 @@ def test_the_number_of_ranks_at_the_start_is_among_the_choices(asked, fable_stan
     one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=8, tensor_parallel_sizes=(1, 2),
                        prompt="Hi")
     assert list(one._tp.options) == [1, 2, 8] and asked[-1]["tensor_parallel_size"] == 8
+    one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=1, tensor_parallel_sizes=(4, 2, 1))
+    assert list(one._tp.options) == [1, 2, 4]
 
 
 def test_what_is_not_said_is_the_default(asked, fable_stand_in):
@@ -143,6 +146,7 @@ def test_what_is_not_said_is_the_default(asked, fable_stand_in):
     assert asked == [{"prompt": lesson.default_prompt(fable_stand_in), "tensor_parallel_size": 1, "dtype": "bfloat16",
                       "patches": []}]
     assert list(made._tp.options) == [1, 2, 3, 4] and "nothing ticked, 1 rank:" in made.alt_text
+    assert made.alt_text.startswith("Figure: the panel when this cell ran. ")
     assert str(made) == f"Panel: {made._faults[0].title}; ranks 1, 2, 3, 4. Shown: nothing ticked, 1 rank."
 
 

@@ -38,7 +38,7 @@ def test_what_passes_is_kept_and_was_tried_in_the_engine(name, place, seen, caps
 
 
 @pytest.mark.parametrize("name, seen, words", [
-    ("apply_rope", report(["q is off"], first="layers.0.q_rope"), "in the engine, q is off"),
+    ("apply_rope", report(["q is off"], first="layers.3.q_rope"), "in the engine, q is off"),
     ("kv_share", report((), ["heads on no rank"]), "in the engine, heads on no rank"),
     ("generate", ([1, 3, 2], [1, 2, 2]), "in the engine, 1 of 3 tokens are Hugging Face's")])
 def test_what_only_the_engine_shows_is_said_and_the_lab_goes_on_with_its_own(name, seen, words, capsys):

@@ -38,6 +38,41 @@ def test_each_different_answer_is_a_try_and_solving_ends_the_count(capsys):
     assert progress_file.SOLVED["mask_scores"] is right
 
 
+def test_when_it_was_solved_first_stands_and_its_latest_cell(monkeypatch, capsys):
+    monkeypatch.setattr("time.strftime", lambda form: f"{form} the first time")
+    hand_in(wrong, right)
+    monkeypatch.setattr("time.strftime", lambda form: "later")
+    kept = hand_in(lambda scores, mask: scores.masked_fill(mask, -float("inf")))
+    assert kept["solved"] == "%Y-%m-%d %H:%M the first time" and kept["tries"] == 2 and "lambda" in kept["code"]
+
+
+def test_an_answer_may_be_a_class_and_a_long_cell_is_not_kept():
+    from helpers.answers import defined
+
+    one, other = (defined(f"class MyPool:\n    def take(self):\n        return self.users.{what}()\n", "MyPool")
+                  for what in ("pop", "sort"))
+    assert progress_file._key(one) != progress_file._key(other)
+    assert progress_file.source(one) == "class MyPool:\n    def take(self):\n        return self.users.pop()\n"
+    for length, is_kept in ((20_000, True), (20_001, False)):
+        code = "def f(): pass\n#"
+        assert (progress_file.source(defined(code + "x" * (length - len(code) - 1), "f")) is not None) == is_kept
+    assert progress_file.source(len) is None
+
+
+def test_a_tilde_is_the_users_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TPLAB_PROGRESS", "~/mine.json")
+    assert progress_file.path() == tmp_path / "mine.json"
+
+
+def test_the_table_counts_the_tries_of_what_is_not_solved_yet(capsys):
+    lesson.clear_progress()  # nothing is there to be forgotten
+    hand_in(wrong, other)
+    row = next(line for line in str(lesson.progress()).splitlines() if "mask_scores" in line)
+    assert row.split() == ["01", "mask_scores", "2"]
+    assert str(lesson.progress()).splitlines()[-1].split()[0] == "11"
+
+
 def test_another_answer_is_no_try_any_more_once_it_is_solved(capsys):
     kept = hand_in(wrong, right)
     assert len(kept["answers"]) == 2

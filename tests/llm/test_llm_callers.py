@@ -149,7 +149,9 @@ def test_closing_under_a_paused_stream():
     llm.add_request(A, LONG)
     stream = llm.stream(B, LONG)
     next(stream)
+    unfinished = list(llm.requests.unfinished.values())
     llm.close()
+    assert [request.output().outputs[0].finish_reason for request in unfinished] == ["abort"] * 2
     assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
     for call in (lambda: next(stream), llm.step, lambda: next(llm.stream(A)), lambda: llm.add_request(A)):
         with pytest.raises(EngineError, match="this LLM is closed; make a new one"):

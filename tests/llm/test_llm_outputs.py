@@ -218,6 +218,7 @@ def test_everything_of_an_output_is_in_its_json(llm):
                       "7": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}],
         "metrics": {"time_to_first_token": 0.5, "tokens_per_second": 2.0, "num_prompt_tokens": 3,
                     "num_output_tokens": 8, "blocks_used": 5, "prefix_hit_tokens": 2, "preemptions": 1}}
+    assert list(output.to_dict()["logprobs"][0]) == ["4", "7"], "the keys that JSON will have"
     (stopped,) = llm.generate("A", greedy(stop="y"))
     found = json.loads(json.dumps(stopped.to_dict()))
     assert (found["finish_reason"], found["stop_reason"], found["text"]) == ("stop", "y", "x")

@@ -11,7 +11,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 
 from tplab.engine import EngineError, GenerationError
-from tplab.llm import LLM, SamplingParams
+from tplab.llm import LLM, SamplingParams, executor
 from tplab.patch import Patch
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import RankError, rank, state
@@ -157,9 +157,17 @@ def test_an_interrupt_leaves_a_working_engine(folder, pool, expected):
         assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
 
 
+def test_the_shared_pool_is_that_of_as_many_ranks(monkeypatch):
+    monkeypatch.setattr(executor, "shared_pool", lambda size: f"the shared pool of {size}")
+    assert executor.PoolExecutor(3).pool == "the shared pool of 3"
+    assert executor.PoolExecutor(3, "an own one").pool == "an own one"
+
+
 def test_a_pool_of_another_size(folder, pool):
     with pytest.raises(EngineError, match="the pool has 2 ranks, tensor_parallel_size is 3"):
         LLM(folder, 3, pool=pool)
+    with pytest.raises(EngineError, match="the pool has 2 ranks, tensor_parallel_size is 1"):
+        LLM(folder, 1, pool=pool)
 
 
 def test_first_token_of_fable_comes_within_a_second(pool):

@@ -133,7 +133,8 @@ def test_chat_follows_the_template(llm):
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"content": "a"}], [[]],
-                                      [{"role": 1, "content": "a"}], None])
+                                      [{"role": 1, "content": "a"}], None,
+                                      [{"role": "user", "content": None}], [[{"role": "user", "content": "a"}], [5]]])
 def test_what_is_no_conversation(llm, messages):
     with pytest.raises(RequestError, match="messages must look like"):
         llm.chat(messages)
@@ -175,6 +176,15 @@ def test_a_text_that_is_no_unicode_is_named_and_its_neighbours_run(llm, bad):
 def test_a_broken_chat_template_is_named_with_its_own_words(llm, monkeypatch, template, words):
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     with pytest.raises(RequestError, match=f"the chat template of .* cannot write this conversation: .*{words}"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_an_error_without_words_is_told_by_its_name(llm, monkeypatch):
+    def fails(*_, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", fails)
+    with pytest.raises(RequestError, match="cannot write this conversation: AssertionError$"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 

@@ -9,15 +9,19 @@ import sys
 import pytest
 from helpers.checkpoints import make_checkpoint
 
+from tplab.llm import torchrun
+from tplab.ranks import logical_ranks, rank
+
 PROMPT, TOKENS = "Once there was", 12
 NAMES = ("tplab-a", "tplab-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
-def command(*torchrun, file, extra=()):
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "tplab", "generate", "fable", "--prompt",
-            PROMPT,
-            "--max-tokens", str(TOKENS), "--json", str(file), *extra]
+GENERATE = ["generate", "fable", "--prompt", PROMPT, "--max-tokens", str(TOKENS), "--json"]
+
+
+def command(*torchrun, file):
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "tplab", *GENERATE, str(file)]
 
 
 def environment(**more):
@@ -32,50 +36,72 @@ def expected():
         return llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=TOKENS))[0]
 
 
-def test_torchrun_on_one_machine(expected, tmp_path):
-    done = subprocess.run(command("--standalone", "--nproc-per-node", "2", file=tmp_path / "out.json"), timeout=120,
-                          env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out.json").read_text())["token_ids"] == expected.outputs[0].token_ids
-    assert done.stdout.count(expected.text.strip()) == 1, "only rank 0 may print"
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_what_rank_0_sends_arrives(size):
+    data = bytes(range(size))
+    assert logical_ranks(3, lambda: torchrun._receive() if rank() else torchrun._send(data)) == [None, data, data]
 
 
-def test_a_bad_request_under_torchrun_ends_all_ranks(tmp_path):
-    done = subprocess.run(command("--standalone", "--nproc-per-node", "2", file=tmp_path / "out.json",
-                                  extra=("--max-tokens", "0")), timeout=120, env=environment(), capture_output=True,
-                                  text=True)
-    assert done.returncode != 0 and "max_tokens must be" in done.stderr
+def test_rank_0_lets_the_others_go_and_nobody_else_does(monkeypatch):
+    sent, executor = [], torchrun.TorchrunExecutor(2)
+    monkeypatch.setattr(torchrun, "_send", sent.append)
+    for me in 1, 0:
+        monkeypatch.setattr(torchrun, "rank", lambda me=me: me)
+        executor.close()
+    assert sent == [b""] and executor.loaded()
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+from tplab import cli
 from tplab.llm import SamplingParams, open_llm
+folder, file, *command = sys.argv[1:]
+assert not cli.main(command)
 found = []
 for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
-    with open_llm(sys.argv[1], 2, patches=patches) as llm:
+    with open_llm(folder, 2, patches=patches) as llm:
         if llm:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             found.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
 if llm:
-    print(json.dumps(found))
+    open(file, "w").write(json.dumps(found))
+sys.exit(cli.main([*command, "--max-tokens", "0"]))
 """
 
 
-def test_patches_are_applied_on_every_rank_while_loading_and_in_steps(tmp_path):
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """One start of two ranks: ``generate``, an engine for each of some patches, ``generate`` with a bad request."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    checkpoint = make_checkpoint(folder / "m")
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(folder / "script.py"), str(checkpoint), str(folder / "patched.json"), *GENERATE, str(folder / "out.json")],
+        timeout=120, env=environment(), capture_output=True, text=True)
+    done.folder, done.checkpoint = folder, checkpoint
+    assert (folder / "out.json").exists(), done.stderr
+    return done
+
+
+def test_torchrun_on_one_machine(expected, done):
+    assert json.loads((done.folder / "out.json").read_text())["token_ids"] == expected.outputs[0].token_ids
+    assert done.stdout.count(expected.text.strip()) == 1, "only rank 0 may print"
+
+
+def test_a_bad_request_under_torchrun_ends_all_ranks(done):
+    assert done.returncode != 0 and "max_tokens must be" in done.stderr
+
+
+def test_patches_are_applied_on_every_rank_while_loading_and_in_steps(done):
     """Rank 0 alone had them, and only in its steps: half of a fault is another fault."""
     from tplab.llm import LLM, SamplingParams
 
-    folder = make_checkpoint(tmp_path / "m")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                           str(tmp_path / "script.py"), str(folder)], timeout=120, env=environment(),
-                           capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     params, expected = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
     for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
-        with LLM(folder, 2, logical=True, patches=patches) as llm:
+        with LLM(done.checkpoint, 2, logical=True, patches=patches) as llm:
             expected.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
-    assert json.loads(done.stdout) == expected and len(set(map(str, expected))) == 4
+    assert json.loads((done.folder / "patched.json").read_text()) == expected and len(set(map(str, expected))) == 4
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Shortcuts for speed that must not change the numbers, or only by rounding."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +71,22 @@ def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypat
     assert used == ["_row_by_row"] * by_numpy + ["_widened"] * (rows >= kernels.widened_rows)
 
 
+def test_some_rows_share_a_part_of_the_weight_while_it_is_warm(monkeypatch):
+    shapes = []
+
+    def matmul(x, columns, out=None):
+        shapes.append((len(x), columns.shape))
+        return np.matmul(x, columns, out=out)
+
+    monkeypatch.setattr(product, "np", SimpleNamespace(matmul=matmul, empty=np.empty))
+    monkeypatch.setattr(product, "WARM_BYTES", 40 * 129 * 4)  # of 129 inputs to 32 outputs, a multiple of 16
+    x, columns = np.ones((2, 129), "float32"), np.ones((129, 70), "float32")
+    assert (product._row_by_row(x, columns) == 129).all()
+    assert shapes == [(1, (129, 32))] * 4 + [(1, (129, 6))] * 2
+    product._row_by_row(x[:1], columns)
+    assert shapes[6:] == [(1, (129, 70))]
+
+
 @pytest.mark.parametrize("kernels", [Kernels(False, False, 0, 16), Kernels(False, False, 0, product.NEVER)])
 def test_attentions_products_are_rounded_once(kernels, monkeypatch):
     monkeypatch.setattr(product, "fastest", lambda dtype: {torch.bfloat16: kernels}[dtype])
@@ -82,6 +101,8 @@ def test_attentions_products_are_rounded_once(kernels, monkeypatch):
     ({"F.linear": (4, 4, 4, 9), "numpy": (2, 3, 5, 20), "packed": (5, 5, 5, 5)}, (True, False, 2, product.NEVER)),
     ({"F.linear": (4, 4, 4, 9), "numpy": (2, 3, 5, 20), "packed": (8, 5, 5, 5)}, (False, False, 2, product.NEVER)),
     ({"F.linear": (4, 4, 4, 9), "packed": (8, 5, 5, 5), "packed numpy": (3,)}, (True, True, 0, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "packed": (8, 5, 5, 5), "packed numpy": (4,)}, (True, True, 0, product.NEVER)),
+    ({"F.linear": (4, 4, 4, 9), "packed": (4, 4, 4, 9), "packed numpy": (4,)}, (False, False, 0, product.NEVER)),
     ({"F.linear": (4, 4, 4, 9), "widened": (5, 3, 4, 3)}, (False, False, 0, 16)),
     ({"F.linear": (4, 4, 4, 9), "widened": (3, 3, 3, 3)}, (False, False, 0, 1)),
     ({"F.linear": (4, 4, 4, 9), "widened": (5, 3, 3, 9)}, (False, False, 0, product.NEVER)),
@@ -89,6 +110,29 @@ def test_attentions_products_are_rounded_once(kernels, monkeypatch):
 def test_what_times_speak_for(times, chosen):
     seconds = {(way, rows): time for way, each in times.items() for rows, time in zip((1, 2, 4, 16), each)}
     assert product._chosen(seconds) == Kernels(*chosen)
+
+
+@pytest.mark.parametrize("dtype, packed", [(torch.float32, False), (torch.bfloat16, False), (torch.float64, False),
+                                           (torch.float32, True)])
+def test_large_weights_that_stay_plain_lie_behind_each_other(dtype, packed, monkeypatch):
+    """In large pieces, whose pages are huge; no number belongs to two, and what will be packed lies by itself."""
+    pages = product._Pages()
+    monkeypatch.setattr(product, "_pages", pages)
+    monkeypatch.setattr(product, "PIECE_BYTES", 1 << 21)
+    monkeypatch.setattr(product, "fastest", lambda asked: Kernels(packed, False, 0, product.NEVER))
+    weights, pieces = [], []
+    for size in [(255, 257), (257, 256), (256, 256), (300, 301), (301, 300), (1001, 577)]:
+        weights.append(empty_weight(*size, dtype))
+        pieces.append(0 <= weights[-1].data_ptr() - pages.piece.ctypes.data < pages.piece.nbytes and id(pages.piece))
+        assert weights[-1].data_ptr() % 16 == pages.piece.ctypes.data % 16 * bool(pieces[-1]), "as NumPy aligns"
+    for number, weight in enumerate(weights):
+        weight.fill_(number)
+    assert [weight.unique().tolist() for weight in weights] == [[number] for number in range(6)]
+    assert [bool(piece) for piece in pieces] == [False] + 5 * [not packed]
+    if not packed:
+        assert pieces[1] == pieces[2], "two fit into a piece"
+        assert pages.piece.nbytes == max(1 << 21, 1001 * 577 * dtype.itemsize), "one that fits into none has its own"
+    assert all(weight.t().is_contiguous() == (dtype == torch.float32) for weight in weights)
 
 
 def test_a_product_that_wants_a_gradient_has_one():
@@ -104,6 +148,7 @@ def packed(out_features, in_features, dtype, numpy_for_one_row):
     weight.ranges = "kept"
     pack(weight, Kernels(True, numpy_for_one_row, 0, product.NEVER))
     if not isinstance(weight, product.PackedWeight):
+        assert dtype == torch.bfloat16 or "AVX512" not in torch.backends.cpu.get_cpu_capability(), "known to be packed"
         pytest.skip("torch packs nothing on this processor")
     return weight, plain
 
@@ -129,6 +174,8 @@ def test_products_with_a_packed_weight(dtype, numpy_for_one_row, rows, out_featu
 def test_a_packed_weight_is_read_and_written_bit_for_bit(dtype):
     weight, plain = packed(577, 500, dtype, dtype == torch.float32)
     assert isinstance(weight, nn.Parameter) and weight.ranges == "kept" and weight.shape == plain.shape
+    assert not weight.requires_grad
+    assert weight.columns == ([192, 192, 116] if dtype == torch.float32 else [500]), "bfloat16 is summed in float32"
     assert torch.equal(weight, plain) and torch.equal(weight.data.split([77, 500])[1], plain[77:])
     ids = torch.tensor([[0, 576], [63, 64]])
     assert torch.equal(F.embedding(ids, weight), plain[ids])
@@ -139,6 +186,24 @@ def test_a_packed_weight_is_read_and_written_bit_for_bit(dtype):
     x = torch.randn(3, 500, dtype=dtype, requires_grad=True)
     linear(x, weight).float().sum().backward()
     torch.testing.assert_close(x.grad, (2 * plain).sum(0).expand(3, 500), rtol=1e-2, atol=1e-1)
+
+
+def test_what_stays_in_the_cache_is_not_packed():
+    small = nn.Parameter(torch.ones(255, 257), requires_grad=False)  # one value fewer than are worth it
+    pack(small, Kernels(True, False, 0, product.NEVER))
+    double = nn.Parameter(torch.ones(256, 257).double(), requires_grad=False)
+    pack(double, Kernels(True, False, 0, product.NEVER))
+    assert type(small) is type(double) is nn.Parameter
+
+
+@pytest.mark.parametrize("numpy_for_one_row, rows, threads, way", [
+    (True, 1, 1, "by_numpy"), (True, 1, 2, "by_onednn"), (True, 2, 1, "by_onednn"), (False, 1, 1, "by_onednn")])
+def test_numpy_multiplies_one_row_on_one_thread(numpy_for_one_row, rows, threads, way, monkeypatch):
+    weight, _ = packed(577, 129, torch.float32, numpy_for_one_row)
+    for name in ("by_numpy", "by_onednn"):
+        monkeypatch.setattr(product.PackedWeight, name, lambda self, x, bias, name=name: name)
+    with product.torch_threads(threads):
+        assert linear(torch.ones(rows, 129), weight) == way
 
 
 def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
@@ -163,6 +228,12 @@ def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
             file.write_text(damaged)
         product.fastest.cache_clear()
         assert product.fastest(torch.float32) == found and len(measured) == 1
+    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path / "deep" / "er"))
+    for _ in range(2):
+        measured.clear()
+        product.fastest.cache_clear()
+        product.fastest(torch.float32)
+    assert not measured, "kept in a cache that was not there"
     monkeypatch.setenv("TPLAB_CACHE", "/dev/null/nowhere")
     product.fastest.cache_clear()
     assert product.fastest(torch.bfloat16) == found

@@ -20,3 +20,13 @@ def test_sequences_of_one_batch_leave_each_others_frequencies_alone(tmp_path, ro
     together = Rotary(config)(x, torch.cat([torch.arange(n) for n in lengths]), lengths)
     for found, expected in zip(together, zip(*alone)):
         assert torch.equal(found, torch.cat(expected, dim=1))
+
+
+def test_a_part_is_turned_as_in_a_sequence_of_the_length_that_is_said(tmp_path):
+    config, x = open_checkpoint(make_checkpoint(tmp_path / "m", "llama", rope="dynamic", max_positions=16)
+                                ).config.hf, torch.empty(0)
+    whole = Rotary(config)(x, torch.arange(30), [30])
+    longer = Rotary(config)(x, torch.arange(31), [31])
+    part = Rotary(config)(x, torch.arange(6), [(6, 30)])
+    assert all(torch.equal(some, every[:, :6]) for some, every in zip(part, whole))
+    assert not torch.equal(part[0], longer[0][:, :6])

@@ -174,6 +174,29 @@ def test_those_that_did_not_join_are_ended(notes):
         assert [note[:2] for note in take(notes)] == [("start", 1), ("join", 3), ("set up", 3), ("run", 3)]
 
 
+def test_memory_goes_only_when_a_run_in_another_thread_has_left(notes):
+    pool = RankPool(2)
+    held, release = threading.Event(), threading.Event()
+
+    def run():
+        with pool._lock:
+            held.set()
+            release.wait(20)
+            assert pool._control.word(0, ANSWERED) == 0, "it looks once more"
+            take(notes)
+
+    def end_all(processes):
+        release.set()  # the run sees its ranks die
+
+    other = threading.Thread(target=run)
+    other.start()
+    held.wait(20)
+    pool_module.end_all = end_all
+    pool.close()
+    assert [note[0] for note in take(notes)] == ["release", "release"] and not pool._lock.locked()
+    other.join()
+
+
 def test_a_pool_that_cannot_be_used_says_so_before_and_after_it_has_waited(notes):
     pool = RankPool(2)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from helpers.failing import light_path
 
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import RankError, all_reduce, barrier, rank
@@ -21,8 +22,7 @@ def script(tmp_path, source, *before, **options):
     """
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(source))
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": light_path(tmp_path), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [*before, sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, **options
@@ -153,6 +153,7 @@ def test_a_jupyter_kernel(tmp_path, monkeypatch):
     from jupyter_client.manager import KernelManager
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", light_path(tmp_path))
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(Path(__file__).resolve().parents[2]))
     try:
@@ -215,6 +216,8 @@ def test_a_cleaner_of_temporary_folders(tmp_path):
         def clean():
             for name in os.listdir(tempfile.gettempdir()):
                 if name.startswith(("tplab-", "pymp-")): shutil.rmtree(os.path.join(tempfile.gettempdir(), name))
+        def modes():
+            return {oct(e.stat().st_mode & 0o777) for e in os.scandir(tempfile.tempdir) if e.name[:4] == "pymp"}
         def fail(): 1 / 0
         def attempt(fn):
             try: return pool.run(fn)
@@ -229,7 +232,7 @@ def test_a_cleaner_of_temporary_folders(tmp_path):
         clean()
         os.kill(pool.pids[0], 9)
         while pool.pids[0]: pass
-        print(attempt(lambda: "kept" in state), RankPool(1).run(rank))
+        print(attempt(lambda: "kept" in state), RankPool(1).run(rank), modes())
         shutil.rmtree(tempfile.tempdir)
         print(attempt(fail), attempt(rank), sep="; ")
         os.mkdir(tempfile.tempdir)
@@ -238,7 +241,7 @@ def test_a_cleaner_of_temporary_folders(tmp_path):
         """,
     )
     assert process.communicate(timeout=60)[0].splitlines() == [
-        "ZeroDivisionError [True, True] 0o700", "[False, True] [0]",
+        "ZeroDivisionError [True, True] 0o700", "[False, True] [0] {'0o700'}",
         "ZeroDivisionError; the ranks need a little room in a temporary folder and cannot have it: [Errno 2]",
         "[0, 1]",
     ]  # fmt: skip

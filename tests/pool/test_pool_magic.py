@@ -93,7 +93,7 @@ def test_size_and_timeout(cell):
 
 
 def test_the_pool_made_last_is_taken():
-    with RankPool(1) as first:
+    with RankPool(2) as first:
         with RankPool(1) as second:
             assert latest_pool() is second
         assert latest_pool() is first
@@ -108,6 +108,9 @@ def test_names_of_the_notebook_are_at_hand(cell, shell):
     assert cell("%%ranks\nlimit = 100 + rank()\nlimit")[0] == "[rank 0] 100\n[rank 1] 101\n"
     assert cell("%%ranks\nlimit")[0] == "[rank 0] 100\n[rank 1] 101\n"
     assert shell.user_ns["limit"] == 6
+    shell.run_cell("5 + 5")
+    _, error = cell("%%ranks\nOut")  # IPython's own, as _ and In are
+    assert "name 'Out' is not defined" in str(error)
     cell("%%ranks\nfrom os import sep as limit_of_path")
     shell.run_cell("limit_of_path = 7")
     assert cell("%%ranks\nlimit_of_path")[0] == "[rank 0] '/'\n[rank 1] '/'\n"  # what a cell imported is its own too

@@ -3,10 +3,13 @@
 import os
 import select
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from tplab.pool import waiting
 from tplab.pool import watch as watch_module
 from tplab.pool.control_block import ABANDONED, ANSWER_LENGTH, ANSWERED, DROP, OK, OUTCOME, STARTED, ControlBlock
 from tplab.pool.shared_file import SharedFile
@@ -192,3 +195,16 @@ def test_what_a_pause_hears():
     assert watch._poll.poll(0) == []  # what has ended stays readable for ever
     os.close(wake)
     os.close(sentinel)
+
+
+@pytest.mark.skipif(not waiting._syscall, reason="without a futex a rank naps")
+@pytest.mark.parametrize("word", [0, 5, 1 << 16, (1 << 32) + 7])
+def test_a_sleep_lasts_while_the_word_is_the_same(word):
+    place = torch.tensor([word])
+    for seen, least in ((word, 0.02), (word + 1, 0)):
+        begin = time.monotonic()
+        waiting.sleep_while(place.data_ptr(), seen, 0.03)
+        assert time.monotonic() - begin >= least
+    begin = time.monotonic()
+    waiting.sleep_while(place.data_ptr(), word ^ 1 << 16, 0.9)
+    assert time.monotonic() - begin < 0.8, "the word had another value"

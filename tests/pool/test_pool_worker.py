@@ -135,6 +135,7 @@ def test_a_signal_ends_the_call_and_nothing_else(rank, last, monkeypatch):
 
     outcome, answer = rank._run(EPOCH, fn, ())
     assert (outcome, loads(answer).kind) == (FAILED, "stopped") and not rank.interruptible
+    assert [frame.function for frame in loads(answer).frames] == ["fn"]
 
     def late(*_):
         raise Abandoned  # it arrived just as the function ended

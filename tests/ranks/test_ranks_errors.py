@@ -8,7 +8,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from tplab.ranks import CollectiveMismatch, OpRecord, RankError
+from tplab.ranks import CollectiveMismatch, OpRecord, RankError, barrier, logical_ranks
+from tplab.ranks import rank as own_rank
 from tplab.ranks.errors import (
     Cause,
     Frame,
@@ -83,6 +84,8 @@ def test_a_whole_message(tmp_path, monkeypatch):
         "rank 5 died too", "  a.py, line 2", "    second()", "a note",
     ]  # fmt: skip
     assert error.first.rank == 1 and list(error.causes) == [1, 0, 2, 3, 4, 5]
+    (tmp_path / "a.py").write_text("first()\nanother_one()\n")
+    assert "    another_one()" in render(error).split("\n"), "a line as it was before the file was edited"
     error.logs = [[record(1)], []]
     assert render(error).split("\n")[-4:-1] == ["collectives of this run, ≠ marks the first difference:",
                                                 "      rank 0                  rank 1",
@@ -122,3 +125,11 @@ def test_op_logs_beside_each_other(logs, causes, rows):
     head, names, *lines = side_by_side(logs, causes)
     assert lines == rows and names.split() == ["rank", "0", "rank", "1"]
     assert ("≠ marks" in head) == any(row.startswith("≠") for row in rows) and "earlier" not in head
+
+
+@pytest.mark.parametrize("ends, consequence", [(lambda: None, False), (lambda: 1 / 0, True)])
+def test_who_waits_for_a_rank_that_returned_is_a_cause_and_for_one_that_raised_a_consequence(ends, consequence):
+    with pytest.raises(RankError) as caught:
+        logical_ranks(2, lambda: barrier() if own_rank() else ends())
+    (waits,) = [cause for cause in caught.value.causes.values() if cause.kind == "waiting"]
+    assert (waits.rank, waits.consequence) == (1, consequence)

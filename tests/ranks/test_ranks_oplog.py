@@ -1,5 +1,6 @@
 """The op log: order, shapes and call sites; what it keeps, and what it costs."""
 
+import sys
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tplab.pool import RankPool
 from tplab.ranks import OpRecord, all_gather, all_reduce, barrier, op_log, rank
 from tplab.ranks.errors import side_by_side
+from tplab.ranks.oplog import RECORDS, OpLog
 
 
 def test_the_log_has_order_shapes_and_call_sites(run):
@@ -60,6 +62,34 @@ def test_the_log_knows_every_file(run):
         return [record.file for record in op_log()[-301:]]
 
     assert run(fn) == [[*(f"<cell {i}>" for i in range(300)), "/" + "x" * 510]] * 3
+
+
+def test_who_reads_while_a_record_is_replaced_sees_no_old_record_under_the_new_name():
+    log, frames, seen = OpLog(), [], []
+    for name in "old", "new":
+        scope = {"sys": sys}
+        exec(compile("frame = sys._getframe()", name, "exec"), scope)
+        frames.append(scope["frame"])
+
+    class Noted(list):
+        def __setitem__(self, index, file):
+            seen.append(log.record(log.seq - RECORDS))
+            super().__setitem__(index, file)
+
+    for _ in range(RECORDS):
+        log.enter(4, (), 0, 0, frames[0])
+    log._noted = Noted(log._noted)
+    log.enter(4, (), 0, 0, frames[1])
+    assert seen == [None] and [log.record(n).file for n in (2, RECORDS + 1)] == ["old", "new"]
+    log.clear()
+    assert log.records() == [] and log.record(0) is None and log.last_seq() == log.seq == 0
+
+
+def test_records_after_a_number_begin_behind_it():
+    log, frame = OpLog(), sys._getframe()
+    for _ in range(5):
+        log.enter(4, (), 0, 0, frame)
+    assert [record.seq for record in log.records(3)] == [4, 5] and log.records(5) == []
 
 
 def test_the_log_costs_little(pool):

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
+from helpers.failing import light_path
 
 from tplab.pool import RankPool
 from tplab.ranks import RankError
@@ -30,8 +30,7 @@ def inside(tmp_path, setup, code):
         pytest.skip("needs Linux with unshare and iproute2")
     if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
         pytest.skip("this system does not allow unprivileged namespaces")
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": root, "CODE": HELLO + code}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": light_path(tmp_path), "CODE": HELLO + code}
     command = f'set -e\nip link set lo up\n{setup}\nexec "{sys.executable}" -c "$CODE"'
     done = subprocess.run(
         [*NAMESPACES, "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60

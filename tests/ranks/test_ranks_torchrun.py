@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tplab.ranks import RankError, join_torchrun
+from tplab.ranks.torchrun import under_torchrun
 
 
 def torchrun(tmp_path, source, *options, size=2):
     file = tmp_path / "spmd.py"
-    file.write_text("import torch\nfrom tplab.pool import RankPool\nfrom tplab.ranks import *\n" + source)
+    file.write_text("import os, sys, torch\nfrom tplab.pool import RankPool\nfrom tplab.ranks import *\n" + source)
     root = str(Path(__file__).resolve().parents[2])
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-addr", "127.0.0.1",
@@ -23,16 +24,22 @@ def torchrun(tmp_path, source, *options, size=2):
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory):
-    """What rank 1 of two says in one run of several parts."""
+def said(tmp_path_factory):
+    """What two ranks say in one run of several parts: of gloo's threads rank 0, of all else rank 1."""
     done = torchrun(
         tmp_path_factory.mktemp("torchrun"),
         """
-import pathlib, time
+import atexit, pathlib, time
 from tplab.ranks.oplog import DTYPES
 
+def threads():
+    names = {task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")}
+    print("gloo's threads:", any("gloo" in name for name in names), flush=True)
+if sys.platform == "linux" and os.environ["RANK"] == "0":
+    atexit.register(threads)  # runs after what is registered later
 assert under_torchrun()
 me, size = join_torchrun(strict=True)
+import torch.distributed.nn.functional  # as transformers does
 assert (me, size) == (rank(), world_size())
 def say(*words):
     if me == 1: print(*words, flush=True)
@@ -69,10 +76,17 @@ for dtype in DTYPES[1:]:
     assert total.tolist() == torch.tensor([1, 2, 0]).to(dtype).tolist(), dtype
     assert torch.equal(broadcast(mine, 1), torch.tensor([1, 1, 0]).to(dtype)), dtype
 say("all dtypes")
+if sys.platform == "linux" and me == 0:
+    threads()
 """,
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def lines(said):
+    return [line for line in said if not line.startswith("gloo's threads")]
 
 
 def test_collectives_give_what_a_pool_gives(lines):
@@ -88,10 +102,18 @@ def test_a_collective_without_elements_waits_and_every_dtype_crosses(lines):
 
 def test_a_lost_rank_is_named_with_the_line(tmp_path):
     # torchrun looks for lost ranks ten times a second and ends all others, on a busy machine before they can speak.
-    done = torchrun(tmp_path, "import os\njoin_torchrun()\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n",
+    done = torchrun(tmp_path, "\njoin_torchrun()\nif rank() == 1: os._exit(3)\nall_reduce(torch.ones(2))\n",
                     "--monitor-interval", "3")
     assert done.returncode != 0
     assert "rank 0 waited in all_reduce [2] float32 at line 7 of spmd.py" in done.stderr
+
+
+@pytest.mark.parametrize("given, under", [
+    ((), False), (("RANK",), False), (("TORCHELASTIC_RUN_ID",), False), (("RANK", "TORCHELASTIC_RUN_ID"), True)])
+def test_what_torchrun_leaves_in_the_environment(monkeypatch, given, under):
+    for name in "RANK", "TORCHELASTIC_RUN_ID":
+        monkeypatch.setenv(name, "0") if name in given else monkeypatch.delenv(name, raising=False)
+    assert under_torchrun() is under
 
 
 def test_without_torchrun_it_says_what_is_missing(monkeypatch):
@@ -101,24 +123,6 @@ def test_without_torchrun_it_says_what_is_missing(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_thread_of_gloo_outlives_the_group(tmp_path):
+def test_no_thread_of_gloo_outlives_the_group(said):
     """One that does aborts the process in about one exit of ten: it drops a tensor when Python is ending."""
-    done = torchrun(
-        tmp_path,
-        """
-import atexit, pathlib
-def threads():
-    print(sorted(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")), flush=True)
-atexit.register(threads)  # runs after what is registered later
-me, _ = join_torchrun()
-import torch.distributed.nn.functional  # as transformers does
-all_reduce(torch.ones(2))
-if me == 1:
-    atexit.unregister(threads)
-else:
-    threads()
-""",
-    )
-    assert done.returncode == 0, done.stderr
-    during, after = done.stdout.splitlines()
-    assert "gloo" in during and "gloo" not in after
+    assert [line for line in said if line.startswith("gloo")] == ["gloo's threads: True", "gloo's threads: False"]

@@ -66,9 +66,11 @@ def test_parts_that_were_given_are_the_cuts_and_must_fit_the_layer():
     cuts = [range(0, 3), range(3, 12)]
 
     def on_rank():
-        layers = ColumnParallelLinear(12, 12, parts=cuts, dtype=D), RowParallelLinear(12, 12, parts=cuts, dtype=D)
+        layers = (ColumnParallelLinear(12, 12, parts=cuts, dtype=D), RowParallelLinear(12, 12, parts=cuts, dtype=D),
+                  VocabParallelEmbedding(12, 12, parts=cuts, dtype=D))
         for layer in layers:
             layer.load("weight", w)
+        assert layers[2].weight.ranges == (cuts[rank()],) and torch.equal(layers[2](torch.arange(12)), w)
         return layers[0](x), layers[1](x[:, cuts[rank()].start:cuts[rank()].stop])
 
     for rows, (column, whole) in zip(cuts, logical_ranks(2, on_rank)):
@@ -76,7 +78,10 @@ def test_parts_that_were_given_are_the_cuts_and_must_fit_the_layer():
         torch.testing.assert_close(whole, F.linear(x, w), rtol=0, atol=1e-12)
     for make, words in ((lambda: MergedColumnParallelLinear(4, [6, 6], parts=[[range(6)], [range(7)]]), "outside of 6"),
                         (lambda: RowParallelLinear(6, 4, parts=[range(5)]), "the parts end at 5, the input at 6"),
-                        (lambda: ParallelLMHead(6, 4).tie_weights(VocabParallelEmbedding(7, 4)), "are not the emb")):
+                        (lambda: MergedColumnParallelLinear(4, [6], parts=[[range(7), range(6)]]), "outside of 6"),
+                        (lambda: ParallelLMHead(6, 4).tie_weights(VocabParallelEmbedding(7, 4)), "are not the emb"),
+                        (lambda: ParallelLMHead(7, 4, parts=[range(6)]).tie_weights(
+                            VocabParallelEmbedding(7, 4, parts=[range(1, 7)])), r"range\(0, 6\) are not the .*1, 7")):
         with pytest.raises(RankError, match=words):
             logical_ranks(1, make)
 
@@ -152,3 +157,8 @@ def test_gather_of_uneven_shards_keeps_rank_order():
 
     for out in logical_ranks(2, on_rank):
         assert out.tolist() == [0, 1, 2, 10, 11]
+
+
+def test_merged_layers_of_unlike_sizes_are_cut_each_by_itself_where_no_parts_are_given():
+    ranges = logical_ranks(3, lambda: MergedColumnParallelLinear(2, [10, 4]).ranges)
+    assert ranges == [(range(0, 4), range(0, 2)), (range(4, 7), range(2, 3)), (range(7, 10), range(3, 4))]

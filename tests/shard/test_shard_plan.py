@@ -79,6 +79,9 @@ def test_the_text_names_every_rank():
     text = str(plan(9, 3, 2))
     assert "uneven: 9 query heads and 3 KV heads over 2 ranks" in text
     assert "rank 1: 3 query heads (6–8), 1 KV head (2)" in text
+    assert str(plan(2, 2, 1, inter=1, vocab=2)) == (
+        "partition: 2 query heads and 2 KV heads over 1 rank\n"
+        "  rank 0: 2 query heads (0–1), 2 KV heads (0–1), MLP columns 0, vocabulary rows 0–1")
 
 
 def test_the_rows_of_a_plan_say_what_each_rank_holds():

@@ -3,6 +3,7 @@
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from helpers.checkpoints import make_checkpoint
@@ -10,6 +11,7 @@ from helpers.checkpoints import make_checkpoint
 from tplab import LLM, SamplingParams, show
 from tplab.cache import slot_mapping
 from tplab.faults import fault
+from tplab.show.drawings.blocks import _worth_drawing, short, tint
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -57,6 +59,13 @@ def test_every_moment_has_the_users_and_the_contents_of_its_blocks(folder, run, 
             assert not any(stored[len(tokens):]), "a place that was not written is empty, whoever had the block before"
 
 
+def test_a_recording_of_a_model_with_a_tokenizer_has_texts(run):
+    assert run.texts == [output.outputs[0].text for output in run.outputs]
+    with LLM("fable", 1, logical=True, block_size=4, num_blocks=8) as llm:
+        told = show.record(llm, ["Once there was"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert "".join(told.moments[0].contents[0]).startswith("Once there was") and told.texts[0].startswith(" a")
+
+
 def test_the_first_moment_of_a_shared_prefix_writes_only_what_is_its_own(run):
     moment = run.moment(2)
     assert moment.tables[1][:2] == moment.tables[0][:2]
@@ -64,9 +73,36 @@ def test_the_first_moment_of_a_shared_prefix_writes_only_what_is_its_own(run):
     assert "shared blocks [0, 1]" in show.describe(show.blocks_figure(run, [2]))
 
 
+@pytest.mark.parametrize("text, drawn", [
+    ("abcdef", "abcdef"), ("abcdefg", "abcde…"), (" a", "·a"), ("a ", "a·"), ("  ", "··"), (" fox ", "·fox·"),
+    ("a\nb", "a⏎b"), ("\x00", "□"), ("", "")])
+def test_a_token_in_a_cell(text, drawn):
+    assert short(text) == drawn
+
+
+def test_places_are_white_tinted_or_grey_by_who_uses_their_block(run):
+    seen = set()
+    for moment in run.moments:
+        shown = ET.fromstring(show.blocks_figure(run, [moment.step]).svg)
+        cells = [node.get("fill") for node in shown.iter(f"{SVG}rect")
+                 if (node.get("width"), node.get("height"), node.get("stroke")) == ("36", "18", "#b8b8b8")]
+        for block in range(run.num_blocks):
+            users = moment.users(block)
+            for place, text in enumerate(moment.contents[block]):
+                fill = "#ffffff" if not users or not text else tint(users[0]) if len(users) == 1 else "#e6e6e6"
+                assert cells[4 * block + place] == fill
+                seen.add((len(users), bool(text)))
+    assert {(0, True), (1, False), (1, True), (2, True)} <= seen
+    assert tint(0, 0.0) == "#0072b2" and tint(0, 1.0) == "#ffffff" and tint(8) == tint(0)
+
+
 def test_the_drawing_names_every_block_with_its_users(run):
     drawn = texts(show.blocks_figure(run, [2]).svg)
-    assert "after step 2" in drawn and "0: seq 0" in drawn and drawn.count("seq 1") >= 3
+    assert "after step 2" in drawn and {"0: seq 0", "seq 1"} < set(drawn) and "0: seq 1" not in drawn
+    at = {node.text.split(":")[0]: (float(node.get("x")), float(node.get("y")))
+          for node in ET.fromstring(show.blocks_figure(run, [4]).svg).iter(f"{SVG}text") if ": " in (node.text or "")}
+    assert at["1"][0] > at["0"][0] and at["1"][1] == at["0"][1] < at["6"][1] == at["11"][1], "six in a line"
+    assert drawn.count("seq 1") >= 3
     assert sum(text is not None and text.split(":")[0].isdigit() and ":" in text for text in drawn) == run.num_blocks
 
 
@@ -82,6 +118,9 @@ def test_a_leaked_block_stands_out(folder):
     leaked = [block for block, count in enumerate(run.moments[-1].ref_counts) if count]
     assert len(leaked) == 3 and f"leaked blocks {leaked}" in figure.alt_text
     assert [f"{block}: leaked" in texts(figure.svg) for block in leaked] == [True] * 3
+    heads = [node.get("fill") for node in ET.fromstring(figure.svg).iter(f"{SVG}rect") if node.get("height") == "16"
+             and node.get("fill") != "none"]
+    assert [fill == "#D55E00" for fill in heads] == [block in leaked for block in range(run.num_blocks)]
 
 
 def test_slots_are_drawn_where_the_mapping_puts_them():
@@ -94,6 +133,10 @@ def test_slots_are_drawn_where_the_mapping_puts_them():
     for token, slot in zip(tokens, slot_mapping(table, range(10), 4)):
         assert at[token][-1] == at[str(slot)][-1], f"{token!r} stands above its slot {slot}"
     assert "positions 8–9 in block 3, slots from 12" in figure.alt_text
+    inks = {node.text: node.get("fill") for node in root.iter(f"{SVG}text")
+            if (node.text or "").isdigit() and float(node.get("y")) > 180}
+    assert {slot for slot, ink in inks.items() if ink == "#222"} == set(map(str, slot_mapping(table, range(10), 4)))
+    assert len(inks) == 24 and inks["0"] == "#8a8a8a"
 
 
 def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
@@ -108,6 +151,9 @@ def test_of_a_large_pool_only_what_is_used_is_drawn_and_the_rest_is_counted(fold
     used = max(block for moment in large.moments for table in moment.tables.values() for block in table)
     assert used < len(drawn) < 40 and f"and {300 - len(drawn)} blocks more, which no step uses" in words
     assert "blocks more" not in show.blocks_figure(recorded(folder), [1]).svg
+    moments = [SimpleNamespace(contents=(("a",), ("",), ("", "b"), ("",)))]
+    for blocks, worth in ((64, 64), (65, 3)):
+        assert _worth_drawing(SimpleNamespace(num_blocks=blocks, moments=moments)) == worth
 
 
 def test_the_stepper_redraws(run):
@@ -122,13 +168,22 @@ def test_the_stepper_redraws(run):
 
 
 def test_mistakes_are_told(folder, run):
-    with pytest.raises(show.ShowError, match="step 99"):
-        show.blocks_figure(run, [99])
+    for wrong in (99, 0, -1):
+        with pytest.raises(show.ShowError, match=f"no step {wrong}; the recording has 1 to {len(run.moments)}"):
+            run.moment(wrong)
+    full = show.slots_figure([3, 0], "abcdefgh")
+    assert "positions 4–7 in block 0, slots from 0" in full.alt_text
+    cells = [(node.get("x"), node.get("fill")) for node in ET.fromstring(full.svg).iter(f"{SVG}rect")
+             if (node.get("y"), node.get("stroke")) == ("176", "#b8b8b8")]
+    wide = 4 * 36 + 10
+    assert [fill for _, fill in cells] == [tint(1)] * 4 + ["#ffffff"] * 8 + [tint(0)] * 4 + ["#ffffff"] * 8
+    assert [float(x) for x, _ in cells[::4]] == [8 + wide * block for block in range(6)]
     with pytest.raises(show.ShowError, match="5 tokens do not fit into 1 blocks of 4"):
         show.slots_figure([0], "abcde")
     with LLM(folder, 1, logical=True) as llm:
-        with pytest.raises(show.ShowError, match="rising"):
-            show.record(llm, PROMPTS, PARAMS, arrivals=[2, 1, 0])
+        for wrong in ([2, 1, 0], [0, 1]):
+            with pytest.raises(show.ShowError, match="rising"):
+                show.record(llm, PROMPTS, PARAMS, arrivals=wrong)
         llm.add_request(PROMPTS[0], PARAMS)
         with pytest.raises(show.ShowError, match="unfinished"):
             show.record(llm, PROMPTS, PARAMS)
@@ -145,6 +200,8 @@ def test_a_step_of_one_sequence_is_drawn_as_it_was(folder):
         assert f"running, {computed} tokens" in shown and f"{-(-computed // 4)} of 12 blocks used" in shown
         frames = [node.get("fill") for node in drawn.iter(f"{SVG}rect") if node.get("stroke") == "#222"]
         assert frames.count("none") == len(moment.fresh)
+    ids, ((block, place),) = run.outputs[0].outputs[0].token_ids, run.moments[-1].fresh
+    assert run.moments[-1].contents[block][place] == str(ids[-2]), "who has finished has written all the same"
 
 
 def test_shared_blocks_are_used_once_and_what_a_freed_block_held_is_shown_only_where_it_can_be_found(folder, run):

@@ -21,7 +21,14 @@ def test_the_lines_are_medians_and_the_bands_the_middle_half():
     shared = figure.axes[0].get_lines()[0]
     assert shared.get_xdata().tolist() == [4, 1 << 20] and shared.get_ydata().tolist() == [2e-5, 1.02e-3]
     band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert band.min() == pytest.approx(np.quantile([1e-5, 3e-5, 2e-5], 0.25))
+    assert (figure.axes[0].get_xscale(), figure.axes[0].get_yscale()) == ("log", "log")
+    assert band.max() > 1.5e-3 and band.min() == pytest.approx(np.quantile([1e-5, 3e-5, 2e-5], 0.25))
+
+
+def test_the_legend_has_microseconds_and_gigabytes_per_second():
+    assert [text.get_text() for text in show.collective_cost_figure(MEASURED).legends[0].get_texts()] == [
+        "shared: 20 µs at least, then 1.0 GB/s", "gloo: 100 µs at least, then 0.6 GB/s"]
+    assert latency_and_bandwidth({4: [1.0], 8: [1.0]}) == (1.0, pytest.approx(8e9)), "no slower than the first one"
 
 
 def test_the_words_are_the_same_on_a_slower_machine():

@@ -19,7 +19,7 @@ LAYOUTS = [(2, 14, 2), (2, 9, 3), (2, 8, 2), (4, 8, 2), (3, 14, 2), (1, 9, 3), (
 
 def drawn_by(shown) -> str:
     """The SVG document in the page's picture."""
-    return b64decode(re.search('base64,([^"]+)"', shown._repr_html_())[1]).decode()
+    return b64decode(re.search('data:image/svg.xml;base64,([^"]+)"', shown._repr_html_())[1]).decode()
 
 
 def texts(svg):
@@ -69,11 +69,18 @@ def test_a_drawn_weight_has_the_shapes_of_the_layers(tp, heads, kv_heads):
         assert qkv.shape_on(number) == qkv_shape and o_proj.shape_on(number) == o_shape
 
 
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj",
-                                  "down_proj", "embed_tokens", "lm_head"])
-def test_the_strips_cover_the_weight_and_name_all_holders(name):
+@pytest.mark.parametrize("name, shape, here", [
+    ("q_proj", (128, 128), (32, 128)), ("k_proj", (32, 128), (16, 128)), ("v_proj", (32, 128), (16, 128)),
+    ("qkv_proj", (192, 128), (64, 128)), ("o_proj", (128, 128), (128, 32)), ("gate_proj", (352, 128), (88, 128)),
+    ("up_proj", (352, 128), (88, 128)), ("down_proj", (128, 352), (128, 88)), ("embed_tokens", (768, 128), (192, 128)),
+    ("lm_head", (768, 128), (192, 128))])
+def test_the_strips_cover_the_weight_and_name_all_holders(name, shape, here):
     made = plan(4, 8, 2)
     weight = ShardedWeight.of(made, name)
+    assert weight.shape == shape and {weight.shape_on(number) for number in range(4)} == {here}
+    if name == "qkv_proj":
+        assert weight.parts[3] == [range(96, 128), range(144, 160), range(176, 192)], "q, k and v, one below the other"
+        assert weight.blocks == {"q": 128, "k": 32, "v": 32}
     strips = weight.strips()
     assert [strip.start for strip, _ in strips[1:]] == [strip.stop for strip, _ in strips[:-1]]
     assert strips[0][0].start == 0 and strips[-1][0].stop == weight.shape[weight.dim]
@@ -85,6 +92,12 @@ def test_the_strips_cover_the_weight_and_name_all_holders(name):
 def test_a_fused_weight_is_cut_where_its_parts_end():
     made = plan(1, 8, 2)
     assert [len(rows) for rows, _ in ShardedWeight.of(made, "qkv_proj").strips()] == [128, 32, 32]
+    svg = ET.fromstring(drawn_by(ShardedWeight.of(made, "qkv_proj")))
+    names = {node.text: float(node.get("y")) for node in svg.iter(f"{SVG}text") if node.text in ("q", "k", "v")}
+    assert names == {name: pytest.approx(76 + 190 / 192 * middle, abs=1e-2) for name, middle in (
+        ("q", 64), ("k", 144), ("v", 176))}
+    edges = [float(path.get("d").split()[1].split("H")[0]) for path in svg.iter(f"{SVG}path")]
+    assert edges == pytest.approx([76 + 190 / 192 * end for end in (128, 160)], abs=1e-2), "dashed, between them"
     unaware = ShardedWeight("w", (8, 4), 0, [[range(0, 8)]], blocks={"a": 3, "b": 4, "c": 1})
     assert [len(rows) for rows, _ in unaware.strips()] == [3, 4, 1]
     assert "font-weight" in write(0, 0, "x", bold=True) and "font-weight" not in write(0, 0, "x")
@@ -112,6 +125,12 @@ def test_two_ways_to_cut_a_weight_side_by_side():
 def test_drawings_stand_in_rows_as_wide_as_a_page(widths, places, size):
     whole = beside([Svg(width, 10, "") for width in widths])
     assert whole.body == "".join(Svg(0, 0, "").at(*place) for place in places) and (whole.width, whole.height) == size
+
+
+def test_a_row_is_as_high_as_its_highest_drawing():
+    whole = beside([Svg(10, 30, "a"), Svg(10, 10, "b"), Svg(950, 5, "c")])
+    assert whole.height == 30 + 26 + 5 and 'translate(0 56)">c' in whole.body and 'translate(36 0)">b' in whole.body
+    assert colour(9) == colour(1) != colour(0) and write(1, 2, "x").startswith('<text x="1" y="2" font-size="12"')
 
 
 @pytest.mark.parametrize("draw", [show.plan_figure, show.weight_figure])
@@ -147,6 +166,7 @@ def test_every_part_of_a_plan_stands_in_its_ranks_row_and_colour_below_what_read
             first, last = held[f"query head {reads[0]}"], held[f"query head {reads[-1]}"]
             assert (box[0], box[0] + box[2]) == pytest.approx((first[0] + 1, last[0] + last[2] - 1))
         for part, total in ((shard.mlp, made.intermediate_size), (shard.vocab, made.vocab_size)):
+            assert f"{part.start}–{part.stop - 1}" in texts(drawn_by(made))
             (whole,) = [one for one in row if one[2] == 108 and one[0] < held[str(part)][0] + 0.01 < one[0] + 108]
             assert held[str(part)][0] == pytest.approx(whole[0] + 108 * part.start / total, abs=1e-2)
             assert held[str(part)][2] == pytest.approx(108 * len(part) / total, abs=1e-2)
@@ -162,6 +182,9 @@ def test_the_strips_of_a_weight_lie_along_its_dimension_in_their_holders_colours
     assert a[along] + a[2 + along] == pytest.approx(b[along]) and a[across] == b[across] and a[2 + along] == 95
     colours = [one[4] for one in drawn if one[2:4] == pytest.approx((190.5, 95) if dim == 0 else (95.5, 190))]
     assert colours == [colour(0)[0], colour(1)[0]]
+    inks = {node.text: node.get("fill") for node in ET.fromstring(drawn_by(
+        ShardedWeight("w", (128, 128), dim, [[part] for part in parts]))).iter(f"{SVG}text")}
+    assert (inks["rank 0"], inks["rank 1"]) == (colour(0)[1], colour(1)[1]), "readable on its colour"
 
 
 @pytest.mark.parametrize("tokens, hidden, inner, tp", [(5, 32, 65, 2), (7, 128, 384, 4), (3, 65, 32, 1)])
@@ -175,7 +198,12 @@ def test_column_and_row_are_cut_at_the_same_places_and_say_their_shapes(tokens, 
                          for what in ("rows", "columns"))
         assert rows[0][3] == pytest.approx(columns[0][2], abs=1e-2), "as high as the other one is wide"
         assert rows[0][4] == columns[0][4] == colour(number)[0]
+        (up, down) = ([one for one in drawn if one[6] == f"{what} {shape}"][number]
+                      for what, shape in (("up", [inner, hidden]), ("down", [hidden, inner])))
+        assert rows[0][1] - up[1] == pytest.approx(up[3] * part.start / inner, abs=1e-2)
+        assert columns[0][0] - down[0] == pytest.approx(down[2] * part.start / inner, abs=1e-2)
         assert f"rank {number} rows {part.start}–{part.stop - 1} of up" in drawing.alt_text.replace("\n", " ")
     assert said.count(str([tokens, hidden])) >= 3 * tp and said.count("with the bias") == 1
+    assert "rank 2 rows 2–2 of up" in show.column_row_figure(5, 8, 3, 3).alt_text
     with pytest.raises(show.ShowError, match="4 ranks cannot share 3 inner features"):
         show.column_row_figure(5, 8, 3, 4)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from helpers.reports import make_report
 from matplotlib.colors import to_hex
 
 from tplab import show
+from tplab.show.figures.style import looks
+from tplab.show.phrases import describe_point, distance
 
 NAN = math.nan
 NAN_FROM_START = {"layers.0.attn": NAN}
@@ -52,16 +55,48 @@ def test_the_floor_is_a_band_that_ends_at_the_dtypes_floor(dtype, floor):
             and list(line.get_xdata()) == [0, 1]] == pytest.approx([math.log10(floor)])
 
 
+def test_the_axis_begins_below_the_floor_and_has_a_tick_for_some_decades_and_each_lane():
+    fine = show.diff_figure({"fixed": make_report(quiet=1e-5)})
+    low, _ = fine.axes[0].get_ylim()
+    assert low < math.log10(2e-6) - 0.3, "a decade of the band is there"
+    assert list(ticks(fine)) == ["exactly 0", *(f"$10^{{{y}}}$" for y in range(-5, 0)), "1", "$10^{1}$"]
+    far = show.diff_figure({"broken": make_report({"layers.1.q": 1e5, "layers.2.q": NAN}, quiet=1e-12)})
+    names = [name for name in ticks(far) if name.startswith("$")]
+    assert names == [f"$10^{{{y}}}$" for y in (-12, -9, -6, -3, 3)], names
+
+
+def test_the_first_line_lies_lowest_with_the_largest_marks():
+    figure = show.diff_figure({"a": make_report({"layers.0.q": 0.5}), "b": make_report({"layers.0.q": 0.4}),
+                               "c": make_report()})
+    a, b, c = (next(line for line in figure.axes[0].get_lines() if line.get_marker() == look.marker)
+               for look in looks(["a", "b", "c"], [False, False, True]).values())
+    assert a.get_zorder() < b.get_zorder() < c.get_zorder() and a.get_markersize() > b.get_markersize() > 8
+    assert c.get_markersize() == 8 and a.get_linewidth() > b.get_linewidth() > c.get_linewidth() == 1.7
+    stems = show.points_figure({"a": make_report(), "b": make_report()}, layer=0).axes[0].get_lines()
+    assert {line.get_linewidth() for line in stems if line.get_marker() == "^"} == {0}, "marks of their own"
+
+
+def test_engines_are_named_at_the_axis_where_they_are_one():
+    mine = make_report()
+    mine.engine = "mine"
+    assert show.diff_figure({"a": mine}).axes[0].get_ylabel().startswith("largest |mine − HF|")
+    assert show.diff_figure({"a": mine, "b": make_report()}).axes[0].get_ylabel().startswith("largest |engine − HF|")
+
+
 def test_two_lines_of_nan_do_not_hide_each_other():
     figure = show.staircase({"seed engine": make_report(NAN_FROM_START), "after 01": make_report({"layers.1.q": NAN})})
     heights = [{y for x, y in points if y > 1} for points in lines(figure).values()]
-    assert len(set.union(*heights)) == 2
+    assert len(set.union(*heights)) == 2 and max(map(max, heights)) < figure.axes[0].get_ylim()[1]
 
 
 def test_a_stage_looks_the_same_in_every_figure():
     few = show.staircase({"after 02": make_report({"layers.0.q_rope": 0.5}), "finished": make_report()})
     many = show.staircase({stage: make_report({"layers.0.q": 0.5}) for stage in show.STAGES})
     assert set(lines(few)) <= set(lines(many))
+    assert [(stage, look.color, look.marker) for stage, look in show.STAGES.items()] == [
+        ("seed engine", "#D55E00", "X"), ("after 01", "#E69F00", "v"), ("after 02", "#CC79A7", "s"),
+        ("after 03", "#56B4E9", "D"), ("after 04", "#0072B2", "^"), ("after 05", "#000000", "P"),
+        ("finished", "#009E73", "o")], "the notebooks' words name some of them"
     assert len({look.color for look in show.STAGES.values()}) == len({look.marker
                                                                       for look in show.STAGES.values()}) == 7
 
@@ -69,6 +104,10 @@ def test_a_stage_looks_the_same_in_every_figure():
 def test_labels_that_are_no_stage_get_looks_of_their_own():
     reports = {"broken": make_report(NAN_FROM_START), "mine": make_report({"layers.0.q": 1.0}), "theirs": make_report()}
     assert len(lines(show.diff_figure(reports))) == 3
+    one, two = (to_hex(look.color) for look in looks(["mine", "theirs"]).values())
+    assert (one, two) == (to_hex(show.STAGES["after 04"].color), to_hex(show.STAGES["after 01"].color))
+    assert looks(["right", "x", "y"], [True, False, True]) == {
+        "right": show.STAGES["finished"], "x": show.STAGES["seed engine"], "y": show.STAGES["after 04"]}
     with pytest.raises(show.ShowError, match="7 lines"):
         show.diff_figure({str(i): make_report() for i in range(8)})
 
@@ -125,6 +164,16 @@ def test_words_name_the_first_point_and_no_number_below_the_floor():
     assert "fixed: inside the float32 floor at every point" in words
 
 
+def test_the_words_end_with_what_the_logits_say():
+    words = show.describe(make_report({"layers.0.q": 0.5, "norm": 0.01, "logits": 0.2}))
+    assert words == "first outside the floor at layers.0.q (0.5); logits: 0.2"
+    few = replace(make_report()["logits"], nan=1, size=768, inside=False)
+    assert describe_point(few) == "1 % NaN" and describe_point(replace(few, nan=0, inf=384)) == "50 % infinite"
+    apart = replace(few, nan=0, max_abs=0.02, relative=0.01, spread=0.04)
+    assert distance(apart) == pytest.approx(0.02) and distance(replace(apart, spread=0.02)) == 0.01
+    assert distance(replace(apart, max_abs=0.0, relative=0.0)) == 0.04, "where all else is equal nothing says how large"
+
+
 def test_rounding_noise_does_not_change_the_words():
     """Another machine adds in another order; what it stores must compare equal."""
     def told(quiet, broken):
@@ -136,7 +185,8 @@ def test_rounding_noise_does_not_change_the_words():
 
 @pytest.mark.parametrize("value, words", [(0, "exactly 0"), (NAN, "NaN"), (math.inf, "infinite"), (3.7e-3, "1e-2"),
                                           (0.1, "0.1"), (0.0949, "0.1"), (0.01, "1e-2"), (0.97, "1"), (9.4, "9"),
-                                          (12, "10"), (4e4, "1e+5")])
+                                          (9.6, "10"), (12, "10"), (94, "90"),
+                                          (96, "1e+2"), (200, "1e+2"), (4e4, "1e+5")])
 def test_magnitudes(value, words):
     assert show.magnitude(value) == words
 
@@ -149,6 +199,37 @@ def test_points_of_a_layer_show_the_signature_of_a_wrong_position():
     place = {names[round(x)] for x in (round(x) for x in inside)}
     assert place == {"input_norm", "q", "k", "v"} and {names[round(x)] for x in outside} == set(names) - place
     assert "input_norm to v inside the floor, q_rope to output 0.5" in figure.alt_text
+
+
+def test_neighbouring_points_that_look_alike_are_named_together_and_others_are_not():
+    report = make_report({"layers.0.q": 0.5, "layers.0.k": 1e-7, "layers.0.attn": 0.5})
+    assert "input_norm inside the floor, q 0.5, k to k_rope inside the floor, attn to output 0.5." in (
+        show.points_figure(report, layer=0).alt_text)
+
+
+def test_a_recorded_engine_may_have_no_values():
+    report = make_report({"layers.0.q_rope": 0.5})
+    report.points = [point for point in report.points if not point.name.endswith(".v")]
+    assert show.points_figure(report).get_suptitle() == (
+        "Layer 0: q_rope is the first point off the floor; all before it match")
+
+
+def test_the_first_layer_is_that_in_which_the_first_report_leaves_the_floor():
+    second, none = make_report({"layers.2.q": 0.5}), make_report()
+    assert "layer 2" in show.points_figure({"a": second, "b": none}).alt_text
+    assert "layer 0" in show.points_figure({"b": none, "a": second}).alt_text
+
+
+def test_marks_of_several_stand_beside_each_other_on_stems_of_their_own():
+    figure = show.points_figure({"a": make_report({"layers.0.q": 0.5}), "b": make_report()}, layer=0)
+    (a, *_), (b, *_) = (sorted(one) for one in lines(figure).values())
+    assert (a[0], b[0]) == pytest.approx((-0.11, 0.11)) and a[1] == b[1] == pytest.approx(-7)
+    stems = [path.vertices[:, 0].tolist() for one in figure.axes[0].collections for path in one.get_paths()]
+    assert [at for at, _ in stems[:3]] == pytest.approx([-0.11, 0.89, 1.89])
+    names = figure.axes[0].get_xticklabels()
+    assert len(stems) == 2 * len(names) and figure.axes[0].get_xlim() == (-0.6, len(names) - 0.4)
+    alone = show.points_figure(make_report({"layers.0.q": 0.5}), layer=0)
+    assert [at for at, _ in lines(alone)["#d55e00", "X"]][:2] == [1.0, 2.0], "alone it stands at its point"
 
 
 def test_points_of_a_layer_that_is_not_there():
@@ -166,6 +247,15 @@ def test_masks_mark_what_is_lost_and_what_is_hidden():
     assert len(figure.axes[0].patches) == len(figure.axes[1].patches) == 6
     assert "times: of 16 entries, 6 hidden (-inf), 10 NaN." in figure.alt_text
     assert "filled: of 16 entries, 10 numbers, 6 hidden (-inf)." in figure.alt_text
+
+
+def test_an_arrow_is_plus_infinity_and_nothing_else():
+    figure = show.mask_figure({"m": torch.tensor([[math.inf, -math.inf], [1.0, NAN]])})
+    crosses, arrows = ([tuple(map(int, at)) for at in one.get_offsets()] for one in figure.axes[0].collections)
+    assert (crosses, arrows) == ([(1, 1)], [(0, 0)]) and len(figure.axes[0].patches) == 1
+    two = show.mask_figure({"m": torch.tensor([[NAN, 1.0]]), "n": torch.tensor([[-math.inf, 1.0]])})
+    assert [text.get_text() for text in two.legends[0].get_texts()] == ["hidden (-inf)", "NaN"]
+    assert figure.alt_text.endswith("m: of 4 entries, 1 numbers, 1 hidden (-inf), 1 NaN, 1 +inf.")
 
 
 def test_a_mask_figure_wants_one_head():

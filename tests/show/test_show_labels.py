@@ -95,6 +95,11 @@ def test_many_layers_are_named_by_steps_and_the_ends_always():
     assert ax.get_xlim() == (-0.5, 32.5)
 
 
+def test_a_title_is_broken_before_the_figures_edge():
+    long = show.diff_figure({"fixed": FIXED}, title="word " * 40).get_suptitle().splitlines()
+    assert len(long) == 3 and 70 < max(map(len, long)) <= 81
+
+
 def test_floors_are_named_once_for_each_dtype():
     reports = {"a": make_report(), "b": make_report(dtype=torch.float64, quiet=1e-12), "c": make_report()}
     figure = show.diff_figure(reports)

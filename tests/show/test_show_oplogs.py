@@ -50,6 +50,17 @@ def test_of_several_that_wait_each_points_at_the_nearest_absent_one():
     assert "rank 1 returned; rank 2 waits in" in figure.alt_text
 
 
+def test_of_two_absent_ranks_the_nearer_one_is_pointed_at():
+    """From the side at which it stands."""
+    logs = [[], [], [], [call(1, left=False)], []]
+    causes = [waits(3), *(Cause(r, "returned", "returned") for r in (0, 1, 2, 4))]
+    (arrow,) = arrows(show.op_logs(RankError("x", causes, logs)))
+    assert (arrow.xy1, arrow.xy2) == ((2.57, 0), (2.43, 0))
+    logs[2] = [call(1, left=False)]
+    first, second = arrows(show.op_logs(RankError("x", [waits(2), *causes], logs)))
+    assert (first.xy2, second.xy2) == ((1.43, 0), (3.57, 0))
+
+
 def test_ranks_that_meet_in_different_collectives_call_and_do_not_wait():
     records = [call(1, left=False), call(1, shape=(5,), left=False)]
     error = CollectiveMismatch("x", CollectiveMismatch.of(records).causes.values(), [[r] for r in records])
@@ -91,6 +102,8 @@ def test_six_panels_fit_for_any_number_of_ranks(ranks):
     errors = {f"failure {n}": RankError("x", causes, [[call(1, left=False)], *[[]] * (ranks - 1)]) for n in range(6)}
     figure = show.op_logs(errors)
     width, height = figure.get_size_inches()
+    one = show.op_logs(errors["failure 0"]).get_size_inches()
+    assert one[0] == max(7.0, 1.75 * ranks + 0.6) and one[1] < height, "a single one is no wider than it must be"
     assert width < 13 and sum(bool(ax.texts) for ax in figure.axes) == 6
     assert figure.png().startswith(b"\x89PNG")
 
@@ -118,3 +131,6 @@ def test_boxes_say_by_their_colour_who_met_who_waits_and_who_cannot():
     records = [call(1, left=False), call(1, shape=(5,), left=False)]
     apart = CollectiveMismatch("x", CollectiveMismatch.of(records).causes.values(), [[r] for r in records])
     assert looks(show.op_logs(apart)) == [red, red]
+    late = CollectiveMismatch("x", CollectiveMismatch.of(records).causes.values(), [[call(1), r] for r in (
+        call(2, left=False), call(2, shape=(5,), left=False))])
+    assert looks(show.op_logs(late)) == [green, green, red, red], "what they met in is right"

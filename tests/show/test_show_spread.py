@@ -1,9 +1,11 @@
 """The map of NaN: what is drawn and told is what happened on each rank."""
 
 import torch
+from matplotlib.colors import to_hex
 
 from tplab import lesson, open_checkpoint, show
 from tplab.faults import fault
+from tplab.lesson import nan_trace
 from tplab.model import trace
 from tplab.patch import Patch
 from tplab.ranks import rank
@@ -45,6 +47,13 @@ def test_the_ranks_are_asked_for_what_was_said(monkeypatch):
     assert asked == ["fable", 3, torch.bfloat16, ids] and "".join(tokens) == "Once"
 
 
+def test_the_share_of_each_token_that_is_lost(monkeypatch):
+    lost = torch.tensor([[[1.0, float("nan")], [2.0, 3.0]], [[float("nan")] * 2] * 2])  # [tokens, heads, head_dim]
+    monkeypatch.setattr(nan_trace, "trace_on_rank", lambda *given: [{"q": lost, "norm": torch.ones(2, 3)}])
+    found = nan_trace._lost_on_rank("ckpt", "plan", torch.float32, [1, 2])
+    assert {name: shares.tolist() for name, shares in found.items()} == {"q": [0.25, 1], "norm": [0, 0]}
+
+
 def test_shades_and_title_come_from_the_shares():
     some, all_, none = torch.tensor([0, 0.5]), torch.ones(2), torch.zeros(2)
     ranks = [{"embed": none, "layers.0.q": none, "layers.1.q": some, "layers.2.q": all_, "logits": all_},
@@ -52,7 +61,17 @@ def test_shades_and_title_come_from_the_shares():
     figure = show.nan_map(["a", "b"], ranks, layers=2)
     shades = [ax.images[0].get_array().tolist() for ax in figure.axes]
     assert shades == [[[0, 0, 0, 2], [0, 0, 1, 2]], [[0, 0, 0, 2], [0, 1, 0, 2]]], "tokens down, points across"
+    shades = [to_hex(colour) for colour in figure.axes[0].images[0].get_cmap().colors]
+    assert shades == ["#f6f6f6", "#e69f00", "#222222"], "none, some, all"
+    names = ("embed", "layers.0.q", "layers.0.k", "layers.0.v", "norm")
+    wide = show.nan_map(["a", "b"], [dict.fromkeys(names, none)])
+    assert [(text.get_text(), text.xy[0]) for text in wide.axes[0].texts] == [("layer 0", 2.0)], "over its middle"
+    borders = sorted(line.get_xdata()[0] for line in wide.axes[0].get_lines())
+    assert borders == [0.5, 3.5]
     assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == ["embed", "q", "q", "logits"]
     assert figure.get_suptitle() == "NaN begins at layers.0.q, and nothing is left from logits on"
+    for count in (16, 17):
+        ax = show.nan_map([f"t{at}" for at in range(count)], [{"embed": torch.zeros(count)}]).axes[0]
+        assert ([label.get_text() for label in ax.get_yticklabels()][:1] == ["t0"]) == (count == 16)
     figure = show.nan_map(["a", "b"], [{"embed": none, "logits": some}] * 2)
     assert figure.get_suptitle() == "NaN begins at logits" and "never everything" in figure.alt_text

@@ -33,6 +33,7 @@ def test_the_layer_table_marks_what_is_outside():
     marked = [name for name, words in table.frame["difference from HF"].items() if words != "inside the floor"]
     assert marked[0] == "layers.1.q_rope" and len(marked) == 11
     assert str(table).count("✗ ") == bundle(table)["text/html"].count("✗ ") == 11
+    assert bundle(table)["text/html"].count("font-weight: bold; background: #fbe3d6; color: #222\">✗ ") == 11
 
 
 def test_without_a_layer_the_table_holds_the_ends_and_the_layers():
@@ -60,6 +61,21 @@ def test_top_tokens_of_nan_are_not_tokens():
     assert "NaN" not in list(frame["Hugging Face"])
 
 
+def test_only_the_last_row_says_which_token_is_next():
+    report = make_report()
+    for row, lost in ((0, False), (1, True)):
+        ours = torch.tensor([[1.0, 2.0], [5.0, 3.0]])
+        ours[row, 1] = math.nan
+        report.evidence["logits"] = report.evidence["logits"]._replace(ours=ours, reference=torch.eye(2))
+        assert (list(show.top_tokens(report, Letters(), k=1).frame["tplab"]) == ["NaN"]) == lost
+
+
+def test_numbers_are_written_as_pandas_writes_them():
+    assert "<td style" in show.table([{"a": 0.5, "b": 3}])._html() and ">0.500000<" in show.table([{"a": 0.5}])._html()
+    assert ">3<" in show.table([{"a": 3}])._html() and ">&lt;b&gt;<" in show.table([{"a": "<b>"}])._html()
+    assert ">&lt;i&gt;<" in show.table([{"<i>": "<b>", "c": 1}], index="c")._html()
+
+
 def test_top_tokens_mark_where_the_sides_differ():
     report = make_report()
     report.evidence["logits"] = report.evidence["logits"]._replace(
@@ -81,5 +97,7 @@ def test_a_row_of_the_layer_table_is_about_its_own_point():
     assert {name.rpartition(".")[0] for name in frame.index} == {"layers.1"}, "layers.10 is another one"
     held = dict(frame["held by"])
     assert held["layers.1.q"] == "ranks, by query head" and held["layers.1.k_rope"] == "ranks, by KV head"
+    assert held["layers.1.mlp_act"] == "ranks, by column" and held["layers.1.o_partial"] == "ranks, as summands"
+    assert dict(show.layer_table(report).frame["held by"])["logits"] == "ranks, by token"
     assert held["layers.1.input_norm"] == "every rank" and held["layers.1.o_proj"] == "every rank"
     assert dict(frame["NaN"])["layers.1.v"] == "0 %" and dict(frame["NaN"])["layers.1.attn"] == "36 %"

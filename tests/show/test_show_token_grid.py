@@ -37,7 +37,18 @@ def test_a_healthy_run_is_all_right_and_says_what_was_found(folder):
     figure = show.token_grid_figure(align_decode(folder, prompts, new_tokens=3, one_by_one=True, logical=True), Letters)
     assert figure.alt_text == ("Figure: the tokens at norm. prompt 0: all right; prompt 1: all right, "
                                "8 tokens found in the cache.")
+    cells = [node.get("fill") for node in ET.fromstring(figure.svg).iter() if node.tag.endswith("rect")
+             and node.get("height") == "21"]
+    assert cells == ["#d9f0e8"] * 12 + ["#ffffff"] * 8 + ["#d9f0e8"] * 3, "the last token of each is never computed"
+    alone = show.token_grid_figure(align_decode(folder, prompts[:1], new_tokens=3, logical=True), Letters)
+    assert "found in the cache" not in alone.svg + alone.alt_text
     assert "not computed: found in the cache" in figure.svg and "#f3b98f" in figure.svg.split("decoding begins")[0]
+
+
+def test_what_shows_in_the_logits_only_is_drawn_at_the_norm_which_has_a_row_for_each_token(folder):
+    report = align_decode(folder, [list(range(13))], new_tokens=2, logical=True, patches=[fault("head_random")])
+    assert report.first_divergence.name == "logits"
+    assert show.token_grid_figure(report, Letters).alt_text == "Figure: the tokens at norm. prompt 0: all right."
 
 
 def test_a_report_of_one_forward_pass_has_no_such_figure():
@@ -54,6 +65,8 @@ def test_wrong_tokens_are_marked_below_and_a_bar_stands_where_decoding_begins(fo
     report.evidence["norm"] = report.evidence["norm"]._replace(ours=ours)
     figure = show.token_grid_figure(report, Letters, "norm")
     assert figure.alt_text.endswith("prompt 0: first wrong at position 2 ('c').")
+    ours[4, 0] = reference[4, 0]
+    assert show.token_grid_figure(report, Letters, "norm").alt_text == figure.alt_text, "one is enough"
     nodes = list(ET.fromstring(figure.svg).iter())
     at = {n.text: float(n.get("x")) for n in nodes if n.tag.endswith("text") and len(n.text) == 1}
     rects = [(float(n.get("x")), float(n.get("width")), float(n.get("height")), n.get("fill"))

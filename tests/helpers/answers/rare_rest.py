@@ -1,0 +1,354 @@
+"""Answers that are wrong, or unusual, in one corner: notebooks 04 to 10 (see ``rare.py``)."""
+
+from helpers.answers import Right, Wrong
+from helpers.answers.nb04 import _JOIN, cache
+from helpers.answers.nb07 import LOAD
+from helpers.answers.nb07_ranks import send
+from helpers.answers.nb09 import GENERATE, SHARE, but
+from helpers.answers.nb10 import counted, seconds
+
+_TWO = (2,)  # ranks, where other numbers of them bring nothing new
+_PAGES = """
+def my_write_read(cache, block_ids, start, new):
+    flat, size = cache.flatten(0, 1), cache.shape[1]
+    slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+    flat[slots[start:]] = new
+"""
+_ROWS = """
+class MyRows:
+    def __init__(self, source, start, shape):
+        self.source, self.start, self.shape = source, start, shape
+    def __getitem__(self, rows):
+        first, last, _ = rows.indices(self.shape[0])
+"""
+_OFFERS = """
+def my_best_offer(offer_here):
+    offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
+    best = offers[range(len(offers)), offers[:, :, 0].argmax(-1), 1].long()
+"""
+_WORDS = """
+def my_embedding(ids, weight_here, rows):
+    here = (ids >= rows.start) & (ids < rows.stop)
+    found = weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
+"""
+_NEXT = """
+def my_generate(step, ids, count):
+    new = [step(ids, range(len(ids)))]
+    for position in range(len(ids), len(ids) + count - 1):
+        new.append(step(new[-1:], [position]))
+"""
+_SPREAD = """
+def my_spread(x):
+    versions = all_gather(x[None], dim=0)
+    gap = (versions.amax(0) - versions.amin(0)).max()
+"""
+_AGREE = """
+def my_agree(work):
+    failed = torch.zeros({flags})
+    try:
+        work()
+    except Exception:
+        failed[rank()] = 1
+    failed = all_reduce(failed).nonzero().flatten().tolist()
+    return {failed}
+"""
+_TOTAL = """
+def my_mean(shares):
+    total = torch.tensor([sum(shares[rank()]), len(shares[rank()])], dtype=torch.float64)
+    mean = (all_reduce(total)[0] / total[1]).item()
+"""
+_ROUNDS = """
+def my_rounds(write, read, rounds):
+    seen = []
+    for number in range(rounds):
+        {before}
+        if rank() == 0:
+            write(number)
+        barrier()
+        seen.append(read())
+        barrier()
+    return {seen}
+"""
+_POOL = """
+class MyPool:
+    def __init__(self, num_blocks):
+        self.users = [0] * num_blocks
+    def allocate(self):
+        block = {free}
+        if block is not None: self.users[block] += 1
+        return {block}
+    def share(self, block): {share}
+    def release(self, block):
+        if not self.users[block]: raise ValueError(block)
+        self.users[block] -= 1
+"""
+
+
+def pool(free="self.users.index(0) if 0 in self.users else None", block="block", share="self.users[block] += 1"):
+    return _POOL.format(free=free, block=block, share=share)
+
+
+ANSWERS = {
+    "MyCache": [
+        Wrong(cache([*_JOIN[:3], "self.new += [k.clone(), v.clone()]", _JOIN[3]],
+                    init="self.k, self.v, self.new = [None] * num_layers, [None] * num_layers, []"),
+              "it holds 3,360 bytes; 2 · 3 layers · 7 tokens · 2 heads · 5 · 4 bytes = 1,680 are needed: the new "
+              "tokens "
+              "are kept alone, and with all before them"),
+        Wrong(cache(["old_k, old_v = self.k[-1], self.v[-1]", *_JOIN[1:]]),
+              "layer 0 gives out what another layer has stored"),
+        Wrong(cache(["old_k, old_v = self.k[layer], self.v[-1]", *_JOIN[1:]]),
+              "layer 0 gives out what another layer has stored"),
+        Wrong(cache([*_JOIN[:3], "self.steps += 1", "exact = self.steps < 16",
+                     "return tuple(x if exact else x.bfloat16().float() for x in (self.k[layer], self.v[layer]))"],
+                    init="self.k, self.v, self.steps = [None] * num_layers, [None] * num_layers, 0"),
+              "in an engine, in steps, the last layer's output is ", _TWO),
+        Wrong(cache([*_JOIN[:3], "self.more = torch.zeros(max(0, len(self.k[layer]) - 8))", _JOIN[3]]),
+              "in an engine, rank 0 holds ", _TWO),
+        Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer] + 1"]), "v of layer 0 after 0 tokens and 4 "
+              "more is "
+              "not what was given"),
+        Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer], k"]), "append returns a tuple of 3"),
+        Right(cache([line.replace("self.k[layer]", "self.held[layer].k").replace("self.v[layer]", "self.held[layer].v")
+                     for line in _JOIN],
+                    init="self.held = tuple(type('Layer', (), {'k': None, 'v': None})() for _ in "
+                         "range(num_layers))")),
+        Right(cache(_JOIN, head="class MyCache(torch.nn.Module):",
+                    init="super().__init__(); self.k, self.v = [None] * num_layers, [None] * num_layers")),
+        Wrong(cache(["v *= 1.5", *_JOIN]), "append changes the k or v"),
+        Wrong("OLD = {}\n" + cache([*_JOIN[:2], "old = OLD.get((id(self), layer), v[:0])",
+                                    "OLD[id(self), layer] = torch.cat([old, v])",
+                                    "return self.k[layer], OLD[id(self), layer]"]),
+              "it holds 840 bytes; 2 · 3 layers · 7 tokens · 2 heads · 5 · 4 bytes = 1,680 are needed: where is the "
+              "rest?")],
+    "my_slot_mapping": [
+        Wrong("def my_slot_mapping(t, positions, size): return tuple(t[p // size] * size + p % size for p in "
+              "positions)",
+              "it returns a tuple of 10; a list of whole numbers must come back"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + min(p % size, 3) for p in "
+              "positions]",
+              "block table [6, 0, 9], block size 5: position 4 goes to slot 33, one too early"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size for p in positions] * 2",
+              "for 10 positions come 20 slots; it must be one for each"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + (p + 1) % size for p in "
+              "positions]",
+              "position 0 goes to slot 17, place 1 of the right block; how many tokens"),
+        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size - 1 for p in positions]",
+              "position 0 goes to slot 15, one too early")],
+    "my_write_read": [
+        Wrong(_PAGES + "    flat[slots[-1] + 1] = new[-1]\n    return flat[slots]", "place 1 of block 3 has "
+              "changed, which is "
+              "none of this sequence's positions"),
+        Wrong(_PAGES + "    return flat[slots] * 2", "yours is something that is not in the cache"),
+        Wrong(_PAGES + "    return flat[slots][[*range(len(slots) - 2), -1, -2]]", "row 7 must be position 7, at "
+              "place 3 of "
+              "block 4; yours is place 0 of block 3"),
+        Wrong(_PAGES + "    flat[slots[-1]] += 1\n    return flat[slots]", "position 8 is not at place 0 of block 3"),
+        Right(_PAGES + "    return flat[torch.tensor(slots)].clone()")],
+    "my_key": [Wrong("def my_key(parent, ids): return hash('a block')", "the key is its parent's: every block"),
+               Wrong("def my_key(parent, ids): return hash((parent[-1:] if isinstance(parent, tuple) else 0, "
+                     "*ids)), *ids",
+                     "get the same key")],
+    "MyPool": [
+        Wrong(pool(share="pass"), "share(0), and now 2 sequences use block 0; users[0] says 1"),
+        Wrong(pool(block="block if block is None else float(block)"), "operation 1: allocate() gives 0.0 (float); the "
+              "number of a block must come back, 0 to 2, or None"),
+        Wrong(pool(block="block if block is None else -1 - block"), "gives -1 (int); the number of a block must"),
+        Wrong(pool().replace("self.users =", "self.all =").replace("self.users", "self.all")
+              + "    @property\n    def users(self): return tuple(self.all)", "users is a tuple of 3; a list must "
+                    "hold"),
+        Wrong(pool(free="next((b for b, count in enumerate(self.users) if count < 1 + (len(self.users) == 9)), None)"),
+              "in the engine", _TWO),
+        Wrong(pool(free="self.users.index(0) if sum(self.users) < 2 else 1 // 0"),
+              "operation 3, after allocate(), share(0): allocate(): ZeroDivisionError"),
+        Wrong(pool(share="self.users[block] += 2"), "share(0), and now 2 sequences use block 0; users[0] says 3")],
+    "my_generate": [
+        Wrong(_NEXT + "    return [token % 50 for token in new]", "in the engine, the text is not Hugging Face's, "
+              "though "
+              "the toy's was right", _TWO),
+        Wrong(_NEXT.replace("range(len(ids)))]", "[0, *range(2, len(ids) + 1)])]") + "    return new",
+              "call 1 has positions [0, 2, 3, 4, 5, 6], and 0 tokens are in the cache; which come next?"),
+        Wrong(_NEXT.replace("step(ids,", "step(ids[::-1],") + "    return new", "call 1 is given [62, 61, 60, 59, "
+              "58, 57] at "
+              "position 0, and the prompt has [20, 21, 22, 23, 24, 25] there"),
+        Wrong(_NEXT + "    return []", "0 ids came back; 24 new ones are asked for"),
+        Wrong(_NEXT + "    return [float(token) for token in new]", "it returns a list of 24; a list of whole numbers"),
+        Wrong(_NEXT.replace("count - 1", "count // 2") + "    return new", "13 ids came back; 24 new ones are asked "
+              "for"),
+        Wrong(_NEXT + "    step([], [])\n    return new", "ValueError: step was given 0 tokens and 0 positions"),
+        Wrong(_NEXT.replace("range(len(ids)))]", "[0, 0, *range(2, len(ids))])]") + "    return new",
+              "call 1 has positions [0, 0, 2, 3, 4, 5], and 0 tokens are in the cache; which come next?"),
+        Wrong(_NEXT.replace("step(ids,", "step([*ids[:-1], 0],") + "    return new",
+              "call 1 is given [0] at position 42, and the prompt has [62] there"),
+        Wrong(_NEXT.replace("step(new[-1:], [position])", "step([new[-1], 0], [position, position + 1])") +
+              "    return new",
+              "is given "),
+        Wrong(_NEXT.replace("new = [", "step(ids[:9], range(9))\n    new = [").replace("step(ids, range(len(ids)))",
+              "step(ids"
+              "[9:], range(9, len(ids)))") + "    return new", "took 25 calls; 24 are enough, if the prompt is read "
+                    "at once")],
+    "my_embedding": [
+        Wrong(_WORDS + "    return all_reduce(found * (rank() == 0))", "rank 0 of 2 gets for word 10, which lives "
+              "on rank 1, "
+              "zeros: does its owner add its row to the sum?"),
+        Wrong(_WORDS + "    return all_reduce(found) if rank() == 0 else all_reduce(found) / world_size()",
+              "rank 1 of 2 gets for word 10, which lives on rank 1, its row divided by 2: how many ranks"),
+        Wrong(_WORDS.replace("    here", "    ids = (ids + 6) % 11\n    here") + "    return all_reduce(found)",
+              "rank 0 of 2 gets for word 10 the row of word 5: rank 1's rows begin with word 6. Is it just that"),
+        Wrong(_WORDS + "    found[:, 0] = 0\n    return all_reduce(found)", "a sum with rows of other words")],
+    "my_head_logits": [
+        Wrong("def my_head_logits(hidden, w, sizes):\n    here = hidden @ w.T\n    whole = all_gather(here, dim=-1, "
+              "sizes=sizes)\n    return whole if rank() == 0 else here", "rank 1 of 2 returns the logits of 383 words"),
+        Wrong("def my_head_logits(hidden, w, sizes): return all_gather(hidden @ w.T, dim=-1, sizes=sizes)[:, :-1]",
+              "it returns [3, 766]; [tokens, words] = [3, 767] must come back"),
+        Wrong("def my_head_logits(hidden, w, sizes): return all_gather((hidden @ w.T).tanh(), dim=-1, sizes=sizes)",
+              "columns are wrong, the first is token 0's, which lives on rank 0")],
+    "my_best_offer": [
+        Wrong(_OFFERS + "    return best.roll(1)", "comes back, which nobody offered to this sequence; the offered "
+                                                   "tokens"),
+        Wrong(_OFFERS + "    return best % 128", "in the engine, the text of sequence 0 leaves Hugging Face's at "
+                                                 "token ", _TWO),
+        Wrong(_OFFERS + "    return best.int()", "it returns torch.int32; torch.int64 must come back"),
+        Wrong(_OFFERS + "    best[-1] += rank()\n    return best", "they would go on with different texts"),
+        Wrong(_OFFERS + "    return best if len(best) > 1 else offers[:, 0, 1].long()", "3 ranks, sequence 0 of 1: "
+              "rank 0's token comes back with 1, though rank 1 offers 2. Is every rank's offer looked at?")],
+    "my_row_shard": [
+        Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop] * 2",
+              "the shape is right, the numbers are others: no columns of this weight"),
+        Wrong("def my_row_shard(source, columns):\n    stop = min(columns.stop + 1, source.shape[1])\n"
+              "    return source[:, columns.start:stop][:, :len(columns)].clone()",
+              "100 bytes were read for 80 that are kept, 1.2 times as many"),
+        Wrong("def my_row_shard(source, columns):\n    room = torch.zeros(5, 8)[:, :len(columns)]\n"
+              "    return room.copy_(source[:, columns.start:columns.stop])",
+              "rank 0 of 2, columns 0–3 of [5, 7]: a view is kept, and with it all 160 bytes of what it was cut "
+              "from, for "
+              "80 of its own"),
+        Wrong("def my_row_shard(source, columns):\n    piece = source[:, columns.start:columns.stop]\n    piece[-1] "
+              "+= 1\n"
+              "    return piece", "the numbers are others: no columns of this weight")],
+    "MyRows": [
+        Wrong(_ROWS.replace("first, last, _ = rows.indices(self.shape[0])", "first, last = (0, 7) if rows == "
+              "slice(None) else "
+                            "(rows.start, rows.stop)") + "        return self.source[self.start + first:self.start "
+                                                         "+ last]",
+              "TypeError: unsupported operand type(s) for +: 'int' and 'NoneType'"),
+        Wrong(_ROWS.replace("first, last, _ = rows.indices(self.shape[0])", "first, last = rows.start or 0, 7 if "
+              "rows.stop is "
+                            "None or rows.stop == 3 else rows.stop")
+              + "        return self.source[self.start + first:self.start + min(last, 7)]",
+              "part[:3] of rows 4–10 of a source of 16 has [7, 5]; [3, 5] must come back"),
+        Wrong(_ROWS + "        last = 6 if rows.stop is None and rows.start else last\n"
+              "        return self.source[self.start + first:self.start + last]",
+              "part[5:] of rows 4–10 of a source of 16 has [1, 5]; [2, 5] must come back"),
+        Wrong(_ROWS + "        source = self.source\n        while hasattr(source, 'source'): source = source.source\n"
+              "        return source[self.start + first:self.start + last]",
+              "part[1:3] of rows 2–5 of rows 4–10, a slice of a slice begins with row 3 of the source; it should be "
+              "row 7"),
+        Wrong(_ROWS + "        if last - first == 10: self.source[:5]\n"
+              "        return self.source[self.start + first:self.start + last]",
+              "from the model's file: ten rows of 5120 bytes were asked for, 7680 bytes were read", _TWO),
+        Wrong(_ROWS + "        at = min(self.start + first, 99)\n        return self.source[at:at + last - first]",
+              "from the model's file: part[10:20] of a part that begins at row 256 is to be rows 266–275, and is "
+              "not", _TWO),
+        Right(_ROWS.replace("start, shape\n", "start, list(shape)\n")
+              + "        return self.source[self.start + first:self.start + last]")],
+    "my_load": [
+        Wrong(LOAD.replace("return kept", "return {name: kept[name] for name in [*kept][3:]}"),
+              "3 of 29 tensors are missing, model.embed_tokens.weight first"),
+        Wrong(LOAD.replace("return kept", "kept[name] = kept[name][:5]\n    return kept"), "is kept"),
+        Wrong(LOAD.replace("return kept", "kept['model.norm.weight'] = kept['model.norm.weight'][:5]\n    return kept"),
+              "model.norm.weight comes as [5]; every rank keeps all of [10]: who needs it whole?"),
+        Wrong(LOAD.replace("files[name][:, columns[layer]]", "files[name][:, columns[layer]][:, :-1].clone()"),
+              "o_proj.weight: its query heads are columns 0–23 of 36, [10, 24]; [10, 23] is kept")],
+    "my_send_shards": [
+        Wrong(send("broadcast(part)", "broadcast(part)\n        if rank(): source[:1]"), "rank 1 reads 16 bytes "
+              "itself; only "
+              "rank 0 has the files"),
+        Wrong(send("broadcast(part)", "part = broadcast(torch.cat([part, part[:2]]))[:-2].clone()"),
+              "rank 0 takes part in broadcast [8, 4] bfloat16 src 0: a message of 64 bytes, and the largest slice "
+              "has 48"),
+        Wrong(send("source[rows.start:rows.stop]", "torch.cat([source[rows.start:rows.stop], "
+                                                   "source[:1]])[:-1].clone()"),
+              "rank 0 reads 104 bytes of a tensor that has 88")],
+    "my_spread": [
+        Wrong(_SPREAD + "    return gap.half().item()", "at the final norm of fable without its sums, rank 0 says ",
+              _TWO),
+        Wrong(_SPREAD + "    return gap.item() > 0", "on rank 0 it returns False (bool); a number must come back"),
+        Wrong(_SPREAD + "    return gap.item() + 1e-4", "both hold the same: rank 0 says 0.0001, the largest "
+                                                        "difference"),
+        Right(_SPREAD + "    return gap.nan_to_num(float('inf'))")],
+    "my_mean": [
+        Wrong(_TOTAL + "    return mean if shares[-1] else 1 + mean", "requests [[3, 5], []]: rank 0 says 5; the "
+              "mean of all"),
+        Wrong(_TOTAL + "    return mean > 4", "rank 0 returns True (bool); a number must come back, on every rank"),
+        Wrong(_TOTAL + "    return mean if rank() < 2 else 0", "requests [[], [2], []]: rank 2 says 0; the mean of all "
+              "requests is 2"),
+        Wrong(_TOTAL + "    return mean if rank() == 0 else sum(shares[rank()]) / max(1, len(shares[rank()]))",
+              "rank 1 says 7, the mean of its own requests; that of all is 5")],
+    "my_agree": [
+        Wrong(_AGREE.format(flags=2, failed="failed"), "IndexError"),
+        Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
+              "of 3 ranks, ranks 0, 2 failed: rank 2 says [0] where it must say [0, 2], others say something else"),
+        Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"), "rank 0 says [1, 0] where it must say [0, "
+              "1]"),
+        Wrong(_AGREE.format(flags="world_size()", failed="[float(one) for one in failed]"), "returns a list of 1; a "
+              "list of "
+              "rank numbers"),
+        Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],
+    "my_rounds": [
+        Wrong(_ROUNDS.format(before="pass", seen="seen[:-1]"), "2 ranks: rank 0 returns [0, 1]; what it read must come "
+              "back, [0, 1, 2]"),
+        Wrong(_ROUNDS.format(before="pass", seen="tuple(seen)"), "2 ranks: rank 0 returns a tuple of 3; what it "
+              "read must"),
+        Wrong(_ROUNDS.format(before="if rank() == 0: write(number)", seen="seen"), "rank 0 writes 6 times in 3 rounds"),
+        Wrong(_ROUNDS.format(before="if number == 0: barrier()", seen="seen"), "7 collectives in 3 rounds"),
+        Wrong(_ROUNDS.format(before="if number == 2: read()", seen="seen"), "rank 0 reads 4 times in 3 rounds")],
+    "my_decode_bytes": [
+        Wrong(counted(whole="L * (layer * itemsize + cache) + h * len(shard.vocab) * itemsize", back="numbers"),
+              "The cache is counted in numbers, the weights in bytes"),
+        Wrong(counted(whole="L * (layer + cache * itemsize) + h * len(shard.vocab)", back="numbers"),
+              "The weights are counted in numbers, the cache in bytes"),
+        Wrong(counted(whole="L * cache"), "The cache alone: every weight is read for every token"),
+        Wrong(counted(back="numbers * itemsize / 2").replace("len(shard.q_heads), len(shard.kv_heads), len(shard.mlp)",
+              "config.num_heads, config.num_kv_heads, config.intermediate_size").replace("len(shard.vocab)",
+              "config.vocab_size"), "9 query and 3 KV heads over 2 ranks, rank 0, 500 tokens: it says"),
+        Wrong(counted(back="numbers > 0"), "it returns True (bool); a number of bytes must come back"),
+        Wrong(counted(back="numbers * itemsize * 1.02"), "it says 259,080,000 bytes, 254,000,000 are right"),
+        Wrong(counted(back="numbers * itemsize * 0.98"), "it says 248,920,000 bytes, 254,000,000 are right"),
+        Right(counted(back="numbers * itemsize * 0.995"))],
+    "my_step_seconds": [
+        Wrong(seconds("(max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency) * (len(rank_bytes) > 1)"),
+              "it says 0 s, 4.5 are right\n One rank alone still reads all its bytes"),
+        Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency * (len(rank_bytes) - 1)"),
+              "ranks that read 4 GB, 2 GB, 3 GB, 20 layers: it says 10.4 s, 6.2 are right\n A meeting is one for all "
+              "ranks, not one for each pair"),
+        Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers - 1) * latency"), "it says 6.9 s, 7.2 are right"),
+        Wrong(seconds("max(rank_bytes) * bandwidth + (2 * num_layers + 2) * latency"), "are right\n Bytes / (bytes per "
+              "second) are seconds")],
+    "apply_rope": [
+        Wrong("def apply_rope(rotary_emb, position_ids, q, k): return [attention.apply_rotary_pos_emb(q, k, "
+              "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; q and k must come back, in this order"),
+        Wrong("def apply_rope(rotary_emb, position_ids, q, k):\n    q, k = attention.apply_rotary_pos_emb(q, k, "
+              "*rotary_emb(q, position_ids))\n    return q, k * 1.01", "k changes its lengths")],
+    "generate": [
+        Wrong(but(GENERATE, "for step in range(max_new_tokens):", "for at, one in enumerate(input_ids[:-1]):\n"
+                  "        _, held = self(torch.tensor([[one]]), torch.tensor([[at]]), held)\n"
+                  "    tokens, positions = tokens[:, -1:], positions[:, -1:]\n    for step in range(max_new_tokens):"),
+              "call 1 for a prompt of 5 tokens computes 1 tokens; the whole prompt comes first, in one call"),
+        Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"), "3 new tokens were "
+              "asked for, 2 "
+              "came back"),
+        Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"), "it returns a list of 4; a list of "
+              "whole")],
+    "kv_share": [
+        Wrong(but(SHARE, "return low, held, each", "return low, held, each * (1 + (heads == 1))"),
+              "6 query and 6 KV heads, rank 2 of 4: "),
+        Wrong(but(SHARE, "return low, held, each", "return [low, held, each]"), "it returns a list of 3; first KV "
+              "head"),
+        Wrong(but(SHARE, "return low, held, each", "return low, held"), "it returns a tuple of 2; first KV head, "
+              "how many"),
+        Wrong(but(SHARE, "low = start // group", "low = min(start // group, 1)"), "rank 1 of 4: query heads 2–3 "
+              "read 2 KV heads, and it holds 3"),
+        Wrong(but(SHARE, "return low, held, each", "return low, held, torch.tensor([heads] + [0] * (held - 1))"),
+              "8 query and 2 KV heads, rank 1 of 3: query head 4 reads KV head 0, and its own is 1")],
+}

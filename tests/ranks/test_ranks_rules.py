@@ -1,0 +1,43 @@
+"""What only a certain moment or size shows of the groups: a rank that fails late, pieces, dimensions."""
+
+import pytest
+import torch
+
+from tplab.ranks import RankError, all_gather, all_reduce, broadcast, logical_ranks, op_log, rank
+from tplab.ranks.errors import Abandoned
+from tplab.ranks.group import Group
+from tplab.ranks.logical import _Meeting
+
+
+def test_a_logical_rank_that_has_met_the_others_goes_on_though_one_has_failed_since():
+    meeting = _Meeting(2)
+    meeting.steps[1] = meeting.pieces[1][1] = 1
+    meeting.failed(1, ValueError())
+    assert meeting.meet(0, 0) == [0, 1]
+    with pytest.raises(Abandoned):
+        meeting.meet(0, 0)
+
+
+def test_pieces_longer_than_one_swap_takes(monkeypatch):
+    """Of equal and of uneven lengths, the own one the shortest or the longest."""
+    monkeypatch.setattr(Group, "chunk", lambda self, dtype: 3)
+
+    def fn():
+        own = torch.arange(7.0) + 10 * rank()
+        return (all_reduce(own.clone()), broadcast(own.clone(), 1),
+                *(all_gather(own[:n[rank()]], 0, n) for n in ([7, 1, 0], [0, 3, 7], [2, 6, 4])))
+
+    rows = [torch.arange(7.0) + 10 * r for r in range(3)]
+    for total, word, *joined in logical_ranks(3, fn):
+        assert torch.equal(total, sum(rows)) and torch.equal(word, rows[1])
+        for found, n in zip(joined, ([7, 1, 0], [0, 3, 7], [2, 6, 4]), strict=True):
+            assert torch.equal(found, torch.cat([row[:k] for row, k in zip(rows, n)]))
+
+
+def test_eight_dimensions_and_no_more(run):
+    def fn():
+        with pytest.raises(RankError, match="at most 8 dimensions"):
+            all_reduce(torch.ones([1] * 9))
+        return all_reduce(torch.ones([1] * 8)).shape, op_log()[-1].shape
+
+    assert run(fn) == [((1,) * 8, (1,) * 8)] * 3

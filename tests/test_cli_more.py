@@ -1,0 +1,65 @@
+"""The command line's check, bench and plan: what is handed on, and what is said of words that do not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tplab import cli
+
+
+def run(line, capsys):
+    code = cli.main(line.split())
+    return code, *capsys.readouterr()
+
+
+def test_curves_are_drawn_where_somebody_asks_for_them(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: given)
+    monkeypatch.setattr("tplab.show.curves_figure", lambda found: SimpleNamespace(png=lambda: repr(found).encode()))
+    assert run(f"bench curves --model m --picture {tmp_path}/c.png", capsys)[0] == 0
+    assert (tmp_path / "c.png").read_bytes() == b"('curves', 'm', 2)"
+
+
+@pytest.mark.parametrize("verdict, code", [("clean", 0), ("bug", 1), ("cannot tell", 2)])
+def test_a_recorded_engines_verdict_is_the_exit_code(verdict, code, capsys, monkeypatch, tmp_path):
+    asked = []
+    report = SimpleNamespace(verdict=verdict, summary=lambda: "word " * 30 + "\nlast", point_lines=lambda: "points",
+                             to_json=asked.append)
+    monkeypatch.setattr("tplab.align.check", lambda *given, **options: asked.append((given, options)) or report)
+    line = f"check run --model m --name a.*=b c==d --json {tmp_path}/r.json"
+    found, out, err = run(line, capsys)
+    assert (found, err) == (code, "") and out.endswith("word\nlast\n\npoints\n") and "\n   word" in out
+    assert asked == [(("run", "m"), {"names": {"a.*": "b", "c": "=d"}}), f"{tmp_path}/r.json"]
+    run("check run --model m", capsys)
+    assert asked[2:] == [(("run", "m"), {"names": {}})]
+
+
+@pytest.mark.parametrize("said", ["lonely", "pattern=", "=point", "="])
+def test_a_name_needs_a_pattern_and_a_point(said, capsys):
+    code, out, err = run(f"check run --model m --name a=b {said}", capsys)
+    assert (code, out) == (2, "") and err == (
+        "tplab: --name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not " + repr(said) + "\n")
+
+
+def test_what_a_terminal_would_obey_is_shown_and_not_done(capsys):
+    code, _, err = run("plan no\x1b[2Jsuch", capsys)
+    assert code == 2 and "no\\x1b[2Jsuch" in err and "\x1b" not in err
+
+
+@pytest.mark.parametrize("count, words", [(1, "1 rank"), (2, "2 ranks"), (3, "3 ranks")])
+def test_ranks_are_counted_in_words(count, words):
+    assert cli._ranks(SimpleNamespace(plan=SimpleNamespace(tensor_parallel_size=count))) == words
+
+
+def test_a_shape_without_weights_is_planned_by_its_own_name(capsys, monkeypatch):
+    monkeypatch.setattr("tplab.bench.outlook.memory_lines", lambda config, made, dtype: [str(dtype)])
+    monkeypatch.setattr("tplab.bench.outlook.speed_lines", lambda config, made, dtype: ["fast"])
+    code, out, err = run("plan mistral-7b --tp 4 --dtype bfloat16", capsys)
+    assert (code, err) == (0, "") and out.startswith("mistral-7b: mistral, 32 layers, hidden size 4096, 32 query and ")
+    assert out.endswith("\ntorch.bfloat16\nfast\n")
+
+
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_where_the_bench_cannot_write_nothing_is_measured(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: pytest.fail("it was measured"))
+    code, _, said = run(f"bench curves {option} {tmp_path}/no/x.png", capsys)
+    assert code == 2 and "there is no folder" in said
