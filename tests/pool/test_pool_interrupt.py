@@ -114,6 +114,30 @@ def test_at_any_moment_of_short_runs(pool):
     assert pool.run(fn, 1) == [1, 1]
 
 
+def test_while_a_dead_rank_is_replaced(pool):
+    """Between the end of what belonged to it and its successor's start."""
+
+    class Pipe:
+        def __init__(self, pipe):
+            self.pipe = pipe
+
+        def __getattr__(self, name):
+            return getattr(self.pipe, name)
+
+        def close(self):
+            self.pipe.close()
+            process.pipe = self.pipe
+            raise KeyboardInterrupt
+
+    process = pool._processes[1]
+    process.pipe = Pipe(process.pipe)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    process.child.join()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(rank)
+    assert pool.run(rank) == [0, 1]
+
+
 def test_a_second_interrupt_while_the_first_is_handled(pool):
     def fn():
         while True:

@@ -95,10 +95,9 @@ class RankProcess:
     def release_process(self) -> None:
         if self.child is not None:
             end_all([self])
-            self.child.close()
         if self.pipe is not None:
             self.pipe.close()
-        self.child = self.pipe = None
+        self.child = self.pipe = None  # never closed by name: an interrupt here would leave one that answers nothing
 
     def disown(self) -> None:
         """In a fork of the parent: close this end of the pipe, and do not end the process when this one exits."""
