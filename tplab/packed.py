@@ -6,6 +6,7 @@ MKL does behind ``F.linear``, it gave the very bits of ``F.linear`` on SmolLM2, 
 """
 
 import ctypes
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -36,13 +37,13 @@ class PackedWeight(torch.Tensor):
     def of(cls, weight: torch.Tensor, numpy_for_one_row: bool) -> "PackedWeight | None":
         """``weight`` packed; None where its memory is in an order that is not known here."""
         width = LONGEST_SUM if weight.dtype == torch.float32 else weight.shape[1]
-        parts = [torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _ROWS) for part in weight.split(width, 1)]
-        blocks = [_blocks(part) for part in parts]
-        if any(block is None for block in blocks):
+        plain = weight.split(width, 1)
+        sizes = [_block_size(*part.shape, weight.dtype) for part in plain]
+        if None in sizes:
             return None
-        packed = cls(weight.shape, parts, blocks, numpy_for_one_row)
-        sample = torch.tensor([0, len(weight) // 3, len(weight) // 2, len(weight) - 1])
-        return packed if torch.equal(packed.rows(sample), weight[sample]) else None
+        parts = [_reordered(part) for part in plain]
+        blocks = [_blocks(part, size) for part, size in zip(parts, sizes)]
+        return cls(weight.shape, parts, blocks, numpy_for_one_row)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
@@ -77,14 +78,14 @@ class PackedWeight(torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """A copy as ``[out, in]``."""
-        return torch.cat([blocks.transpose(1, 2).flatten(2).flatten(0, 1)[:self.shape[0], :width]
+        return torch.cat([_unblocked(blocks, self.shape[0], width)
                           for blocks, width in zip(self.blocks, self.columns)], 1)
 
     def fill(self, weight: torch.Tensor) -> None:
         """Overwrite all of it."""
         for blocks, part in zip(self.blocks, weight.split(self.columns, 1)):
-            packed = torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _ROWS)
-            blocks.copy_(_blocks(packed))
+            made = _reordered(part)  # lives until its memory is read
+            blocks.copy_(_blocks(made, blocks.shape[2]))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -112,14 +113,38 @@ if torch.backends.mkldnn.is_available():
     _product, _add_product = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
 
-def _blocks(part: torch.Tensor) -> torch.Tensor | None:
-    """oneDNN's memory as ``[out / block, in / pair, block, pair]``, while ``part`` lives; None if it fits no block."""
+def _reordered(part: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _ROWS)
+
+
+@lru_cache
+def _block_size(outputs: int, inputs: int, dtype: torch.dtype) -> int | None:
+    """How many outputs stand together in what oneDNN makes of ``[outputs, inputs]``; None if it is no such order.
+
+    Read off a weight whose rows and columns are known by their numbers: 64 for AVX-512 and 32 for AMX fit the same
+    memory.
+    """
+    rows, columns = (torch.arange(count).remainder_(127).to(dtype) for count in (outputs, inputs))
+    known = rows[:, None] + columns
+    part = _reordered(known)
+    for size in (64, 48, 32, 24, 16, 8):
+        blocks = _blocks(part, size)
+        if blocks is not None and torch.equal(_unblocked(blocks, outputs, inputs), known):
+            return size
+    return None
+
+
+def _blocks(part: torch.Tensor, size: int) -> torch.Tensor | None:
+    """oneDNN's memory as ``[out / size, in / pair, size, pair]``, while ``part`` lives; None if it does not fit."""
     outputs, inputs = part.shape
     memory = (ctypes.c_ubyte * torch.ops.mkldnn._nbytes(part)).from_address(torch.ops.mkldnn.data_ptr(part))
     flat, pair = torch.frombuffer(memory, dtype=part.dtype), 4 // part.dtype.itemsize
-    for block in (64, 48, 32, 24, 16, 8):
-        padded = -(-outputs // block) * block
-        width = flat.numel() // padded
-        if padded * width == flat.numel() and inputs <= width < inputs + 64 and width % pair == 0:
-            return flat.view(padded // block, width // pair, block, pair)
-    return None
+    padded = -(-outputs // size) * size
+    width = flat.numel() // padded
+    if padded * width != flat.numel() or not inputs <= width < inputs + 64 or width % pair:
+        return None
+    return flat.view(padded // size, width // pair, size, pair)
+
+
+def _unblocked(blocks: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)[:outputs, :inputs]

@@ -188,6 +188,20 @@ def test_a_packed_weight_is_read_and_written_bit_for_bit(dtype):
     torch.testing.assert_close(x.grad, (2 * plain).sum(0).expand(3, 500), rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [576, 640, 1008])
+def test_the_order_of_a_packed_weight_is_not_read_off_its_values(dtype, outputs):
+    """Blocks of 64 outputs and of 32 fit the same memory, and zeros look alike in both."""
+    weight = nn.Parameter(torch.zeros(outputs, 576, dtype=dtype), requires_grad=False)
+    pack(weight, Kernels(True, False, 0, product.NEVER))
+    filled = torch.randn(outputs, 576).to(dtype)
+    weight.data.copy_(filled)
+    assert torch.equal(weight, filled)
+    x = torch.randn(5, 576).to(dtype)
+    atol = {torch.float32: 1e-4, torch.bfloat16: 0.5}[dtype]  # of sums around 24
+    torch.testing.assert_close(linear(x, weight), F.linear(x, filled), rtol=2e-2, atol=atol)
+
+
 def test_what_stays_in_the_cache_is_not_packed():
     small = nn.Parameter(torch.ones(255, 257), requires_grad=False)  # one value fewer than are worth it
     pack(small, Kernels(True, False, 0, product.NEVER))

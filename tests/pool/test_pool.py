@@ -1,5 +1,6 @@
 """RankPool: results, output, errors and the cost of a round trip, on real processes."""
 
+import ctypes
 import time
 from fractions import Fraction
 
@@ -84,3 +85,23 @@ def test_a_timeout_that_is_no_time(pool, timeout):
 @pytest.mark.parametrize("timeout", [np.int64(30), np.float32(30), Fraction(61, 2), float("inf")], ids=str)
 def test_a_timeout_of_another_kind_of_number(pool, timeout):
     assert pool.run(rank, timeout=timeout) == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc's memory")
+def test_a_rank_keeps_the_memory_of_its_activations():
+    """What is mapped piece by piece goes back to the system at once, and comes again with a fault for each page."""
+
+    def on_the_heap(size):
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.argtypes = [ctypes.c_void_p]
+        address = libc.malloc(size)
+        with open("/proc/self/maps") as maps:
+            heap = next(line for line in maps if line.rstrip().endswith("[heap]")).split()[0]
+        libc.free(address)
+        start, end = (int(bound, 16) for bound in heap.split("-"))
+        return start <= address < end
+
+    with RankPool(1) as fresh:
+        assert fresh.run(on_the_heap, 31 << 20) == [True]
+        assert fresh.run(on_the_heap, 33 << 20) == [False], "and weights do go back"

@@ -151,13 +151,21 @@ class TensorParallelAttention(nn.Module):
     def attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
                    ) -> torch.Tensor:
         """Attention of all flattened tokens, ``[tokens, heads here, head_dim]``, batch by batch of the context."""
-        out = torch.empty_like(q)
+        found = []
         for rows, keys, values, mask in context.batches(self.layer, k, v):
             batch, _, queries, _ = mask.shape
-            q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
-            attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
-                               values[:, kv.start:kv.stop],
-                               mask, self.scaling) for heads, kv in self.groups]
-            whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
-            out[rows] = whole.transpose(1, 2).flatten(0, 1)
-        return out
+            out = self.attend_heads(q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2), keys, values, mask)
+            found.append((rows, out.transpose(1, 2).flatten(0, 1)))
+        if len(found) == 1:
+            return found[0][1]
+        whole = torch.empty_like(q)
+        for rows, out in found:
+            whole[rows] = out
+        return whole
+
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """:func:`attend`, for each run of heads of which equally many share a KV head."""
+        if len(self.groups) == 1:
+            return attend(q, k, v, mask, self.scaling)
+        return torch.cat([attend(q[:, heads.start:heads.stop], k[:, kv.start:kv.stop], v[:, kv.start:kv.stop], mask,
+                                 self.scaling) for heads, kv in self.groups], dim=1)

@@ -57,11 +57,24 @@ def main(spec: Spec) -> None:
     faulthandler.enable(spec.stacks.fd, all_threads=False)
     faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
     torch.set_num_threads(spec.threads)
+    _keep_freed_memory()
     # A rank starts no processes. What this changes is that the semaphores of its libraries (tqdm has one) have no name
     # that Python would miss, and warn about, after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     _Rank(spec, control, output).serve()
+
+
+def _keep_freed_memory() -> None:
+    """What one layer's activations leave is kept for the next layer's, up to 128 MB.
+
+    glibc gives large pieces back to the system, and each page costs a fault when it is wanted again: up to 9 % of
+    SmolLM2's prompt of 512 tokens on 2 ranks.
+    """
+    if hasattr(capture.libc, "mallopt"):  # glibc's
+        trim_threshold, mmap_threshold = -1, -3
+        capture.libc.mallopt(mmap_threshold, 1 << 25)
+        capture.libc.mallopt(trim_threshold, 1 << 27)
 
 
 def _die_with_parent(spec: Spec) -> None:
