@@ -99,11 +99,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``torch.bmm``: ``[n, rows, in] @ [n, in, columns]``, of values that have just been computed or cached."""
-    if a.dtype == torch.bfloat16 and fastest(a.dtype).widened_rows < NEVER:  # no weight must be read first: always pays
-        return torch.bmm(a.float(), b.float()).to(a.dtype)
-    return torch.bmm(a, b)
+def is_widened(dtype: torch.dtype) -> bool:
+    """Whether products of ``dtype`` are quicker in float32 here, where no weight has to be read for them."""
+    return dtype == torch.bfloat16 and fastest(dtype).widened_rows < NEVER
 
 
 def _row_by_row(x: np.ndarray, columns: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tplab import product
+from tplab.model.attention import attend, causal_mask
 from tplab.model.norm import RMSNorm
 from tplab.product import Kernels, empty_weight, linear, pack
 
@@ -88,11 +89,37 @@ def test_some_rows_share_a_part_of_the_weight_while_it_is_warm(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", [Kernels(False, False, 0, 16), Kernels(False, False, 0, product.NEVER)])
-def test_attentions_products_are_rounded_once(kernels, monkeypatch):
+def test_attention_in_bfloat16(kernels, monkeypatch):
     monkeypatch.setattr(product, "fastest", lambda dtype: {torch.bfloat16: kernels}[dtype])
-    a, b = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 64, 7).bfloat16()
-    torch.testing.assert_close(product.bmm(a, b), torch.bmm(a.double(), b.double()).bfloat16(), rtol=2 ** -7, atol=1e-5)
-    assert torch.equal(product.bmm(a.float(), b.float()), torch.bmm(a.float(), b.float()))
+    q, k, v = (torch.randn(2, heads, 9, 64).bfloat16() for heads in (6, 2, 2))
+    mask = causal_mask(torch.arange(9).expand(2, 9), 9)
+    exact = attend(q.double(), k.double(), v.double(), mask, 0.3).bfloat16()
+    assert attend(q, k, v, mask, 0.3).dtype == torch.bfloat16
+    torch.testing.assert_close(attend(q, k, v, mask, 0.3), exact, rtol=2 ** -6, atol=2e-2)  # weights are rounded too
+    assert product.is_widened(torch.bfloat16) == (kernels.widened_rows < product.NEVER)
+    assert not product.is_widened(torch.float32)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("batch, heads, kv_heads, queries, keys", [
+    (1, 9, 3, 64, 64), (2, 6, 2, 7, 129), (3, 4, 4, 1, 300), (1, 6, 1, 65, 577), (1, 2, 1, 1, 1)])
+def test_the_fused_attention_is_attention(dtype, bound, batch, heads, kv_heads, queries, keys):
+    """Scores that differ widely, and masks that differ from sequence to sequence."""
+    q = 4 * torch.randn(batch, queries, heads, 24).transpose(1, 2)
+    k, v = (torch.randn(batch, keys, kv_heads, 24).transpose(1, 2) for _ in range(2))
+    starts = (keys - queries) * torch.arange(1, batch + 1) // batch
+    mask = causal_mask(starts[:, None] + torch.arange(queries), keys)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    exact = attend(q.double(), k.double(), v.double(), mask, 0.25)
+    assert (attend(q, k, v, mask, 0.25).double() - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_query_that_sees_nothing_is_nan(dtype):
+    """As in a softmax; the fused function alone would say 0."""
+    q, k = torch.randn(1, 2, 3, 8, dtype=dtype), torch.randn(1, 1, 3, 8, dtype=dtype)
+    mask = torch.tensor([[[[False, True, True], [True, True, True], [False, False, False]]]])
+    assert attend(q, k, k, mask, 1.0).isnan().all(-1).all(1).tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("times, chosen", [
