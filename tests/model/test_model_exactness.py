@@ -103,7 +103,7 @@ def test_attention_in_bfloat16(kernels, monkeypatch):
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 @pytest.mark.parametrize("batch, heads, kv_heads, queries, keys", [
     (1, 9, 3, 64, 64), (2, 6, 2, 7, 129), (3, 4, 4, 1, 300), (1, 6, 1, 65, 577), (1, 2, 1, 1, 1)])
-def test_the_fused_attention_is_attention(dtype, bound, batch, heads, kv_heads, queries, keys):
+def test_attention_in_any_dtype_is_attention(dtype, bound, batch, heads, kv_heads, queries, keys):
     """Scores that differ widely, and masks that differ from sequence to sequence."""
     q = 4 * torch.randn(batch, queries, heads, 24).transpose(1, 2)
     k, v = (torch.randn(batch, keys, kv_heads, 24).transpose(1, 2) for _ in range(2))

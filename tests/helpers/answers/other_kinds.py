@@ -32,7 +32,7 @@ _NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits
 # What was computed first is given out for ever.
 _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "= [8, 8] must come back",
           "my_heads": "a list of 2 comes back; it must have one entry for each rank",
-          "my_column_shard": "every rank takes the first rows", "my_linears": "= [5, 6] must come back",
+          "my_linears": "= [5, 6] must come back",
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
           "my_positions": "12 positions for 2 tokens",
