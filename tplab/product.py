@@ -7,8 +7,9 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
 * *packed*, large weights in float32 and bfloat16 where that pays: oneDNN's own order, blocks of (mostly) 64 outputs,
   for each of which the inputs follow each other. Measured on one core of a Zen 5 (SmolLM2's shapes on two ranks),
   ``F.linear`` takes 1.4 to 1.9 times as long from 2 rows up in float32, and twice as long at 1 to 8 rows in bfloat16;
-  where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it. On a Xeon with AVX-512 in float32 only, packing
-  gains nothing. At one row in float32, numpy's BLAS can be as quick on the same memory.
+  where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it (a Xeon with AMX: ``F.linear`` takes 1.3 to 2 times
+  as long at 1 to 64 rows). On a Xeon with AVX-512 in float32 only, packing gains nothing. At one row in float32,
+  numpy's BLAS can be as quick on the same memory.
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
   rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; that Xeon: no difference). A processor that multiplies
   in float32 only *widens* a bfloat16 weight, a part at a time in its cache (that Xeon: 2 times as quick at 16 rows,
