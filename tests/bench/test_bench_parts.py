@@ -132,6 +132,38 @@ def test_who_has_no_part_in_a_race(kind, tp, race):
     assert ("make", "HuggingFaceTP", tp, "float64") not in log
 
 
+def test_a_peer_that_fails_in_a_round_takes_nothing_along(race, monkeypatch):
+    timed, rounds = Contestant.time, []
+
+    def works(self, work):
+        rounds.append(self.name)
+        if self.name == "HuggingFace" and rounds.count(self.name) == 4:  # after the warm-up and two rounds
+            raise PeerError("out of memory")
+        return timed(self, work)
+
+    monkeypatch.setattr(Contestant, "time", works)
+    seen, log = race("decode")
+    assert seen.values == dict.fromkeys(("Tplab", "Tplab2", "HuggingFaceTP"), [63.0] * 5)
+    assert seen.absent == {"HuggingFace": "round 3: out of memory"} and set(seen.equal) == set(seen.values)
+    assert log.count(("close", "HuggingFace")) == 1
+    assert log[log.index(("close", "HuggingFace")):].count("Tplab") >= 2, "closed at once, not at the end"
+
+
+@pytest.mark.parametrize("error", [RankError("lost a rank"), PeerError("lost a rank")], ids=lambda e: type(e).__name__)
+def test_nothing_is_compared_with_a_tplab_that_failed(error, race, monkeypatch):
+    timed, rounds = Contestant.time, []
+
+    def works(self, work):
+        rounds.append(self.name)
+        if rounds.count("Tplab") == 3:
+            raise error
+        return timed(self, work)
+
+    monkeypatch.setattr(Contestant, "time", works)
+    with pytest.raises(type(error), match="lost a rank"):
+        race("decode")
+
+
 def test_a_peer_that_cannot_run_is_absent_with_its_reason_and_ends(race, monkeypatch):
     seen, log = race("prefill", broken=("HuggingFaceTP",))
     assert list(seen.values) == ["Tplab", "Tplab2", "HuggingFace"]

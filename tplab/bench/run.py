@@ -145,14 +145,15 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
     with signals_end_properly(), ExitStack() as stack:
-        peers = []
+        peers, ends = [], {}
         for name, make in _contestants(kind, ckpt, tp, dtype, vllm):
             others = [pid for peer in peers for pid in peer.pids]
             send(others, signal.SIGSTOP)
             try:
                 begin = time.perf_counter()
                 peer = make()
-                stack.callback(peer.close)
+                ends[peer.name] = stack.enter_context(ExitStack())
+                ends[peer.name].callback(peer.close)
                 race.ready[peer.name] = time.perf_counter() - begin
                 peer.time(work)  # warm up; Hugging Face's tensor parallelism loads models that it cannot run
             except (RankError, PeerError) as error:
@@ -171,7 +172,16 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
             todo = work.shifted(1 + number, vocab) if kind == "prefix" else work
             tokens = {}
             for peer in peers[number % len(peers):] + peers[:number % len(peers)]:
-                timing = _measured(peer, peers, todo)
+                try:
+                    timing = _measured(peer, peers, todo)
+                except (RankError, PeerError) as error:
+                    if peer is peers[0]:
+                        raise
+                    race.absent[peer.name] = f"round {number + 1}: {getattr(error, 'summary', str(error))}"
+                    peers.remove(peer)
+                    ends[peer.name].close()  # what is left of it must not disturb the others
+                    del race.values[peer.name]
+                    continue
                 race.values[peer.name].append(_value(kind, todo, timing))
                 race.held[peer.name] = max(race.held.get(peer.name, 0), private_bytes(peer.pids))
                 tokens[peer.name] = timing.tokens
