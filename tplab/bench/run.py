@@ -145,25 +145,27 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
     with signals_end_properly(), ExitStack() as stack:
-        peers, ends = [], {}
+        peers, ends = [], {}  # who is out is ended at once: what is left of it must not disturb the others
         for name, make in _contestants(kind, ckpt, tp, dtype, vllm):
             others = [pid for peer in peers for pid in peer.pids]
             send(others, signal.SIGSTOP)
+            end = stack.enter_context(ExitStack())
             try:
                 begin = time.perf_counter()
                 peer = make()
-                ends[peer.name] = stack.enter_context(ExitStack())
-                ends[peer.name].callback(peer.close)
+                end.callback(peer.close)
                 race.ready[peer.name] = time.perf_counter() - begin
                 peer.time(work)  # warm up; Hugging Face's tensor parallelism loads models that it cannot run
             except (RankError, PeerError) as error:
                 if name == "tplab":
                     raise
-                race.absent[name] = getattr(error, "summary", str(error))
+                race.absent[name] = _why(error)
+                end.close()
                 continue
             finally:
                 send(others, signal.SIGCONT)
             peers.append(peer)
+            ends[peer.name] = end
         limit = Limit(ckpt, tp, dtype) if kind == "decode" else None
         if limit:
             stack.callback(limit.close)
@@ -177,9 +179,9 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
                 except (RankError, PeerError) as error:
                     if peer is peers[0]:
                         raise
-                    race.absent[peer.name] = f"round {number + 1}: {getattr(error, 'summary', str(error))}"
+                    race.absent[peer.name] = f"round {number + 1}: {_why(error)}"
                     peers.remove(peer)
-                    ends[peer.name].close()  # what is left of it must not disturb the others
+                    ends[peer.name].close()
                     del race.values[peer.name]
                     continue
                 race.values[peer.name].append(_value(kind, todo, timing))
@@ -191,6 +193,10 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
                     race.limits.append(limit.measure())
         race.equal.update((name, equal_part(tokens[peers[0].name], found)) for name, found in tokens.items())
     return race
+
+
+def _why(error: RankError | PeerError) -> str:
+    return getattr(error, "summary", str(error))
 
 
 def _measured(peer, peers, work: Work):
