@@ -2,7 +2,7 @@
 
 import json
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -76,10 +76,10 @@ def race(monkeypatch):
     monkeypatch.setattr(run, "Limit", Reading)
     monkeypatch.setattr(run.time, "sleep", log.append)
 
-    def run_it(kind, tp=2, broken=(), vllm=None, late=MappingProxyType({})):
+    def run_it(kind, tp=2, broken=(), vllm=None, late=MappingProxyType({}), busy=False):
         monkeypatch.setattr(Contestant, "broken", broken)
         monkeypatch.setattr(Contestant, "late", late)
-        return run._race(kind, CKPT, tp, 5, "float64", vllm), log
+        return run._race(kind, CKPT, tp, 5, "float64", vllm, busy), log
 
     return run_it
 
@@ -180,13 +180,37 @@ def test_who_waits_is_stopped_while_another_one_loads_or_is_measured(race, monke
     assert len(told) == 10 + 5 * 5 and seen.held == {"Tplab": 2, "Tplab2": 1, "HuggingFace": 1, "VLLM": 1}
 
 
-def test_a_busy_process_is_there_while_they_race(monkeypatch):
-    asked = []
-    monkeypatch.setattr(run, "busy_process", lambda: nullcontext(asked.append("busy")))
-    monkeypatch.setattr(run, "_race", lambda *given: asked.append(given[0]) or "race")
-    monkeypatch.setattr(run, "_table", lambda *given: given[4:6])
-    assert run.bench("decode", "fable", busy=True) == ("race", True) and asked == ["busy", "decode"]
-    assert run.bench("decode", "fable") == ("race", False) and asked[2:] == ["decode"]
+def test_a_busy_process_is_there_while_they_race_and_not_while_they_get_ready(race, monkeypatch):
+    def busy_process():
+        stack = ExitStack()
+        stack.callback(log.append, "rest")
+        log.append("busy")
+        return stack
+
+    log = Contestant.log
+    monkeypatch.setattr(run, "busy_process", busy_process)
+    race("prefill", busy=True)
+    warm_up = log[:log.index("busy")]
+    assert warm_up.count("HuggingFace") == 1 and log.count("HuggingFace") == 6 and run.PAUSE not in warm_up
+    assert ("close", "Tplab") in log[log.index("rest"):], "until the last round is over"
+    log.clear()
+    race("prefill")
+    assert "busy" not in log
+
+
+def test_the_benchmark_passes_on_whether_it_is_busy(monkeypatch):
+    monkeypatch.setattr(run, "_race", lambda *given: given)
+    monkeypatch.setattr(run, "_table", lambda *given: (given[4][-1], given[5]))
+    assert run.bench("decode", "fable", busy=True) == (True, True)
+    assert run.bench("decode", "fable") == (False, False)
+
+
+def test_a_terminal_is_told_who_is_measured(race, monkeypatch):
+    told = []
+    monkeypatch.setattr(run, "tqdm", lambda **options: nullcontext(SimpleNamespace(set_description_str=told.append)))
+    race("prefill")
+    assert told[:3] == ["tplab gets ready", "tplab, 1 rank gets ready", "HF generate gets ready"]
+    assert told[4:6] == ["round 1 of 5: Tplab", "round 1 of 5: Tplab2"] and told[-1].startswith("round 5 of 5: ")
 
 
 def test_vllm_comes_as_threads_and_where_heads_allow_as_ranks(race):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from tplab.bench.curves import bench_curves
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
@@ -83,7 +85,7 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
         tp: ranks of one thread each; the peers, and tplab on one rank, get as many threads or ranks.
         rounds: how often every contestant runs, at least 5.
         vllm: the Python of an environment in which vLLM is installed, to race against it too.
-        busy: one more process wants a core all the time.
+        busy: one more process wants a core all the time, as soon as everybody is ready.
     """
     if kind not in KINDS:
         raise BenchError(f"there is no benchmark {kind!r}; there are {', '.join(KINDS)}")
@@ -99,8 +101,7 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
             return bench_load(ckpt, model, tp, dtype, show)
         if kind == "curves":
             return bench_curves(ckpt, model, tp, dtype, show)
-        with busy_process() if busy else nullcontext():
-            race = _race(kind, ckpt, tp, rounds, dtype, vllm)
+        race = _race(kind, ckpt, tp, rounds, dtype, vllm, busy)
     return _table(kind, model, tp, dtype, race, busy, show)
 
 
@@ -140,13 +141,15 @@ def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | N
             yield f"vLLM, {tp} ranks", lambda: VLLM(ckpt, tp, dtype, prefix, python=vllm)
 
 
-def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None = None) -> Race:
+def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None = None, busy: bool = False
+          ) -> Race:
     vocab = ckpt.config.vocab_size
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
-    with signals_end_properly(), ExitStack() as stack:
+    with signals_end_properly(), ExitStack() as stack, tqdm(bar_format="{desc}", disable=None, leave=False) as bar:
         peers, ends = [], {}  # who is out is ended at once: what is left of it must not disturb the others
         for name, make in _contestants(kind, ckpt, tp, dtype, vllm):
+            bar.set_description_str(f"{name} gets ready")
             others = [pid for peer in peers for pid in peer.pids]
             send(others, signal.SIGSTOP)
             end = stack.enter_context(ExitStack())
@@ -170,10 +173,13 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
         if limit:
             stack.callback(limit.close)
         race.values.update((peer.name, []) for peer in peers)
+        if busy:  # only now: nobody is asked to get ready beside it
+            stack.enter_context(busy_process())
         for number in range(rounds):
             todo = work.shifted(1 + number, vocab) if kind == "prefix" else work
             tokens = {}
             for peer in peers[number % len(peers):] + peers[:number % len(peers)]:
+                bar.set_description_str(f"round {number + 1} of {rounds}: {peer.name}")
                 try:
                     timing = _measured(peer, peers, todo)
                 except (RankError, PeerError) as error:
