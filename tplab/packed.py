@@ -1,91 +1,25 @@
-"""A weight in oneDNN's own order, which its products read as it lies.
+"""A weight whose memory is in the order of the library that multiplies with it."""
 
-oneDNN adds up one product after the other, so in float32 its error grows with the number of inputs: SmolLM2's logits
-came to stand 1.7e-4 from Hugging Face's, where ``F.linear``'s stand 6e-5. Summed in parts of ``LONGEST_SUM`` inputs, as
-MKL does behind ``F.linear``, it gave the very bits of ``F.linear`` on SmolLM2, with 1, 2 and 3 ranks.
-"""
-
-import ctypes
-from functools import lru_cache
-
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-LONGEST_SUM = 192  # inputs that are added up one after the other, in float32
-_ROWS = 512  # oneDNN asks for how many rows it is to pack; told one, it packs for nothing else
+from tplab.mkl import MKL
+from tplab.onednn import OneDNN
 
 
 class PackedWeight(torch.Tensor):
-    """A ``[out, in]`` weight in oneDNN's order. Whatever reads it otherwise gets a plain copy with the same bits.
+    """A ``[out, in]`` weight in another order. Whatever reads it otherwise gets a plain copy with the same bits.
 
     Attributes:
-        parts: oneDNN's tensors, one for each range of inputs that is summed apart.
-        blocks: the same memory for each part, ``[out / block, in / pair, block, pair]``; padded with zeros.
+        order: its memory.
+        product: ``x [rows, in], bias or None`` → ``[rows, out]``.
     """
 
     @staticmethod
-    def __new__(cls, shape, parts: list[torch.Tensor], blocks: list[torch.Tensor], numpy_for_one_row: bool):
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=blocks[0].dtype)
-        made.parts, made.blocks = parts, blocks
-        made.columns = [part.shape[1] for part in parts]
-        made.arrays = [block.numpy()[:, :width, :, 0] for block, width in zip(blocks, made.columns)
-                       ] if numpy_for_one_row else None
+    def __new__(cls, order: MKL | OneDNN):
+        made = torch.Tensor._make_wrapper_subclass(cls, order.shape, dtype=order.dtype)
+        made.order, made.product = order, order.product
         return made
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, numpy_for_one_row: bool) -> "PackedWeight | None":
-        """``weight`` packed; None where its memory is in an order that is not known here."""
-        width = LONGEST_SUM if weight.dtype == torch.float32 else weight.shape[1]
-        plain = weight.split(width, 1)
-        sizes = [_block_size(*part.shape, weight.dtype) for part in plain]
-        if None in sizes:
-            return None
-        parts = [_reordered(part) for part in plain]
-        blocks = [_blocks(part, size) for part, size in zip(parts, sizes)]
-        return cls(weight.shape, parts, blocks, numpy_for_one_row)
-
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x [rows, in]`` → ``[rows, out]``."""
-        if self.arrays is not None and len(x) == 1 and torch.get_num_threads() == 1:
-            return self.by_numpy(x, bias)
-        return self.by_onednn(x, bias)
-
-    def by_numpy(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`product` of one row, on one thread."""
-        whole, y, start = x.numpy(), 0, 0
-        for array, width in zip(self.arrays, self.columns):
-            y = y + np.matmul(whole[:, start:start + width], array)
-            start += width
-        y = torch.from_numpy(y.reshape(1, -1)[:, :self.shape[0]])
-        return y if bias is None else y.add_(bias)
-
-    def by_onednn(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`product` of any number of rows."""
-        x, *others = x.split(self.columns, 1)
-        y = _product(x, self.parts[0], bias, "none", [], "")
-        for x, part in zip(others, self.parts[1:]):
-            y = _add_product(x, y, part, None, "add")
-        return y
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """These rows of the weight, ``[*indices, in]``: what an embedding looks up."""
-        found = []
-        for blocks, width in zip(self.blocks, self.columns):
-            block = blocks.shape[2]
-            found.append(blocks[indices // block, :, indices % block].flatten(-2)[..., :width])
-        return torch.cat(found, -1)
-
-    def plain(self) -> torch.Tensor:
-        """A copy as ``[out, in]``."""
-        return torch.cat([_unblocked(blocks, self.shape[0], width)
-                          for blocks, width in zip(self.blocks, self.columns)], 1)
-
-    def fill(self, weight: torch.Tensor) -> None:
-        """Overwrite all of it."""
-        for blocks, part in zip(self.blocks, weight.split(self.columns, 1)):
-            made = _reordered(part)  # lives until its memory is read
-            blocks.copy_(_blocks(made, blocks.shape[2]))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -93,58 +27,17 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         first = args[0]
         if func is torch.ops.aten.detach.default:
-            return cls(first.shape, first.parts, first.blocks, first.arrays is not None)
+            return cls(first.order)
         if func is torch.ops.aten.embedding.default and isinstance(first, cls):
-            return first.rows(args[1])
-        args, kwargs = tree_map_only(cls, cls.plain, (args, kwargs or {}))
+            return first.order.rows(args[1])
+        args, kwargs = tree_map_only(cls, lambda packed: packed.order.plain(), (args, kwargs or {}))
         found = func(*args, **kwargs)
         if func._schema.is_mutable and isinstance(first, cls):
-            first.fill(args[0])
+            first.order.fill(args[0])
             return first
         return found
 
     def __setitem__(self, index, value):  # else a slice would be written into, and that is a slice of a copy
-        whole = self.plain()
+        whole = self.order.plain()
         whole[index] = value
-        self.fill(whole)
-
-
-if torch.backends.mkldnn.is_available():
-    _product, _add_product = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
-
-
-def _reordered(part: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _ROWS)
-
-
-@lru_cache
-def _block_size(outputs: int, inputs: int, dtype: torch.dtype) -> int | None:
-    """How many outputs stand together in what oneDNN makes of ``[outputs, inputs]``; None if it is no such order.
-
-    Read off a weight whose rows and columns are known by their numbers: 64 for AVX-512 and 32 for AMX fit the same
-    memory.
-    """
-    rows, columns = (torch.arange(count).remainder_(127).to(dtype) for count in (outputs, inputs))
-    known = rows[:, None] + columns
-    part = _reordered(known)
-    for size in (64, 48, 32, 24, 16, 8):
-        blocks = _blocks(part, size)
-        if blocks is not None and torch.equal(_unblocked(blocks, outputs, inputs), known):
-            return size
-    return None
-
-
-def _blocks(part: torch.Tensor, size: int) -> torch.Tensor | None:
-    """oneDNN's memory as ``[out / size, in / pair, size, pair]``, while ``part`` lives; None if it does not fit."""
-    outputs, inputs = part.shape
-    memory = (ctypes.c_ubyte * torch.ops.mkldnn._nbytes(part)).from_address(torch.ops.mkldnn.data_ptr(part))
-    flat, pair = torch.frombuffer(memory, dtype=part.dtype), 4 // part.dtype.itemsize
-    padded = -(-outputs // size) * size
-    width = flat.numel() // padded
-    if padded * width != flat.numel() or not inputs <= width < inputs + 64 or width % pair:
-        return None
-    return flat.view(padded // size, width // pair, size, pair)
-
-
-def _unblocked(blocks: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)[:outputs, :inputs]
+        self.order.fill(whole)

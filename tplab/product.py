@@ -4,12 +4,15 @@ Decoding reads every weight once per step, so it is as fast as weights stream fr
 fast as a kernel multiplies. Which kernel is quickest differs between processors, so each machine measures it once
 (:func:`fastest`). A weight lies in one of two ways, and both serve any number of rows:
 
-* *packed*, large weights in float32 and bfloat16 where that pays: oneDNN's own order, blocks of (mostly) 64 outputs,
-  for each of which the inputs follow each other. Measured on one core of a Zen 5 (SmolLM2's shapes on two ranks),
-  ``F.linear`` takes 1.4 to 1.9 times as long from 2 rows up in float32, and twice as long at 1 to 8 rows in bfloat16;
-  where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it (a Xeon with AMX: ``F.linear`` takes 1.3 to 2 times
-  as long at 1 to 64 rows). On a Xeon with AVX-512 in float32 only, packing gains nothing. At one row in float32,
-  numpy's BLAS can be as quick on the same memory.
+* *packed*, large weights in float32 and bfloat16 where that pays, as the library has them that multiplies with them:
+
+  - *oneDNN*: blocks of (mostly) 64 outputs, for each of which the inputs follow each other. Measured on one core of a
+    Zen 5 (SmolLM2's shapes on two ranks), ``F.linear`` takes 1.4 to 1.9 times as long from 2 rows up in float32, and
+    twice as long at 1 to 8 rows in bfloat16; where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it (a Xeon
+    with AMX: ``F.linear`` takes 1.3 to 2 times as long at 1 to 64 rows). At one row in float32, numpy's BLAS can be as
+    quick on the same memory.
+  - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1.1 to 1.9 times as long at 4 to 32 rows, as long at
+    one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
   rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; that Xeon: no difference). A processor that multiplies
   in float32 only *widens* a bfloat16 weight, a part at a time in its cache (that Xeon: 2 times as quick at 16 rows,
@@ -35,14 +38,17 @@ from torch.nn import functional as F
 from tplab.checkpoint.names import cache_dir
 from tplab.errors import TplabError
 from tplab.files import write_file
-from tplab.packed import LONGEST_SUM, PackedWeight
+from tplab.mkl import MKL
+from tplab.onednn import LONGEST_SUM, OneDNN
+from tplab.packed import PackedWeight
 
 WARM_BYTES = 1 << 22  # so much of a plain weight is multiplied with all rows before the next part is read
 WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB stays in the second-level cache
 PIECE_BYTES = 1 << 26  # of memory for plain weights
 PACKABLE = torch.float32, torch.bfloat16
 SMALL = 1 << 16  # values: a weight below stays in the processor's cache, where packing gains nothing
-_ROWS_TIMED = (1, 2, 4, 16)
+_ROWS_TIMED = (1, 2, 4, 8, 16)
+_BYTES_TIMED = 96 << 20  # a server's last cache keeps so much of 48 MB that packing once seems to gain nothing
 _lock = threading.Lock()
 
 
@@ -73,7 +79,7 @@ _pages = _Pages()
 def empty_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
     """An unfilled plain ``[out_features, in_features]`` weight."""
     count = out_features * in_features
-    stays = count >= SMALL and not (dtype in PACKABLE and fastest(dtype).packed)
+    stays = count >= SMALL and not (dtype in PACKABLE and fastest(dtype).library)
     flat = _pages.take(count, dtype) if stays else torch.empty(count, dtype=dtype)
     return _in_order(flat, out_features, in_features)
 
@@ -135,13 +141,13 @@ class Kernels(NamedTuple):
     """What is quickest here, for one dtype.
 
     Attributes:
-        packed: to pack at all.
-        numpy_for_one_row: numpy's BLAS on packed memory, where there is one row.
+        library: in whose order weights are packed, ``"MKL"`` or ``"oneDNN"``; None: not at all.
+        numpy_for_one_row: numpy's BLAS on memory in oneDNN's order, where there is one row.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
     """
 
-    packed: bool
+    library: str | None
     numpy_for_one_row: bool
     numpy_rows: int
     widened_rows: int
@@ -151,11 +157,16 @@ def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
     """Pack a filled weight, in place and bit for bit, if that pays; ``kernels`` are those of this machine if None."""
     if weight.numel() >= SMALL and weight.dtype in PACKABLE:
         kernels = kernels or fastest(weight.dtype)
-        packed = PackedWeight.of(weight.detach(), kernels.numpy_for_one_row) if kernels.packed else None
-        if packed is not None:
-            packed = nn.Parameter(packed, requires_grad=False)
+        if (order := _in_order_of(kernels.library, weight.detach(), kernels.numpy_for_one_row)) is not None:
+            packed = nn.Parameter(PackedWeight(order), requires_grad=False)
             vars(packed).update(vars(weight))
             torch.utils.swap_tensors(weight, packed)  # whoever shares the weight, as a tied head does, shares it packed
+
+
+def _in_order_of(library: str | None, weight: torch.Tensor, numpy_for_one_row: bool) -> MKL | OneDNN | None:
+    if library == "MKL":
+        return MKL.of(weight)
+    return OneDNN.of(weight, numpy_for_one_row) if library == "oneDNN" else None
 
 
 @contextmanager
@@ -171,48 +182,50 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @lru_cache
 def fastest(dtype: torch.dtype) -> Kernels:
-    """This machine's :class:`Kernels`: measured once, which takes about 0.1 s, and kept in the user's cache."""
+    """This machine's :class:`Kernels`: measured once, which takes about a second, and kept in the user's cache."""
     with _lock:  # logical ranks load at the same time
         name = f"{platform.node()}-{torch.backends.cpu.get_cpu_capability()}-torch{torch.__version__}"
         file = cache_dir() / "kernels" / f"{name}-{str(dtype).removeprefix('torch.')}.json"
         with suppress(OSError, ValueError, TypeError):  # none there, or none of ours: measured again
             return Kernels(**json.loads(file.read_text()))
         found = _measured(dtype)
-        with suppress(OSError, TplabError):  # a cache that cannot be written costs the next load its 0.1 s
+        with suppress(OSError, TplabError):  # a cache that cannot be written costs the next load its second
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, lambda new: new.write_text(json.dumps(found._asdict())))
         return found
 
 
 def _measured(dtype: torch.dtype) -> Kernels:
-    """On one thread, over weights that no second-level cache holds; in processor time, for machines are busy."""
+    """On one thread; in processor time, for machines are busy."""
     with torch_threads(1):
         return _chosen(_timed(dtype))
 
 
 def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
-    """``{(way, rows): seconds}``, each the best of five."""
-    size = 768, 3 * LONGEST_SUM
-    plain = [_in_order(_pages.take(math.prod(size), dtype), *size).normal_() for _ in range(8)]
-    ways = {"F.linear": (F.linear, plain)}
+    """``{(way, rows): seconds}``, each the best of three, over ``_BYTES_TIMED`` of weights."""
+    size = 1536, 3 * LONGEST_SUM
+    plain = [_in_order(_pages.take(math.prod(size), dtype), *size).normal_()
+             for _ in range(_BYTES_TIMED // (math.prod(size) * dtype.itemsize))]
+    ways = {"F.linear": (lambda weight: weight, F.linear)}  # how a weight is to lie, how it is multiplied
     if dtype == torch.float32:
-        ways["numpy"] = lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T), plain
+        ways["numpy"] = lambda weight: weight, lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T)
+        ways["MKL"] = MKL.of, lambda x, order, bias: order.product(x, bias)
     else:
-        ways["widened"] = _widened, plain
+        ways["widened"] = lambda weight: weight, _widened
     mkldnn = torch.backends.mkldnn.is_available()
     if mkldnn and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        packed = [PackedWeight.of(weight, dtype == torch.float32) for weight in plain]
-        if packed[0] is not None:
-            ways["packed"] = lambda x, weight, bias: weight.by_onednn(x, bias), packed
-        if packed[0] is not None and dtype == torch.float32:
-            ways["packed numpy"] = lambda x, weight, bias: weight.by_numpy(x, bias), packed
-    seconds = {}
-    for rows in _ROWS_TIMED:
-        x = torch.ones(rows, 3 * LONGEST_SUM, dtype=dtype)
-        for way, (product, weights) in ways.items():
-            if way != "packed numpy" or rows == 1:
-                run = partial(_all_products, product, x, weights)
-                seconds[way, rows] = min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=5))
+        ways["oneDNN"] = partial(OneDNN.of, numpy_for_one_row=False), lambda x, order, bias: order.by_onednn(x, bias)
+        if dtype == torch.float32:
+            ways["oneDNN numpy"] = (partial(OneDNN.of, numpy_for_one_row=True),
+                                    lambda x, order, bias: order.by_numpy(x, bias))
+    most_rows, seconds = {"numpy": 4, "oneDNN numpy": 1}, {}
+    for way, (lay, product) in ways.items():
+        weights = [lay(weight) for weight in plain]  # one way's copy at a time
+        for rows in _ROWS_TIMED if weights[0] is not None else ():
+            if rows <= most_rows.get(way, rows):
+                run = partial(_all_products, product, torch.ones(rows, size[1], dtype=dtype), weights)
+                seconds[way, rows] = min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=3))
+        del weights
     return seconds
 
 
@@ -222,13 +235,16 @@ def _all_products(product, x: torch.Tensor, weights: list) -> None:
 
 
 def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
-    """What these times speak for. A weight is packed if one row and sixteen together take less time so."""
+    """What these times speak for. A weight is packed if one row, eight and sixteen together take less time so."""
     def best(rows: int, *ways: str) -> float:
         return min(seconds.get((way, rows), float("inf")) for way in ways)
 
-    plain = sum(best(rows, "F.linear", "numpy", "widened") for rows in (1, 16))
-    packed = sum(best(rows, "packed", "packed numpy") for rows in (1, 16))
+    def some(*ways: str) -> float:
+        return sum(best(rows, *ways) for rows in (1, 8, 16))
+
+    packed = min(("MKL",), ("oneDNN", "oneDNN numpy"), key=lambda ways: some(*ways))
+    pays = some(*packed) < some("F.linear", "numpy", "widened")
     by_numpy = [rows for rows in _ROWS_TIMED if best(rows, "numpy") < best(rows, "F.linear")]
     narrow = [rows for rows in _ROWS_TIMED if best(rows, "F.linear") <= best(rows, "widened")]
-    return Kernels(packed < plain, best(1, "packed numpy") < best(1, "packed"), max(by_numpy, default=0),
+    return Kernels(packed[0] if pays else None, best(1, "oneDNN numpy") < best(1, "oneDNN"), max(by_numpy, default=0),
                    min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER))
