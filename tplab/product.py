@@ -25,6 +25,7 @@ import platform
 import threading
 import time
 import timeit
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -44,7 +45,7 @@ from tplab.packed import PackedWeight
 
 WARM_BYTES = 1 << 22  # so much of a plain weight is multiplied with all rows before the next part is read
 WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB stays in the second-level cache
-PIECE_BYTES = 1 << 26  # of memory for plain weights
+PIECE_BYTES = 1 << 26  # of memory for plain weights: large enough for malloc to give it back
 PACKABLE = torch.float32, torch.bfloat16
 SMALL = 1 << 16  # values: a weight below stays in the processor's cache, where packing gains nothing
 _ROWS_TIMED = (1, 2, 4, 8, 16)
@@ -53,22 +54,25 @@ _lock = threading.Lock()
 
 
 class _Pages:
-    """Memory for weights that stay plain, one behind the other in large pieces.
+    """Memory for plain weights, one behind the other in large pieces; where all of one are packed, it is given back.
 
     NumPy asks Linux for huge pages for anything larger than 4 MB, and a processor that looks up 2 MB at a time has more
     of its tables left for the Python between two products: SmolLM2 decoded 4 % quicker on two ranks of a Xeon.
     """
 
     def __init__(self):
-        self.piece, self.at, self.lock = np.empty(0, np.uint8), 0, threading.Lock()  # logical ranks load together
+        self.piece, self.at = lambda: None, 0  # a weak reference: only weights keep a piece
+        self.lock = threading.Lock()  # logical ranks load together
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """``[count]`` numbers that nobody else has; a piece lives as long as anything in it."""
         size = count * dtype.itemsize
         with self.lock:
-            if self.at + size > len(self.piece):
-                self.piece, self.at = np.empty(max(size, PIECE_BYTES), np.uint8), 0
-            taken = torch.from_numpy(self.piece[self.at:self.at + size])
+            piece = self.piece()
+            if piece is None or self.at + size > len(piece):
+                piece = np.empty(max(size, PIECE_BYTES), np.uint8)
+                self.piece, self.at = weakref.ref(piece), 0
+            taken = torch.from_numpy(piece[self.at:self.at + size])
             self.at += -(-size // 64) * 64
         return taken.view(dtype)
 
@@ -79,8 +83,7 @@ _pages = _Pages()
 def empty_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
     """An unfilled plain ``[out_features, in_features]`` weight."""
     count = out_features * in_features
-    stays = count >= SMALL and not (dtype in PACKABLE and fastest(dtype).library)
-    flat = _pages.take(count, dtype) if stays else torch.empty(count, dtype=dtype)
+    flat = _pages.take(count, dtype) if count >= SMALL else torch.empty(count, dtype=dtype)
     return _in_order(flat, out_features, in_features)
 
 
@@ -203,8 +206,8 @@ def _measured(dtype: torch.dtype) -> Kernels:
 
 def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
     """``{(way, rows): seconds}``, each the best of three, over ``_BYTES_TIMED`` of weights."""
-    size = 1536, 3 * LONGEST_SUM
-    plain = [_in_order(_pages.take(math.prod(size), dtype), *size).normal_()
+    size, pages = (1536, 3 * LONGEST_SUM), _Pages()
+    plain = [_in_order(pages.take(math.prod(size), dtype), *size).normal_()
              for _ in range(_BYTES_TIMED // (math.prod(size) * dtype.itemsize))]
     ways = {"F.linear": (lambda weight: weight, F.linear)}  # how a weight is to lie, how it is multiplied
     if dtype == torch.float32:

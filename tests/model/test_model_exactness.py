@@ -144,27 +144,41 @@ def test_what_times_speak_for(times, chosen):
     assert product._chosen(seconds) == Kernels(*chosen)
 
 
-@pytest.mark.parametrize("dtype, packed", [(torch.float32, None), (torch.bfloat16, None), (torch.float64, None),
-                                           (torch.float32, "oneDNN")])
-def test_large_weights_that_stay_plain_lie_behind_each_other(dtype, packed, monkeypatch):
-    """In large pieces, whose pages are huge; no number belongs to two, and what will be packed lies by itself."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_large_weights_lie_behind_each_other(dtype, monkeypatch):
+    """In large pieces, whose pages are huge; no number belongs to two."""
     pages = product._Pages()
     monkeypatch.setattr(product, "_pages", pages)
     monkeypatch.setattr(product, "PIECE_BYTES", 1 << 21)
-    monkeypatch.setattr(product, "fastest", lambda asked: Kernels(packed, False, 0, product.NEVER))
     weights, pieces = [], []
     for size in [(255, 257), (257, 256), (256, 256), (300, 301), (301, 300), (1001, 577)]:
         weights.append(empty_weight(*size, dtype))
-        pieces.append(0 <= weights[-1].data_ptr() - pages.piece.ctypes.data < pages.piece.nbytes and id(pages.piece))
-        assert weights[-1].data_ptr() % 16 == pages.piece.ctypes.data % 16 * bool(pieces[-1]), "as NumPy aligns"
+        piece = pages.piece()
+        begin = piece.ctypes.data if piece is not None else 0
+        pieces.append(piece is not None and 0 <= weights[-1].data_ptr() - begin < piece.nbytes and begin)
+        assert weights[-1].data_ptr() % 16 == begin % 16 * bool(pieces[-1]), "as NumPy aligns"
     for number, weight in enumerate(weights):
         weight.fill_(number)
     assert [weight.unique().tolist() for weight in weights] == [[number] for number in range(6)]
-    assert [bool(piece) for piece in pieces] == [False] + 5 * [not packed]
-    if not packed:
-        assert pieces[1] == pieces[2], "two fit into a piece"
-        assert pages.piece.nbytes == max(1 << 21, 1001 * 577 * dtype.itemsize), "one that fits into none has its own"
+    assert [bool(piece) for piece in pieces] == [False] + 5 * [True]
+    assert pieces[1] == pieces[2], "two fit into a piece"
+    assert piece.nbytes == max(1 << 21, 1001 * 577 * dtype.itemsize), "one that fits into none has its own"
     assert all(weight.t().is_contiguous() == (dtype == torch.float32) for weight in weights)
+
+
+def test_memory_goes_with_the_last_weight_in_it(monkeypatch):
+    """As when all of them are packed."""
+    pages = product._Pages()
+    monkeypatch.setattr(product, "_pages", pages)
+    first, second = (empty_weight(256, 256, torch.float32) for _ in range(2))
+    first.fill_(1)
+    piece = pages.piece()
+    assert piece.nbytes == product.PIECE_BYTES
+    del piece, first
+    assert pages.piece() is not None, "of the second one"
+    del second
+    assert pages.piece() is None
+    assert empty_weight(256, 256, torch.float32).fill_(2).unique().tolist() == [2]
 
 
 def test_a_product_that_wants_a_gradient_has_one():
