@@ -1,13 +1,14 @@
 """A float32 weight in MKL's own order, packed once.
 
 ``F.linear`` is MKL's product on most PCs, and packs the whole weight anew in every product of more than a few rows.
-With 16 rows or more the bits are those of ``F.linear`` (on a Xeon, at the sizes of SmolLM2 on two ranks), and it takes
-0.55 to 0.9 of the time. Functions: ``cblas_sgemm_pack`` and ``cblas_sgemm_compute`` of Intel's oneMKL reference, found
-in the library that torch has loaded.
+Packed before, 4 to 32 rows take 0.55 to 1 times as long, and from 16 rows up the bits are those of ``F.linear`` (on a
+Xeon, at the sizes of SmolLM2 on two ranks). The functions are ``cblas_sgemm_pack`` and ``cblas_sgemm_compute`` of
+Intel's oneMKL reference, found in the library that torch has loaded. What they pack must stay where it is.
 """
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,36 +18,45 @@ import torch
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, _IS_PACKED, _SECOND = 101, 111, 112, 151, 162  # CBLAS's numbers
 _ROWS = 512  # MKL packs for a number of rows; a weight packed for so many serves any number as quickly
 _HUGE = 1 << 21  # bytes of a huge page: MKL lets the weight begin with one
-_number, _address = ctypes.c_int, ctypes.c_void_p
 
 
-def _functions() -> list | None:
-    """MKL's three functions; None where torch was built without MKL."""
-    library = ctypes.CDLL(torch._C.__file__)
-    arguments = {"pack_get_size": [_number] * 4,
-                 "pack": [*[_number] * 6, ctypes.c_float, _address, _number, _address],
-                 "compute": [*[_number] * 6, _address, _number, _address, _number, ctypes.c_float, _address, _number]}
-    found = [getattr(library, f"cblas_sgemm_{name}", None) for name in arguments]
-    if None in found:
-        return None
-    for function, types in zip(found, arguments.values()):
-        function.argtypes, function.restype = types, None
-    found[0].restype = ctypes.c_size_t
-    return found
+class _Functions(NamedTuple):
+    get_size: Callable
+    pack: Callable
+    compute: Callable
+
+    @classmethod
+    def found(cls) -> "_Functions | None":
+        """MKL's three functions; None where torch was built without MKL."""
+        library = ctypes.CDLL(torch._C.__file__)
+        names = ("cblas_sgemm_pack_get_size", "cblas_sgemm_pack", "cblas_sgemm_compute")
+        if not all(hasattr(library, name) for name in names):
+            return None
+        get_size, pack, compute = (library[name] for name in names)
+        number, address, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+        get_size.argtypes, get_size.restype = [number] * 4, ctypes.c_size_t
+        pack.argtypes, pack.restype = [*[number] * 6, real, address, number, address], None
+        compute.argtypes = [*[number] * 6, address, number, address, number, real, address, number]
+        compute.restype = None
+        return cls(get_size, pack, compute)
 
 
-_functions = _functions()
+_functions = _Functions.found()
 
 
 class MKL:
-    """The memory of one packed ``[out, in]`` weight; made by :meth:`of`."""
+    """The memory of one packed ``[out, in]`` weight; made by :meth:`of`.
+
+    Attributes:
+        address: of what MKL has packed.
+        values: all numbers in it, and what lies between; :class:`_Places` finds them.
+    """
 
     dtype = torch.float32
 
     def __init__(self, weight: torch.Tensor):
         self.shape = outputs, inputs = weight.shape
-        get_size, pack, self.compute = _functions
-        size = get_size(_SECOND, _ROWS, outputs, inputs)
+        size = _functions.get_size(_SECOND, _ROWS, outputs, inputs)
         # MKL leaves nearly 2 MB free before the weight and 8 MB behind it; the system gives no memory for those.
         memory = mmap.mmap(-1, size + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = np.frombuffer(memory, np.uint8)
@@ -66,15 +76,15 @@ class MKL:
     def fill(self, weight: torch.Tensor) -> None:
         """Overwrite all of it."""
         (outputs, inputs), weight = self.shape, weight.contiguous()
-        _functions[1](_ROW_MAJOR, _SECOND, _TRANSPOSED, _ROWS, outputs, inputs, 1.0, weight.data_ptr(), inputs,
-                      self.address)
+        _functions.pack(_ROW_MAJOR, _SECOND, _TRANSPOSED, _ROWS, outputs, inputs, 1.0, weight.data_ptr(), inputs,
+                        self.address)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
         x, (outputs, inputs) = x.contiguous(), self.shape
         y = x.new_empty(len(x), outputs) if bias is None else bias.repeat(len(x), 1)
-        self.compute(_ROW_MAJOR, _AS_IT_IS, _IS_PACKED, len(x), outputs, inputs, x.data_ptr(), inputs, self.address,
-                     inputs, 0.0 if bias is None else 1.0, y.data_ptr(), outputs)
+        _functions.compute(_ROW_MAJOR, _AS_IT_IS, _IS_PACKED, len(x), outputs, inputs, x.data_ptr(), inputs,
+                           self.address, inputs, 0.0 if bias is None else 1.0, y.data_ptr(), outputs)
         return y
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -112,6 +122,8 @@ def _places(outputs: int, inputs: int) -> _Places | None:
         return torch.from_numpy(np.flatnonzero(used == number))
 
     first = where(1)  # the first row's numbers, column by column
+    if inputs < 2 or len(first) != inputs:
+        return None
     begins = first.diff(prepend=first[:1]) != first[1] - first[0]  # a block of columns
     begins[:2] = torch.tensor([True, False])
     blocks = begins.cumsum(0) - 1

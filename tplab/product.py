@@ -11,8 +11,8 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
     twice as long at 1 to 8 rows in bfloat16; where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it (a Xeon
     with AMX: ``F.linear`` takes 1.3 to 2 times as long at 1 to 64 rows). At one row in float32, numpy's BLAS can be as
     quick on the same memory.
-  - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1.1 to 1.9 times as long at 4 to 32 rows, as long at
-    one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
+  - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1 to 1.8 times as long at 4 to 32 rows, and 0.85
+    times as long at one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
   rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; that Xeon: no difference). A processor that multiplies
   in float32 only *widens* a bfloat16 weight, a part at a time in its cache (that Xeon: 2 times as quick at 16 rows,

@@ -278,6 +278,16 @@ def test_a_weight_that_mkl_packs_has_a_place_of_its_own():
     assert all(torch.equal(weight, each) for weight, each in zip(weights, plain, strict=True))
 
 
+@pytest.mark.parametrize("outputs, inputs", [(70000, 1), (40000, 2), (1, 70000), (2, 70000), (16, 5000)])
+def test_a_narrow_weight_is_packed_right_or_not_at_all(outputs, inputs):
+    plain = torch.randn(outputs, inputs)
+    weight = nn.Parameter(plain.clone(), requires_grad=False)
+    pack(weight, Kernels("MKL", False, 0, product.NEVER))
+    assert torch.equal(weight, plain)
+    x = torch.randn(3, inputs)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.parametrize("library, functions", [("MKL", True), ("MKL", False), ("oneDNN", True)])
 def test_what_cannot_be_packed_stays_plain(library, functions, monkeypatch):
     monkeypatch.setattr(mkl, "_places", lambda outputs, inputs: None)
