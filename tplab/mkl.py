@@ -111,7 +111,9 @@ class _Places(NamedTuple):
 
 @lru_cache
 def _places(outputs: int, inputs: int) -> _Places | None:
-    """Read off packed weights whose numbers are those of their rows, or of their columns; None if it is no such order.
+    """Read off packed weights whose numbers are those of their rows, or of their columns.
+
+    None if it is no such order, or if products with it are wrong.
     """
     rows, columns = (torch.arange(1.0, count + 1) for count in (outputs, inputs))
     rows = rows[:, None].expand(outputs, inputs)
@@ -135,6 +137,10 @@ def _places(outputs: int, inputs: int) -> _Places | None:
     *starts, second = found
     places = _Places(torch.stack(starts, 1), second - starts[0], blocks, torch.arange(inputs) - heads[blocks])
     last = places.starts[:, -1] + places.steps * places.offsets[-1]
-    agree = (packed.values[last] == inputs).all()
+    agree = bool((packed.values[last] == inputs).all())
     packed.fill(rows)
-    return places if agree and torch.equal(packed.values[last], rows[:, 0]) else None
+    agree &= torch.equal(packed.values[last], rows[:, 0])
+    for count in (1, 7):  # MKL was told another number of rows
+        y = packed.product(torch.ones(count, inputs), None)
+        agree &= torch.allclose(y, inputs * rows[:, 0].expand(count, -1), rtol=1e-3)
+    return places if agree else None

@@ -288,6 +288,17 @@ def test_a_narrow_weight_is_packed_right_or_not_at_all(outputs, inputs):
     torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("wrong", [lambda rows: 2 * rows, lambda rows: rows[:, [1, 0, *range(2, 400)]]])
+def test_a_library_that_multiplies_wrongly_here_packs_nothing(wrong, monkeypatch):
+    right = mkl.MKL.product
+    monkeypatch.setattr(mkl.MKL, "product", lambda self, x, bias: wrong(right(self, x, bias)))
+    mkl._places.cache_clear()
+    try:
+        assert mkl.MKL.of(torch.randn(400, 300)) is None
+    finally:
+        mkl._places.cache_clear()
+
+
 @pytest.mark.parametrize("library, functions", [("MKL", True), ("MKL", False), ("oneDNN", True)])
 def test_what_cannot_be_packed_stays_plain(library, functions, monkeypatch):
     monkeypatch.setattr(mkl, "_places", lambda outputs, inputs: None)
