@@ -10,15 +10,13 @@ from tplab.onednn import OneDNN
 class PackedWeight(torch.Tensor):
     """A ``[out, in]`` weight in another order. Whatever reads it otherwise gets a plain copy with the same bits.
 
-    Attributes:
-        order: its memory.
-        product: ``x [rows, in], bias or None`` → ``[rows, out]``.
+    ``order`` is its memory; ``order.product`` multiplies with it.
     """
 
     @staticmethod
     def __new__(cls, order: MKL | OneDNN):
         made = torch.Tensor._make_wrapper_subclass(cls, order.shape, dtype=order.dtype)
-        made.order, made.product = order, order.product
+        made.order = order
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl

@@ -14,9 +14,9 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
   - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1 to 1.8 times as long at 4 to 32 rows, and 0.85
     times as long at one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
-  rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; that Xeon: no difference). A processor that multiplies
-  in float32 only *widens* a bfloat16 weight, a part at a time in its cache (that Xeon: 2 times as quick at 16 rows,
-  4 times at 512). Otherwise ``F.linear``, as in Hugging Face.
+  rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; a Xeon with AVX-512 in float32 only: no difference).
+  Such a Xeon *widens* a bfloat16 weight, a part at a time in its cache (2 times as quick at 16 rows, 4 times at 512).
+  Otherwise ``F.linear``, as in Hugging Face.
 """
 
 import json
@@ -98,7 +98,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.dim() != 2 or not len(x) or x.requires_grad or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
-        return weight.product(x, bias)
+        return weight.order.product(x, bias)
     if weight.numel() >= SMALL:
         if x.dtype == torch.float32 and weight.stride(0) == 1:
             if len(x) <= fastest(x.dtype).numpy_rows and torch.get_num_threads() == 1:
@@ -205,36 +205,39 @@ def _measured(dtype: torch.dtype) -> Kernels:
 
 
 def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
-    """``{(way, rows): seconds}``, each the best of three, over ``_BYTES_TIMED`` of weights."""
-    size, pages = (1536, 3 * LONGEST_SUM), _Pages()
-    plain = [_in_order(pages.take(math.prod(size), dtype), *size).normal_()
+    """``{(way, rows): seconds}`` over ``_BYTES_TIMED`` of weights."""
+    size = 1536, 3 * LONGEST_SUM
+    plain = [_in_order(_pages.take(math.prod(size), dtype), *size).normal_()
              for _ in range(_BYTES_TIMED // (math.prod(size) * dtype.itemsize))]
-    ways = {"F.linear": (lambda weight: weight, F.linear)}  # how a weight is to lie, how it is multiplied
+    layouts = [(lambda weight: weight, {"F.linear": F.linear})]  # how a weight is to lie, how it can be multiplied then
     if dtype == torch.float32:
-        ways["numpy"] = lambda weight: weight, lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T)
-        ways["MKL"] = MKL.of, lambda x, order, bias: order.product(x, bias)
+        layouts[0][1]["numpy"] = lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T)
+        layouts.append((MKL.of, {"MKL": lambda x, order, bias: order.product(x, bias)}))
     else:
-        ways["widened"] = lambda weight: weight, _widened
+        layouts[0][1]["widened"] = _widened
     mkldnn = torch.backends.mkldnn.is_available()
     if mkldnn and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        ways["oneDNN"] = partial(OneDNN.of, numpy_for_one_row=False), lambda x, order, bias: order.by_onednn(x, bias)
+        by_onednn = {"oneDNN": lambda x, order, bias: order.by_onednn(x, bias)}
         if dtype == torch.float32:
-            ways["oneDNN numpy"] = (partial(OneDNN.of, numpy_for_one_row=True),
-                                    lambda x, order, bias: order.by_numpy(x, bias))
+            by_onednn["oneDNN numpy"] = lambda x, order, bias: order.by_numpy(x, bias)
+        layouts.append((partial(OneDNN.of, numpy_for_one_row=dtype == torch.float32), by_onednn))
     most_rows, seconds = {"numpy": 4, "oneDNN numpy": 1}, {}
-    for way, (lay, product) in ways.items():
-        weights = [lay(weight) for weight in plain]  # one way's copy at a time
-        for rows in _ROWS_TIMED if weights[0] is not None else ():
-            if rows <= most_rows.get(way, rows):
-                run = partial(_all_products, product, torch.ones(rows, size[1], dtype=dtype), weights)
-                seconds[way, rows] = min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=3))
-        del weights
+    for lay, ways in layouts:
+        weights = [lay(weight) for weight in plain]
+        if weights[0] is not None:
+            seconds |= {(way, rows): _seconds(product, torch.ones(rows, size[1], dtype=dtype), weights)
+                        for way, product in ways.items() for rows in _ROWS_TIMED if rows <= most_rows.get(way, rows)}
+        del weights  # before the next copy is made
     return seconds
 
 
-def _all_products(product, x: torch.Tensor, weights: list) -> None:
-    for weight in weights:
-        product(x, weight, None)
+def _seconds(product, x: torch.Tensor, weights: list) -> float:
+    """One product with each weight, the best of three."""
+    def run() -> None:
+        for weight in weights:
+            product(x, weight, None)
+
+    return min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=3))
 
 
 def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:

@@ -206,7 +206,7 @@ LIBRARIES = [("oneDNN", torch.float32), ("oneDNN", torch.bfloat16), ("MKL", torc
 
 @pytest.mark.parametrize("library, dtype, numpy_for_one_row",
                          [*(each + (False,) for each in LIBRARIES), ("oneDNN", torch.float32, True)])
-@pytest.mark.parametrize("rows", [1, 2, 7, 65, 600])
+@pytest.mark.parametrize("rows", [1, 2, 7, 65])
 @pytest.mark.parametrize("out_features, in_features", [(576, 576), (577, 129), (1000, 901)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_with_a_packed_weight(library, dtype, numpy_for_one_row, rows, out_features, in_features, bias):
@@ -224,12 +224,20 @@ def test_products_with_a_packed_weight(library, dtype, numpy_for_one_row, rows, 
     assert b is None or torch.equal(b, before)
 
 
+@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
+@pytest.mark.parametrize("rows", [1, 3, 17, 511, 512, 513, 600])
+def test_any_number_of_rows_meets_a_packed_weight(library, rows):
+    """Also more than the libraries are told while they pack; sums of small integers are exact."""
+    plain, x = (torch.randint(-9, 10, size).float() for size in ((1000, 901), (rows, 901)))
+    assert torch.equal(linear(x, packed(plain, library)).double(), F.linear(x.double(), plain.double()))
+
+
 @pytest.mark.parametrize("library, dtype", LIBRARIES)
 @pytest.mark.parametrize("outputs, inputs", [(577, 500), (1001, 2000), (131, 501), (600, 110)])
 def test_a_packed_weight_is_read_and_written_bit_for_bit(library, dtype, outputs, inputs):
     plain = torch.randn(outputs, inputs).to(dtype)
     plain[0, 0], plain[1, 1], plain[2, 2] = -0.0, float("inf"), float("nan")
-    weight = packed(plain, library)
+    weight = packed(plain, library, dtype == torch.float32)
     integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     assert isinstance(weight, nn.Parameter) and weight.ranges == "kept" and weight.shape == plain.shape
     assert not weight.requires_grad and weight.dtype == dtype
@@ -247,7 +255,7 @@ def test_a_packed_weight_is_read_and_written_bit_for_bit(library, dtype, outputs
     assert torch.equal(weight, plain * 3), "written from columns"
     x = torch.randn(3, inputs, dtype=dtype, requires_grad=True)
     linear(x, weight).float().sum().backward()
-    torch.testing.assert_close(x.grad, (3 * plain).sum(0).expand(3, inputs), rtol=1e-2, atol=0.5)
+    torch.testing.assert_close(x.grad, (3 * plain).sum(0).expand(3, inputs), rtol=1e-2, atol=1e-1)
 
 
 def test_onednn_sums_float32_in_parts_and_bfloat16_at_once():
@@ -259,7 +267,8 @@ def test_onednn_sums_float32_in_parts_and_bfloat16_at_once():
 @pytest.mark.parametrize("outputs", [576, 640, 1008])
 def test_the_order_of_a_packed_weight_is_not_read_off_its_values(library, dtype, outputs):
     """Blocks of 64 outputs and of 32 fit the same memory, and zeros look alike in both."""
-    weight = packed(torch.zeros(outputs, 576, dtype=dtype), library)
+    weight = nn.Parameter(torch.zeros(outputs, 576, dtype=dtype), requires_grad=False)
+    pack(weight, Kernels(library, False, 0, product.NEVER))
     filled = torch.randn(outputs, 576).to(dtype)
     weight.data.copy_(filled)
     assert torch.equal(weight, filled)

@@ -141,8 +141,7 @@ def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | N
             yield f"vLLM, {tp} ranks", lambda: VLLM(ckpt, tp, dtype, prefix, python=vllm)
 
 
-def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None = None, busy: bool = False
-          ) -> Race:
+def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None, busy: bool) -> Race:
     vocab = ckpt.config.vocab_size
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
