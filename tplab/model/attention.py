@@ -102,8 +102,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         ``[batch, kv_heads * group, queries, head_dim]``.
     """
     if q.dtype == torch.bfloat16:
-        bias = mask_scores(q.new_zeros(mask.shape), mask)
-        if bias.amax(dim=-1).min() > float("-inf"):  # a row that sees nothing is NaN in a softmax, and 0 in the fused
+        bias = _bias(mask, q.dtype)
+        if bias is not None:
             return _fused(q, k, v, bias, scaling)
     batch, heads, queries, head_dim = q.shape
     groups, keys = batch * k.shape[1], k.shape[2]
@@ -112,6 +112,17 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     scores = mask_scores(scores.view(batch, heads, queries, keys), mask)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.bmm(weights.view(groups, -1, keys), v).view(batch, heads, queries, head_dim)
+
+
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """What the fused attention adds to scores; None if a row sees nothing, which is NaN in a softmax and 0 there.
+
+    Made in the first layer and kept with the mask: a step's other layers get the same mask.
+    """
+    if not hasattr(mask, "bias"):
+        bias = mask_scores(torch.zeros(mask.shape, dtype=dtype), mask)
+        mask.bias = bias if bias.amax(dim=-1).min() > float("-inf") else None
+    return mask.bias
 
 
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
