@@ -8,12 +8,14 @@ Intel's oneMKL reference, found in the library that torch has loaded. What they 
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from tplab.stream import Panel
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, _IS_PACKED, _SECOND = 101, 111, 112, 151, 162  # CBLAS's numbers
 _ROWS = 512  # MKL packs for a number of rows; a weight packed for so many serves any number as quickly
@@ -97,6 +99,17 @@ class MKL:
         """A copy as ``[out, in]``."""
         some = torch.arange(self.shape[0]).split(1024)  # at once: a place takes twice the bytes of a number
         return torch.cat([self.rows(indices) for indices in some])
+
+    def panels(self) -> Iterator[Panel]:
+        """What :mod:`tplab.stream` multiplies with."""
+        places, (outputs, inputs) = _places(*self.shape), self.shape
+        firsts = (places.offsets == 0).nonzero().flatten().tolist()
+        for block, (first, end) in enumerate(zip(firsts, [*firsts[1:], inputs])):
+            output, starts, widths = 0, places.starts[:, block].tolist(), places.steps.tolist()
+            while output < outputs:
+                width = widths[output]
+                yield Panel(self.values.data_ptr() + 4 * starts[output], width, end - first, output, first)
+                output += width
 
 
 class _Places(NamedTuple):

@@ -6,10 +6,12 @@ MKL does behind ``F.linear``, it gave the very bits of ``F.linear`` on SmolLM2, 
 """
 
 import ctypes
+from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
 import torch
+
+from tplab.stream import Panel
 
 LONGEST_SUM = 192  # inputs that are added up one after the other, in float32
 _ROWS = 512  # oneDNN asks for how many rows it is to pack; told one, it packs for nothing else
@@ -24,42 +26,34 @@ class OneDNN:
         columns: inputs of each part.
     """
 
-    def __init__(self, weight: torch.Tensor, sizes: list[int], numpy_for_one_row: bool):
+    def __init__(self, weight: torch.Tensor, sizes: list[int]):
         self.shape, self.dtype = weight.shape, weight.dtype
         self.parts = [_reordered(part) for part in _split(weight)]
         self.columns = [part.shape[1] for part in self.parts]
         self.blocks = [_blocks(part, size) for part, size in zip(self.parts, sizes)]
-        self.arrays = [block.numpy()[:, :width, :, 0] for block, width in zip(self.blocks, self.columns)
-                       ] if numpy_for_one_row else None
 
     @classmethod
-    def of(cls, weight: torch.Tensor, numpy_for_one_row: bool) -> "OneDNN | None":
+    def of(cls, weight: torch.Tensor) -> "OneDNN | None":
         """``weight`` packed; None where its memory is in an order that is not known here."""
         sizes = [_block_size(*part.shape, weight.dtype) for part in _split(weight)]
-        return None if None in sizes else cls(weight, sizes, numpy_for_one_row)
+        return None if None in sizes else cls(weight, sizes)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
-        if self.arrays is not None and len(x) == 1 and torch.get_num_threads() == 1:
-            return self.by_numpy(x, bias)
-        return self.by_onednn(x, bias)
-
-    def by_numpy(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`product` of one row, on one thread."""
-        whole, y, start = x.numpy(), 0, 0
-        for array, width in zip(self.arrays, self.columns):
-            y = y + np.matmul(whole[:, start:start + width], array)
-            start += width
-        y = torch.from_numpy(y.reshape(1, -1)[:, :self.shape[0]])
-        return y if bias is None else y.add_(bias)
-
-    def by_onednn(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`product` of any number of rows."""
         x, *others = x.split(self.columns, 1)
         y = _product(x, self.parts[0], bias, "none", [], "")
         for x, part in zip(others, self.parts[1:]):
             y = _add_product(x, y, part, None, "add")
         return y
+
+    def panels(self) -> Iterator[Panel]:
+        """What :mod:`tplab.stream` multiplies with."""
+        first = 0
+        for blocks, width in zip(self.blocks, self.columns):
+            count, _, size, pair = blocks.shape
+            for block in range(count):
+                yield Panel(blocks[block].data_ptr(), size, -(-width // pair), block * size, first)
+            first += width
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """These rows of the weight, ``[*indices, in]``: what an embedding looks up."""

@@ -5,19 +5,26 @@ from torch.utils._pytree import tree_map_only
 
 from tplab.mkl import MKL
 from tplab.onednn import OneDNN
+from tplab.stream import Stream
 
 
 class PackedWeight(torch.Tensor):
     """A ``[out, in]`` weight in another order. Whatever reads it otherwise gets a plain copy with the same bits.
 
-    ``order`` is its memory; ``order.product`` multiplies with it.
+    ``order`` is its memory; up to ``streamed_rows`` rows meet it in ``stream``, more in ``order.product``.
     """
 
     @staticmethod
-    def __new__(cls, order: MKL | OneDNN):
+    def __new__(cls, order: MKL | OneDNN, stream: Stream | None, streamed_rows: int):
         made = torch.Tensor._make_wrapper_subclass(cls, order.shape, dtype=order.dtype)
-        made.order = order
+        made.order, made.stream, made.streamed_rows = order, stream, streamed_rows if stream else 0
         return made
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x [rows, in]`` → ``[rows, out]``."""
+        if len(x) <= self.streamed_rows and torch.get_num_threads() == 1:  # the loops know of no threads
+            return self.stream.product(x, bias)
+        return self.order.product(x, bias)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -25,7 +32,7 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         first = args[0]
         if func is torch.ops.aten.detach.default:
-            return cls(first.order)
+            return cls(first.order, first.stream, first.streamed_rows)
         if func is torch.ops.aten.embedding.default and isinstance(first, cls):
             return first.order.rows(args[1])
         args, kwargs = tree_map_only(cls, lambda packed: packed.order.plain(), (args, kwargs or {}))

@@ -9,10 +9,12 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
   - *oneDNN*: blocks of (mostly) 64 outputs, for each of which the inputs follow each other. Measured on one core of a
     Zen 5 (SmolLM2's shapes on two ranks), ``F.linear`` takes 1.4 to 1.9 times as long from 2 rows up in float32, and
     twice as long at 1 to 8 rows in bfloat16; where the processor has AMX or AVX-512 in bfloat16, oneDNN uses it (a Xeon
-    with AMX: ``F.linear`` takes 1.3 to 2 times as long at 1 to 64 rows). At one row in float32, numpy's BLAS can be as
-    quick on the same memory.
+    with AMX: ``F.linear`` takes 1.3 to 2 times as long at 1 to 64 rows).
   - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1 to 1.8 times as long at 4 to 32 rows, and 0.85
     times as long at one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
+
+  On a processor with AVX-512, up to 32 rows read either order in loops of this library's own (:mod:`tplab.stream`): on
+  that Xeon they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is.
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
   rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; a Xeon with AVX-512 in float32 only: no difference).
   Such a Xeon *widens* a bfloat16 weight, a part at a time in its cache (2 times as quick at 16 rows, 4 times at 512).
@@ -28,7 +30,7 @@ import timeit
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +44,14 @@ from tplab.files import write_file
 from tplab.mkl import MKL
 from tplab.onednn import LONGEST_SUM, OneDNN
 from tplab.packed import PackedWeight
+from tplab.stream import Stream
 
 WARM_BYTES = 1 << 22  # so much of a plain weight is multiplied with all rows before the next part is read
 WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB stays in the second-level cache
 PIECE_BYTES = 1 << 26  # of memory for plain weights: large enough for malloc to give it back
 PACKABLE = torch.float32, torch.bfloat16
 SMALL = 1 << 16  # values: a weight below stays in the processor's cache, where packing gains nothing
-_ROWS_TIMED = (1, 2, 4, 8, 16)
+_ROWS_TIMED = (1, 2, 4, 8, 16, 32)
 _BYTES_TIMED = 96 << 20  # a server's last cache keeps so much of 48 MB that packing once seems to gain nothing
 _lock = threading.Lock()
 
@@ -98,7 +101,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.dim() != 2 or not len(x) or x.requires_grad or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
-        return weight.order.product(x, bias)
+        return weight.product(x, bias)
     if weight.numel() >= SMALL:
         if x.dtype == torch.float32 and weight.stride(0) == 1:
             if len(x) <= fastest(x.dtype).numpy_rows and torch.get_num_threads() == 1:
@@ -145,13 +148,13 @@ class Kernels(NamedTuple):
 
     Attributes:
         library: in whose order weights are packed, ``"MKL"`` or ``"oneDNN"``; None: not at all.
-        numpy_for_one_row: numpy's BLAS on memory in oneDNN's order, where there is one row.
+        streamed_rows: up to so many rows, :mod:`tplab.stream` multiplies with a packed weight, on one thread.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
     """
 
     library: str | None
-    numpy_for_one_row: bool
+    streamed_rows: int
     numpy_rows: int
     widened_rows: int
 
@@ -160,16 +163,15 @@ def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
     """Pack a filled weight, in place and bit for bit, if that pays; ``kernels`` are those of this machine if None."""
     if weight.numel() >= SMALL and weight.dtype in PACKABLE:
         kernels = kernels or fastest(weight.dtype)
-        if (order := _in_order_of(kernels.library, weight.detach(), kernels.numpy_for_one_row)) is not None:
-            packed = nn.Parameter(PackedWeight(order), requires_grad=False)
+        if (order := _in_order_of(kernels.library, weight.detach())) is not None:
+            stream = Stream.of(order.panels(), order.shape, order.dtype)
+            packed = nn.Parameter(PackedWeight(order, stream, kernels.streamed_rows), requires_grad=False)
             vars(packed).update(vars(weight))
             torch.utils.swap_tensors(weight, packed)  # whoever shares the weight, as a tied head does, shares it packed
 
 
-def _in_order_of(library: str | None, weight: torch.Tensor, numpy_for_one_row: bool) -> MKL | OneDNN | None:
-    if library == "MKL":
-        return MKL.of(weight)
-    return OneDNN.of(weight, numpy_for_one_row) if library == "oneDNN" else None
+def _in_order_of(library: str | None, weight: torch.Tensor) -> MKL | OneDNN | None:
+    return {"MKL": MKL.of, "oneDNN": OneDNN.of, None: lambda weight: None}[library](weight)
 
 
 @contextmanager
@@ -209,30 +211,41 @@ def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
     size = 1536, 3 * LONGEST_SUM
     plain = [_in_order(_pages.take(math.prod(size), dtype), *size).normal_()
              for _ in range(_BYTES_TIMED // (math.prod(size) * dtype.itemsize))]
-    layouts = [(lambda weight: weight, {"F.linear": F.linear})]  # how a weight is to lie, how it can be multiplied then
+    ways = {"F.linear": F.linear}
     if dtype == torch.float32:
-        layouts[0][1]["numpy"] = lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T)
-        layouts.append((MKL.of, {"MKL": lambda x, order, bias: order.product(x, bias)}))
+        ways["numpy"] = lambda x, weight, bias: _row_by_row(x.numpy(), weight.numpy().T)
     else:
-        layouts[0][1]["widened"] = _widened
-    mkldnn = torch.backends.mkldnn.is_available()
-    if mkldnn and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        by_onednn = {"oneDNN": lambda x, order, bias: order.by_onednn(x, bias)}
-        if dtype == torch.float32:
-            by_onednn["oneDNN numpy"] = lambda x, order, bias: order.by_numpy(x, bias)
-        layouts.append((partial(OneDNN.of, numpy_for_one_row=dtype == torch.float32), by_onednn))
-    most_rows, seconds = {"numpy": 4, "oneDNN numpy": 1}, {}
-    for lay, ways in layouts:
-        weights = [lay(weight) for weight in plain]
-        if weights[0] is not None:
-            seconds |= {(way, rows): _seconds(product, torch.ones(rows, size[1], dtype=dtype), weights)
-                        for way, product in ways.items() for rows in _ROWS_TIMED if rows <= most_rows.get(way, rows)}
-        del weights  # before the next copy is made
+        ways["widened"] = _widened
+    seconds = {(way, rows): _seconds(ways[way], plain, rows) for way in ways for rows in _ROWS_TIMED
+               if rows <= {"numpy": 4}.get(way, rows)}
+    for library in _libraries(dtype):
+        orders = [_in_order_of(library, weight) for weight in plain]
+        if None not in orders:
+            streams = [Stream.of(order.panels(), order.shape, dtype) for order in orders]
+            for way, weights in (library, orders), (library + " streamed", streams):
+                if None not in weights:
+                    seconds |= {(way, rows): _seconds(_own, weights, rows) for rows in _ROWS_TIMED}
+            del streams, weights
+        del orders  # before the next copies are made
     return seconds
 
 
-def _seconds(product, x: torch.Tensor, weights: list) -> float:
-    """One product with each weight, the best of three."""
+def _libraries(dtype: torch.dtype) -> list[str]:
+    """Those that may have an order of their own here."""
+    mkldnn = torch.backends.mkldnn.is_available()
+    if dtype == torch.float32:
+        return ["MKL", "oneDNN"] if mkldnn else ["MKL"]
+    return ["oneDNN"] if mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
+
+
+def _own(x: torch.Tensor, weight: MKL | OneDNN | Stream, bias: None) -> torch.Tensor:
+    return weight.product(x, bias)
+
+
+def _seconds(product, weights: list, rows: int) -> float:
+    """One product of so many rows with each weight, the best of three."""
+    x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype)
+
     def run() -> None:
         for weight in weights:
             product(x, weight, None)
@@ -248,9 +261,11 @@ def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
     def some(*ways: str) -> float:
         return sum(best(rows, *ways) for rows in (1, 8, 16))
 
-    packed = min(("MKL",), ("oneDNN", "oneDNN numpy"), key=lambda ways: some(*ways))
-    pays = some(*packed) < some("F.linear", "numpy", "widened")
+    library = min("MKL", "oneDNN", key=lambda library: some(library, library + " streamed"))
+    pays = some(library, library + " streamed") < some("F.linear", "numpy", "widened")
+    streamed = min((0, *_ROWS_TIMED), key=lambda most: sum(
+        best(rows, library + " streamed" if rows <= most else library) for rows in _ROWS_TIMED))
     by_numpy = [rows for rows in _ROWS_TIMED if best(rows, "numpy") < best(rows, "F.linear")]
     narrow = [rows for rows in _ROWS_TIMED if best(rows, "F.linear") <= best(rows, "widened")]
-    return Kernels(packed[0] if pays else None, best(1, "oneDNN numpy") < best(1, "oneDNN"), max(by_numpy, default=0),
+    return Kernels(library if pays else None, streamed if pays else 0, max(by_numpy, default=0),
                    min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER))

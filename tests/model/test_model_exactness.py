@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from tplab import mkl, onednn, product
+from tplab import product
 from tplab.model.attention import attend, causal_mask
 from tplab.model.norm import RMSNorm
-from tplab.product import Kernels, empty_weight, linear, pack
+from tplab.product import Kernels, empty_weight, linear
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 64, 576, 896, 4096])
@@ -46,10 +45,10 @@ def test_products(dtype, rows, out_features, in_features, bias):
         assert linear(x[:, None], weight, b).shape == (rows, 1, out_features)
 
 
-@pytest.mark.parametrize("dtype, kernels", [(torch.float32, Kernels(None, False, 4, product.NEVER)),
-                                            (torch.float32, Kernels(None, False, 0, product.NEVER)),
-                                            (torch.bfloat16, Kernels(None, False, 0, 2)),
-                                            (torch.bfloat16, Kernels(None, False, 0, product.NEVER))])
+@pytest.mark.parametrize("dtype, kernels", [(torch.float32, Kernels(None, 0, 4, product.NEVER)),
+                                            (torch.float32, Kernels(None, 0, 0, product.NEVER)),
+                                            (torch.bfloat16, Kernels(None, 0, 0, 2)),
+                                            (torch.bfloat16, Kernels(None, 0, 0, product.NEVER))])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 65])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypatch):
@@ -88,7 +87,7 @@ def test_some_rows_share_a_part_of_the_weight_while_it_is_warm(monkeypatch):
     assert shapes[6:] == [(1, (129, 70))]
 
 
-@pytest.mark.parametrize("kernels", [Kernels(None, False, 0, 16), Kernels(None, False, 0, product.NEVER)])
+@pytest.mark.parametrize("kernels", [Kernels(None, 0, 0, 16), Kernels(None, 0, 0, product.NEVER)])
 def test_attention_in_bfloat16(kernels, monkeypatch):
     monkeypatch.setattr(product, "fastest", lambda dtype: {torch.bfloat16: kernels}[dtype])
     q, k, v = (torch.randn(2, heads, 9, 64).bfloat16() for heads in (6, 2, 2))
@@ -123,22 +122,26 @@ def test_a_query_that_sees_nothing_is_nan(dtype):
 
 
 @pytest.mark.parametrize("times, chosen", [
-    ({}, (None, False, 0, product.NEVER)),
-    ({"numpy": (2, 3, 5)}, (None, False, 2, product.NEVER)),
-    ({"numpy": (2, 3, 5), "oneDNN": (9, 5, 5, 5, 5)}, ("oneDNN", False, 2, product.NEVER)),
-    ({"numpy": (2, 3, 5), "oneDNN": (10, 5, 5, 5, 5)}, (None, False, 2, product.NEVER)),
-    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN numpy": (3,)}, ("oneDNN", True, 0, product.NEVER)),
-    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN numpy": (4,)}, ("oneDNN", True, 0, product.NEVER)),
-    ({"oneDNN": (4, 4, 4, 9, 9), "oneDNN numpy": (4,)}, (None, False, 0, product.NEVER)),
-    ({"oneDNN": (5, 5, 5, 5, 5), "MKL": (5, 9, 9, 6, 5)}, ("oneDNN", False, 0, product.NEVER)),
-    ({"oneDNN": (5, 5, 5, 6, 5), "MKL": (5, 9, 9, 5, 5)}, ("MKL", False, 0, product.NEVER)),
-    ({"oneDNN": (5, 5, 5, 6, 5), "oneDNN numpy": (3,), "MKL": (5, 9, 9, 5, 5)}, ("oneDNN", True, 0, product.NEVER)),
-    ({"MKL": (4, 1, 1, 9, 9)}, (None, False, 0, product.NEVER)),
-    ({"widened": (5, 3, 4, 9, 3)}, (None, False, 0, 16)),
-    ({"widened": (3, 3, 3, 3, 3)}, (None, False, 0, 1)),
-    ({"widened": (5, 3, 3, 3, 9)}, (None, False, 0, product.NEVER)),
+    ({}, (None, 0, 0, product.NEVER)),
+    ({"numpy": (2, 3, 5)}, (None, 0, 2, product.NEVER)),
+    ({"numpy": (2, 3, 5), "oneDNN": (9, 5, 5, 5, 5)}, ("oneDNN", 0, 2, product.NEVER)),
+    ({"numpy": (2, 3, 5), "oneDNN": (10, 5, 5, 5, 5)}, (None, 0, 2, product.NEVER)),
+    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (3, 6, 6, 6, 6)}, ("oneDNN", 1, 0, product.NEVER)),
+    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 5, 4, 6)}, ("oneDNN", 8, 0, product.NEVER)),
+    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 7, 4, 6)}, ("oneDNN", 2, 0, product.NEVER)),
+    ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (4, 4, 4, 8, 9)}, ("oneDNN", 8, 0, product.NEVER)),
+    ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (5, 4, 4, 9, 9)}, (None, 0, 0, product.NEVER)),
+    ({"oneDNN": (5, 5, 5, 5, 5), "MKL": (5, 9, 9, 6, 5)}, ("oneDNN", 0, 0, product.NEVER)),
+    ({"oneDNN": (5, 5, 5, 6, 5), "MKL": (5, 9, 9, 5, 5)}, ("MKL", 0, 0, product.NEVER)),
+    ({"oneDNN": (5, 5, 5, 6, 5), "oneDNN streamed": (3, 6, 6, 6, 6), "MKL": (5, 9, 9, 5, 5)},
+     ("oneDNN", 1, 0, product.NEVER)),
+    ({"MKL": (4, 1, 1, 9, 9)}, (None, 0, 0, product.NEVER)),
+    ({"widened": (5, 3, 4, 9, 3)}, (None, 0, 0, 16)),
+    ({"widened": (3, 3, 3, 3, 3)}, (None, 0, 0, 1)),
+    ({"widened": (5, 3, 3, 3, 9)}, (None, 0, 0, product.NEVER)),
 ])
-def test_what_times_speak_for(times, chosen):
+def test_what_times_speak_for(times, chosen, monkeypatch):
+    monkeypatch.setattr(product, "_ROWS_TIMED", (1, 2, 4, 8, 16))
     times = {"F.linear": (4, 4, 4, 9, 9), **times}
     seconds = {(way, rows): time for way, each in times.items() for rows, time in zip((1, 2, 4, 8, 16), each)}
     assert product._chosen(seconds) == Kernels(*chosen)
@@ -188,160 +191,10 @@ def test_a_product_that_wants_a_gradient_has_one():
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 5))
 
 
-def packed(plain, library="oneDNN", numpy_for_one_row=False):
-    weight = nn.Parameter(empty_weight(*plain.shape, plain.dtype).copy_(plain), requires_grad=False)
-    weight.ranges = "kept"
-    pack(weight, Kernels(library, numpy_for_one_row, 0, product.NEVER))
-    if not isinstance(weight, product.PackedWeight):
-        cpu = torch.backends.cpu.get_cpu_capability()
-        assert library == "MKL" and not torch.backends.mkl.is_available() or plain.dtype == torch.bfloat16 or (
-            "AVX512" not in cpu), "known to be packed"
-        pytest.skip(f"{library} packs nothing on this processor")
-    assert type(weight.order).__name__ == {"MKL": "MKL", "oneDNN": "OneDNN"}[library]
-    return weight
-
-
-LIBRARIES = [("oneDNN", torch.float32), ("oneDNN", torch.bfloat16), ("MKL", torch.float32)]
-
-
-@pytest.mark.parametrize("library, dtype, numpy_for_one_row",
-                         [*(each + (False,) for each in LIBRARIES), ("oneDNN", torch.float32, True)])
-@pytest.mark.parametrize("rows", [1, 2, 7, 65])
-@pytest.mark.parametrize("out_features, in_features", [(576, 576), (577, 129), (1000, 901)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_with_a_packed_weight(library, dtype, numpy_for_one_row, rows, out_features, in_features, bias):
-    plain = torch.randn(out_features, in_features).to(dtype)
-    weight = packed(plain, library, numpy_for_one_row)
-    b = torch.randn(out_features).to(dtype) if bias else None
-    before = None if b is None else b.clone()
-    wide = torch.randn(rows, in_features + 3).to(dtype)
-    for x in (wide[:, :in_features].contiguous(), wide[:, 3:]):
-        exact = F.linear(x.double(), plain.double(), None if b is None else b.double())
-        bound = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype] * (in_features ** 0.5 + 1) * 4
-        assert linear(x, weight, b).dtype == dtype
-        assert (linear(x, weight, b).double() - exact).abs().max() <= bound
-        assert (linear(x[:, None], weight, b)[:, 0].double() - exact).abs().max() <= bound  # by a plain copy
-    assert b is None or torch.equal(b, before)
-
-
-@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
-@pytest.mark.parametrize("rows", [1, 3, 17, 511, 512, 513, 600])
-def test_any_number_of_rows_meets_a_packed_weight(library, rows):
-    """Also more than the libraries are told while they pack; sums of small integers are exact."""
-    plain, x = (torch.randint(-9, 10, size).float() for size in ((1000, 901), (rows, 901)))
-    assert torch.equal(linear(x, packed(plain, library)).double(), F.linear(x.double(), plain.double()))
-
-
-@pytest.mark.parametrize("library, dtype", LIBRARIES)
-@pytest.mark.parametrize("outputs, inputs", [(577, 500), (1001, 2000), (131, 501), (600, 110)])
-def test_a_packed_weight_is_read_and_written_bit_for_bit(library, dtype, outputs, inputs):
-    plain = torch.randn(outputs, inputs).to(dtype)
-    plain[0, 0], plain[1, 1], plain[2, 2] = -0.0, float("inf"), float("nan")
-    weight = packed(plain, library, dtype == torch.float32)
-    integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
-    assert isinstance(weight, nn.Parameter) and weight.ranges == "kept" and weight.shape == plain.shape
-    assert not weight.requires_grad and weight.dtype == dtype
-    assert torch.equal(weight.data.clone().view(integer), plain.view(integer)), "the sign of a zero, too"
-    plain = torch.randn(outputs, inputs).to(dtype)
-    weight.data.copy_(plain)
-    assert torch.equal(weight, plain) and torch.equal(weight.data.split([77, outputs - 77])[1], plain[77:])
-    ids = torch.tensor([[0, outputs - 1], [63, 64]])
-    assert torch.equal(F.embedding(ids, weight), plain[ids])
-    weight.data[3] = 7
-    assert (weight[3] == 7).all() and torch.equal(weight[4:], plain[4:]) and torch.equal(weight[:3], plain[:3])
-    weight.data.copy_(plain.double() * 2)
-    assert torch.equal(weight, plain * 2)
-    weight.data.copy_((plain * 3).T.contiguous().T)
-    assert torch.equal(weight, plain * 3), "written from columns"
-    x = torch.randn(3, inputs, dtype=dtype, requires_grad=True)
-    linear(x, weight).float().sum().backward()
-    torch.testing.assert_close(x.grad, (3 * plain).sum(0).expand(3, inputs), rtol=1e-2, atol=1e-1)
-
-
-def test_onednn_sums_float32_in_parts_and_bfloat16_at_once():
-    for dtype, columns in ((torch.float32, [192, 192, 116]), (torch.bfloat16, [500])):
-        assert packed(torch.randn(577, 500).to(dtype)).order.columns == columns
-
-
-@pytest.mark.parametrize("library, dtype", LIBRARIES)
-@pytest.mark.parametrize("outputs", [576, 640, 1008])
-def test_the_order_of_a_packed_weight_is_not_read_off_its_values(library, dtype, outputs):
-    """Blocks of 64 outputs and of 32 fit the same memory, and zeros look alike in both."""
-    weight = nn.Parameter(torch.zeros(outputs, 576, dtype=dtype), requires_grad=False)
-    pack(weight, Kernels(library, False, 0, product.NEVER))
-    filled = torch.randn(outputs, 576).to(dtype)
-    weight.data.copy_(filled)
-    assert torch.equal(weight, filled)
-    x = torch.randn(5, 576).to(dtype)
-    atol = {torch.float32: 1e-4, torch.bfloat16: 0.5}[dtype]  # of sums around 24
-    torch.testing.assert_close(linear(x, weight), F.linear(x, filled), rtol=2e-2, atol=atol)
-
-
-def test_a_weight_that_mkl_packs_has_a_place_of_its_own():
-    """Also while others come and go: what a freed one leaves is not what another one reads."""
-    plain = [torch.randn(256, 256 + number) for number in range(6)]
-    weights = [packed(each, "MKL") for each in plain]
-    del weights[1], weights[3], plain[1], plain[3]
-    again = packed(torch.randn(256, 256), "MKL")
-    again.data.fill_(3)
-    assert all(torch.equal(weight, each) for weight, each in zip(weights, plain, strict=True))
-
-
-@pytest.mark.parametrize("outputs, inputs", [(70000, 1), (40000, 2), (1, 70000), (2, 70000), (16, 5000)])
-def test_a_narrow_weight_is_packed_right_or_not_at_all(outputs, inputs):
-    plain = torch.randn(outputs, inputs)
-    weight = nn.Parameter(plain.clone(), requires_grad=False)
-    pack(weight, Kernels("MKL", False, 0, product.NEVER))
-    assert torch.equal(weight, plain)
-    x = torch.randn(3, inputs)
-    torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=1e-4, atol=1e-2)
-
-
-@pytest.mark.parametrize("wrong", [lambda rows: 2 * rows, lambda rows: rows[:, [1, 0, *range(2, 400)]]])
-def test_a_library_that_multiplies_wrongly_here_packs_nothing(wrong, monkeypatch):
-    right = mkl.MKL.product
-    monkeypatch.setattr(mkl.MKL, "product", lambda self, x, bias: wrong(right(self, x, bias)))
-    mkl._places.cache_clear()
-    try:
-        assert mkl.MKL.of(torch.randn(400, 300)) is None
-    finally:
-        mkl._places.cache_clear()
-
-
-@pytest.mark.parametrize("library, functions", [("MKL", True), ("MKL", False), ("oneDNN", True)])
-def test_what_cannot_be_packed_stays_plain(library, functions, monkeypatch):
-    monkeypatch.setattr(mkl, "_places", lambda outputs, inputs: None)
-    monkeypatch.setattr(onednn, "_block_size", lambda *given: None)
-    if not functions:
-        monkeypatch.setattr(mkl, "_functions", None)
-    weight = nn.Parameter(torch.ones(256, 257), requires_grad=False)
-    pack(weight, Kernels(library, False, 0, product.NEVER))
-    assert type(weight) is nn.Parameter
-
-
-@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
-def test_what_stays_in_the_cache_is_not_packed(library):
-    small = nn.Parameter(torch.ones(255, 257), requires_grad=False)  # one value fewer than are worth it
-    pack(small, Kernels(library, False, 0, product.NEVER))
-    double = nn.Parameter(torch.ones(256, 257).double(), requires_grad=False)
-    pack(double, Kernels(library, False, 0, product.NEVER))
-    assert type(small) is type(double) is nn.Parameter
-
-
-@pytest.mark.parametrize("numpy_for_one_row, rows, threads, way", [
-    (True, 1, 1, "by_numpy"), (True, 1, 2, "by_onednn"), (True, 2, 1, "by_onednn"), (False, 1, 1, "by_onednn")])
-def test_numpy_multiplies_one_row_on_one_thread(numpy_for_one_row, rows, threads, way, monkeypatch):
-    weight = packed(torch.randn(577, 129), "oneDNN", numpy_for_one_row)
-    for name in ("by_numpy", "by_onednn"):
-        monkeypatch.setattr(onednn.OneDNN, name, lambda self, x, bias, name=name: name)
-    with product.torch_threads(threads):
-        assert linear(torch.ones(rows, 129), weight) == way
-
-
 def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
     measured = []
-    found = Kernels("MKL", False, 2, 16)
+    found = Kernels("MKL", 8, 2, 16)
     monkeypatch.setattr(product, "_measured", lambda dtype: measured.append(dtype) or found)
     for _ in range(2):
         product.fastest.cache_clear()

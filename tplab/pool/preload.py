@@ -17,6 +17,7 @@ import tempfile
 from contextlib import suppress
 
 import cloudpickle  # noqa: F401
+import llvmlite.binding  # noqa: F401
 import torch.distributed  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401

@@ -1,0 +1,139 @@
+"""Loops over panels: any panels, any rows, exact where sums of small integers are."""
+
+import platform
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tplab import product, stream
+from tplab.product import Kernels, linear, pack
+from tplab.stream import Panel, Stream
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def laid_out(weight, widths, inputs):
+    """A weight as panels of these widths, each for so many inputs; what fills the last one up is NaN."""
+    memory, panels, output, pair = [], [], 0, 4 // weight.itemsize
+    while output < len(weight):
+        width = widths[len(panels) % len(widths)]
+        for first in range(0, weight.shape[1], inputs):
+            part = weight[output:output + width, first:first + inputs]
+            part = F.pad(part, (0, part.shape[1] % pair, 0, width - len(part)), value=float("nan"))
+            memory.append(part.reshape(width, -1, pair).transpose(0, 1).contiguous())
+            panels.append(Panel(memory[-1].data_ptr(), width, len(memory[-1]), output, first))
+        output += width
+    return memory, panels
+
+
+def streamed(weight, widths=(48,), inputs=128):
+    memory, panels = laid_out(weight, widths, inputs)
+    made = Stream.of(panels, weight.shape, weight.dtype)
+    if made is None:
+        assert platform.machine() != "x86_64" or not stream._has(
+            {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}[weight.dtype])
+        pytest.skip("this processor has no instruction for it")
+    made.memory = memory
+    return made
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def instructions(request, monkeypatch):
+    if request.param == "vectors":
+        monkeypatch.setattr(stream, "_multiplies_tiles", lambda: False)
+    return request.param
+
+
+def integers(*size, dtype):
+    return torch.randint(-9, 10, size).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [*range(1, 20), 31, 32, 33, 65])
+@pytest.mark.parametrize("bias", [False, True])
+def test_any_number_of_rows(dtype, rows, bias, instructions):
+    weight, wide = integers(144, 192, dtype=dtype), integers(rows, 198, dtype=dtype)
+    b = integers(144, dtype=dtype) if bias else None
+    before = None if b is None else b.clone()
+    made = streamed(weight, inputs=64)
+    for x in (wide[:, :192].contiguous(), wide[:, 6:], wide[:, :192].T.contiguous().T):
+        y = made.product(x, b)
+        exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert torch.equal(y, exact.to(dtype)) and y.dtype == dtype, "each sum is rounded once"
+        assert torch.equal(made.product(x, b), y)
+    assert bias is False or torch.equal(b, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("widths", [(16,), (32,), (48,), (64,), (48, 48, 16), (80, 16), (96, 32)])
+@pytest.mark.parametrize("outputs, inputs, part", [(577, 130, 130), (576, 96, 32), (33, 514, 100), (1, 2, 2)])
+def test_any_panels(dtype, rows, widths, outputs, inputs, part, instructions):
+    weight, x = integers(outputs, inputs, dtype=dtype), integers(rows, inputs, dtype=dtype)
+    y = streamed(weight, widths, part).product(x, None)
+    assert torch.equal(y, F.linear(x.double(), weight.double()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_sums_are_as_good_as_their_dtype(dtype, rows, instructions):
+    weight, x = torch.randn(576, 1536).to(dtype), torch.randn(rows, 1536).to(dtype)
+    y, exact = streamed(weight).product(x, None), F.linear(x.double(), weight.double())
+    if dtype == torch.float32:
+        assert (y.double() - exact).abs().max() <= 2 * (F.linear(x, weight).double() - exact).abs().max()
+    else:
+        torch.testing.assert_close(y, exact.to(dtype), rtol=2 ** -7, atol=1e-4)  # rounded once
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_where_it_is(dtype, instructions):
+    weight, x = integers(100, 64, dtype=dtype), integers(3, 64, dtype=dtype) + 20
+    weight[7, 3], x[1, 5] = float("inf"), float("nan")
+    y = streamed(weight).product(x, None)
+    assert y[0].isinf().nonzero().flatten().tolist() == y[2].isinf().nonzero().flatten().tolist() == [7]
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+def test_what_the_loops_cannot_read_has_none(monkeypatch):
+    def of(outputs, inputs, dtype):
+        weight = torch.zeros(outputs, inputs, dtype=dtype)
+        memory, panels = laid_out(weight, (outputs,), inputs)
+        return Stream.of(panels, weight.shape, dtype)
+
+    for dtype in DTYPES:
+        assert of(24, 64, dtype) is None, "half a vector"
+    assert of(32, 65, torch.bfloat16) is None, "the last input has no pair"
+    asked = []
+    monkeypatch.setattr(stream, "_has", lambda feature: asked.append(feature))
+    for dtype in DTYPES:
+        assert of(48, 64, dtype) is None, "no such processor"
+    assert asked == ["avx512f", "avx512bf16"]
+
+
+@pytest.mark.parametrize("rows, threads, way", [
+    (1, 1, "stream"), (8, 1, "stream"), (9, 1, "order"), (1, 2, "order")])
+def test_few_rows_meet_the_loops_on_one_thread(rows, threads, way, monkeypatch):
+    weight = nn.Parameter(torch.randn(576, 576), requires_grad=False)
+    pack(weight, Kernels("oneDNN", 8, 0, product.NEVER))
+    if weight.stream is None:
+        pytest.skip("no loops for this processor")
+    for name in ("order", "stream"):
+        monkeypatch.setattr(type(getattr(weight, name)), "product", lambda self, x, bias, name=name: name)
+    with product.torch_threads(threads):
+        assert linear(torch.ones(rows, 576), weight) == way
+
+
+@pytest.mark.parametrize("library, dtype", [("MKL", torch.float32), ("oneDNN", torch.float32),
+                                            ("oneDNN", torch.bfloat16)])
+@pytest.mark.parametrize("outputs, inputs", [(577, 500), (1001, 2000), (600, 110), (640, 576)])
+def test_the_loops_read_what_a_library_has_packed_also_after_it_is_overwritten(library, dtype, outputs, inputs):
+    weight = nn.Parameter(integers(outputs, inputs, dtype=dtype), requires_grad=False)
+    pack(weight, Kernels(library, 32, 0, product.NEVER))
+    if getattr(weight, "stream", None) is None:
+        pytest.skip(f"no loops for {library}'s order on this processor")
+    for rows in (1, 5, 32):
+        weight.data.copy_(integers(outputs, inputs, dtype=dtype))
+        x = integers(rows, inputs, dtype=dtype)
+        assert torch.equal(linear(x, weight), F.linear(x.double(), weight.double()).to(dtype))
