@@ -14,24 +14,21 @@ input (in bfloat16: for the first two), then for the next, and so on::
 Where the processor multiplies tiles of bfloat16 (AMX), 16 rows meet 16 outputs and 32 inputs in one instruction.
 """
 
-import ctypes
-import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import product
 from string import Template
 from typing import NamedTuple
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from tplab.compiled import compiled, each, has
 
 LANES = 16  # float32 numbers in a vector of 64 bytes
 WIDTHS = 48, 32, 16  # outputs of a loop; 48, times eight rows, are as many sums as AVX-512 has registers for
 ROWS_AT_ONCE = 8
 TILE = 16  # rows of a tile, and outputs, and steps
-_lock = threading.Lock()  # logical ranks compile at the same time
 
 
 class Panel(NamedTuple):
@@ -70,7 +67,7 @@ class Stream:
         panels, pairs = list(panels), dtype == torch.bfloat16
         if any(panel.outputs % LANES for panel in panels) or pairs and shape[1] % 2:
             return None
-        return cls(panels, shape, dtype) if _has("avx512bf16" if pairs else "avx512f") else None
+        return cls(panels, shape, dtype) if has("avx512bf16" if pairs else "avx512f") else None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``; in bfloat16, each sum is rounded once."""
@@ -236,9 +233,9 @@ def _by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, ahead:
     In each step, memory is asked for ``ahead`` vectors of the next panel's step: each pass asks for its part of it.
     """
     holes = {"stride": stride, "ahead": ahead, **_VECTORS_OF[dtype]}
-    start, step, finish = (_each(Template(text).substitute(holes), row=rows, vector=vectors, line=ahead)
+    start, step, finish = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=ahead)
                            for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_FINISH))
-    return _compiled(_LOOPS.substitute(declared=holes["declared"], begin="", start=start, step=step, steps=1,
+    return compiled(_LOOPS.substitute(declared=holes["declared"], begin="", start=start, step=step, steps=1,
                                        finish=finish, end=""))
 
 
@@ -277,9 +274,9 @@ def _by_tiles(vectors: int, stride: int) -> Callable:
 
     The tiles 0 to 2 are of y, 3 of x, 4 to 6 of the weight.
     """
-    start, step, finish = (_each(Template(text).substitute(stride=stride), vector=vectors, step=TILE)
+    start, step, finish = (each(Template(text).substitute(stride=stride), vector=vectors, step=TILE)
                            for text in (_TILES_START, _TILES_STEP, _TILES_FINISH))
-    return _compiled(_LOOPS.substitute(
+    return compiled(_LOOPS.substitute(
         declared=_TILES_DECLARED, begin="call void @llvm.x86.ldtilecfg(ptr %tile_config)", start=start, step=step,
         steps=TILE, finish=finish, end="call void @llvm.x86.tilerelease()"))
 
@@ -294,45 +291,7 @@ def _tile_config(rows: int) -> np.ndarray:
     return config
 
 
-def _each(text: str, **counts: int) -> str:
-    """Each line of ``text`` for every number below those counts whose names stand in it, in braces."""
-    lines = []
-    for line in text.splitlines():
-        named = [name for name in counts if "{" + name + "}" in line]
-        for numbers in product(*(range(counts[name]) for name in named)):
-            lines.append(line.format(**dict(zip(named, numbers))))
-    return "\n".join(lines)
-
-
-@lru_cache
-def _machine() -> llvm.TargetMachine:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3)
-
-
-@lru_cache
-def _has(feature: str) -> bool:
-    return llvm.get_host_cpu_features().get(feature, False)
-
-
 @lru_cache
 def _multiplies_tiles() -> bool:
     """AMX, which Linux gives to processes that ask for it."""
-    return _has("amx-bf16") and torch.cpu._init_amx()
-
-
-_engines = []  # what they have compiled lives as long as they do
-
-
-def _compiled(ir: str) -> Callable:
-    """``multiply`` of this module, as machine code."""
-    with _lock:
-        module = llvm.parse_assembly(ir)
-        module.verify()
-        _engines.append(llvm.create_mcjit_compiler(module, _machine()))
-        _engines[-1].finalize_object()
-        address, number = ctypes.c_void_p, ctypes.c_int64
-        kind = ctypes.CFUNCTYPE(None, address, number, number, number, address, number, address, number, address)
-        return kind(_engines[-1].get_function_address("multiply"))
+    return has("amx-bf16") and torch.cpu._init_amx()

@@ -32,7 +32,7 @@ def streamed(weight, widths=(48,), inputs=128):
     memory, panels = laid_out(weight, widths, inputs)
     made = Stream.of(panels, weight.shape, weight.dtype)
     if made is None:
-        assert platform.machine() != "x86_64" or not stream._has(
+        assert platform.machine() != "x86_64" or not stream.has(
             {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}[weight.dtype])
         pytest.skip("this processor has no instruction for it")
     made.memory = memory
@@ -106,7 +106,7 @@ def test_what_the_loops_cannot_read_has_none(monkeypatch):
         assert of(24, 64, dtype) is None, "half a vector"
     assert of(32, 65, torch.bfloat16) is None, "the last input has no pair"
     asked = []
-    monkeypatch.setattr(stream, "_has", lambda feature: asked.append(feature))
+    monkeypatch.setattr(stream, "has", lambda feature: asked.append(feature))
     for dtype in DTYPES:
         assert of(48, 64, dtype) is None, "no such processor"
     assert asked == ["avx512f", "avx512bf16"]
