@@ -17,11 +17,12 @@ _engines = []  # what they have compiled lives as long as they do
 
 
 def compiled(ir: str) -> Callable:
-    """The one function that ``ir`` defines, which returns nothing; pointers are given as addresses."""
+    """The one function that ``ir`` defines for others, which returns nothing; pointers are given as addresses."""
     with _lock:
         module = llvm.parse_assembly(ir)
         module.verify()
-        function = next(function for function in module.functions if not function.is_declaration)
+        function = next(function for function in module.functions if function.linkage == llvm.Linkage.external
+                        and not function.is_declaration)
         kind = ctypes.CFUNCTYPE(None, *[_KINDS[str(argument.type)] for argument in function.arguments])
         name = function.name
         _engines.append(llvm.create_mcjit_compiler(module, _machine()))

@@ -148,7 +148,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         library: in whose order weights are packed, ``"MKL"`` or ``"oneDNN"``; None: not at all.
-        streamed_rows: up to so many rows, :mod:`tplab.stream` multiplies with a packed weight, on one thread.
+        streamed_rows: up to so many rows, :mod:`tplab.stream` multiplies with a packed weight.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
     """

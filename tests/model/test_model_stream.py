@@ -42,7 +42,7 @@ def streamed(weight, widths=(48,), inputs=128):
 @pytest.fixture(params=["tiles", "vectors"])
 def instructions(request, monkeypatch):
     if request.param == "vectors":
-        monkeypatch.setattr(stream, "_multiplies_tiles", lambda: False)
+        monkeypatch.setattr(stream.panel_loops, "multiplies_tiles", lambda: False)
     return request.param
 
 
@@ -105,6 +105,8 @@ def test_what_the_loops_cannot_read_has_none(monkeypatch):
     for dtype in DTYPES:
         assert of(24, 64, dtype) is None, "half a vector"
     assert of(32, 65, torch.bfloat16) is None, "the last input has no pair"
+    panels = [Panel(0, 32, 64, 0, 0), Panel(0, 32, 32, 32, 0), Panel(0, 32, 32, 32, 32)]
+    assert Stream.of(panels, (64, 64), torch.float32) is None, "threads cannot share what differs from output to output"
     asked = []
     monkeypatch.setattr(stream, "has", lambda feature: asked.append(feature))
     for dtype in DTYPES:
@@ -112,17 +114,41 @@ def test_what_the_loops_cannot_read_has_none(monkeypatch):
     assert asked == ["avx512f", "avx512bf16"]
 
 
-@pytest.mark.parametrize("rows, threads, way", [
-    (1, 1, "stream"), (8, 1, "stream"), (9, 1, "order"), (1, 2, "order")])
-def test_few_rows_meet_the_loops_on_one_thread(rows, threads, way, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_the_outputs(dtype, threads, instructions):
+    """More of them than there are panels, too; and none meets another's sums, whatever their number."""
+    for outputs, part in ((576, 64), (97, 192), (33, 32)):
+        weight, x = integers(outputs, 192, dtype=dtype), integers(9, 192, dtype=dtype)
+        made, exact = streamed(weight, (48, 16), part), F.linear(x.double(), weight.double()).to(dtype)
+        with product.torch_threads(threads):
+            assert all(torch.equal(made.product(x, None), exact) for _ in range(20))
+            assert torch.equal(made.product(x[:1], None), exact[:1])
+
+
+def test_without_threads_to_share_it_one_does_it_all(monkeypatch):
+    loops = stream.panel_loops
+    monkeypatch.setattr(loops, "shares", lambda: False)
+    for kept in (loops._around, loops.by_vectors, loops.by_tiles):
+        kept.cache_clear()
+    try:
+        weight, x = integers(144, 192, dtype=torch.float32), integers(3, 192, dtype=torch.float32)
+        with product.torch_threads(2):
+            assert torch.equal(streamed(weight).product(x, None), F.linear(x, weight))
+    finally:
+        for kept in (loops._around, loops.by_vectors, loops.by_tiles):
+            kept.cache_clear()
+
+
+@pytest.mark.parametrize("rows, way", [(1, "stream"), (8, "stream"), (9, "order")])
+def test_few_rows_meet_the_loops(rows, way, monkeypatch):
     weight = nn.Parameter(torch.randn(576, 576), requires_grad=False)
     pack(weight, Kernels("oneDNN", 8, 0, product.NEVER))
     if weight.stream is None:
         pytest.skip("no loops for this processor")
     for name in ("order", "stream"):
         monkeypatch.setattr(type(getattr(weight, name)), "product", lambda self, x, bias, name=name: name)
-    with product.torch_threads(threads):
-        assert linear(torch.ones(rows, 576), weight) == way
+    assert linear(torch.ones(rows, 576), weight) == way
 
 
 @pytest.mark.parametrize("library, dtype", [("MKL", torch.float32), ("oneDNN", torch.float32),
