@@ -175,13 +175,16 @@ class TensorParallelAttention(nn.Module):
     def attend_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
                    ) -> torch.Tensor:
         """Attention of all flattened tokens, ``[tokens, heads here, head_dim]``, batch by batch of the context."""
-        out = torch.empty_like(q)
+        out = None
         for rows, keys, values, mask in context.batches(self.layer, k, v):
             batch, _, queries, _ = mask.shape
             q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
             attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
                                values[:, kv.start:kv.stop],
                                mask, self.scaling) for heads, kv in self.groups]
-            whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
-            out[rows] = whole.transpose(1, 2).flatten(0, 1)
+            whole = (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).transpose(1, 2).flatten(0, 1)
+            if len(whole) == len(q):
+                return whole
+            out = torch.empty_like(q) if out is None else out
+            out[rows] = whole
         return out
