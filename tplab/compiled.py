@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
+from string import Template
 
 import llvmlite.binding as llvm
+import torch
 
 _KINDS = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "float": ctypes.c_float}
 _lock = threading.Lock()  # logical ranks compile at the same time
@@ -28,6 +30,83 @@ def compiled(ir: str) -> Callable:
         _engines.append(llvm.create_mcjit_compiler(module, _machine()))
         _engines[-1].finalize_object()
         return kind(_engines[-1].get_function_address(name))
+
+
+_SHARED = Template("""
+$declared
+define internal void @part(ptr %given) {
+  $loads
+  %number = $number
+  %number.next = add i32 %number, 1
+  %together = $together
+  %n = zext i32 %number to i64
+  %n.next = zext i32 %number.next to i64
+  %n.all = zext i32 %together to i64
+  %first.times = mul i64 %n, %units
+  %first = udiv i64 %first.times, %n.all
+  %end.times = mul i64 %n.next, %units
+  %end = udiv i64 %end.times, %n.all
+  %some = icmp ult i64 %first, %end
+  br i1 %some, label %work, label %done
+
+work:
+  call void @work($passed, i64 %first, i64 %end)
+  br label %done
+
+done:
+  ret void
+}
+
+define void @shared($taken, i64 %threads) {
+  %given = alloca [$count x i64]
+  $stores
+  %alone = icmp eq i64 %threads, 1
+  br i1 %alone, label %one, label %several
+
+one:
+  call void @part(ptr %given)
+  ret void
+
+several:
+  %threads.32 = trunc i64 %threads to i32
+  $begin
+  ret void
+}
+""")
+
+
+def shared(ir: str) -> Callable:
+    """``@work(..., i64 first, i64 end)`` of ``ir``, which does one or more units of work, up to the one before ``end``.
+
+    The function returned takes what stands for the dots, how many units there are, and how many threads share them.
+    """
+    head = ir[ir.index("@work(") + len("@work("):]
+    *arguments, _, _ = (argument.split() for argument in head[:head.index(")")].split(","))
+    given = [*arguments, ["i64", "%units"]]
+    places = [f"{name}.at = getelementptr i64, ptr %given, i64 {n}" for n, (_, name) in enumerate(given)]
+    calls = {"number": "call i32 @omp_get_thread_num()", "together": "call i32 @omp_get_num_threads()",
+             "begin": "call void @GOMP_parallel(ptr @part, ptr %given, i32 %threads.32, i32 0)",
+             "declared": "declare i32 @omp_get_thread_num()\ndeclare i32 @omp_get_num_threads()\n"
+                         "declare void @GOMP_parallel(ptr, ptr, i32, i32)"}
+    if not has_threads():
+        calls = {"number": "add i32 0, 0", "together": "add i32 0, 1", "begin": "call void @part(ptr %given)",
+                 "declared": ""}
+    return compiled(ir + _SHARED.substitute(
+        calls, count=len(given), passed=", ".join(map(" ".join, arguments)), taken=", ".join(map(" ".join, given)),
+        loads="\n".join(places + [f"{name} = load {kind}, ptr {name}.at" for kind, name in given]),
+        stores="\n".join(places + [f"store {kind} {name}, ptr {name}.at" for kind, name in given])))
+
+
+@lru_cache
+def has_threads() -> bool:
+    """Whether work can be shared: by the threads of torch's own OpenMP."""
+    library = ctypes.CDLL(torch._C.__file__)
+    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+    if not all(hasattr(library, name) for name in names):
+        return False
+    for name in names:
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    return True
 
 
 def each(text: str, **counts: int) -> str:

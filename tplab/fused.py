@@ -11,12 +11,13 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import compiled, each, has
+from tplab.compiled import each, has, shared
 
 # How LLVM calls the numbers in memory, and how they become float32 and are rounded again.
 _NUMBERS = {torch.float32: {"T": "float", "widen": "bitcast", "round": "bitcast"},
             torch.bfloat16: {"T": "bfloat", "widen": "fpext", "round": "fptrunc"}}
 _GROUP = 32  # numbers that the norm takes at once
+_WORTH_SHARING = 1 << 15  # numbers, as in PyTorch
 _TURNED = 16  # pairs of numbers that the rotation takes at once
 
 
@@ -59,7 +60,7 @@ def rotate_half(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
         heads = x.shape[1]
         y = x.new_empty_strided(x.shape, (x.numel(), size, heads * size, 1))
         loop(x.data_ptr(), token * item, head * item, cos.data_ptr(), sin.data_ptr(), of_cos[1] * item,
-             of_sin[1] * item, y.data_ptr(), tokens, heads)
+             of_sin[1] * item, y.data_ptr(), heads, tokens if heads else 0, _threads(x))
         turned.append(y)
     return tuple(turned)
 
@@ -67,12 +68,12 @@ def rotate_half(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
 _NORM = Template("""
 declare float @llvm.sqrt.f32(float)
 
-define void @norm(ptr %x, ptr %weight, ptr %y, i64 %rows, float %eps) {
+define internal void @work(ptr %x, ptr %weight, ptr %y, float %eps, i64 %first, i64 %end) {
 begin:
   br label %row
 
 row:
-  %r = phi i64 [0, %begin], [%r.next, %row.end]
+  %r = phi i64 [%first, %begin], [%r.next, %row.end]
   %x.at = getelementptr [$size x $T], ptr %x, i64 %r
   %y.at = getelementptr [$size x $T], ptr %y, i64 %r
   $squares
@@ -102,19 +103,23 @@ group:
 
 row.end:
   %r.next = add i64 %r, 1
-  %r.more = icmp ult i64 %r.next, %rows
-  br i1 %r.more, label %row, label %end
+  %r.more = icmp ult i64 %r.next, %end
+  br i1 %r.more, label %row, label %done
 
-end:
+done:
   ret void
 }
 """)
 
 
+def _threads(x: torch.Tensor) -> int:
+    """Torch's, where the work is worth waking them."""
+    return torch.get_num_threads() if x.numel() >= _WORTH_SHARING else 1
+
+
 def _normed(loop: Callable, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     y = torch.empty_like(x)
-    if x.numel():
-        loop(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // x.shape[-1], eps)
+    loop(x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, x.numel() // x.shape[-1], _threads(x))
     return y
 
 
@@ -125,7 +130,7 @@ def _norm(dtype: torch.dtype, size: int) -> Callable | None:
         return None
     lines, total = _sum_of_squares(size // _GROUP)
     numbers = _NUMBERS[dtype]
-    loop = compiled(_NORM.substitute(numbers, size=size, groups=size // _GROUP, sum=total,
+    loop = shared(_NORM.substitute(numbers, size=size, groups=size // _GROUP, sum=total,
                                      squares=Template(lines).substitute(numbers)))
     x, weight = torch.randn(51, size, generator=torch.Generator().manual_seed(size)).to(dtype).split([50, 1])
     return loop if torch.equal(_normed(loop, x, weight[0], 1e-6), rms_norm_by_torch(x, weight[0], 1e-6)) else None
@@ -170,15 +175,13 @@ def _sum_of_squares(groups: int) -> tuple[str, str]:
 
 
 _ROTATION = Template("""
-define void @rotate(ptr %x, i64 %x_token, i64 %x_head, ptr %cos, ptr %sin, i64 %cos_token, i64 %sin_token, ptr %y,
-                    i64 %tokens, i64 %heads) {
+define internal void @work(ptr %x, i64 %x_token, i64 %x_head, ptr %cos, ptr %sin, i64 %cos_token, i64 %sin_token,
+                           ptr %y, i64 %heads, i64 %first, i64 %end) {
 begin:
-  %work = mul i64 %tokens, %heads
-  %none = icmp eq i64 %work, 0
-  br i1 %none, label %end, label %token
+  br label %token
 
 token:
-  %t = phi i64 [0, %begin], [%t.next, %token.end]
+  %t = phi i64 [%first, %begin], [%t.next, %token.end]
   %x.offset = mul i64 %t, %x_token
   %x.begin = getelementptr i8, ptr %x, i64 %x.offset
   %cos.offset = mul i64 %t, %cos_token
@@ -201,10 +204,10 @@ head:
 
 token.end:
   %t.next = add i64 %t, 1
-  %t.more = icmp ult i64 %t.next, %tokens
-  br i1 %t.more, label %token, label %end
+  %t.more = icmp ult i64 %t.next, %end
+  br i1 %t.more, label %token, label %done
 
-end:
+done:
   ret void
 }
 """)
@@ -238,4 +241,4 @@ def _rotation(dtype: torch.dtype, size: int) -> Callable | None:
         return None
     holes = {"T": _NUMBERS[dtype]["T"], "half": size // 2}
     both_halves = each(Template(_READ + _TURN).substitute(holes), half=2, n=size // 2 // _TURNED)
-    return compiled(_ROTATION.substitute(holes, both_halves=both_halves))
+    return shared(_ROTATION.substitute(holes, both_halves=both_halves))

@@ -4,21 +4,19 @@ Each is a function of
 
 * ``panels``: for each panel the address of its weight, its steps, and the bytes from x to its first input and from y to
   its first output; behind the last one, one more address;
-* ``units``, ``each``: how many there are: ``each`` panels have the same outputs, one behind the other;
+* ``each``: panels that have the same outputs, one behind the other: a unit;
 * ``rows`` of a pass, ``passes``; ``x`` and ``y`` with the bytes from row to row; ``tile_config``;
-* ``threads``, which share the units.
+* how many units there are, and how many threads share them.
 """
 
-import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from string import Template
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 
-from tplab.compiled import compiled, each, has
+from tplab.compiled import each, has, shared
 
 TILE = 16  # rows of a tile, and outputs, and steps
 
@@ -27,20 +25,18 @@ _LOOPS = Template("""
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 $declared
 
-define internal void @multiply(ptr %panels, i64 %count, i64 %rows, i64 %passes, ptr %x, i64 %x_row, ptr %y, i64 %y_row,
-                               ptr %tile_config) {
+define internal void @work(ptr %panels, i64 %each, i64 %rows, i64 %passes, ptr %x, i64 %x_row, ptr %y, i64 %y_row,
+                           ptr %tile_config, i64 %first, i64 %end) {
 begin:
-  %nothing = icmp eq i64 %count, 0
-  br i1 %nothing, label %return, label %start
-
-start:
   $begin
+  %n.first = mul i64 %first, %each
+  %n.end = mul i64 %end, %each
   %x_rows = mul i64 %rows, %x_row
   %y_rows = mul i64 %rows, %y_row
   br label %panel
 
 panel:
-  %n = phi i64 [0, %start], [%n.next, %panel.end]
+  %n = phi i64 [%n.first, %begin], [%n.next, %panel.end]
   %entry = getelementptr [4 x i64], ptr %panels, i64 %n
   %entry.steps = getelementptr i64, ptr %entry, i64 1
   %entry.x = getelementptr i64, ptr %entry, i64 2
@@ -79,90 +75,14 @@ pass.end:
 
 panel.end:
   %n.next = add i64 %n, 1
-  %n.more = icmp ult i64 %n.next, %count
-  br i1 %n.more, label %panel, label %end
+  %n.more = icmp ult i64 %n.next, %n.end
+  br i1 %n.more, label %panel, label %done
 
-end:
-  $end
-  br label %return
-
-return:
-  ret void
-}
-$around
-""")
-
-_GIVEN = [argument.split() for argument in (
-    "ptr panels, i64 units, i64 each, i64 rows, i64 passes, ptr x, i64 x_row, ptr y, i64 y_row, ptr tile_config".split(
-        ", "))]
-_AROUND = Template("""
-$declared
-define internal void @part(ptr %given) {
-  $loads
-  %number = $number
-  %number.next = add i32 %number, 1
-  %threads = $threads
-  %n = zext i32 %number to i64
-  %n.next = zext i32 %number.next to i64
-  %n.all = zext i32 %threads to i64
-  %begin.times = mul i64 %n, %units
-  %begin.unit = udiv i64 %begin.times, %n.all
-  %begin = mul i64 %begin.unit, %each
-  %end.times = mul i64 %n.next, %units
-  %end.unit = udiv i64 %end.times, %n.all
-  %end = mul i64 %end.unit, %each
-  %count = sub i64 %end, %begin
-  %first = getelementptr [4 x i64], ptr %panels, i64 %begin
-  call void @multiply(ptr %first, i64 %count, i64 %rows, i64 %passes, ptr %x, i64 %x_row, ptr %y, i64 %y_row,
-                      ptr %tile_config)
-  ret void
-}
-
-define void @product($parameters, i64 %threads) {
-  %given = alloca [16 x i64]
-  $stores
-  %some = trunc i64 %threads to i32
-  %alone = icmp eq i64 %threads, 1
-  br i1 %alone, label %one, label %several
-
-one:
-  call void @part(ptr %given)
-  ret void
-
-several:
-  $begin
+done:
+  $done
   ret void
 }
 """)
-
-
-@lru_cache
-def shares() -> bool:
-    """Whether there are threads to share a product: those of torch's own OpenMP."""
-    library = ctypes.CDLL(torch._C.__file__)
-    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
-    if not all(hasattr(library, name) for name in names):
-        return False
-    for name in names:
-        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    return True
-
-
-@lru_cache
-def _around() -> str:
-    """What is around the loops: what a thread of several does, of those that are there, and the function itself."""
-    places = [f"%{name}.at = getelementptr i64, ptr %given, i64 {n}" for n, (_, name) in enumerate(_GIVEN)]
-    calls = {"number": "call i32 @omp_get_thread_num()", "threads": "call i32 @omp_get_num_threads()",
-             "begin": "call void @GOMP_parallel(ptr @part, ptr %given, i32 %some, i32 0)",
-             "declared": "declare i32 @omp_get_thread_num()\ndeclare i32 @omp_get_num_threads()\n"
-                         "declare void @GOMP_parallel(ptr, ptr, i32, i32)"}
-    if not shares():
-        calls = {"number": "add i32 0, 0", "threads": "add i32 0, 1", "begin": "", "declared": ""}
-    return _AROUND.substitute(
-        calls, parameters=", ".join(f"{kind} %{name}" for kind, name in _GIVEN),
-        loads="\n".join(places + [f"%{name} = load {kind}, ptr %{name}.at" for kind, name in _GIVEN]),
-        stores="\n".join(places + [f"store {kind} %{name}, ptr %{name}.at" for kind, name in _GIVEN]))
-
 
 _VECTORS_START = """
   %x.{row}.offset = mul i64 %x_row, {row}
@@ -217,8 +137,8 @@ def by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, ahead: 
     holes = {"stride": stride, "ahead": ahead, **_VECTORS_OF[dtype]}
     start, step, finish = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=ahead)
                            for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_FINISH))
-    return compiled(_LOOPS.substitute(declared=holes["declared"], begin="", start=start, step=step, steps=1,
-                                      finish=finish, end="", around=_around()))
+    return shared(_LOOPS.substitute(declared=holes["declared"], begin="", start=start, step=step, steps=1,
+                                      finish=finish, done=""))
 
 
 _TILES_DECLARED = """
@@ -258,9 +178,9 @@ def by_tiles(vectors: int, stride: int) -> Callable:
     """
     start, step, finish = (each(Template(text).substitute(stride=stride), vector=vectors, step=TILE)
                            for text in (_TILES_START, _TILES_STEP, _TILES_FINISH))
-    return compiled(_LOOPS.substitute(
+    return shared(_LOOPS.substitute(
         declared=_TILES_DECLARED, begin="call void @llvm.x86.ldtilecfg(ptr %tile_config)", start=start, step=step,
-        steps=TILE, finish=finish, end="call void @llvm.x86.tilerelease()", around=_around()))
+        steps=TILE, finish=finish, done="call void @llvm.x86.tilerelease()"))
 
 
 @lru_cache

@@ -81,10 +81,9 @@ class Stream:
         whole = y if y.shape == (count, self.shape[0]) else y[:count, :self.shape[0]]
         if bias is not None:
             whole.copy_(bias)
-        threads = torch.get_num_threads() if panel_loops.shares() else 1
         for multiply, panels, units in plan.calls:
-            multiply(panels, units, self.each, plan.rows, plan.passes, x.data_ptr(), x.stride(0) * x.itemsize,
-                     y.data_ptr(), 4 * self.width, plan.tile_config, threads)
+            multiply(panels, self.each, plan.rows, plan.passes, x.data_ptr(), x.stride(0) * x.itemsize,
+                     y.data_ptr(), 4 * self.width, plan.tile_config, units, torch.get_num_threads())
         return whole if self.dtype == torch.float32 else whole.bfloat16()
 
     def _plan(self, count: int) -> "_Plan":

@@ -7,6 +7,7 @@ from tplab import fused
 from tplab.compiled import has
 from tplab.fused import rms_norm, rms_norm_by_torch, rotate_half
 from tplab.model import rope
+from tplab.product import torch_threads
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_avx = pytest.mark.skipif(not has("avx2"), reason="loops are for x86 processors of the last ten years")
@@ -63,6 +64,21 @@ def heads_and_angles(dtype, tokens, heads, kv_heads, size):
     q, k, _ = (part.view(tokens, -1, size).transpose(0, 1)[None] for part in qkv.split(
         [heads * size, kv_heads * size, kv_heads * size], 1))
     return q, k, torch.randn(1, tokens, size).to(dtype), torch.randn(1, tokens, size).to(dtype)
+
+
+@needs_avx
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_the_rows(dtype):
+    """As many as are worth sharing, one more, and fewer than there are threads."""
+    weight = torch.randn(8192).to(dtype)
+    for rows, size in ((512, 64), (513, 64), (5, 8192), (4, 8192), (3, 8192)):
+        x = torch.randn(rows, size).to(dtype)
+        q, k, cos, sin = heads_and_angles(dtype, rows, 5, 1, 64)
+        exact, turned = rms_norm_by_torch(x, weight[:size], 1e-5), rotate_half(q, k, cos, sin)
+        for threads in (2, 3, 7):
+            with torch_threads(threads):
+                assert torch.equal(rms_norm(x, weight[:size], 1e-5), exact)
+                assert all(map(torch.equal, rotate_half(q, k, cos, sin), turned))
 
 
 @needs_avx

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tplab import product, stream
+from tplab import compiled, product, stream
 from tplab.product import Kernels, linear, pack
 from tplab.stream import Panel, Stream
 
@@ -128,16 +128,14 @@ def test_threads_share_the_outputs(dtype, threads, instructions):
 
 def test_without_threads_to_share_it_one_does_it_all(monkeypatch):
     loops = stream.panel_loops
-    monkeypatch.setattr(loops, "shares", lambda: False)
-    for kept in (loops._around, loops.by_vectors, loops.by_tiles):
-        kept.cache_clear()
+    monkeypatch.setattr(compiled, "has_threads", lambda: False)
+    loops.by_vectors.cache_clear()
     try:
         weight, x = integers(144, 192, dtype=torch.float32), integers(3, 192, dtype=torch.float32)
         with product.torch_threads(2):
             assert torch.equal(streamed(weight).product(x, None), F.linear(x, weight))
     finally:
-        for kept in (loops._around, loops.by_vectors, loops.by_tiles):
-            kept.cache_clear()
+        loops.by_vectors.cache_clear()
 
 
 @pytest.mark.parametrize("rows, way", [(1, "stream"), (8, "stream"), (9, "order")])
