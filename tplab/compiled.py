@@ -13,6 +13,10 @@ from string import Template
 import llvmlite.binding as llvm
 import torch
 
+# How LLVM calls the numbers in memory, and how they become float32 and are rounded again.
+NUMBERS = {torch.float32: {"T": "float", "widen": "bitcast", "round": "bitcast"},
+           torch.bfloat16: {"T": "bfloat", "widen": "fpext", "round": "fptrunc"}}
+_WORTH_SHARING = 1 << 15  # numbers, as in PyTorch
 _KINDS = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "float": ctypes.c_float}
 _lock = threading.Lock()  # logical ranks compile at the same time
 _engines = []  # what they have compiled lives as long as they do
@@ -95,6 +99,11 @@ def shared(ir: str) -> Callable:
         calls, count=len(given), passed=", ".join(map(" ".join, arguments)), taken=", ".join(map(" ".join, given)),
         loads="\n".join(places + [f"{name} = load {kind}, ptr {name}.at" for kind, name in given]),
         stores="\n".join(places + [f"store {kind} {name}, ptr {name}.at" for kind, name in given])))
+
+
+def threads_for(x: torch.Tensor) -> int:
+    """Torch's, where the work on ``x`` is worth waking them."""
+    return torch.get_num_threads() if x.numel() >= _WORTH_SHARING else 1
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 PyTorch takes eight calls for an RMSNorm and a dozen for a rotation. Between products that stream all weights through
 the processor's caches, each of those finds its own instructions gone, and takes twice the time that it takes alone.
+(Bfloat16's numbers below 1.2e-38, which lack digits, may become 0.)
 """
 
 from collections.abc import Callable
@@ -11,13 +12,9 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import each, has, shared
+from tplab.compiled import NUMBERS, each, has, shared, threads_for
 
-# How LLVM calls the numbers in memory, and how they become float32 and are rounded again.
-_NUMBERS = {torch.float32: {"T": "float", "widen": "bitcast", "round": "bitcast"},
-            torch.bfloat16: {"T": "bfloat", "widen": "fpext", "round": "fptrunc"}}
 _GROUP = 32  # numbers that the norm takes at once
-_WORTH_SHARING = 1 << 15  # numbers, as in PyTorch
 _TURNED = 16  # pairs of numbers that the rotation takes at once
 
 
@@ -60,7 +57,7 @@ def rotate_half(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
         heads = x.shape[1]
         y = x.new_empty_strided(x.shape, (x.numel(), size, heads * size, 1))
         loop(x.data_ptr(), token * item, head * item, cos.data_ptr(), sin.data_ptr(), of_cos[1] * item,
-             of_sin[1] * item, y.data_ptr(), heads, tokens if heads else 0, _threads(x))
+             of_sin[1] * item, y.data_ptr(), heads, tokens if heads else 0, threads_for(x))
         turned.append(y)
     return tuple(turned)
 
@@ -112,24 +109,19 @@ done:
 """)
 
 
-def _threads(x: torch.Tensor) -> int:
-    """Torch's, where the work is worth waking them."""
-    return torch.get_num_threads() if x.numel() >= _WORTH_SHARING else 1
-
-
 def _normed(loop: Callable, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     y = torch.empty_like(x)
-    loop(x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, x.numel() // x.shape[-1], _threads(x))
+    loop(x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, x.numel() // x.shape[-1], threads_for(x))
     return y
 
 
 @lru_cache
 def _norm(dtype: torch.dtype, size: int) -> Callable | None:
     """The loop, if it gives PyTorch's bits here: numbers are tried in which another order shows."""
-    if dtype not in _NUMBERS or not size or size % _GROUP or not has("avx2"):
+    if dtype not in NUMBERS or not size or size % _GROUP or not has("avx2"):
         return None
     lines, total = _sum_of_squares(size // _GROUP)
-    numbers = _NUMBERS[dtype]
+    numbers = NUMBERS[dtype]
     loop = shared(_NORM.substitute(numbers, size=size, groups=size // _GROUP, sum=total,
                                      squares=Template(lines).substitute(numbers)))
     x, weight = torch.randn(51, size, generator=torch.Generator().manual_seed(size)).to(dtype).split([50, 1])
@@ -237,8 +229,8 @@ _TURN = """
 
 @lru_cache
 def _rotation(dtype: torch.dtype, size: int) -> Callable | None:
-    if dtype not in _NUMBERS or not size or size % (2 * _TURNED) or not has("avx2"):
+    if dtype not in NUMBERS or not size or size % (2 * _TURNED) or not has("avx2"):
         return None
-    holes = {"T": _NUMBERS[dtype]["T"], "half": size // 2}
+    holes = {"T": NUMBERS[dtype]["T"], "half": size // 2}
     both_halves = each(Template(_READ + _TURN).substitute(holes), half=2, n=size // 2 // _TURNED)
     return shared(_ROTATION.substitute(holes, both_halves=both_halves))

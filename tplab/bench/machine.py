@@ -194,8 +194,7 @@ def _between(config, plan: ShardPlan, dtype: torch.dtype, rows: int) -> float:
     def layers() -> None:
         for x, q, k, gate_up in sets:
             norm(x), attention.apply_rope(q, k, turns, turns), x + x
-            gate, up = mlp.gate_up_proj.split(gate_up)
-            norm(x), mlp.act(gate).mul_(up), x + x
+            norm(x), mlp.activate(*mlp.gate_up_proj.split(gate_up)), x + x
 
     return _timed(layers) / len(sets)
 
