@@ -63,8 +63,9 @@ def test_paged_attention_equals_the_oracle(name, block_size, dtype):
 
 
 def test_runs_are_cut_at_multiples():
-    assert list(runs(60, 140)) == [range(60, 64), range(64, 128), range(128, 192), range(192, 200)]
-    assert list(runs(64, 64)) == [range(64, 128)] and list(runs(127, 1)) == [range(127, 128)] and not list(runs(5, 0))
+    assert list(runs(120, 280)) == [range(120, 128), range(128, 256), range(256, 384), range(384, 400)]
+    assert list(runs(128, 128)) == [range(128, 256)] and list(runs(255, 1)) == [range(255, 256)]
+    assert not list(runs(5, 0))
 
 
 @pytest.mark.parametrize("block_size", [3, 16])
