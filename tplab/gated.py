@@ -1,6 +1,5 @@
 """The product inside a gated MLP, ``silu(gate) * up``, in one pass over memory, with PyTorch's bits."""
 
-import struct
 from collections.abc import Callable
 from functools import lru_cache
 from string import Template
@@ -8,16 +7,10 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import NUMBERS, each, has, shared, threads_for
+from tplab.compiled import NUMBERS, has, shared, threads_for
+from tplab.exponential import declared, exponential
 
 _GROUP = 32  # numbers taken at once, as PyTorch takes them: it computes another exp for what is left of a row
-# SLEEF's e^x, which is PyTorch's (xexpf in https://github.com/shibatch/sleef/blob/master/src/libm/sleefsimdsp.c): x is
-# so many times ln 2, which is taken off in two parts, and a rest for which a polynomial stands.
-_NUMBERS_OF_EXP = {"one": 1.0, "per_ln2": 1.442695040888963407359924681, "minus_ln2": -0.693145751953125,
-                   "minus_ln2_rest": -1.428606765330187045e-06, "c6": 0.000198527617612853646278381,
-                   "c5": 0.00139304355252534151077271, "c4": 0.00833336077630519866943359,
-                   "c3": 0.0416664853692054748535156, "c2": 0.166666671633720397949219, "c1": 0.5,
-                   "none_below": -104.0, "endless_above": 100.0, "endless": float("inf")}
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
@@ -39,8 +32,7 @@ def silu_times_by_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 _ROWS = Template("""
-declare <32 x float> @llvm.rint.v32f32(<32 x float>)
-declare <32 x float> @llvm.fma.v32f32(<32 x float>, <32 x float>, <32 x float>)
+$declared
 
 define internal void @work(ptr %gate, i64 %gate_row, ptr %up, i64 %up_row, ptr %y, i64 %first, i64 %end) {
 begin:
@@ -64,32 +56,8 @@ group:
   %ups = load <32 x $T>, ptr %up.from, align 2
   %x = $widen <32 x $T> %gates to $V
   %minus = fneg $V %x
-
-  %parts = fmul $V %minus, $per_ln2
-  %whole = call $V @llvm.rint.v32f32($V %parts)
-  %nearly = call $V @llvm.fma.v32f32($V %whole, $V $minus_ln2, $V %minus)
-  %rest = call $V @llvm.fma.v32f32($V %whole, $V $minus_ln2_rest, $V %nearly)
-  %p5 = call $V @llvm.fma.v32f32($V $c6, $V %rest, $V $c5)
-  %p4 = call $V @llvm.fma.v32f32($V %p5, $V %rest, $V $c4)
-  %p3 = call $V @llvm.fma.v32f32($V %p4, $V %rest, $V $c3)
-  %p2 = call $V @llvm.fma.v32f32($V %p3, $V %rest, $V $c2)
-  %p1 = call $V @llvm.fma.v32f32($V %p2, $V %rest, $V $c1)
-  %square = fmul $V %rest, %rest
-  %p0 = call $V @llvm.fma.v32f32($V %square, $V %p1, $V %rest)
-  %power.of.rest = fadd $V %p0, $one
-  %number = fptosi $V %whole to <32 x i32>
-  %n = freeze <32 x i32> %number
-  %n.0 = ashr <32 x i32> %n, splat (i32 1)
-  %n.1 = sub <32 x i32> %n, %n.0
-  $powers_of_two
-  %once = fmul $V %power.of.rest, %two.0
-  %twice = fmul $V %once, %two.1
-  %none = fcmp olt $V %minus, $none_below
-  %some = select <32 x i1> %none, $V zeroinitializer, $V %twice
-  %endless = fcmp ogt $V %minus, $endless_above
-  %exp = select <32 x i1> %endless, $V $endless, $V %some
-
-  %below = fadd $V %exp, $one
+  $exp
+  %below = fadd $V %exp, splat (float 1.0)
   %silu = fdiv $V %x, %below
   %cast = $round $V %silu to <32 x $T>
   %product = fmul <32 x $T> %cast, %ups
@@ -107,12 +75,6 @@ done:
   ret void
 }
 """)
-# 2 to the power of n, in two halves of n: each must fit a float's exponent.
-_POWER_OF_TWO = """
-  %biased.{half} = add <32 x i32> %n.{half}, splat (i32 127)
-  %exponent.{half} = shl <32 x i32> %biased.{half}, splat (i32 23)
-  %two.{half} = bitcast <32 x i32> %exponent.{half} to <32 x float>
-"""
 
 
 def _multiplied(loop: Callable, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -128,13 +90,7 @@ def _loop(dtype: torch.dtype, size: int) -> Callable | None:
     if dtype not in NUMBERS or not size or size % _GROUP or not has("fma"):
         return None
     loop = shared(_ROWS.substitute(
-        NUMBERS[dtype], V="<32 x float>", size=size, groups=size // _GROUP, powers_of_two=each(_POWER_OF_TWO, half=2),
-        **{name: f"splat (float {_in_hex(number)})" for name, number in _NUMBERS_OF_EXP.items()}))
+        NUMBERS[dtype], V="<32 x float>", size=size, groups=size // _GROUP, declared=declared(_GROUP),
+        exp=exponential("%minus", _GROUP)))
     gate, up = (8 * torch.randn(2, 50, size, generator=torch.Generator().manual_seed(size))).to(dtype)
     return loop if torch.equal(_multiplied(loop, gate, up), silu_times_by_torch(gate, up)) else None
-
-
-def _in_hex(number: float) -> str:
-    """A float32 as LLVM writes it: with the bits that it has as a double."""
-    single, = struct.unpack("f", struct.pack("f", number))
-    return f"0x{struct.unpack('q', struct.pack('d', single))[0] & (1 << 64) - 1:016X}"

@@ -3,8 +3,8 @@
 In float32 and float64 the arithmetic is that of Hugging Face's eager attention, casts included: scores in the working
 dtype, softmax in float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a
 group are laid below each other and meet their KV head in one product. In bfloat16 torch's fused attention is several
-times as quick, and closer to the exact result: it rounds no scores. (In float32 it would gain 1 to 2 % of a step, and
-one rank would no longer give Hugging Face's bits.)
+times as quick, and closer to the exact result: it rounds no scores. (In float32, one rank would no longer give Hugging
+Face's bits.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from tplab.model.trace import point
 from tplab.product import is_widened
 from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
+from tplab.softmax import masked_softmax
 
 RUN = 128  # queries of one sequence that attend at once: 1 MB of float32 scores a head over 2,048 keys
 
@@ -56,6 +57,9 @@ def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
 def mask_scores(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Hide the future. Selecting, not multiplying: ``0 * -inf`` is NaN."""
     return scores.masked_fill(mask, float("-inf"))
+
+
+_SELECTS = mask_scores  # while no other stands in its place, it need not be a step of its own
 
 
 def runs(start: int, count: int) -> Iterator[range]:
@@ -108,9 +112,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     batch, heads, queries, head_dim = q.shape
     groups, keys = batch * k.shape[1], k.shape[2]
     k, v = k.reshape(groups, keys, head_dim), v.reshape(groups, keys, head_dim)
-    scores = torch.bmm(q.reshape(groups, -1, head_dim), k.transpose(1, 2)).mul_(scaling)
-    scores = mask_scores(scores.view(batch, heads, queries, keys), mask)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    scores = torch.bmm(q.reshape(groups, -1, head_dim), k.transpose(1, 2)).view(batch, heads, queries, keys)
+    weights = masked_softmax(scores, mask, scaling) if mask_scores is _SELECTS else None
+    if weights is None:
+        scores = mask_scores(scores.mul_(scaling), mask)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.bmm(weights.view(groups, -1, keys), v).view(batch, heads, queries, head_dim)
 
 
