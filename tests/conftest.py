@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A job in a script's background ignores Ctrl-C; tests that press it begin where a terminal's would.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is imported and collected stays: nobody need look for garbage in it, now or later (`pytest_collection_finish`).
 gc.disable()
