@@ -33,6 +33,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor, scaling: float) -> 
 
 
 def masked_softmax_by_torch(scores: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    """In Hugging Face's steps, which do not change the scores."""
     return torch.softmax((scores * scaling).masked_fill(mask, float("-inf")), dim=-1)
 
 
