@@ -21,11 +21,12 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor, scaling: float) -> 
 
     ``scores`` is ``[batch, heads, queries, keys]`` and contiguous, ``mask`` a boolean ``[batch, 1, queries, keys]``,
     True where a query must not look. None, and the scores as they were, where there is no such loop: for other dtypes,
-    for fewer keys than a vector holds (PyTorch adds those up in another order), and where a gradient is wanted.
+    for fewer keys than a vector holds (PyTorch adds those up in another order), for a scaling that is no number of
+    Python's, and where a gradient is wanted.
     """
     batch, _, queries, keys = scores.shape
     if scores.dtype != torch.float32 or mask.dtype != torch.bool or mask.shape != (batch, 1, queries, keys) \
-            or scores.requires_grad or not scores.is_contiguous():
+            or scores.requires_grad or not scores.is_contiguous() or not isinstance(scaling, int | float):
         return None
     lanes = _LANES.get(torch.backends.cpu.get_cpu_capability())
     loop = _loop(lanes) if lanes and keys >= lanes else None

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,6 +105,16 @@ SCORES, MASK = torch.ones(2, 3, 4, 64), torch.zeros(2, 1, 4, 64, dtype=torch.boo
 def test_what_is_left_to_torch(scores, mask):
     before = scores.detach().clone()
     assert masked_softmax(scores, mask, 0.3) is None and torch.equal(scores, before)
+
+
+@pytest.mark.parametrize("scaling", [torch.tensor(0.3), torch.full((3, 1, 1), 0.3), np.float32(0.3)])
+def test_a_scaling_of_another_kind_is_torchs_too(scaling):
+    """As somebody's patch may set it."""
+    assert masked_softmax(SCORES.clone(), MASK, scaling) is None
+    q, k, v = torch.randn(3, 1, 3, 40, 16).unbind()
+    mask = attention.causal_mask(torch.arange(40)[None], 40)
+    right = attention.attend(q, k, v, mask, float(np.float32(0.3)))
+    assert torch.equal(attention.attend(q, k, v, mask, scaling), right)
 
 
 @needs_vectors
