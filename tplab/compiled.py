@@ -101,6 +101,35 @@ def shared(ir: str) -> Callable:
         stores="\n".join(places + [f"store {kind} {name}, ptr {name}.at" for kind, name in given])))
 
 
+_ROW_BY_ROW = Template("""
+$declared
+define internal void @work($arguments, i64 %first, i64 %end) {
+begin:
+  br label %row
+
+row:
+  %r = phi i64 [%first, %begin], [%r.next, %row.end]
+  $row
+
+row.end:
+  %r.next = add i64 %r, 1
+  %r.more = icmp ult i64 %r.next, %end
+  br i1 %r.more, label %row, label %done
+
+done:
+  ret void
+}
+""")
+
+
+def row_by_row(arguments: str, row: str, declared: str = "") -> str:
+    """The ``@work`` that :func:`shared` wants, where the units are rows: ``row`` is done for each, as number ``%r``.
+
+    Its lines begin in the block ``%row`` and end by a branch to ``%row.end``.
+    """
+    return _ROW_BY_ROW.substitute(arguments=arguments, row=row, declared=declared)
+
+
 def threads_for(x: torch.Tensor) -> int:
     """Torch's, where the work on ``x`` is worth waking them."""
     return torch.get_num_threads() if x.numel() >= _WORTH_SHARING else 1

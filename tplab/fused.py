@@ -12,7 +12,7 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import NUMBERS, each, has, shared, threads_for
+from tplab.compiled import NUMBERS, each, has, row_by_row, shared, threads_for
 
 _GROUP = 32  # numbers that the norm takes at once
 _TURNED = 16  # pairs of numbers that the rotation takes at once
@@ -63,14 +63,6 @@ def rotate_half(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 
 _NORM = Template("""
-declare float @llvm.sqrt.f32(float)
-
-define internal void @work(ptr %x, ptr %weight, ptr %y, float %eps, i64 %first, i64 %end) {
-begin:
-  br label %row
-
-row:
-  %r = phi i64 [%first, %begin], [%r.next, %row.end]
   %x.at = getelementptr [$size x $T], ptr %x, i64 %r
   %y.at = getelementptr [$size x $T], ptr %y, i64 %r
   $squares
@@ -97,15 +89,6 @@ group:
   %g.next = add i64 %g, 1
   %g.more = icmp ult i64 %g.next, $groups
   br i1 %g.more, label %group, label %row.end
-
-row.end:
-  %r.next = add i64 %r, 1
-  %r.more = icmp ult i64 %r.next, %end
-  br i1 %r.more, label %row, label %done
-
-done:
-  ret void
-}
 """)
 
 
@@ -122,8 +105,9 @@ def _norm(dtype: torch.dtype, size: int) -> Callable | None:
         return None
     lines, total = _sum_of_squares(size // _GROUP)
     numbers = NUMBERS[dtype]
-    loop = shared(_NORM.substitute(numbers, size=size, groups=size // _GROUP, sum=total,
-                                     squares=Template(lines).substitute(numbers)))
+    row = _NORM.substitute(numbers, size=size, groups=size // _GROUP, sum=total,
+                           squares=Template(lines).substitute(numbers))
+    loop = shared(row_by_row("ptr %x, ptr %weight, ptr %y, float %eps", row, "declare float @llvm.sqrt.f32(float)"))
     x, weight = torch.randn(51, size, generator=torch.Generator().manual_seed(size)).to(dtype).split([50, 1])
     return loop if torch.equal(_normed(loop, x, weight[0], 1e-6), rms_norm_by_torch(x, weight[0], 1e-6)) else None
 
@@ -166,42 +150,28 @@ def _sum_of_squares(groups: int) -> tuple[str, str]:
     return "\n".join(lines), total
 
 
+_ROTATION_TAKES = ("ptr %x, i64 %x_token, i64 %x_head, ptr %cos, ptr %sin, i64 %cos_token, i64 %sin_token, ptr %y, "
+                   "i64 %heads")
 _ROTATION = Template("""
-define internal void @work(ptr %x, i64 %x_token, i64 %x_head, ptr %cos, ptr %sin, i64 %cos_token, i64 %sin_token,
-                           ptr %y, i64 %heads, i64 %first, i64 %end) {
-begin:
-  br label %token
-
-token:
-  %t = phi i64 [%first, %begin], [%t.next, %token.end]
-  %x.offset = mul i64 %t, %x_token
+  %x.offset = mul i64 %r, %x_token
   %x.begin = getelementptr i8, ptr %x, i64 %x.offset
-  %cos.offset = mul i64 %t, %cos_token
+  %cos.offset = mul i64 %r, %cos_token
   %cos.at = getelementptr i8, ptr %cos, i64 %cos.offset
-  %sin.offset = mul i64 %t, %sin_token
+  %sin.offset = mul i64 %r, %sin_token
   %sin.at = getelementptr i8, ptr %sin, i64 %sin.offset
-  %y.offset = mul i64 %t, %heads
+  %y.offset = mul i64 %r, %heads
   %y.begin = getelementptr [2 x [$half x $T]], ptr %y, i64 %y.offset
   br label %head
 
 head:
-  %h = phi i64 [0, %token], [%h.next, %head]
+  %h = phi i64 [0, %row], [%h.next, %head]
   %head.offset = mul i64 %h, %x_head
   %x.at = getelementptr i8, ptr %x.begin, i64 %head.offset
   %y.at = getelementptr [2 x [$half x $T]], ptr %y.begin, i64 %h
   $both_halves
   %h.next = add i64 %h, 1
   %h.more = icmp ult i64 %h.next, %heads
-  br i1 %h.more, label %head, label %token.end
-
-token.end:
-  %t.next = add i64 %t, 1
-  %t.more = icmp ult i64 %t.next, %end
-  br i1 %t.more, label %token, label %done
-
-done:
-  ret void
-}
+  br i1 %h.more, label %head, label %row.end
 """)
 # For each half of a head, and each vector in it: LLVM rounds what it computes in bfloat.
 _READ = """
@@ -233,4 +203,4 @@ def _rotation(dtype: torch.dtype, size: int) -> Callable | None:
         return None
     holes = {"T": NUMBERS[dtype]["T"], "half": size // 2}
     both_halves = each(Template(_READ + _TURN).substitute(holes), half=2, n=size // 2 // _TURNED)
-    return shared(_ROTATION.substitute(holes, both_halves=both_halves))
+    return shared(row_by_row(_ROTATION_TAKES, _ROTATION.substitute(holes, both_halves=both_halves)))

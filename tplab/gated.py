@@ -7,7 +7,7 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import NUMBERS, has, shared, threads_for
+from tplab.compiled import NUMBERS, has, row_by_row, shared, threads_for
 from tplab.exponential import declared, exponential
 
 _GROUP = 32  # numbers taken at once, as PyTorch takes them: it computes another exp for what is left of a row
@@ -31,15 +31,8 @@ def silu_times_by_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-_ROWS = Template("""
-$declared
-
-define internal void @work(ptr %gate, i64 %gate_row, ptr %up, i64 %up_row, ptr %y, i64 %first, i64 %end) {
-begin:
-  br label %row
-
-row:
-  %r = phi i64 [%first, %begin], [%r.next, %row.end]
+_ARGUMENTS = "ptr %gate, i64 %gate_row, ptr %up, i64 %up_row, ptr %y"
+_ROW = Template("""
   %gate.offset = mul i64 %r, %gate_row
   %gate.at = getelementptr i8, ptr %gate, i64 %gate.offset
   %up.offset = mul i64 %r, %up_row
@@ -65,15 +58,6 @@ group:
   %g.next = add i64 %g, 1
   %g.more = icmp ult i64 %g.next, $groups
   br i1 %g.more, label %group, label %row.end
-
-row.end:
-  %r.next = add i64 %r, 1
-  %r.more = icmp ult i64 %r.next, %end
-  br i1 %r.more, label %row, label %done
-
-done:
-  ret void
-}
 """)
 
 
@@ -89,8 +73,8 @@ def _loop(dtype: torch.dtype, size: int) -> Callable | None:
     """The loop, if it gives PyTorch's bits here."""
     if dtype not in NUMBERS or not size or size % _GROUP or not has("fma"):
         return None
-    loop = shared(_ROWS.substitute(
-        NUMBERS[dtype], V="<32 x float>", size=size, groups=size // _GROUP, declared=declared(_GROUP),
-        exp=exponential("%minus", _GROUP)))
+    row = _ROW.substitute(NUMBERS[dtype], V="<32 x float>", size=size, groups=size // _GROUP,
+                          exp=exponential("%minus", _GROUP))
+    loop = shared(row_by_row(_ARGUMENTS, row, declared(_GROUP)))
     gate, up = (8 * torch.randn(2, 50, size, generator=torch.Generator().manual_seed(size))).to(dtype)
     return loop if torch.equal(_multiplied(loop, gate, up), silu_times_by_torch(gate, up)) else None

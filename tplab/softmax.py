@@ -10,7 +10,7 @@ from string import Template
 
 import torch
 
-from tplab.compiled import has, shared, threads_for
+from tplab.compiled import has, row_by_row, shared, threads_for
 from tplab.exponential import declared, exponential
 
 _LANES = {"AVX512": 16, "AVX2": 8}  # numbers in PyTorch's vectors, by what torch.backends.cpu.get_cpu_capability() says
@@ -38,22 +38,16 @@ def masked_softmax_by_torch(scores: torch.Tensor, mask: torch.Tensor, scaling: f
     return torch.softmax((scores * scaling).masked_fill(mask, float("-inf")), dim=-1)
 
 
-_ROWS = Template("""
-$declared
+_DECLARED = Template("""
 declare $V @llvm.masked.load.v${lanes}f32.p0(ptr, i32, <$lanes x i1>, $V)
 declare <$lanes x i8> @llvm.masked.load.v${lanes}i8.p0(ptr, i32, <$lanes x i1>, <$lanes x i8>)
 declare void @llvm.masked.store.v${lanes}f32.p0($V, ptr, i32, <$lanes x i1>)
-
-define internal void @work(ptr %scores, ptr %mask, float %scaling, i64 %heads, i64 %queries, i64 %keys, i64 %first,
-                           i64 %end) {
-begin:
+""")
+_ARGUMENTS = "ptr %scores, ptr %mask, float %scaling, i64 %heads, i64 %queries, i64 %keys"
+_ROW = Template("""
   %scaling.0 = insertelement $V poison, float %scaling, i32 0
   %scaling.each = shufflevector $V %scaling.0, $V poison, <$lanes x i32> zeroinitializer
   %rows = mul i64 %heads, %queries
-  br label %row
-
-row:
-  %r = phi i64 [%first, %begin], [%r.next, %row.end]
   %sequence = udiv i64 %r, %rows
   %query = urem i64 %r, %queries
   %sequence.first = mul i64 %sequence, %queries
@@ -114,15 +108,6 @@ divide:
   %k.2.next = add i64 %k.2, $lanes
   %k.2.more = icmp ult i64 %k.2.next, %keys
   br i1 %k.2.more, label %divide, label %row.end
-
-row.end:
-  %r.next = add i64 %r, 1
-  %r.more = icmp ult i64 %r.next, %end
-  br i1 %r.more, label %row, label %done
-
-done:
-  ret void
-}
 """)
 # The row's vector that begins at key k, and which of its lanes are keys: the last vector may reach beyond them.
 _WHERE = """
@@ -146,14 +131,15 @@ def _loop(lanes: int) -> Callable | None:
     """The loop, if it gives PyTorch's bits here."""
     if not has("avx2" if lanes == 8 else "avx512bw") or not has("fma"):
         return None
-    vector = f"<{lanes} x float>"
+    kind = {"V": f"<{lanes} x float>", "lanes": lanes}
     where = _WHERE.replace("LANES", str(lanes)).replace("NUMBERS", ", ".join(f"i64 {n}" for n in range(lanes)))
-    loop = shared(_ROWS.substitute(
-        V=vector, lanes=lanes, declared=declared(lanes), exp=exponential("%x", lanes),
+    row = _ROW.substitute(
+        kind, exp=exponential("%x", lanes),
         largest_of_all=_all("%larger", lanes, "{more} = fcmp ogt {V} {a}, {b}\n"
                                               "{name} = select <{lanes} x i1> {more}, {V} {a}, {V} {b}"),
         sum_of_all=_all("%sum.next", lanes, "{name} = fadd {V} {a}, {b}"),
-        **{f"where_{n}": where.format(n=n) for n in range(3)}))
+        **{f"where_{n}": where.format(n=n) for n in range(3)})
+    loop = shared(row_by_row(_ARGUMENTS, row, declared(lanes) + _DECLARED.substitute(kind)))
     for keys in (lanes, 5 * lanes, 6 * lanes + 3):
         scores = 8 * torch.randn(2, 3, keys, keys, generator=torch.Generator().manual_seed(keys))
         mask = torch.ones(2, 1, keys, keys, dtype=torch.bool).triu(1)
