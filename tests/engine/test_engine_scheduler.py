@@ -175,6 +175,39 @@ def test_a_prefix_hit_is_counted_and_not_computed_again():
     assert other.block_table.block_ids[0] == run.sequences[0].block_table.block_ids[0]
 
 
+def test_a_block_that_the_step_computes_already_is_waited_for():
+    """Whoever needs it is admitted a step later and finds it; those behind keep their places."""
+    first, alike, other = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10, 9], [9] * 4
+    run = Steps(first, alike, other, block_size=4, max_num_batched_tokens=16)
+    assert [r.tokens for r in run.steps(2)] == [{0: 9}, {0: 1, 1: 2, 2: 4}]
+    assert [s.metrics.prefix_hit_tokens for s in run.sequences] == [0, 8, 0]
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"block_size": 16}])
+def test_nobody_waits_for_a_block_that_will_not_be_found(options):
+    run = Steps([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10], **{"block_size": 4, **options})
+    assert run.step().tokens == {0: 9, 1: 9}
+
+
+def test_a_prompt_whose_last_token_ends_the_block_does_not_wait_for_it():
+    """The last token must be computed, so the block would not be taken."""
+    run = Steps([1, 2, 3, 4], [1, 2, 3, 4], block_size=4)
+    assert run.step().tokens == {0: 4, 1: 4}
+
+
+def test_a_chunk_that_does_not_reach_the_end_of_the_block_is_not_waited_for():
+    """It fills no block that the other could find."""
+    run = Steps([1, 2, 3], [1, 2, 3, 4, 5], block_size=4, max_num_batched_tokens=8)
+    assert run.step().tokens == {0: 3, 1: 5}
+
+
+def test_a_block_filled_by_drawn_tokens_is_waited_for_as_well():
+    run = Steps([1, 2, 3], block_size=4)
+    run.step()  # draws a 7, and the step that computes it fills the block
+    later = run.add([1, 2, 3, 7, 8])
+    assert [r.tokens for r in run.steps(2)] == [{0: 1}, {0: 1, later.request_id: 1}]
+
+
 def test_found_blocks_that_nobody_uses_cannot_be_handed_out_as_well():
     """Three of four blocks are found and free; who needs two more has to wait, who needs one fits."""
     run = Steps(list(range(1, 8)), num_blocks=5, block_size=2)

@@ -83,7 +83,23 @@ class Load(RuleBasedStateMachine):
         place = len(record.tokens) < self.scheduler.max_num_seqs
         if spare and place and self.scheduler.waiting and not record.preempted:
             first, free = self.scheduler.waiting[0], self.pool.num_blocks - record.used_blocks
-            assert blocks_needed(first.num_tokens, self.pool.block_size) > free, "it could have been admitted"
+            full = blocks_needed(first.num_tokens, self.pool.block_size) > free
+            assert full or self.filled_for_others(first.token_ids, 0, record, None), "it could have been admitted"
+        for place, (number, count) in enumerate(record.tokens.items()):
+            sequence = by_number[number]
+            known = sequence.token_ids[:-1] if sequence in advanced else sequence.token_ids
+            if number in record.admitted:
+                begun = sequence.num_computed_tokens - count
+                assert not self.filled_for_others(known, begun, record, place), "a block is computed twice"
+
+    def filled_for_others(self, token_ids, begun, record, place):
+        """Whether the step filled, for those before ``place`` in it, a block of these tokens that can be found."""
+        size = self.pool.block_size
+        filled = [s.token_ids[:stop] for s in self.expected if s.request_id in list(record.tokens)[:place]
+                  for stop in range(size, s.num_computed_tokens + 1, size)
+                  if stop > s.num_computed_tokens - record.tokens[s.request_id]]
+        return self.pool.enable_prefix_caching and any(
+            begun < len(tokens) < len(token_ids) and token_ids[:len(tokens)] == tokens for tokens in filled)
 
     @precondition(busy)
     @rule(count=st.integers(1, 6))

@@ -62,6 +62,11 @@ class BlockTable:
             found.append(block)
         return found
 
+    def missing_key(self, token_ids: Sequence[int]) -> bytes | None:
+        """The key of the block that stops :meth:`get_computed_blocks`: the first that is not found. None: all are."""
+        found, findable = len(self.get_computed_blocks(token_ids)), (len(token_ids) - 1) // self.pool.block_size
+        return next(iter(self.keys[found:findable]), None)
+
     def add_computed_blocks(self, blocks: Sequence[int]) -> None:
         """Begin with shared blocks that :meth:`get_computed_blocks` found."""
         assert not self.block_ids, "a shared prefix can only stand at the beginning"
@@ -78,6 +83,13 @@ class BlockTable:
         for index in range(self._registered, full):
             self.pool.cache_full_block(self.block_ids[index], self.keys[index])
         self._registered = full
+
+    def keys_to_cache(self, token_ids: Sequence[int], computed: int) -> list[bytes]:
+        """Keys of the blocks that :meth:`cache_blocks` would make findable."""
+        if not self.pool.enable_prefix_caching:
+            return []
+        self.extend_keys(token_ids, computed)
+        return self.keys[self._registered:computed // self.pool.block_size]
 
     def free(self) -> None:
         """Give all blocks back, the last one first."""

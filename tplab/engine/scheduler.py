@@ -76,10 +76,13 @@ class Scheduler:
         """Choose what the next step computes, and allocate blocks for it; nothing where nobody can go on.
 
         Sequences that run come first, in order of admission; waiting ones fill what is left of the budget. Nobody is
-        admitted in a step in which somebody had to be preempted.
+        admitted in a step in which somebody had to be preempted, nor in one that computes the next block of its prompt
+        for somebody else: a step later it is found (as vLLM does for Mamba layers,
+        https://github.com/vllm-project/vllm/pull/29387).
         """
         self.step_number += 1
         budget, scheduled, preempted, admitted = self.max_num_batched_tokens, [], [], []
+        keys: set[bytes] = set()  # of the blocks that this step fills
         turn = 0
         while turn < len(self.running) and budget:
             sequence = self.running[turn]
@@ -92,17 +95,20 @@ class Scheduler:
                 if victim is sequence:
                     break
             else:
-                self._give(sequence, count, scheduled)
+                self._give(sequence, count, scheduled, keys)
                 budget -= count
                 turn += 1
         while self.waiting and budget and not preempted and len(self.running) < self.max_num_seqs:
-            count = self._admit(self.waiting[0], budget)
+            sequence = self.waiting[0]
+            if sequence.block_table.missing_key(sequence.token_ids) in keys:
+                break
+            count = self._admit(sequence, budget)
             if not count:
                 break
-            sequence = self.waiting.popleft()
+            self.waiting.popleft()
             sequence.status = Status.RUNNING
             self.running.append(sequence)
-            self._give(sequence, count, scheduled)
+            self._give(sequence, count, scheduled, keys)
             admitted.append(sequence.request_id)
             budget -= count
         self.history.append(StepRecord(
@@ -129,8 +135,10 @@ class Scheduler:
             sequence.metrics.prefix_hit_tokens = computed
         return count
 
-    def _give(self, sequence: Sequence, count: int, scheduled: list) -> None:
-        sequence.block_table.allocate_slots(sequence.num_computed_tokens + count)
+    def _give(self, sequence: Sequence, count: int, scheduled: list, keys: set[bytes]) -> None:
+        computed = sequence.num_computed_tokens + count
+        sequence.block_table.allocate_slots(computed)
+        keys.update(sequence.block_table.keys_to_cache(sequence.token_ids, computed))
         sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, len(sequence.block_table))
         scheduled.append((sequence, count))
 
