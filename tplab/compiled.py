@@ -130,9 +130,9 @@ def row_by_row(arguments: str, row: str, declared: str = "") -> str:
     return _ROW_BY_ROW.substitute(arguments=arguments, row=row, declared=declared)
 
 
-def threads_for(x: torch.Tensor) -> int:
-    """Torch's, where the work on ``x`` is worth waking them."""
-    return torch.get_num_threads() if x.numel() >= _WORTH_SHARING else 1
+def threads_for(x: torch.Tensor, steps: int = 1) -> int:
+    """Torch's, where so many ``steps`` for each number of ``x`` are worth waking them."""
+    return torch.get_num_threads() if x.numel() * steps >= _WORTH_SHARING else 1
 
 
 @lru_cache

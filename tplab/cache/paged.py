@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
-from tplab.model.attention import AttentionBatch, causal_mask, runs
+from tplab.compiled import NUMBERS
+from tplab.model.attention import AttentionBatch, causal_mask, is_own, runs
+from tplab.paged_attention import LANES, Paged
 
 
 class Segment(NamedTuple):
@@ -86,6 +88,9 @@ class PagedKVCache:
         return PagedContext(self, segments)
 
 
+# Adjacent slots; the vectors of single heads; or slots and lengths of several sequences.
+Where = slice | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 # Sequences whose keys and values of one layer fit into this many bytes decode in one padded batch: copying so few is
 # quicker than one more call. Longer ones are read where they lie.
 TOGETHER_BYTES = 1 << 19
@@ -104,7 +109,7 @@ class PagedContext:
         self.slot_mapping = torch.tensor([slot for slots in self.slots for slot in slots])
         self.reads = list(self._reads())
 
-    def _reads(self) -> Iterator[tuple[slice | torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
+    def _reads(self) -> Iterator[tuple[slice | torch.Tensor, Where, torch.Tensor]]:
         """``(rows, what to read, mask)`` per batch: short decoding sequences together, all others one by one.
 
         A prompt is read in runs, and no run reads keys that all its queries must not see.
@@ -125,15 +130,28 @@ class PagedContext:
             row, segment, keys = together[0]
             yield slice(row, row + 1), self._one(segment, keys), causal_mask(torch.tensor([[segment.start]]), keys)
         elif together:
-            longest = max(keys for _, _, keys in together)
-            # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
-            slots = [self._slots(segment, keys)[torch.arange(longest).clamp_(max=keys - 1)]
-                     for _, segment, keys in together]
-            starts = torch.tensor([[segment.start] for _, segment, _ in together])
-            rows = [row for row, _, _ in together]
-            adjacent = rows[-1] - rows[0] == len(rows) - 1
-            yield (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows), self._of_heads(torch.stack(slots)),
-                   causal_mask(starts, longest))
+            yield self._together(*zip(*together))
+
+    def _together(self, rows: Sequence[int], segments: Sequence[Segment], keys: Sequence[int]
+                  ) -> tuple[slice | torch.Tensor, Where, torch.Tensor]:
+        """One batch of sequences that decode, with so many keys each.
+
+        Their slots are looked up once for all layers. Attention that is the lab's own reads through them; any other is
+        given tensors.
+        """
+        longest = max(keys)
+        paged = longest >= LANES and self.cache.k_cache.dtype in NUMBERS and is_own() \
+            and _OWN == (causal_mask, read_cache)
+        if paged:
+            longest = blocks_needed(longest, LANES) * LANES
+        # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
+        slots = torch.stack([self._slots(segment, visible)[torch.arange(longest).clamp_(max=visible - 1)]
+                             for segment, visible in zip(segments, keys)])
+        paged = paged and 0 <= slots.min() and slots.max() < len(self.cache.k_slots[0])  # else PyTorch's error
+        adjacent = rows[-1] - rows[0] == len(rows) - 1
+        return (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows),
+                (slots, torch.tensor(keys)) if paged else self._of_heads(slots),
+                causal_mask(torch.tensor([[segment.start] for segment in segments]), longest))
 
     def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
         """Where one sequence's keys are: a slice of the slots if it lies in one piece."""
@@ -163,9 +181,15 @@ class PagedContext:
             yield AttentionBatch(rows, read_cache(k_slots, where, mask), read_cache(v_slots, where, mask), mask)
 
 
-def read_cache(cache: torch.Tensor, where: slice | torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``[batch, kv heads here, keys, head_dim]``: a view of adjacent slots, or a gather of single heads' vectors."""
+def read_cache(cache: torch.Tensor, where: Where, mask: torch.Tensor) -> torch.Tensor | Paged:
+    """``[batch, kv heads here, keys, head_dim]``: a view of adjacent slots, a gather of single heads' vectors, or the
+    slots and lengths themselves, to be read one by one."""
     (batch, _, _, keys), (_, heads, head_dim) = mask.shape, cache.shape
     if isinstance(where, slice):
         return cache[where].view(batch, keys, heads, head_dim).transpose(1, 2)
+    if isinstance(where, tuple):
+        return Paged(cache, *where, range(heads))
     return cache.flatten(0, 1).index_select(0, where).view(batch, heads, keys, head_dim)
+
+
+_OWN = causal_mask, read_cache

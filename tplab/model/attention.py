@@ -4,7 +4,7 @@ In float32 and float64 the arithmetic is that of Hugging Face's eager attention,
 dtype, softmax in float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a
 group are laid below each other and meet their KV head in one product. In bfloat16 torch's fused attention is several
 times as quick, and closer to the exact result: it rounds no scores. (In float32, one rank would no longer give Hugging
-Face's bits.)
+Face's bits.) Sequences that decode together are not copied out of a paged cache first: see ``paged_attention.py``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tplab.model.norm import RMSNorm
 from tplab.model.rope import rotate
 from tplab.model.trace import point
+from tplab.paged_attention import Paged, attend_paged
 from tplab.product import is_widened
 from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
@@ -30,13 +31,14 @@ class AttentionBatch(NamedTuple):
 
     Attributes:
         rows: their rows among the flattened tokens (a slice or an index tensor), ``batch * queries`` of them.
-        k, v: everything they may look at, ``[batch, kv heads here, keys, head_dim]``.
+        k, v: everything they may look at, ``[batch, kv heads here, keys, head_dim]``; as ``Paged`` only if
+            :func:`is_own`.
         mask: ``[batch, 1, queries, keys]`` boolean, True where a query must *not* look.
     """
 
     rows: slice | torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor | Paged
+    v: torch.Tensor | Paged
     mask: torch.Tensor
 
 
@@ -94,7 +96,8 @@ class NoCache:
             start += length
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor | Paged, v: torch.Tensor | Paged, mask: torch.Tensor, scaling: float
+           ) -> torch.Tensor:
     """Masked softmax attention of grouped queries.
 
     Args:
@@ -105,6 +108,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     Returns:
         ``[batch, kv_heads * group, queries, head_dim]``.
     """
+    if isinstance(k, Paged):
+        attended = attend_paged(q, k, v, mask, scaling)
+        if attended is not None:
+            return attended
+        k, v = k.gathered(), v.gathered()
     if q.dtype == torch.bfloat16:
         bias = _bias(mask, q.dtype)
         if bias is not None:
@@ -194,3 +202,11 @@ class TensorParallelAttention(nn.Module):
             out = torch.empty_like(q) if out is None else out
             out[rows] = whole
         return out
+
+
+_OWN = attend, mask_scores, causal_mask, TensorParallelAttention.attend_all
+
+
+def is_own() -> bool:
+    """Whether attention is done here: no other function, a fault's or a learner's, stands in a place of these."""
+    return _OWN == (attend, mask_scores, causal_mask, TensorParallelAttention.attend_all)

@@ -1,0 +1,159 @@
+"""Keys and values read where the cache holds them: PyTorch's bits for each sequence alone, or PyTorch itself."""
+
+import pytest
+import torch
+
+from tplab import paged_attention
+from tplab.cache import paged
+from tplab.cache.paged import PagedKVCache, Segment
+from tplab.compiled import has
+from tplab.model import attention
+from tplab.model.attention import attend
+from tplab.paged_attention import LANES, Paged, attend_by_torch, attend_paged
+from tplab.product import torch_threads
+
+SHAPES = [(2, 3, 64), (1, 3, 64), (3, 3, 64), (2, 7, 64), (1, 4, 16), (2, 4, 32), (1, 7, 128), (2, 4, 48)]
+
+
+def case(lengths, kv_heads, group, head_dim, dtype=torch.float32):
+    """Every sequence in slots of its own, in any order; in all other slots stands nothing that could be multiplied."""
+    generator = torch.Generator().manual_seed(sum(lengths) + group)
+    lengths = torch.tensor(lengths)
+    keys = -(-int(lengths.max()) // LANES) * LANES
+    given = torch.randperm(2 * int(lengths.sum()), generator=generator).split([*lengths.tolist(), int(lengths.sum())])
+    slots = torch.stack([mine[torch.arange(keys).clamp(max=len(mine) - 1)] for mine in given[:-1]])
+    caches = torch.randn(2, 2 * int(lengths.sum()), kv_heads, head_dim, generator=generator).to(dtype)
+    caches[:, given[-1]] = float("nan")
+    q = 2 * torch.randn(len(lengths), kv_heads * group, 1, head_dim, generator=generator).to(dtype)
+    k, v = (Paged(cache, slots, lengths, range(kv_heads)) for cache in caches)
+    return q, k, v, (torch.arange(keys) >= lengths[:, None])[:, None, None]
+
+
+def alone(q, k, v, scaling, dtype=None):
+    """Each sequence by itself, with no key but its own."""
+    parts = []
+    for n, length in enumerate(k.lengths.tolist()):
+        one = [x.to(dtype or x.dtype) for x in (q, *(side.gathered()[:, :, :length] for side in (k, v)))]
+        parts.append(attend_by_torch(*(x[n:n + 1] for x in one), torch.zeros(1, 1, 1, length, dtype=torch.bool),
+                                     scaling))
+    return torch.cat(parts)
+
+
+def loops_or_skip(kv_heads, group, head_dim):
+    if paged_attention._loops(torch.float32, head_dim, group) is None:
+        pytest.skip(f"no loops with PyTorch's bits for {group} queries of {head_dim} numbers on this processor")
+
+
+def test_there_are_loops_for_smollm2_where_there_are_wide_vectors():
+    """So that the tests below do not all skip where they matter."""
+    if not has("avx512f") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("a processor with AVX-512 is needed")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert paged_attention._loops(dtype, 64, 3) and paged_attention._loops(dtype, 64, 7)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", [[16], [17, 40, 16], [33, 1, 64, 5], [384, 100], [385, 384, 500], [768, 30, 767]],
+                         ids=str)
+def test_each_sequence_gets_torchs_bits_as_if_it_were_alone(lengths, shape):
+    """A product of three queries, a softmax and a product of so many keys as there are: not of so many as the longest
+    has. (Below 16 keys PyTorch adds weights up in another order.)"""
+    loops_or_skip(*shape)
+    q, k, v, mask = case(lengths, *shape)
+    ours, right = attend_paged(q, k, v, mask, 0.3), alone(q, k, v, 0.3)
+    for n, length in enumerate(lengths):
+        if length >= LANES:
+            assert torch.equal(ours[n], right[n]), length
+    assert (ours - right).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", [[16, 3], [40, 77, 16], [2000, 1, 385]], ids=str)
+def test_in_bfloat16_only_the_outcome_is_rounded(lengths, shape):
+    if paged_attention._loops(torch.bfloat16, shape[2], shape[1]) is None:
+        pytest.skip("no loops in bfloat16 on this processor")
+    q, k, v, mask = case(lengths, *shape, torch.bfloat16)
+    ours, exact = attend_paged(q, k, v, mask, 0.3), alone(q, k, v, 0.3, torch.float64)
+    assert ours.dtype == torch.bfloat16
+    assert ((ours.double() - exact).abs() <= 2.0 ** -8 * exact.abs() + 1e-5).all()
+
+
+def test_some_of_the_heads_and_queries_that_lie_apart():
+    """As on a rank whose groups differ: its queries are slices of rows."""
+    loops_or_skip(3, 3, 64)
+    q, k, v, mask = case([20, 50], 3, 3, 64)
+    right = alone(q, k, v, 0.3)
+    rows = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for first, stop in ((0, 1), (1, 3), (2, 3), (0, 3)):
+        some = rows[:, 3 * first:3 * stop]
+        assert torch.equal(attend_paged(some, k[:, first:stop], v[:, first:stop], mask, 0.3),
+                           right[:, 3 * first:3 * stop])
+    again = k[:, 1:3][:, 1:2]
+    assert again.heads == range(2, 3) and torch.equal(again.gathered(), k[:, 2:3].gathered())
+
+
+def test_threads_share_the_heads():
+    loops_or_skip(2, 3, 64)
+    q, k, v, mask = case([300, 20, 100, 64, 333], 2, 3, 64)
+    right = alone(q, k, v, 0.3)
+    for threads in (1, 2, 3, 7, 30):
+        with torch_threads(threads):
+            assert torch.equal(attend_paged(q, k, v, mask, 0.3), right)
+
+
+def changed(place):
+    q, k, v, mask = case([20, 50], 2, 3, 64)
+    return {"float64": (q.double(), Paged(k.cache.double(), k.slots, k.lengths, k.heads), v, mask, 0.3),
+            "a cache of another dtype": (q.bfloat16(), k, v, mask, 0.3),
+            "a gradient": (q.clone().requires_grad_(), k, v, mask, 0.3),
+            "a mask of another shape": (q, k, v, mask.expand(2, 6, 1, 64), 0.3),
+            "a scaling of another kind": (q, k, v, mask, torch.tensor(0.3)),
+            "too many keys": (*case([769, 3], 2, 3, 64), 0.3),
+            "odd heads": (*case([20, 50], 2, 3, 24), 0.3),
+            "a large group": (*case([20, 50], 1, 25, 16), 0.3)}[place]
+
+
+@pytest.mark.parametrize("place", ["float64", "a cache of another dtype", "a gradient", "a mask of another shape",
+                                   "a scaling of another kind", "too many keys", "odd heads", "a large group"])
+def test_what_is_left_to_torch(place):
+    assert attend_paged(*changed(place)) is None
+
+
+@pytest.mark.parametrize("place", ["too many keys", "odd heads", "a large group"])
+def test_where_there_are_no_loops_keys_and_values_are_copied(place):
+    q, k, v, mask, scaling = changed(place)
+    assert (attend(q, k, v, mask, scaling) - alone(q, k, v, scaling)).abs().max() <= 4e-6
+
+
+def context(dtype=torch.float32, head_dim=64, tokens=(20, 40), block_ids=((5, 1), (2, 7, 3))):
+    segments = [Segment(count - 1, 1, blocks, count - 1) for count, blocks in zip(tokens, block_ids)]
+    return PagedKVCache(1, 8, 16, 2, head_dim, dtype).context(segments)
+
+
+def read(given):
+    new = torch.zeros(2, *given.cache.k_slots[0].shape[1:], dtype=given.cache.k_cache.dtype)
+    (batch,) = given.batches(0, new, new)
+    return type(batch.k), type(batch.v)
+
+
+@pytest.mark.parametrize("dtype, tokens, kind", [
+    (torch.float32, (20, 40), Paged), (torch.bfloat16, (20, 40), Paged), (torch.float32, (2, 16), Paged),
+    (torch.float64, (20, 40), torch.Tensor), (torch.float32, (2, 15), torch.Tensor)])
+def test_who_decodes_together_is_read_where_the_cache_holds_it(dtype, tokens, kind):
+    assert read(context(dtype, tokens=tokens)) == (kind, kind)
+
+
+@pytest.mark.parametrize("where, name", [
+    (attention, "attend"), (attention, "mask_scores"), (attention, "causal_mask"), (paged, "causal_mask"),
+    (paged, "read_cache"), (attention.TensorParallelAttention, "attend_all")])
+def test_whoever_puts_another_function_in_its_place_is_given_tensors(where, name, monkeypatch):
+    """A fault, or a learner's exercise, whose function expects them."""
+    own = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *given: own(*given))
+    assert read(context()) == (torch.Tensor, torch.Tensor)
+
+
+@pytest.mark.parametrize("blocks", [(2, 8, 3), (2, -9, 3)])
+def test_a_block_that_is_not_there_is_an_error_and_no_foreign_memory(blocks):
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        read(context(block_ids=((5, 1), blocks)))

@@ -1,0 +1,217 @@
+"""The loops of :mod:`tplab.paged_attention`, in LLVM's language.
+
+Each is a function of
+
+* ``x``: ``[batch, heads, head_dim]``, the queries in float32, or what is attended to;
+* ``cache``: keys or values, ``[num_slots, heads of the cache, head_dim]``;
+* ``weights``: ``[batch, heads, keys]`` float32, scores or weights;
+* ``slots`` ``[batch, keys]`` and ``lengths`` ``[batch]``;
+* how many heads the cache has, which of them is the first that is meant, how many are, and how many keys there are;
+* how many heads of sequences there are, and how many threads share them.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from string import Template
+
+import torch
+
+from tplab.compiled import NUMBERS, each, has, row_by_row, shared
+
+PORTION = 384  # keys that MKL adds up in one go, if it has no more than twice as many
+_MOST_SUMS = 24  # vectors that stay in registers
+
+
+@lru_cache
+def paged_loops(dtype: torch.dtype, head_dim: int, group: int) -> tuple[Callable, Callable] | None:
+    """Scores of keys, and weighted sums of values; None where there are no such loops.
+
+    ``group`` queries share a KV head.
+    """
+    blocks = [block for block in (64, 32, 16) if head_dim % block == 0 and group * block <= 16 * _MOST_SUMS]
+    if dtype not in NUMBERS or not blocks or not has("avx512f"):
+        return None
+    kind = NUMBERS[dtype]
+    texts = {"size": head_dim, "group": group, "T": kind["T"], "block": blocks[0], "portion": PORTION,
+             "portion_less_one": PORTION - 1,
+             "next_queries": "\n".join(_NEXT_QUERY.format(query=query, next=query + 1) for query in range(group - 1))}
+
+    def lines(text: str, **counts: int) -> str:
+        return Template(each(text, **counts)).substitute(kind, V="<16 x float>", size=head_dim)
+
+    counts = {"query": group, "vector": blocks[0] // 16}
+    scores = _SCORES.substitute(
+        texts, X="float", addresses=lines(_ADDRESS, key=16), sums=lines(_SCORE_SO_FAR, query=group),
+        numbers=lines(_READ_KEY, key=16) + _laid_across() + lines(_READ_QUERY, query=group, n=16)
+        + _added_in_order(group), stores=lines(_STORE_SCORE, query=group))
+    values = _VALUES.substitute(
+        texts, X=kind["T"], totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
+        keep=lines(_KEEP, **counts), stores=lines(_STORE_VALUE, **counts))
+    return tuple(shared(row_by_row(_ARGUMENTS, row, _FMA)) for row in (scores, values))
+
+
+def _laid_across() -> str:
+    """Lines after which ``%across.1.N`` holds number N of each of sixteen keys: first halves change places, then
+    quarters, and so on."""
+    lines = []
+    for apart in (8, 4, 2, 1):
+        for upper in (n for n in range(16) if not n & apart):
+            pair = f"<16 x float> %across.{2 * apart}.{upper}, <16 x float> %across.{2 * apart}.{upper + apart}"
+            for number, away in ((upper, 0), (upper + apart, apart)):
+                places = (lane ^ away if not lane & apart else 16 + (lane ^ apart ^ away) for lane in range(16))
+                lines.append(f"%across.{apart}.{number} = shufflevector {pair}, "
+                             f"<16 x i32> <{', '.join(f'i32 {place}' for place in places)}>")
+    return "\n".join(lines) + "\n"
+
+
+def _added_in_order(group: int) -> str:
+    lines = []
+    for n in range(16):
+        for query in range(group):
+            before = f"%score.{query}.{n - 1}" if n else f"%score.{query}"
+            lines.append(f"%score.{query}.{n} = call <16 x float> @llvm.fma.v16f32("
+                         f"<16 x float> %q.{query}.{n}.all, <16 x float> %across.1.{n}, <16 x float> {before})")
+    return "\n".join(lines)
+
+
+# A row is one KV head of one sequence, with all the queries of its group.
+_ARGUMENTS = ("ptr %x, ptr %cache, ptr %weights, ptr %slots, ptr %lengths, i64 %heads, i64 %head.first, "
+              "i64 %heads.meant, i64 %keys")
+_WHOSE = """
+  %sequence = udiv i64 %r, %heads.meant
+  %head.number = urem i64 %r, %heads.meant
+  %head = add i64 %head.first, %head.number
+  %length.at = getelementptr i64, ptr %lengths, i64 %sequence
+  %length = load i64, ptr %length.at
+  %slots.offset = mul i64 %sequence, %keys
+  %slots.row = getelementptr i64, ptr %slots, i64 %slots.offset
+  %queries.first = mul i64 %r, $group
+  %x.row = getelementptr [$size x $X], ptr %x, i64 %queries.first
+  %weights.offset = mul i64 %queries.first, %keys
+  %weights.row.0 = getelementptr float, ptr %weights, i64 %weights.offset
+"""
+_NEXT_QUERY = "  %weights.row.{next} = getelementptr float, ptr %weights.row.{query}, i64 %keys\n"
+# Sixteen keys at a time: of each sixteen numbers, which are then laid across, so that a vector holds one number of each
+# key, and every score is added up in the order of the numbers, as MKL does.
+_SCORES = Template(_WHOSE + """
+  $next_queries
+  br label %sixteen
+
+sixteen:
+  %k = phi i64 [0, %row], [%k.next, %sixteen.end]
+  %slot.at = getelementptr i64, ptr %slots.row, i64 %k
+  $addresses
+  br label %numbers
+
+numbers:
+  %d = phi i64 [0, %sixteen], [%d.next, %numbers]
+  $sums
+  $numbers
+  %d.next = add i64 %d, 16
+  %d.more = icmp ult i64 %d.next, $size
+  br i1 %d.more, label %numbers, label %sixteen.end
+
+sixteen.end:
+  $stores
+  %k.next = add i64 %k, 16
+  %k.more = icmp ult i64 %k.next, %length
+  br i1 %k.more, label %sixteen, label %row.end
+""")
+_ADDRESS = """
+  %slot.at.{key} = getelementptr i64, ptr %slot.at, i64 {key}
+  %slot.{key} = load i64, ptr %slot.at.{key}
+  %place.{key} = mul i64 %slot.{key}, %heads
+  %number.{key} = add i64 %place.{key}, %head
+  %key.{key} = getelementptr [$size x $T], ptr %cache, i64 %number.{key}
+"""
+_READ_KEY = """
+  %from.{key} = getelementptr $T, ptr %key.{key}, i64 %d
+  %stored.{key} = load <16 x $T>, ptr %from.{key}, align 2
+  %across.16.{key} = $widen <16 x $T> %stored.{key} to $V
+"""
+_READ_QUERY = """
+  %q.at.{query} = getelementptr [$size x float], ptr %x.row, i64 {query}, i64 %d
+  %q.at.{query}.{n} = getelementptr float, ptr %q.at.{query}, i64 {n}
+  %q.{query}.{n} = load float, ptr %q.at.{query}.{n}
+  %q.{query}.{n}.0 = insertelement $V poison, float %q.{query}.{n}, i32 0
+  %q.{query}.{n}.all = shufflevector $V %q.{query}.{n}.0, $V poison, <16 x i32> zeroinitializer
+"""
+# One number of one value at a time, for all queries of the group.
+_VALUES = Template(_WHOSE + """
+  $next_queries
+  %more.than.fit = add i64 %length, $portion_less_one
+  %portions = udiv i64 %more.than.fit, $portion
+  %length.more = add i64 %length, %portions
+  %length.most = sub i64 %length.more, 1
+  %portion = udiv i64 %length.most, %portions
+  br label %block
+
+block:
+  %d = phi i64 [0, %row], [%d.next, %block.end]
+  br label %portion.begin
+
+portion.begin:
+  %portion.first = phi i64 [0, %block], [%last, %portion.end]
+  $totals
+  %last.whole = add i64 %portion.first, %portion
+  %is.short = icmp ult i64 %length, %last.whole
+  %last = select i1 %is.short, i64 %length, i64 %last.whole
+  br label %key
+
+key:
+  %k = phi i64 [%portion.first, %portion.begin], [%k.next, %key]
+  $sums
+  %slot.at = getelementptr i64, ptr %slots.row, i64 %k
+  %slot = load i64, ptr %slot.at
+  %place = mul i64 %slot, %heads
+  %number = add i64 %place, %head
+  %value = getelementptr [$size x $T], ptr %cache, i64 %number, i64 %d
+  $add
+  %k.next = add i64 %k, 1
+  %k.more = icmp ult i64 %k.next, %last
+  br i1 %k.more, label %key, label %portion.end
+
+portion.end:
+  $keep
+  %portion.more = icmp ult i64 %last, %length
+  br i1 %portion.more, label %portion.begin, label %block.end
+
+block.end:
+  $stores
+  %d.next = add i64 %d, $block
+  %d.more = icmp ult i64 %d.next, $size
+  br i1 %d.more, label %block, label %row.end
+""")
+_SUM = """
+  %sum.{query}.{vector} = phi $V [zeroinitializer, %portion.begin], [%sum.{query}.{vector}.next, %key]
+"""
+_ADD = """
+  %value.{vector}.at = getelementptr <16 x $T>, ptr %value, i64 {vector}
+  %stored.{vector} = load <16 x $T>, ptr %value.{vector}.at, align 2
+  %value.{vector} = $widen <16 x $T> %stored.{vector} to $V
+  %weight.at.{query} = getelementptr float, ptr %weights.row.{query}, i64 %k
+  %weight.{query} = load float, ptr %weight.at.{query}
+  %weight.{query}.0 = insertelement $V poison, float %weight.{query}, i32 0
+  %w.{query} = shufflevector $V %weight.{query}.0, $V poison, <16 x i32> zeroinitializer
+  %sum.{query}.{vector}.next = call $V @llvm.fma.v16f32($V %w.{query}, $V %value.{vector}, $V %sum.{query}.{vector})
+"""
+_TOTAL = """
+  %total.{query}.{vector} = phi $V [zeroinitializer, %block], [%total.{query}.{vector}.next, %portion.end]
+"""
+_KEEP = """
+  %total.{query}.{vector}.next = fadd $V %total.{query}.{vector}, %sum.{query}.{vector}.next
+"""
+_STORE_VALUE = """
+  %x.at.{query} = getelementptr [$size x $T], ptr %x.row, i64 {query}, i64 %d
+  %x.at.{query}.{vector} = getelementptr <16 x $T>, ptr %x.at.{query}, i64 {vector}
+  %rounded.{query}.{vector} = $round $V %total.{query}.{vector}.next to <16 x $T>
+  store <16 x $T> %rounded.{query}.{vector}, ptr %x.at.{query}.{vector}, align 2
+"""
+_SCORE_SO_FAR = """
+  %score.{query} = phi $V [zeroinitializer, %sixteen], [%score.{query}.15, %numbers]
+"""
+_STORE_SCORE = """
+  %score.at.{query} = getelementptr float, ptr %weights.row.{query}, i64 %k
+  store $V %score.{query}.15, ptr %score.at.{query}, align 4
+"""
+_FMA = "declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)"
