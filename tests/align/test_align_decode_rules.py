@@ -90,14 +90,15 @@ def test_the_engine_is_made_as_it_was_asked_for(monkeypatch, folder, given, conf
     assert made[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
-def test_prompts_are_finished_one_by_one_or_together(folder, one_by_one):
-    report = align_decode(folder, [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9]], new_tokens=1, logical=True,
+@pytest.mark.parametrize("one_by_one, alike", [(True, True), (False, True), (True, False), (False, False)])
+def test_prompts_are_finished_one_by_one_or_together(folder, one_by_one, alike):
+    """Who begins alike is not computed together in any case, but a step later."""
+    report = align_decode(folder, [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4 if alike else 5, 9, 9]], new_tokens=1, logical=True,
                           one_by_one=one_by_one)
     facts = report.decode
     together = [[number for number, *_ in step.requests] for step in facts.steps]
-    assert together == ([[0], [1]] if one_by_one else [[0, 1]]) and report.ok
-    assert report.computed == [[0, 1, 2, 3, 4], [4] if one_by_one else [0, 1, 2, 3, 4]]
+    assert together == ([[0], [1]] if one_by_one or alike else [[0, 1]]) and report.ok
+    assert report.computed == [[0, 1, 2, 3, 4], [4] if alike else [0, 1, 2, 3, 4]]
     assert (facts.block_size, facts.blocks_left, facts.preemptions, facts.prefix_caching) == (4, 0, 0, True)
 
 
