@@ -306,7 +306,8 @@ def test_bench_hands_over_what_was_asked_for(capsys, monkeypatch, tmp_path):
     line = f"bench prefill --model m --tp 3 --rounds 7 --dtype bfloat16 --json {tmp_path}/t.json"
     assert run(line, capsys)[0] == 0
     written = json.loads((tmp_path / "t.json").read_text())
-    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16", "vllm": None, "busy": False}
+    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16", "busy": False,
+                       **dict.fromkeys(("vllm", "llama_cpp"))}
 
 
 def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
@@ -328,8 +329,8 @@ DEFAULTS = {
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "save": None, **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,
                               "seed": None, **NUMBERS},
-    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "busy": False, "picture": None,
-              **NUMBERS},
+    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "llama_cpp": None, "busy": False,
+              "picture": None, **NUMBERS},
 }
 
 

@@ -71,15 +71,16 @@ def race(monkeypatch):
     """A race of stand-ins; returns the values, the limits, who is absent, and what happened in which order."""
     log = []
     monkeypatch.setattr(Contestant, "log", log)
-    for name in ("Tplab", "HuggingFace", "HuggingFaceTP", "VLLM"):
+    for name in ("Tplab", "HuggingFace", "HuggingFaceTP", "VLLM", "LlamaCpp"):
         monkeypatch.setattr(run, name, type(name, (Contestant,), {}))
     monkeypatch.setattr(run, "Limit", Reading)
     monkeypatch.setattr(run.time, "sleep", log.append)
 
-    def run_it(kind, tp=2, broken=(), vllm=None, late=MappingProxyType({}), busy=False):
+    def run_it(kind, tp=2, broken=(), vllm=None, llama_cpp=None, late=MappingProxyType({}), busy=False):
+        log.clear()
         monkeypatch.setattr(Contestant, "broken", broken)
         monkeypatch.setattr(Contestant, "late", late)
-        return run._race(kind, CKPT, tp, 5, "float64", vllm, busy), log
+        return run._race(kind, CKPT, tp, 5, "float64", vllm, llama_cpp, busy), log
 
     return run_it
 
@@ -155,9 +156,9 @@ def test_a_peer_that_cannot_run_is_absent_with_its_reason_and_ends(race, monkeyp
     seen, log = race("prefill", broken=("HuggingFaceTP",))
     assert list(seen.values) == ["Tplab", "Tplab2", "HuggingFace"]
     assert seen.absent == {"HF tensor parallel": "HuggingFaceTP cannot"}
+    assert log.count(("close", "HuggingFaceTP")) == 1 and log.index(("close", "HuggingFaceTP")) < log.index(run.PAUSE)
     monkeypatch.setattr(run, "HuggingFaceTP", lambda *given: (_ for _ in ()).throw(PeerError("not installed")))
     assert race("prefill")[0].absent == {"HF tensor parallel": "not installed"}
-    assert log.count(("close", "HuggingFaceTP")) == 1 and log.index(("close", "HuggingFaceTP")) < log.index(run.PAUSE)
     with pytest.raises(RankError, match="Tplab cannot"):
         race("prefill", broken=("Tplab",))
     assert log[-1] == ("close", "Tplab")
@@ -193,7 +194,6 @@ def test_a_busy_process_is_there_while_they_race_and_not_while_they_get_ready(ra
     warm_up = log[:log.index("busy")]
     assert warm_up.count("HuggingFace") == 1 and log.count("HuggingFace") == 6 and run.PAUSE not in warm_up
     assert ("close", "Tplab") in log[log.index("rest"):], "until the last round is over"
-    log.clear()
     race("prefill")
     assert "busy" not in log
 
@@ -222,9 +222,10 @@ def test_vllm_comes_as_threads_and_where_heads_allow_as_ranks(race):
         ("make", "Tplab", 3, "float64", True), ("make", "Tplab3", 1, "float64", True, 3),
         ("make", "HuggingFace", 3, "float64"),
         ("make", "VLLM", 1, "float64", True, "python", 3), ("make", "VLLM", 3, "float64", True, "python")]
-    log.clear()
     _, log = race("batch", tp=2, vllm="python")
     assert [step[2] for step in made(log) if step[1] == "VLLM"] == [1], "9 heads on 2 ranks: it refuses"
+    last = made(race("batch", tp=2, llama_cpp="python")[1])[-1]
+    assert last == ("make", "LlamaCpp", 2, "float64", run.batch_work(CKPT.config.vocab_size, 100_000), "python")
 
 
 def test_each_round_of_a_prefix_race_is_new_to_every_cache_and_memory_is_the_most_that_was_seen(race, monkeypatch):

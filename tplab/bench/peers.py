@@ -1,14 +1,16 @@
 """The contestants. Each keeps its processes through all rounds: ``time(work)`` carries a piece of work out once."""
 
 import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from tplab.bench import vllm_side
-from tplab.bench.processes import Child
+from tplab.bench import gguf_file, llama_side, vllm_side
+from tplab.bench.processes import Child, PeerError
 from tplab.checkpoint import Checkpoint
 from tplab.llm.llm import LLM
 from tplab.llm.sampling_params import SamplingParams
@@ -116,23 +118,15 @@ class HuggingFaceTP(_HuggingFacePeer):
         super().__init__(f"HF tensor parallel, {tp} ranks", tp, load_hf_tp, ckpt, dtype)
 
 
-class VLLM:
-    """vLLM, in an environment of its own whose Python is ``python``: ``tp`` ranks of one thread, or one of as many.
+class _Elsewhere:
+    """A contestant in an environment of its own, which answers lines with lines; ``child`` is ready when it speaks."""
 
-    It gets the machine's cores as :class:`Tplab` does, one for each rank or thread.
-    """
-
-    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, python: str, threads: int = 1):
-        self.name = f"vLLM, {_ranks(tp, threads)}"
-        cores = [str(core) for core in range(tp * threads)]
-        bind = "|".join(",".join(cores[rank * threads:(rank + 1) * threads]) for rank in range(tp))
-        length = min(ckpt.config.max_position_embeddings, 4096)
-        self.child = Child(python, vllm_side.__file__, str(ckpt.folder), str(tp), dtype, str(length), str(int(prefix)),
-                           env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bind, "PYTHONPATH": ""})
+    def __init__(self, name: str, child: Child):
+        self.name, self.child = name, child
         try:
-            self.version = self.child.hear(timeout=600)["ready"]
+            self.version = child.hear(timeout=600)["ready"]
         except BaseException:
-            self.child.close()
+            child.close()
             raise
 
     @property
@@ -141,13 +135,55 @@ class VLLM:
         return [self.child.pid]
 
     def time(self, work: Work) -> Timing:
-        """Carry ``work`` out once; before it, where one prompt stands alone, its first token alone, for ``first``."""
-        question = {"prompts": work.prompts, "new_tokens": work.new_tokens, "first": len(work.prompts) == 1}
-        return Timing(**self.child.ask(question, timeout=600))
+        """Carry ``work`` out once."""
+        return Timing(**self.child.ask(self.question(work), timeout=600))
+
+    def question(self, work: Work) -> dict:
+        """What it is asked."""
+        return {"prompts": work.prompts, "new_tokens": work.new_tokens}
 
     def close(self) -> None:
         """End its processes."""
         self.child.close()
+
+
+class VLLM(_Elsewhere):
+    """vLLM, in an environment whose Python is ``python``: ``tp`` ranks of one thread, or one of as many.
+
+    It gets the machine's cores as :class:`Tplab` does, one for each rank or thread.
+    """
+
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, python: str, threads: int = 1):
+        cores = [str(core) for core in range(tp * threads)]
+        bind = "|".join(",".join(cores[rank * threads:(rank + 1) * threads]) for rank in range(tp))
+        length = min(ckpt.config.max_position_embeddings, 4096)
+        super().__init__(f"vLLM, {_ranks(tp, threads)}", Child(
+            python, vllm_side.__file__, str(ckpt.folder), str(tp), dtype, str(length), str(int(prefix)),
+            env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bind, "PYTHONPATH": ""}))
+
+    def question(self, work: Work) -> dict:
+        """Before it, where one prompt stands alone, its first token alone, for ``first``."""
+        return super().question(work) | {"first": len(work.prompts) == 1}
+
+
+class LlamaCpp(_Elsewhere):
+    """llama.cpp on so many threads, in an environment whose Python is ``python``, with the checkpoint as GGUF.
+
+    It has room for ``work``.
+    """
+
+    def __init__(self, ckpt: Checkpoint, threads: int, dtype: str, work: Work, *, python: str):
+        tokens = sum(map(len, work.prompts)) + work.useful_tokens
+        with tempfile.TemporaryDirectory() as place:
+            file = os.path.join(place, "model.gguf")
+            written = subprocess.run([python, gguf_file.__file__, str(ckpt.folder), file, dtype], text=True,
+                                     capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+            if written.returncode:
+                said = written.stderr.splitlines() or ["nothing is said"]
+                raise PeerError(f"no GGUF of the checkpoint: {said[-1]}")
+            super().__init__(f"llama.cpp, {threads} thread{'s' * (threads > 1)}", Child(
+                python, llama_side.__file__, file, dtype, str(tokens), str(len(work.prompts)), str(threads),
+                env={"PYTHONPATH": ""}))
 
 
 def _living(pool: RankPool) -> list[int]:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tplab.bench.curves import bench_curves
 from tplab.bench.loading import bench_load
 from tplab.bench.memory import bandwidth
-from tplab.bench.peers import VLLM, HuggingFace, HuggingFaceTP, Tplab, Work
+from tplab.bench.peers import VLLM, HuggingFace, HuggingFaceTP, LlamaCpp, Tplab, Work
 from tplab.bench.processes import PeerError, alone, private_bytes, send, signals_end_properly
 from tplab.bench.shapes import RANDOM_MODELS, random_checkpoint
 from tplab.bench.steps import busy_process
@@ -73,7 +73,7 @@ def _ids(count: int, vocab: int, seed: int = 0) -> list[int]:
 
 
 def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "float32",
-          vllm: str | None = None, busy: bool = False, show=print) -> dict:
+          vllm: str | None = None, llama_cpp: str | None = None, busy: bool = False, show=print) -> dict:
     """Run one benchmark and show its table line by line; returns it as plain values, ready for JSON.
 
     Args:
@@ -84,24 +84,30 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
         model: as for :class:`tplab.LLM`, or ``"random-qwen2.5-0.5b"``: that shape with random weights.
         tp: ranks of one thread each; the peers, and tplab on one rank, get as many threads or ranks.
         rounds: how often every contestant runs, at least 5.
-        vllm: the Python of an environment in which vLLM is installed, to race against it too.
+        vllm, llama_cpp: the Python of an environment in which vLLM, or llama-cpp-python and gguf, are installed, to
+            race against them too (llama.cpp not for ``"prefix"``: what sequences share is its caller's business).
         busy: one more process wants a core all the time, as soon as everybody is ready.
     """
     if kind not in KINDS:
         raise BenchError(f"there is no benchmark {kind!r}; there are {', '.join(KINDS)}")
     if not isinstance(rounds, int) or rounds < 5:
         raise BenchError(f"a median needs at least 5 rounds, not {rounds!r}")
-    if kind not in WORKS and (vllm or busy):
-        raise BenchError(f"{kind} has no peers and is not disturbed; --vllm and --busy are for {', '.join(WORKS)}")
-    if vllm is not None and not os.access(vllm, os.X_OK):
-        raise BenchError(f"--vllm takes the Python of vLLM's environment; {vllm!r} cannot be run")
+    if kind not in WORKS and (vllm or llama_cpp or busy):
+        raise BenchError(f"{kind} has no peers and is not disturbed; --vllm, --llama-cpp and --busy are for "
+                         f"{', '.join(WORKS)}")
+    if kind == "prefix" and llama_cpp:
+        raise BenchError("llama.cpp leaves it to its caller to share a prefix; --llama-cpp is for "
+                         f"{', '.join(other for other in WORKS if other != kind)}")
+    for option, whose, python in (("--vllm", "vLLM's", vllm), ("--llama-cpp", "llama.cpp's", llama_cpp)):
+        if python is not None and not os.access(python, os.X_OK):
+            raise BenchError(f"{option} takes the Python of {whose} environment; {python!r} cannot be run")
     with random_checkpoint(model) if model in RANDOM_MODELS else nullcontext(model) as folder:
         ckpt = open_checkpoint(folder)
         if kind == "load":
             return bench_load(ckpt, model, tp, dtype, show)
         if kind == "curves":
             return bench_curves(ckpt, model, tp, dtype, show)
-        race = _race(kind, ckpt, tp, rounds, dtype, vllm, busy)
+        race = _race(kind, ckpt, tp, rounds, dtype, vllm, llama_cpp, busy)
     return _table(kind, model, tp, dtype, race, busy, show)
 
 
@@ -125,7 +131,7 @@ class Race(NamedTuple):
     absent: dict[str, str]
 
 
-def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | None
+def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | None, llama_cpp: str | None, work: Work
                  ) -> Iterator[tuple[str, Callable]]:
     """``(name if it cannot come, how it is made)``."""
     prefix = kind == "prefix"
@@ -139,15 +145,18 @@ def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | N
         yield "vLLM", lambda: VLLM(ckpt, 1, dtype, prefix, python=vllm, threads=tp)
         if tp > 1 and ckpt.config.num_heads % tp == 0:  # else it refuses, after a minute
             yield f"vLLM, {tp} ranks", lambda: VLLM(ckpt, tp, dtype, prefix, python=vllm)
+    if llama_cpp is not None:
+        yield "llama.cpp", lambda: LlamaCpp(ckpt, tp, dtype, work, python=llama_cpp)
 
 
-def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None, busy: bool) -> Race:
+def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None, llama_cpp: str | None,
+          busy: bool) -> Race:
     vocab = ckpt.config.vocab_size
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
     with signals_end_properly(), ExitStack() as stack, tqdm(bar_format="{desc}", disable=None, leave=False) as bar:
         peers, ends = [], {}  # who is out is ended at once: what is left of it must not disturb the others
-        for name, make in _contestants(kind, ckpt, tp, dtype, vllm):
+        for name, make in _contestants(kind, ckpt, tp, dtype, vllm, llama_cpp, work):
             bar.set_description_str(f"{name} gets ready")
             others = [pid for peer in peers for pid in peer.pids]
             send(others, signal.SIGSTOP)

@@ -20,6 +20,8 @@ def add_options(parser: argparse.ArgumentParser, models: str) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="5 or more (5)")
     parser.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
     parser.add_argument("--vllm", metavar="PYTHON", help="race against vLLM too: the Python of its own environment")
+    parser.add_argument("--llama-cpp", metavar="PYTHON",
+                        help="race against llama.cpp too: the Python of an environment with llama-cpp-python and gguf")
     parser.add_argument("--busy", action="store_true", help="one more process wants a core all the time")
     parser.add_argument("--picture", metavar="FILE.png", help="of curves: draw them")
     parser.add_argument("--json", metavar="FILE", help="write the table")
@@ -35,7 +37,7 @@ def main(chosen: argparse.Namespace) -> int:
     from tplab.bench import bench
 
     found = bench(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype, vllm=chosen.vllm,
-                  busy=chosen.busy)
+                  llama_cpp=chosen.llama_cpp, busy=chosen.busy)
     if chosen.json is not None:
         write_file(chosen.json, lambda new: new.write_text(json.dumps(found, indent=1)))
     if chosen.picture is not None:
