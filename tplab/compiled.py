@@ -103,7 +103,7 @@ def shared(ir: str) -> Callable:
 
 _ROW_BY_ROW = Template("""
 $declared
-define internal void @work($arguments, i64 %first, i64 %end) {
+define internal void @$name($arguments, i64 %first, i64 %end) {
 begin:
   br label %row
 
@@ -122,12 +122,12 @@ done:
 """)
 
 
-def row_by_row(arguments: str, row: str, declared: str = "") -> str:
+def row_by_row(arguments: str, row: str, declared: str = "", name: str = "work") -> str:
     """The ``@work`` that :func:`shared` wants, where the units are rows: ``row`` is done for each, as number ``%r``.
 
-    Its lines begin in the block ``%row`` and end by a branch to ``%row.end``.
+    Its lines begin in the block ``%row`` and end by a branch to ``%row.end``. By another ``name``, it is called by it.
     """
-    return _ROW_BY_ROW.substitute(arguments=arguments, row=row, declared=declared)
+    return _ROW_BY_ROW.substitute(arguments=arguments, row=row, declared=declared, name=name)
 
 
 def threads_for(x: torch.Tensor, steps: int = 1) -> int:

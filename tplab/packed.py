@@ -22,7 +22,7 @@ class PackedWeight(torch.Tensor):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
-        if len(x) <= self.streamed_rows:
+        if x.shape[0] <= self.streamed_rows:
             return self.stream.product(x, bias)
         return self.order.product(x, bias)
 

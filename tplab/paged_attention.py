@@ -5,20 +5,18 @@ multiply them. Here each reads its own slots, and no more of them than it has.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from tplab.compiled import threads_for
-from tplab.paged_loops import PORTION, paged_loops
-from tplab.softmax import masked_softmax, masked_softmax_by_torch
+from tplab.paged_loops import PORTION, paged_loop
+from tplab.softmax import masked_softmax_by_torch
 
 LANES = 16  # a batch's keys are a multiple of so many
 _LONGEST = 2 * PORTION  # keys of one sequence in float32: MKL adds up more of them in other portions
 
 
-@dataclass(frozen=True)
 class Paged:
     """Keys or values of several sequences, ``[batch, heads, keys, head_dim]``, which stand in slots of a cache.
 
@@ -29,16 +27,16 @@ class Paged:
         heads: which of the cache's heads they are.
     """
 
-    cache: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    heads: range
+    __slots__ = "cache", "heads", "lengths", "slots"
+
+    def __init__(self, cache: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, heads: range):
+        self.cache, self.slots, self.lengths, self.heads = cache, slots, lengths, heads
 
     def __getitem__(self, where: tuple[slice, slice]) -> "Paged":
         """``[:, heads]``: some of the heads."""
         sequences, heads = where
         assert sequences == slice(None), "all sequences or none"
-        return replace(self, heads=self.heads[heads])
+        return Paged(self.cache, self.slots, self.lengths, self.heads[heads])
 
     def gathered(self) -> torch.Tensor:
         """``[batch, heads, keys, head_dim]``: a copy."""
@@ -47,16 +45,19 @@ class Paged:
 
 
 def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scaling: float) -> torch.Tensor | None:
-    """Masked softmax attention: ``q [batch, heads, 1, head_dim]`` → the same; ``mask [batch, 1, 1, keys]``.
+    """Masked softmax attention: ``q [batch, heads, 1, head_dim]`` → the same; ``mask [batch, 1, 1, keys]``; ``k`` and
+    ``v`` stand in the same slots.
 
     In float32 with the bits of :func:`attend_by_torch` for each sequence alone; in bfloat16 nothing is rounded but what
     comes out. None where there are no such loops, and where a gradient is wanted.
     """
     if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad \
-            or q.dtype == torch.float32 and k.slots.shape[1] > _LONGEST:
+            or q.dtype == torch.float32 and k.slots.shape[1] > _LONGEST \
+            or mask.dtype != torch.bool or mask.shape != (len(q), 1, 1, k.slots.shape[1]) \
+            or not isinstance(scaling, int | float):
         return None
-    loops = _loops(q.dtype, q.shape[3], q.shape[1] // len(k.heads))
-    return None if loops is None else _attended(loops, q, k, v, mask, scaling)
+    loop = _loop(q.dtype, q.shape[3], q.shape[1] // len(k.heads))
+    return None if loop is None else _attended(loop, q, k, v, mask, scaling)
 
 
 def attend_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float
@@ -69,26 +70,22 @@ def attend_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
     return torch.bmm(weights.view(batch * kv_heads, -1, keys), v).view(q.shape)
 
 
-def _attended(loops: tuple[Callable, Callable], q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor,
-              scaling: float) -> torch.Tensor | None:
-    (batch, heads, _, head_dim), keys = q.shape, k.slots.shape[1]
-    queries, out = q.float().contiguous(), torch.empty(q.shape, dtype=q.dtype)
-    weights = torch.empty(batch, heads, 1, keys)
-    given = (k.cache.shape[1], k.heads.start, len(k.heads), keys, batch * len(k.heads), threads_for(weights, head_dim))
-    for loop, x, cache in zip(loops, (queries, out), (k, v)):
-        loop(x.data_ptr(), cache.cache.data_ptr(), weights.data_ptr(), cache.slots.data_ptr(),
-             cache.lengths.data_ptr(), *given)
-        if x is queries and masked_softmax(weights, mask, scaling) is None:
-            return None
-    return out
+def _attended(loop: Callable, q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scaling: float
+              ) -> torch.Tensor:
+    (batch, heads, _, head_dim), q, mask = q.shape, q.contiguous(), mask.contiguous()
+    y = torch.empty_like(q)
+    loop(q.data_ptr(), k.cache.data_ptr(), v.cache.data_ptr(), y.data_ptr(), mask.data_ptr(), scaling,
+         k.slots.data_ptr(), k.lengths.data_ptr(), k.cache.shape[1], k.heads.start, len(k.heads), k.slots.shape[1],
+         batch * len(k.heads), threads_for(mask, heads * head_dim))
+    return y
 
 
 @lru_cache
-def _loops(dtype: torch.dtype, head_dim: int, group: int) -> tuple[Callable, Callable] | None:
-    """The loops, if they give PyTorch's bits here."""
-    loops = paged_loops(dtype, head_dim, group)
-    if loops is None or dtype != torch.float32:
-        return loops
+def _loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None:
+    """The loop, if it gives PyTorch's bits here."""
+    loop = paged_loop(dtype, head_dim, group)
+    if loop is None or dtype != torch.float32:
+        return loop
     for length in (16, 45, PORTION, PORTION + 1, _LONGEST):
         generator = torch.Generator().manual_seed(length)
         q = 3 * torch.randn(2, 2 * group, 1, head_dim, generator=generator)
@@ -97,8 +94,8 @@ def _loops(dtype: torch.dtype, head_dim: int, group: int) -> tuple[Callable, Cal
         filled = slots[:, torch.arange(-(-length // LANES) * LANES).clamp_(max=length - 1)]
         k, v = (Paged(cache, filled, torch.tensor([length, length]), range(2)) for cache in caches)
         mask = (torch.arange(filled.shape[1]) >= length).expand(2, 1, 1, -1)
-        ours = _attended(loops, q, k, v, mask, 0.3)
+        ours = _attended(loop, q, k, v, mask, 0.3)
         whole = attend_by_torch(q, k.gathered()[:, :, :length], v.gathered()[:, :, :length], mask[..., :length], 0.3)
-        if ours is None or not torch.equal(ours, whole):
+        if not torch.equal(ours, whole):
             return None
-    return loops
+    return loop

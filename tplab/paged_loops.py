@@ -1,10 +1,8 @@
-"""The loops of :mod:`tplab.paged_attention`, in LLVM's language.
+"""The loop of :mod:`tplab.paged_attention`, in LLVM's language: a function of
 
-Each is a function of
-
-* ``x``: ``[batch, heads, head_dim]``, the queries in float32, or what is attended to;
-* ``cache``: keys or values, ``[num_slots, heads of the cache, head_dim]``;
-* ``weights``: ``[batch, heads, keys]`` float32, scores or weights;
+* ``q`` and ``y``: ``[batch, heads, head_dim]``, the queries, and what is attended to;
+* ``k`` and ``v``: a cache's keys and values, ``[num_slots, heads of the cache, head_dim]``;
+* ``mask`` ``[batch, keys]`` and ``scaling``, as in :mod:`tplab.softmax`;
 * ``slots`` ``[batch, keys]`` and ``lengths`` ``[batch]``;
 * how many heads the cache has, which of them is the first that is meant, how many are, and how many keys there are;
 * how many heads of sequences there are, and how many threads share them.
@@ -17,19 +15,17 @@ from string import Template
 import torch
 
 from tplab.compiled import NUMBERS, each, has, row_by_row, shared
+from tplab.softmax import softmax_rows
 
 PORTION = 384  # keys that MKL adds up in one go, if it has no more than twice as many
 _MOST_SUMS = 24  # vectors that stay in registers
 
 
 @lru_cache
-def paged_loops(dtype: torch.dtype, head_dim: int, group: int) -> tuple[Callable, Callable] | None:
-    """Scores of keys, and weighted sums of values; None where there are no such loops.
-
-    ``group`` queries share a KV head.
-    """
+def paged_loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None:
+    """The loop where ``group`` queries share a KV head; None where there is none."""
     blocks = [block for block in (64, 32, 16) if head_dim % block == 0 and group * block <= 16 * _MOST_SUMS]
-    if dtype not in NUMBERS or not blocks or not has("avx512f"):
+    if dtype not in NUMBERS or not blocks or not has("avx512f") or (softmax := softmax_rows("softmax")) is None:
         return None
     kind = NUMBERS[dtype]
     texts = {"size": head_dim, "group": group, "T": kind["T"], "block": blocks[0], "portion": PORTION,
@@ -41,13 +37,14 @@ def paged_loops(dtype: torch.dtype, head_dim: int, group: int) -> tuple[Callable
 
     counts = {"query": group, "vector": blocks[0] // 16}
     scores = _SCORES.substitute(
-        texts, X="float", addresses=lines(_ADDRESS, key=16), sums=lines(_SCORE_SO_FAR, query=group),
+        texts, addresses=lines(_ADDRESS, key=16), sums=lines(_SCORE_SO_FAR, query=group),
         numbers=lines(_READ_KEY, key=16) + _laid_across() + lines(_READ_QUERY, query=group, n=16)
         + _added_in_order(group), stores=lines(_STORE_SCORE, query=group))
     values = _VALUES.substitute(
-        texts, X=kind["T"], totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
+        texts, totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
         keep=lines(_KEEP, **counts), stores=lines(_STORE_VALUE, **counts))
-    return tuple(shared(row_by_row(_ARGUMENTS, row, _FMA)) for row in (scores, values))
+    parts = [softmax, scores, values, Template(_ONE).substitute(texts)]
+    return shared("\n".join([*parts, row_by_row(_ARGUMENTS, _ROW, "" if _FMA in softmax else _FMA)]))
 
 
 def _laid_across() -> str:
@@ -75,30 +72,44 @@ def _added_in_order(group: int) -> str:
 
 
 # A row is one KV head of one sequence, with all the queries of its group.
-_ARGUMENTS = ("ptr %x, ptr %cache, ptr %weights, ptr %slots, ptr %lengths, i64 %heads, i64 %head.first, "
-              "i64 %heads.meant, i64 %keys")
-_WHOSE = """
+_ARGUMENTS = ("ptr %q, ptr %k, ptr %v, ptr %y, ptr %mask, float %scaling, ptr %slots, ptr %lengths, i64 %heads, "
+              "i64 %head.first, i64 %heads.meant, i64 %keys")
+_ROW = f"call void @one({_ARGUMENTS}, i64 %r)\nbr label %row.end\n"
+# Its weights are on the stack until it is done.
+_ONE = f"""
+define internal void @one({_ARGUMENTS}, i64 %r) {{
   %sequence = udiv i64 %r, %heads.meant
   %head.number = urem i64 %r, %heads.meant
   %head = add i64 %head.first, %head.number
   %length.at = getelementptr i64, ptr %lengths, i64 %sequence
   %length = load i64, ptr %length.at
-  %slots.offset = mul i64 %sequence, %keys
-  %slots.row = getelementptr i64, ptr %slots, i64 %slots.offset
-  %queries.first = mul i64 %r, $group
-  %x.row = getelementptr [$size x $X], ptr %x, i64 %queries.first
-  %weights.offset = mul i64 %queries.first, %keys
-  %weights.row.0 = getelementptr float, ptr %weights, i64 %weights.offset
+  %sequence.offset = mul i64 %sequence, %keys
+  %slots.row = getelementptr i64, ptr %slots, i64 %sequence.offset
+  %mask.row = getelementptr i8, ptr %mask, i64 %sequence.offset
+  %q.row = getelementptr [$group x [$size x $T]], ptr %q, i64 %r
+  %y.row = getelementptr [$group x [$size x $T]], ptr %y, i64 %r
+  %length.up = add i64 %length, 15
+  %filled = and i64 %length.up, -16
+  %count = mul i64 %filled, $group
+  %weights = alloca float, i64 %count, align 64
+  call void @scores(ptr %q.row, ptr %k, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled)
+  call void @softmax(ptr %weights, ptr %mask.row, float %scaling, i64 $group, i64 1, i64 %filled, i64 0, i64 $group)
+  call void @values(ptr %y.row, ptr %v, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled)
+  ret void
+}}
 """
 _NEXT_QUERY = "  %weights.row.{next} = getelementptr float, ptr %weights.row.{query}, i64 %keys\n"
+_TAKES = ("ptr %x.row, ptr %cache, ptr %weights.row.0, ptr %slots.row, i64 %length, i64 %heads, i64 %head, "
+          "i64 %keys")
 # Sixteen keys at a time: of each sixteen numbers, which are then laid across, so that a vector holds one number of each
 # key, and every score is added up in the order of the numbers, as MKL does.
-_SCORES = Template(_WHOSE + """
+_SCORES = Template(f"define internal void @scores({_TAKES}) {{" + """
+begin:
   $next_queries
   br label %sixteen
 
 sixteen:
-  %k = phi i64 [0, %row], [%k.next, %sixteen.end]
+  %k = phi i64 [0, %begin], [%k.next, %sixteen.end]
   %slot.at = getelementptr i64, ptr %slots.row, i64 %k
   $addresses
   br label %numbers
@@ -115,7 +126,11 @@ sixteen.end:
   $stores
   %k.next = add i64 %k, 16
   %k.more = icmp ult i64 %k.next, %length
-  br i1 %k.more, label %sixteen, label %row.end
+  br i1 %k.more, label %sixteen, label %done
+
+done:
+  ret void
+}
 """)
 _ADDRESS = """
   %slot.at.{key} = getelementptr i64, ptr %slot.at, i64 {key}
@@ -130,14 +145,16 @@ _READ_KEY = """
   %across.16.{key} = $widen <16 x $T> %stored.{key} to $V
 """
 _READ_QUERY = """
-  %q.at.{query} = getelementptr [$size x float], ptr %x.row, i64 {query}, i64 %d
-  %q.at.{query}.{n} = getelementptr float, ptr %q.at.{query}, i64 {n}
-  %q.{query}.{n} = load float, ptr %q.at.{query}.{n}
+  %q.at.{query} = getelementptr [$size x $T], ptr %x.row, i64 {query}, i64 %d
+  %q.at.{query}.{n} = getelementptr $T, ptr %q.at.{query}, i64 {n}
+  %q.stored.{query}.{n} = load $T, ptr %q.at.{query}.{n}
+  %q.{query}.{n} = $widen $T %q.stored.{query}.{n} to float
   %q.{query}.{n}.0 = insertelement $V poison, float %q.{query}.{n}, i32 0
   %q.{query}.{n}.all = shufflevector $V %q.{query}.{n}.0, $V poison, <16 x i32> zeroinitializer
 """
 # One number of one value at a time, for all queries of the group.
-_VALUES = Template(_WHOSE + """
+_VALUES = Template(f"define internal void @values({_TAKES}) {{" + """
+begin:
   $next_queries
   %more.than.fit = add i64 %length, $portion_less_one
   %portions = udiv i64 %more.than.fit, $portion
@@ -147,7 +164,7 @@ _VALUES = Template(_WHOSE + """
   br label %block
 
 block:
-  %d = phi i64 [0, %row], [%d.next, %block.end]
+  %d = phi i64 [0, %begin], [%d.next, %block.end]
   br label %portion.begin
 
 portion.begin:
@@ -180,7 +197,11 @@ block.end:
   $stores
   %d.next = add i64 %d, $block
   %d.more = icmp ult i64 %d.next, $size
-  br i1 %d.more, label %block, label %row.end
+  br i1 %d.more, label %block, label %done
+
+done:
+  ret void
+}
 """)
 _SUM = """
   %sum.{query}.{vector} = phi $V [zeroinitializer, %portion.begin], [%sum.{query}.{vector}.next, %key]

@@ -3,7 +3,7 @@
 Each is a function of
 
 * ``panels``: for each panel the address of its weight, its steps, and the bytes from x to its first input and from y to
-  its first output; behind the last one, one more address;
+  its first output, in float32; behind the last one, one more address;
 * ``each``: panels that have the same outputs, one behind the other: a unit;
 * ``rows`` of a pass, ``passes``; ``x`` and ``y`` with the bytes from row to row; ``tile_config``;
 * how many units there are, and how many threads share them.
@@ -48,7 +48,8 @@ panel:
   %y.begin = load i64, ptr %entry.y
   %next = load ptr, ptr %entry.next
   %x.panel = getelementptr i8, ptr %x, i64 %x.begin
-  %y.panel = getelementptr i8, ptr %y, i64 %y.begin
+  %y.bytes = lshr i64 %y.begin, $halved
+  %y.panel = getelementptr i8, ptr %y, i64 %y.bytes
   br label %pass
 
 pass:
@@ -114,6 +115,11 @@ _VECTORS_FINISH = """
   %y.{row}.{vector}.next = fadd <16 x float> %y.{row}.{vector}, %sum.{row}.{vector}.next
   store <16 x float> %y.{row}.{vector}.next, ptr %y.{row}.{vector}.at, align 4
 """
+_VECTORS_ROUND = """
+  %y.{row}.{vector}.at = getelementptr <16 x bfloat>, ptr %y.{row}, i64 {vector}
+  %y.{row}.{vector} = fptrunc <16 x float> %sum.{row}.{vector}.next to <16 x bfloat>
+  store <16 x bfloat> %y.{row}.{vector}, ptr %y.{row}.{vector}.at, align 2
+"""
 _VECTORS_OF = {
     torch.float32: {
         "numbers": "<16 x float>",
@@ -129,16 +135,17 @@ _VECTORS_OF = {
 
 
 @lru_cache
-def by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, ahead: int) -> Callable:
+def by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, ahead: int, rounds: bool) -> Callable:
     """The loops over panels of so many vectors, so many rows at once.
 
     In each step, memory is asked for ``ahead`` vectors of the next panel's step: each pass asks for its part of it.
+    ``rounds``: y is bfloat16, and gets each sum as it is.
     """
     holes = {"stride": stride, "ahead": ahead, **_VECTORS_OF[dtype]}
     start, step, finish = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=ahead)
-                           for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_FINISH))
+                           for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_ROUND if rounds else _VECTORS_FINISH))
     return shared(_LOOPS.substitute(declared=holes["declared"], begin="", start=start, step=step, steps=1,
-                                      finish=finish, done=""))
+                                    finish=finish, done="", halved=int(rounds)))
 
 
 _TILES_DECLARED = """
@@ -180,7 +187,7 @@ def by_tiles(vectors: int, stride: int) -> Callable:
                            for text in (_TILES_START, _TILES_STEP, _TILES_FINISH))
     return shared(_LOOPS.substitute(
         declared=_TILES_DECLARED, begin="call void @llvm.x86.ldtilecfg(ptr %tile_config)", start=start, step=step,
-        steps=TILE, finish=finish, done="call void @llvm.x86.tilerelease()"))
+        halved=0, steps=TILE, finish=finish, done="call void @llvm.x86.tilerelease()"))
 
 
 @lru_cache

@@ -98,16 +98,17 @@ def _in_order(flat: torch.Tensor, out_features: int, in_features: int) -> torch.
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``, as ``torch.nn.functional.linear``; ``x`` is ``[rows, in]``, ``weight`` ``[out, in]``."""
-    if x.dim() != 2 or not len(x) or x.requires_grad or x.dtype != weight.dtype:
+    shape = x.shape
+    if len(shape) != 2 or not shape[0] or x.requires_grad or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return weight.product(x, bias)
     if weight.numel() >= SMALL:
         if x.dtype == torch.float32 and weight.stride(0) == 1:
-            if len(x) <= fastest(x.dtype).numpy_rows and torch.get_num_threads() == 1:
+            if shape[0] <= fastest(x.dtype).numpy_rows and torch.get_num_threads() == 1:
                 y = torch.from_numpy(_row_by_row(x.numpy(), weight.detach().numpy().T))
                 return y if bias is None else y.add_(bias)
-        elif x.dtype == torch.bfloat16 and len(x) >= fastest(x.dtype).widened_rows:
+        elif x.dtype == torch.bfloat16 and shape[0] >= fastest(x.dtype).widened_rows:
             return _widened(x, weight, bias)
     return F.linear(x, weight, bias)
 

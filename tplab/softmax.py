@@ -28,7 +28,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor, scaling: float) -> 
     if scores.dtype != torch.float32 or mask.dtype != torch.bool or mask.shape != (batch, 1, queries, keys) \
             or scores.requires_grad or not scores.is_contiguous() or not isinstance(scaling, int | float):
         return None
-    lanes = _LANES.get(torch.backends.cpu.get_cpu_capability())
+    lanes = _lanes()
     loop = _loop(lanes) if lanes and keys >= lanes else None
     return None if loop is None else _weighed(loop, scores, mask.contiguous(), scaling)
 
@@ -129,8 +129,31 @@ def _weighed(loop: Callable, scores: torch.Tensor, mask: torch.Tensor, scaling: 
 @lru_cache
 def _loop(lanes: int) -> Callable | None:
     """The loop, if it gives PyTorch's bits here."""
-    if not has("avx2" if lanes == 8 else "avx512bw") or not has("fma"):
-        return None
+    loop = shared(_rows(lanes, "work"))
+    for keys in (lanes, 5 * lanes, 6 * lanes + 3):
+        scores = 8 * torch.randn(2, 3, keys, keys, generator=torch.Generator().manual_seed(keys))
+        mask = torch.ones(2, 1, keys, keys, dtype=torch.bool).triu(1)
+        right = masked_softmax_by_torch(scores, mask, 0.3)
+        if not torch.equal(_weighed(loop, scores, mask, 0.3), right):
+            return None
+    return loop
+
+
+def softmax_rows(name: str) -> str | None:
+    """The loop as a function of this name for others to call: of ``ptr scores, ptr mask, float scaling, i64 heads,
+    i64 queries, i64 keys``, its first row, and the one behind its last. None where there is none."""
+    lanes = _lanes()
+    return None if lanes is None or _loop(lanes) is None else _rows(lanes, name)
+
+
+@lru_cache
+def _lanes() -> int | None:
+    """Numbers in PyTorch's vectors, if this processor has the instructions for the loop."""
+    lanes = _LANES.get(torch.backends.cpu.get_cpu_capability())
+    return lanes if lanes and has("avx2" if lanes == 8 else "avx512bw") and has("fma") else None
+
+
+def _rows(lanes: int, name: str) -> str:
     kind = {"V": f"<{lanes} x float>", "lanes": lanes}
     where = _WHERE.replace("LANES", str(lanes)).replace("NUMBERS", ", ".join(f"i64 {n}" for n in range(lanes)))
     row = _ROW.substitute(
@@ -139,14 +162,7 @@ def _loop(lanes: int) -> Callable | None:
                                               "{name} = select <{lanes} x i1> {more}, {V} {a}, {V} {b}"),
         sum_of_all=_all("%sum.next", lanes, "{name} = fadd {V} {a}, {b}"),
         **{f"where_{n}": where.format(n=n) for n in range(3)})
-    loop = shared(row_by_row(_ARGUMENTS, row, declared(lanes) + _DECLARED.substitute(kind)))
-    for keys in (lanes, 5 * lanes, 6 * lanes + 3):
-        scores = 8 * torch.randn(2, 3, keys, keys, generator=torch.Generator().manual_seed(keys))
-        mask = torch.ones(2, 1, keys, keys, dtype=torch.bool).triu(1)
-        right = masked_softmax_by_torch(scores, mask, 0.3)
-        if not torch.equal(_weighed(loop, scores, mask, 0.3), right):
-            return None
-    return loop
+    return row_by_row(_ARGUMENTS, row, declared(lanes) + _DECLARED.substitute(kind), name)
 
 
 def _all(vector: str, lanes: int, combine: str) -> str:

@@ -72,33 +72,36 @@ class Stream:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``; in bfloat16, each sum is rounded once."""
-        plan, count = self._plan(len(x)), len(x)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        if count < plan.padded:
-            x = F.pad(x, (0, 0, 0, plan.padded - count))
-        y = torch.zeros(plan.padded, self.width)
-        whole = y if y.shape == (count, self.shape[0]) else y[:count, :self.shape[0]]
+        (count, _), (row, step) = x.shape, x.stride()  # len(x) is a function of Python's
+        plan = self.plans.get((count, bias is None)) or self._plan(count, bias is None)
+        if step != 1 or count < plan.padded:
+            x = F.pad(x, (0, 0, 0, plan.padded - count)).contiguous()
+            row = x.stride(0)
+        y = (torch.zeros if plan.sums == torch.float32 else torch.empty)(plan.padded, self.width, dtype=plan.sums)
+        whole = y if plan.is_whole else y[:count, :self.shape[0]]
         if bias is not None:
             whole.copy_(bias)
         for multiply, panels, units in plan.calls:
-            multiply(panels, self.each, plan.rows, plan.passes, x.data_ptr(), x.stride(0) * x.itemsize,
-                     y.data_ptr(), 4 * self.width, plan.tile_config, units, torch.get_num_threads())
-        return whole if self.dtype == torch.float32 else whole.bfloat16()
+            multiply(panels, self.each, plan.rows, plan.passes, x.data_ptr(), row * self.dtype.itemsize,
+                     y.data_ptr(), plan.sums.itemsize * self.width, plan.tile_config, units, torch.get_num_threads())
+        return whole if plan.sums == self.dtype else whole.bfloat16()
 
-    def _plan(self, count: int) -> "_Plan":
-        if count not in self.plans:
-            tiled = self.tiled and count > 1
-            passes = -(-count // (TILE if tiled else ROWS_AT_ONCE))
-            rows = -(-count // passes)
-            if not tiled:
-                rows = 1 << (rows - 1).bit_length()  # 1, 2, 4 or 8: a loop is compiled for each
-            calls = [(panel_loops.by_tiles(vectors, stride) if tiled else
-                      panel_loops.by_vectors(self.dtype, vectors, stride, rows, ahead=-(-vectors // passes)),
-                      table.ctypes.data, (len(table) - 1) // self.each) for vectors, stride, table in self.tables]
-            self.plans[count] = _Plan(rows, passes, rows * passes, calls,
-                                      panel_loops.tile_config(rows).ctypes.data if tiled else None)
-        return self.plans[count]
+    def _plan(self, count: int, alone: bool) -> "_Plan":
+        """For so many rows; ``alone`` if there is no bias."""
+        tiled = self.tiled and count > 1
+        passes = -(-count // (TILE if tiled else ROWS_AT_ONCE))
+        rows = -(-count // passes)
+        if not tiled:
+            rows = 1 << (rows - 1).bit_length()  # 1, 2, 4 or 8: a loop is compiled for each
+        rounds = alone and not tiled and self.each == 1 and self.dtype == torch.bfloat16
+        calls = [(panel_loops.by_tiles(vectors, stride) if tiled else
+                  panel_loops.by_vectors(self.dtype, vectors, stride, rows, -(-vectors // passes), rounds),
+                  table.ctypes.data, (len(table) - 1) // self.each) for vectors, stride, table in self.tables]
+        plan = self.plans[count, alone] = _Plan(
+            rows, passes, rows * passes, (count, self.shape[0]) == (rows * passes, self.width),
+            torch.bfloat16 if rounds else torch.float32, calls,
+            panel_loops.tile_config(rows).ctypes.data if tiled else None)
+        return plan
 
 
 class _Plan(NamedTuple):
@@ -107,6 +110,8 @@ class _Plan(NamedTuple):
     rows: int  # of a pass
     passes: int
     padded: int
+    is_whole: bool  # no row and no output has been added
+    sums: torch.dtype  # float32: they are added to what is there; bfloat16: each is rounded and stored
     calls: list[tuple[Callable, int, int]]  # loops, where their panels stand, and of how many units
     tile_config: int | None
 

@@ -40,7 +40,7 @@ def alone(q, k, v, scaling, dtype=None):
 
 
 def loops_or_skip(kv_heads, group, head_dim):
-    if paged_attention._loops(torch.float32, head_dim, group) is None:
+    if paged_attention._loop(torch.float32, head_dim, group) is None:
         pytest.skip(f"no loops with PyTorch's bits for {group} queries of {head_dim} numbers on this processor")
 
 
@@ -49,7 +49,7 @@ def test_there_are_loops_for_smollm2_where_there_are_wide_vectors():
     if not has("avx512f") or torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("a processor with AVX-512 is needed")
     for dtype in (torch.float32, torch.bfloat16):
-        assert paged_attention._loops(dtype, 64, 3) and paged_attention._loops(dtype, 64, 7)
+        assert paged_attention._loop(dtype, 64, 3) and paged_attention._loop(dtype, 64, 7)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,7 +70,7 @@ def test_each_sequence_gets_torchs_bits_as_if_it_were_alone(lengths, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", [[16, 3], [40, 77, 16], [2000, 1, 385]], ids=str)
 def test_in_bfloat16_only_the_outcome_is_rounded(lengths, shape):
-    if paged_attention._loops(torch.bfloat16, shape[2], shape[1]) is None:
+    if paged_attention._loop(torch.bfloat16, shape[2], shape[1]) is None:
         pytest.skip("no loops in bfloat16 on this processor")
     q, k, v, mask = case(lengths, *shape, torch.bfloat16)
     ours, exact = attend_paged(q, k, v, mask, 0.3), alone(q, k, v, 0.3, torch.float64)

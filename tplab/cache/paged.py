@@ -126,10 +126,7 @@ class PagedContext:
                     yield (slice(first, first + len(run)), self._one(segment, keys),
                            causal_mask(torch.arange(run.start, run.stop)[None], keys))
             row += segment.count
-        if len(together) == 1:
-            row, segment, keys = together[0]
-            yield slice(row, row + 1), self._one(segment, keys), causal_mask(torch.tensor([[segment.start]]), keys)
-        elif together:
+        if together:
             yield self._together(*zip(*together))
 
     def _together(self, rows: Sequence[int], segments: Sequence[Segment], keys: Sequence[int]
@@ -149,8 +146,10 @@ class PagedContext:
                              for segment, visible in zip(segments, keys)])
         paged = paged and 0 <= slots.min() and slots.max() < len(self.cache.k_slots[0])  # else PyTorch's error
         adjacent = rows[-1] - rows[0] == len(rows) - 1
-        return (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows),
-                (slots, torch.tensor(keys)) if paged else self._of_heads(slots),
+        where = (slots, torch.tensor(keys)) if paged else self._of_heads(slots)
+        if len(rows) == 1 and not paged:
+            where = self._one(segments[0], longest)
+        return (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows), where,
                 causal_mask(torch.tensor([[segment.start] for segment in segments]), longest))
 
     def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:

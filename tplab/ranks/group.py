@@ -109,7 +109,7 @@ class Group:
     def _check_tensor(self, t, name):
         if not isinstance(t, torch.Tensor):
             raise RankError(f"{name} takes a tensor, not {type(t).__name__}")
-        if t.dtype not in DTYPE_CODES or t.ndim > MAX_DIMS or t.device.type != "cpu" or t.layout != torch.strided:
+        if t.dtype not in DTYPE_CODES or t.ndim > MAX_DIMS or not t.is_cpu or t.layout != torch.strided:
             raise RankError(f"{name} takes a dense CPU tensor of at most {MAX_DIMS} dimensions and a plain dtype, "
                             f"not {t.dtype} {list(t.shape)} on {t.device}")
 
