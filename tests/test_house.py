@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; a room imports only from rooms before it.
-ROOMS = ["record", "errors", "checks", "files", "patch", "ranks", "pool", "checkpoint", "compiled", "exponential",
+ROOMS = ["record", "errors", "checks", "files", "patch", "compiled", "ranks", "pool", "checkpoint", "exponential",
          "fused", "gated", "softmax", "paged_loops", "paged_attention", "panel_loops", "stream", "mkl", "onednn",
          "packed", "product", "shard", "model", "cache", "engine", "llm", "align", "faults", "fable", "bench", "show",
          "lesson", "lab", "cli"]

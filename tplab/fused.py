@@ -44,21 +44,18 @@ def rotate_half(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
     """
     if not q.ndim == k.ndim == 4 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
         return None
-    tokens, size = shape = q.shape[2:]
-    strides = q.stride(), k.stride(), cos.stride(), sin.stride()
-    if not (1, *shape) == (len(k), *k.shape[2:]) == (len(q), *shape) == cos.shape == sin.shape or (
-            any(stride[-1] != 1 for stride in strides) or q.requires_grad or k.requires_grad):
+    (*_, tokens, size), (of_q, of_k, of_cos, of_sin) = q.shape, (x.stride() for x in (q, k, cos, sin))
+    if q.shape[0] != 1 or k.shape[::2] != (1, tokens) or k.shape[3] != size or q.requires_grad or k.requires_grad or (
+            not cos.shape == sin.shape == (1, tokens, size) or not of_q[3] == of_k[3] == of_cos[2] == of_sin[2] == 1):
         return None
     loop = _rotation(q.dtype, size)
     if loop is None:
         return None
-    turned, (*_, of_cos, of_sin), item = [], strides, q.itemsize
-    for x, (_, head, token, _) in zip((q, k), strides):
-        heads = x.shape[1]
-        y = x.new_empty_strided(x.shape, (x.numel(), size, heads * size, 1))
-        loop(x.data_ptr(), token * item, head * item, cos.data_ptr(), sin.data_ptr(), of_cos[1] * item,
-             of_sin[1] * item, y.data_ptr(), heads, tokens if heads else 0, threads_for(x))
-        turned.append(y)
+    item, heads = q.itemsize, (q.shape[1], k.shape[1])
+    turned = [x.new_empty_strided(x.shape, (x.numel(), size, count * size, 1)) for x, count in zip((q, k), heads)]
+    loop(cos.data_ptr(), of_cos[1] * item, sin.data_ptr(), of_sin[1] * item,
+         q.data_ptr(), of_q[2] * item, of_q[1] * item, turned[0].data_ptr(), heads[0],
+         k.data_ptr(), of_k[2] * item, of_k[1] * item, turned[1].data_ptr(), heads[1], tokens, threads_for(q))
     return tuple(turned)
 
 
@@ -150,29 +147,43 @@ def _sum_of_squares(groups: int) -> tuple[str, str]:
     return "\n".join(lines), total
 
 
-_ROTATION_TAKES = ("ptr %x, i64 %x_token, i64 %x_head, ptr %cos, ptr %sin, i64 %cos_token, i64 %sin_token, ptr %y, "
-                   "i64 %heads")
-_ROTATION = Template("""
-  %x.offset = mul i64 %r, %x_token
-  %x.begin = getelementptr i8, ptr %x, i64 %x.offset
-  %cos.offset = mul i64 %r, %cos_token
+# Of q and of k: numbers 0 and 1.
+_ROTATION_TAKES = "ptr %cos, i64 %cos.token, ptr %sin, i64 %sin.token, " + ", ".join(
+    f"ptr %x.{n}, i64 %x.token.{n}, i64 %x.head.{n}, ptr %y.{n}, i64 %heads.{n}" for n in range(2))
+_ROTATION = each("""
+  %cos.offset = mul i64 %r, %cos.token
   %cos.at = getelementptr i8, ptr %cos, i64 %cos.offset
-  %sin.offset = mul i64 %r, %sin_token
+  %sin.offset = mul i64 %r, %sin.token
   %sin.at = getelementptr i8, ptr %sin, i64 %sin.offset
-  %y.offset = mul i64 %r, %heads
-  %y.begin = getelementptr [2 x [$half x $T]], ptr %y, i64 %y.offset
-  br label %head
+  %x.offset.{n} = mul i64 %r, %x.token.{n}
+  %x.at.{n} = getelementptr i8, ptr %x.{n}, i64 %x.offset.{n}
+  %y.offset.{n} = mul i64 %r, %heads.{n}
+  %y.at.{n} = getelementptr [2 x [$half x $T]], ptr %y.{n}, i64 %y.offset.{n}
+  call void @turn(ptr %x.at.{n}, i64 %x.head.{n}, ptr %cos.at, ptr %sin.at, ptr %y.at.{n}, i64 %heads.{n})
+  br label %row.end
+""", n=2)
+_TURN_HEADS = """
+define internal void @turn(ptr %x, i64 %x.head, ptr %cos.at, ptr %sin.at, ptr %y, i64 %heads) {
+begin:
+  br label %next
+
+next:
+  %h = phi i64 [0, %begin], [%h.next, %head]
+  %more = icmp ult i64 %h, %heads
+  br i1 %more, label %head, label %done
 
 head:
-  %h = phi i64 [0, %row], [%h.next, %head]
-  %head.offset = mul i64 %h, %x_head
-  %x.at = getelementptr i8, ptr %x.begin, i64 %head.offset
-  %y.at = getelementptr [2 x [$half x $T]], ptr %y.begin, i64 %h
+  %head.offset = mul i64 %h, %x.head
+  %x.at = getelementptr i8, ptr %x, i64 %head.offset
+  %y.at = getelementptr [2 x [$half x $T]], ptr %y, i64 %h
   $both_halves
   %h.next = add i64 %h, 1
-  %h.more = icmp ult i64 %h.next, %heads
-  br i1 %h.more, label %head, label %row.end
-""")
+  br label %next
+
+done:
+  ret void
+}
+"""
 # For each half of a head, and each vector in it: LLVM rounds what it computes in bfloat.
 _READ = """
   %x.{half}.begin = getelementptr [$half x $T], ptr %x.at, i64 {half}
@@ -203,4 +214,5 @@ def _rotation(dtype: torch.dtype, size: int) -> Callable | None:
         return None
     holes = {"T": NUMBERS[dtype]["T"], "half": size // 2}
     both_halves = each(Template(_READ + _TURN).substitute(holes), half=2, n=size // 2 // _TURNED)
-    return shared(row_by_row(_ROTATION_TAKES, _ROTATION.substitute(holes, both_halves=both_halves)))
+    turn = Template(_TURN_HEADS).substitute(holes, both_halves=both_halves)
+    return shared(row_by_row(_ROTATION_TAKES, Template(_ROTATION).substitute(holes), turn))

@@ -14,6 +14,7 @@ from tplab.checkpoint import open_checkpoint
 from tplab.lesson import ContiguousKVCache
 from tplab.model import NoCache, load_model
 from tplab.model.attention import RUN, attend, causal_mask, runs
+from tplab.paged_attention import Paged
 from tplab.shard import RankShard, ShardPlan
 
 HEAD_DIM = 6
@@ -89,8 +90,11 @@ def test_long_prompts_are_read_in_runs(block_size, dtype):
         oracle = oracle_attention(q, cache.k_cache[0], cache.v_cache[0], segments, shard.kv_for_q, HEAD_DIM ** -0.5)
         assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
         for _, keys, values, mask in context.batches(0, k, v):
-            assert mask.shape[2] <= RUN and not mask[..., -1].all() and keys.shape == values.shape
-            assert keys.shape[2] == mask.shape[3]
+            assert mask.shape[2] <= RUN
+            if isinstance(keys, Paged):
+                assert keys.lengths == (~mask).sum() and mask.shape[2] == 1
+            else:
+                assert not mask[..., -1].all() and keys.shape == values.shape and keys.shape[2] == mask.shape[3]
 
 
 def test_a_forward_pass_without_a_cache_reads_in_runs_too():

@@ -131,13 +131,14 @@ def context(dtype=torch.float32, head_dim=64, tokens=(20, 40), block_ids=((5, 1)
 
 
 def read(given):
-    new = torch.zeros(2, *given.cache.k_slots[0].shape[1:], dtype=given.cache.k_cache.dtype)
+    new = torch.zeros(len(given.segments), *given.cache.k_slots[0].shape[1:], dtype=given.cache.k_cache.dtype)
     (batch,) = given.batches(0, new, new)
     return type(batch.k), type(batch.v)
 
 
 @pytest.mark.parametrize("dtype, tokens, kind", [
     (torch.float32, (20, 40), Paged), (torch.bfloat16, (20, 40), Paged), (torch.float32, (2, 16), Paged),
+    (torch.float32, (16,), Paged), (torch.bfloat16, (32,), Paged), (torch.float32, (15,), torch.Tensor),
     (torch.float64, (20, 40), torch.Tensor), (torch.float32, (2, 15), torch.Tensor)])
 def test_who_decodes_together_is_read_where_the_cache_holds_it(dtype, tokens, kind):
     assert read(context(dtype, tokens=tokens)) == (kind, kind)

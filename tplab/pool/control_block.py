@@ -45,14 +45,17 @@ class ControlBlock:
         self.size = size
         self.map = memory.map()
         self.bytes = memoryview(self.map)
-        self.words = self.bytes[: _logs_at(size)].cast("q")
-        logs = self.bytes[_logs_at(size) : _logs_at(size) + size * LOG_BYTES]
+        self.words = self.bytes[: self.log_offset(0)].cast("q")
+        logs = self.bytes[self.log_offset(0) : self.log_offset(size)]
         self.logs = [OpLog(logs[r * LOG_BYTES : (r + 1) * LOG_BYTES]) for r in range(size)]
         logs.release()
 
     @staticmethod
     def bytes_needed(size: int) -> int:
         return _slots_at(size) + 2 * size * SLOT_BYTES
+
+    def log_offset(self, rank: int) -> int:
+        return _logs_at(self.size) + rank * LOG_BYTES
 
     def slot_offset(self, rank: int, parity: int) -> int:
         return _slots_at(self.size) + (2 * rank + parity) * SLOT_BYTES

@@ -36,6 +36,10 @@ class Group:
         """
         return [piece]
 
+    def sum_up(self, piece: torch.Tensor) -> None:
+        """Add up all ranks' `piece` (contiguous), in their order, in the place of this rank's; one `swap`."""
+        add_in_order(self.swap(_flat(piece)), piece)
+
     def chunk(self, dtype: torch.dtype) -> int:
         """How many elements one `swap` takes."""
         return 1 << 62
@@ -43,14 +47,14 @@ class Group:
     def all_reduce(self, t, frame):
         self._enter(ALL_REDUCE, t, 0, frame)
         if self.size > 1:
-            flat = _flat(t)
-            with _writing(t):
+            if t.is_contiguous() and t.numel() <= self.chunk(t.dtype):
+                self.sum_up(t)
+            else:
+                flat = _flat(t)
                 for piece in self._pieces(flat):
-                    parts = self.swap(piece)
-                    torch.add(parts[0], parts[1], out=piece)
-                    for part in parts[2:]:
-                        piece.add_(part)
-                _write_back(flat, t)
+                    self.sum_up(piece)
+                with _writing(t):
+                    _write_back(flat, t)
         self.log.leave()
         return t
 
@@ -139,6 +143,15 @@ class Group:
                 if length:
                     part[begin : begin + length].copy_(piece)
         return parts
+
+
+def add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum of two or more flat parts; `out` is contiguous."""
+    flat = _flat(out)
+    with _writing(out):
+        torch.add(parts[0], parts[1], out=flat)
+        for part in parts[2:]:
+            flat.add_(part)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
