@@ -56,10 +56,10 @@ def exponential(x: str, lanes: int) -> str:
     return _LINES.substitute(
         x=x, lanes=lanes, V=f"<{lanes} x float>",
         powers_of_two=each(_POWER_OF_TWO.replace("LANES", str(lanes)), half=2),
-        **{name: f"splat (float {_in_hex(number)})" for name, number in _NUMBERS.items()})
+        **{name: f"splat (float {in_hex(number)})" for name, number in _NUMBERS.items()})
 
 
-def _in_hex(number: float) -> str:
+def in_hex(number: float) -> str:
     """A float32 as LLVM writes it: with the bits that it has as a double."""
     single, = struct.unpack("f", struct.pack("f", number))
     return f"0x{struct.unpack('q', struct.pack('d', single))[0] & (1 << 64) - 1:016X}"

@@ -38,7 +38,7 @@ def paged_loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None
     counts = {"query": group, "vector": blocks[0] // 16}
     scores = _SCORES.substitute(
         texts, addresses=lines(_ADDRESS, key=16), sums=lines(_SCORE_SO_FAR, query=group),
-        numbers=lines(_READ_KEY, key=16) + _laid_across() + lines(_READ_QUERY, query=group, n=16)
+        numbers=lines(_READ_KEY, key=16) + laid_across() + lines(_READ_QUERY, query=group, n=16)
         + _added_in_order(group), stores=lines(_STORE_SCORE, query=group))
     values = _VALUES.substitute(
         texts, totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
@@ -47,7 +47,7 @@ def paged_loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None
     return shared("\n".join([*parts, row_by_row(_ARGUMENTS, _ROW, "" if _FMA in softmax else _FMA)]))
 
 
-def _laid_across() -> str:
+def laid_across() -> str:
     """Lines after which ``%across.1.N`` holds number N of each of sixteen keys: first halves change places, then
     quarters, and so on."""
     lines = []

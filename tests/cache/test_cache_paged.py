@@ -64,9 +64,9 @@ def test_paged_attention_equals_the_oracle(name, block_size, dtype):
 
 
 def test_runs_are_cut_at_multiples():
-    assert list(runs(120, 280)) == [range(120, 128), range(128, 256), range(256, 384), range(384, 400)]
-    assert list(runs(128, 128)) == [range(128, 256)] and list(runs(255, 1)) == [range(255, 256)]
-    assert not list(runs(5, 0))
+    assert list(runs(120, 280, 128)) == [range(120, 128), range(128, 256), range(256, 384), range(384, 400)]
+    assert list(runs(128, 128, 128)) == [range(128, 256)] and list(runs(255, 1, 128)) == [range(255, 256)]
+    assert not list(runs(5, 0, 128)) and list(runs(9, 3, 5)) == [range(9, 10), range(10, 12)]
 
 
 @pytest.mark.parametrize("block_size", [3, 16])

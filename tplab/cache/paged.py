@@ -12,7 +12,7 @@ import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
 from tplab.compiled import NUMBERS
-from tplab.model.attention import AttentionBatch, causal_mask, is_own, runs
+from tplab.model.attention import AttentionBatch, causal_mask, is_own, run_length, runs
 from tplab.paged_attention import LANES, Paged
 
 
@@ -115,13 +115,14 @@ class PagedContext:
         A prompt is read in runs, and no run reads keys that all its queries must not see.
         """
         bytes_per_key = 2 * self.cache.k_slots[0][0].nbytes
+        length = run_length(self.cache.k_cache.dtype, self.cache.k_cache.shape[-1])
         row, together = 0, []
         for segment in self.segments:
             keys = visible_length(segment.start, segment.count)
             if segment.count == 1 and keys * bytes_per_key <= TOGETHER_BYTES:
                 together.append((row, segment, keys))
             else:
-                for run in runs(segment.start, segment.count):
+                for run in runs(segment.start, segment.count, length):
                     first, keys = row + run.start - segment.start, visible_length(run.start, len(run))
                     yield (slice(first, first + len(run)), self._one(segment, keys),
                            causal_mask(torch.arange(run.start, run.stop)[None], keys))

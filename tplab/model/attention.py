@@ -2,9 +2,10 @@
 
 In float32 and float64 the arithmetic is that of Hugging Face's eager attention, casts included: scores in the working
 dtype, softmax in float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a
-group are laid below each other and meet their KV head in one product. In bfloat16 torch's fused attention is several
-times as quick, and closer to the exact result: it rounds no scores. (In float32, one rank would no longer give Hugging
-Face's bits.) Sequences that decode together are not copied out of a paged cache first: see ``paged_attention.py``.
+group are laid below each other and meet their KV head in one product. In bfloat16 fused attention, torch's or that of
+``tiled_attention.py``, is several times as quick, and closer to the exact result: it rounds no scores. (In float32, one
+rank would no longer give Hugging Face's bits.) Sequences that decode are not copied out of a paged cache first: see
+``paged_attention.py``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,11 @@ from tplab.product import is_widened
 from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
 from tplab.softmax import masked_softmax
+from tplab.tiled_attention import attend_tiled
+from tplab.tiled_loops import tiled_loop
 
 RUN = 128  # queries of one sequence that attend at once: 1 MB of float32 scores a head over 2,048 keys
+LONG_RUN = 512  # by tiles, which hold the scores of 16 queries: keys are laid out for all of a run's queries at once
 
 
 class AttentionBatch(NamedTuple):
@@ -64,14 +68,19 @@ def mask_scores(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 _SELECTS = mask_scores  # while no other stands in its place, it need not be a step of its own
 
 
-def runs(start: int, count: int) -> Iterator[range]:
-    """A sequence's new positions, cut at multiples of ``RUN``: so many queries attend at once.
+def run_length(dtype: torch.dtype, head_dim: int) -> int:
+    """How many queries of one sequence attend at once."""
+    return LONG_RUN if dtype == torch.bfloat16 and tiled_loop(head_dim) else RUN
+
+
+def runs(start: int, count: int, length: int) -> Iterator[range]:
+    """A sequence's new positions, cut at multiples of ``length``: so many queries attend at once.
 
     The scores of a long prompt are never all there: those of one run over all keys stay in the processor's cache.
     """
     end = start + count
     while start < end:
-        stop = min(end, start // RUN * RUN + RUN)
+        stop = min(end, start // length * length + length)
         yield range(start, stop)
         start = stop
 
@@ -90,7 +99,7 @@ class NoCache:
         start = 0
         for length in self.lengths:
             keys, values = (new[start:start + length].transpose(0, 1)[None] for new in (k, v))
-            for run in runs(0, length):
+            for run in runs(0, length, run_length(k.dtype, k.shape[2])):
                 mask = causal_mask(torch.arange(run.start, run.stop, device=k.device)[None], length)
                 yield AttentionBatch(slice(start + run.start, start + run.stop), keys, values, mask)
             start += length
@@ -114,6 +123,9 @@ def attend(q: torch.Tensor, k: torch.Tensor | Paged, v: torch.Tensor | Paged, ma
             return attended
         k, v = k.gathered(), v.gathered()
     if q.dtype == torch.bfloat16:
+        attended = attend_tiled(q, k, v, mask, scaling) if mask_scores is _SELECTS else None
+        if attended is not None:
+            return attended
         bias = _bias(mask, q.dtype)
         if bias is not None:
             return _fused(q, k, v, bias, scaling)

@@ -8,7 +8,7 @@ from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
 from tplab.align.diagnose.wrong import attention, explains
-from tplab.model.attention import RUN
+from tplab.model.attention import LONG_RUN, RUN
 
 
 def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -27,9 +27,10 @@ def keys_and_values(case: Case, prompt: int) -> tuple[torch.Tensor, torch.Tensor
 
 def sees_all(case: Case) -> bool:
     """Whether the rows that had later keys beside them saw these, too: all of them, or those that lay in their run of
-    ``RUN`` queries. (A decoding row has none, but its batch may have padding, which no rule knows.)"""
-    return _sees(case, lambda positions, keys: keys) or _sees(
-        case, lambda positions, keys: torch.minimum(keys, positions // RUN * RUN + RUN))
+    queries. (A decoding row has none, but its batch may have padding, which no rule knows.)"""
+    return _sees(case, lambda positions, keys: keys) or any(_sees(
+        case, lambda positions, keys, run=run: torch.minimum(keys, positions // run * run + run))
+        for run in (RUN, LONG_RUN))
 
 
 def _sees(case: Case, how_many: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:

@@ -1,0 +1,180 @@
+"""Attention by tiles: what float64 gives, rounded as torch's fused attention rounds, or torch itself."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tplab.cache import PagedKVCache, Segment
+from tplab.compiled import has
+from tplab.model import attention
+from tplab.model.attention import LONG_RUN, RUN, NoCache, attend, causal_mask, run_length
+from tplab.panel_loops import multiplies_tiles
+from tplab.product import torch_threads
+from tplab.tiled_attention import attend_tiled
+from tplab.tiled_layout import layout_loop
+from tplab.tiled_loops import tiled_loop
+
+SCALING = 0.2
+SHAPES = [(1, 9, 3, 64), (2, 4, 2, 128), (1, 6, 1, 64), (3, 2, 2, 64), (1, 3, 1, 192)]
+QUERIES = [(16, 16), (17, 40), (33, 31 + 33), (128, 512), (64, 65), (300, 300), (16, 1000)]
+
+
+needs_tiles = pytest.mark.skipif(not multiplies_tiles(), reason="a processor with AMX is needed")
+
+
+def case(shape, queries, keys, seed=0):
+    """The last ``queries`` of ``keys`` positions, as an engine holds them: ``[tokens, heads, head_dim]``."""
+    batch, heads, kv_heads, head_dim = shape
+    generator = torch.Generator().manual_seed(seed + keys)
+    q, k, v = (torch.randn(batch, tokens, count, head_dim, generator=generator).bfloat16().transpose(1, 2)
+               for tokens, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+    mask = causal_mask(torch.arange(keys - queries, keys).expand(batch, -1), keys)
+    return 2 * q, k, v, mask
+
+
+def exact(q, k, v, mask, scaling=SCALING):
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return torch.softmax((q @ k.transpose(2, 3) * scaling).masked_fill(mask, float("-inf")), -1) @ v
+
+
+def by_torch(q, k, v, mask, scaling=SCALING):
+    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(mask, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
+
+
+def error(found, right):
+    return float((found.double() - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+@needs_tiles
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("queries, keys", QUERIES)
+def test_it_is_as_close_to_float64_as_torchs(queries, keys, shape):
+    given = case(shape, queries, keys)
+    right, ours = exact(*given), attend_tiled(*given, SCALING)
+    assert ours.dtype == torch.bfloat16 and ours.shape == right.shape
+    assert error(ours, right) <= 1.1 * error(by_torch(*given), right)
+    assert ((ours.double() - right).abs() <= 2.0 ** -7 * right.abs() + 2.0 ** -7).all()
+
+
+@needs_tiles
+@pytest.mark.parametrize("scaling", [0.01, 1.0, 3, -0.5])
+def test_large_and_negative_scores(scaling):
+    q, k, v, mask = case(SHAPES[0], 48, 80)
+    right = exact(q, k, v, mask, scaling)
+    assert error(attend_tiled(q, k, v, mask, scaling), right) <= 1.2 * error(by_torch(q, k, v, mask, scaling), right)
+
+
+@needs_tiles
+def test_any_mask_and_each_sequences_own():
+    q, k, v, _ = case((3, 2, 1, 64), 40, 100)
+    mask = torch.rand(3, 1, 40, 100, generator=torch.Generator().manual_seed(1)) < 0.9
+    mask[..., 0] = False
+    mask[1, :, :, 30:] = True
+    right = exact(q, k, v, mask)
+    assert error(attend_tiled(q, k, v, mask, SCALING), right) <= 0.004
+    k[1, :, 30:], v[1, :, 30:] = 1e4, 1e4  # which nobody there sees
+    assert error(attend_tiled(q, k, v, mask, SCALING), right) <= 0.004
+
+
+@needs_tiles
+def test_what_no_query_of_a_tile_sees_is_not_read_for_it():
+    """Nor is anything behind the last key."""
+    q, k, v, mask = case(SHAPES[0], 64, 64)
+    right = exact(q, k, v, mask)
+    v[:, :, 32:] = float("nan")
+    ours = attend_tiled(q, k, v, mask, SCALING)
+    assert error(ours[:, :, :32], right[:, :, :32]) <= 0.004 and ours[:, :, 32:].isnan().all()
+    stored = torch.full((1, 99, 3, 64), float("nan"), dtype=torch.bfloat16)
+    inner = stored[:, 7:57].transpose(1, 2)
+    q, k, v, mask = case(SHAPES[0], 20, 50)
+    inner.copy_(k)
+    assert torch.equal(attend_tiled(q, inner, v, mask, SCALING), attend_tiled(q, k, v, mask, SCALING))
+
+
+@needs_tiles
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_nan_and_infinity_come_out(part, number):
+    """A mistake must be seen where it is."""
+    given = case((1, 2, 1, 64), 32, 32)
+    given[part][0, 0, 5, 3] = number
+    ours, right = attend_tiled(*given, SCALING), exact(*given)
+    assert torch.equal(ours.isfinite(), right.isfinite()) and not ours.isfinite().all()
+
+
+@needs_tiles
+def test_threads_share_the_tiles():
+    given = case((2, 9, 3, 64), 70, 200)
+    right = attend_tiled(*given, SCALING)
+    for threads in (1, 2, 3, 7, 100):
+        with torch_threads(threads):
+            assert torch.equal(attend_tiled(*given, SCALING), right)
+
+
+@needs_tiles
+def test_queries_that_are_slices_of_rows():
+    """As on a rank with several groups of heads: queries, keys and values lie apart."""
+    q, k, v, mask = case((1, 9, 3, 64), 50, 90)
+    whole = attend_tiled(q, k, v, mask, SCALING)
+    for kv in range(3):
+        part = attend_tiled(q[:, 3 * kv:3 * kv + 3], k[:, kv:kv + 1], v[:, kv:kv + 1], mask, SCALING)
+        assert torch.equal(part, whole[:, 3 * kv:3 * kv + 3])
+
+
+def changed(place):
+    q, k, v, mask = case(SHAPES[0], 32, 48)
+    blind = mask.clone()
+    blind[0, 0, 3] = True
+    return {"float32": (q.float(), k.float(), v.float(), mask, SCALING),
+            "few queries": (*case(SHAPES[0], 15, 48), SCALING),
+            "too many keys": (*case((1, 1, 1, 64), 16, 4097), SCALING),
+            "an odd head": (*case((1, 2, 1, 48), 32, 48), SCALING),
+            "a query that sees nothing": (q, k, v, blind, SCALING),
+            "a gradient": (q.clone().requires_grad_(), k, v, mask, SCALING),
+            "a mask of numbers": (q, k, v, mask.float(), SCALING),
+            "a mask per head": (q, k, v, mask.expand(1, 9, 32, 48), SCALING),
+            "a scaling of another kind": (q, k, v, mask, torch.tensor(SCALING)),
+            "numbers that lie apart": (q, k.transpose(2, 3).contiguous().transpose(2, 3), v, mask, SCALING)}[place]
+
+
+@needs_tiles
+@pytest.mark.parametrize("place", [
+    "float32", "few queries", "too many keys", "an odd head", "a query that sees nothing", "a gradient",
+    "a mask of numbers", "a mask per head", "a scaling of another kind", "numbers that lie apart"])
+def test_what_is_left_to_torch(place):
+    assert attend_tiled(*changed(place)) is None
+
+
+@needs_tiles
+def test_whoever_masks_otherwise_is_asked(monkeypatch):
+    given = case(SHAPES[0], 32, 48)
+    assert torch.equal(attend(*given, SCALING), attend_tiled(*given, SCALING))
+    monkeypatch.setattr(attention, "mask_scores", lambda scores, mask: scores)
+    assert error(attend(*given, SCALING), exact(*given[:3], torch.zeros_like(given[3]))) <= 0.004
+
+
+def lengths(head_dim, dtype):
+    k = torch.zeros(700, 1, head_dim, dtype=dtype)
+    cache = PagedKVCache(1, 50, 16, 1, head_dim, dtype)
+    contexts = NoCache([700]), cache.context([Segment(0, 700, range(44), 700)])
+    return [[mask.shape[2] for *_, mask in context.batches(0, k, k)] for context in contexts]
+
+
+@needs_tiles
+def test_runs_are_longer_where_tiles_multiply():
+    long = [LONG_RUN, 700 - LONG_RUN]
+    assert run_length(torch.bfloat16, 64) == LONG_RUN and lengths(64, torch.bfloat16) == [long, long]
+
+
+def test_runs_elsewhere():
+    short = [RUN] * 5 + [60]
+    assert lengths(48, torch.bfloat16) == lengths(64, torch.float32) == [short, short]
+
+
+def test_there_are_loops_where_there_are_tiles():
+    """So that the tests above do not all skip where they matter."""
+    if not has("amx-bf16"):
+        assert layout_loop(64) is None and tiled_loop(64) is None
+    elif torch.cpu._init_amx():
+        assert layout_loop(64) and tiled_loop(64) and tiled_loop(128) and tiled_loop(96) is None
