@@ -18,8 +18,8 @@ from tplab.align.points import layout, point_names
 from tplab.align.recording import Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault, scenario
+from tplab.kernels.product import linear
 from tplab.patch import Patch, applied, original
-from tplab.product import linear
 from tplab.ranks import logical_ranks, rank, world_size
 from tplab.shard import ShardPlan
 

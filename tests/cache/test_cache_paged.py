@@ -11,10 +11,10 @@ from helpers.oracle import oracle_attention
 from tplab.cache import BlockPool, BlockTable, PagedKVCache, Segment
 from tplab.cache.paged import rope_parts
 from tplab.checkpoint import open_checkpoint
+from tplab.kernels.paged_attention import Paged
 from tplab.lesson import ContiguousKVCache
 from tplab.model import NoCache, load_model
 from tplab.model.attention import RUN, attend, causal_mask, runs
-from tplab.paged_attention import Paged
 from tplab.shard import RankShard, ShardPlan
 
 HEAD_DIM = 6

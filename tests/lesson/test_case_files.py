@@ -10,10 +10,11 @@ import pytest
 import torch
 from helpers.faults import nothing_is_patched
 
-from tplab import lesson, product
+from tplab import lesson
 from tplab.align import floors
 from tplab.checkpoint import open_checkpoint
 from tplab.faults.cases import CASES, NOWHERE, code_at, places
+from tplab.kernels import product
 from tplab.lab.batch import FOLDER
 from tplab.lab.case_sections import _imported, sections, solution_code
 from tplab.lab.glossary import _LINK

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tplab import product
+from tplab.kernels import product
+from tplab.kernels.product import Kernels, empty_weight, linear
 from tplab.model.attention import attend, causal_mask
 from tplab.model.norm import RMSNorm
-from tplab.product import Kernels, empty_weight, linear
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 64, 576, 896, 4096])

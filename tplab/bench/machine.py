@@ -21,12 +21,12 @@ from tplab.bench.amounts import Part, attention_amount, mlp_amount
 from tplab.bench.steps import decode_seconds, prompt_seconds
 from tplab.cache import PagedKVCache, Segment
 from tplab.checkpoint.random_weights import write_random
+from tplab.kernels.product import empty_weight, linear, pack
 from tplab.llm.llm import LLM
 from tplab.model.attention import TensorParallelAttention
 from tplab.model.mlp import TensorParallelMLP
 from tplab.model.norm import RMSNorm
 from tplab.pool import RankPool, available_cores
-from tplab.product import empty_weight, linear, pack
 from tplab.ranks import all_reduce, barrier, rank
 from tplab.shard import ShardPlan
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
-from tplab.compiled import NUMBERS
+from tplab.kernels.compiled import NUMBERS
+from tplab.kernels.paged_attention import LANES, Paged
 from tplab.model.attention import AttentionBatch, causal_mask, is_own, run_length, runs
-from tplab.paged_attention import LANES, Paged
 
 
 class Segment(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 
 from tplab.faults.fault import bug, two_ranks
-from tplab.product import linear
+from tplab.kernels.product import linear
 from tplab.ranks import all_reduce, rank, world_size
 
 

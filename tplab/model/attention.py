@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tplab.kernels.paged_attention import Paged, attend_paged
+from tplab.kernels.product import is_widened
+from tplab.kernels.softmax import masked_softmax
+from tplab.kernels.tiled_attention import attend_tiled
+from tplab.kernels.tiled_loops import tiled_loop
 from tplab.model.norm import RMSNorm
 from tplab.model.rope import rotate
 from tplab.model.trace import point
-from tplab.paged_attention import Paged, attend_paged
-from tplab.product import is_widened
 from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
-from tplab.softmax import masked_softmax
-from tplab.tiled_attention import attend_tiled
-from tplab.tiled_loops import tiled_loop
 
 RUN = 128  # queries of one sequence that attend at once: 1 MB of float32 scores a head over 2,048 keys
 LONG_RUN = 512  # by tiles, which hold the scores of 16 queries: keys are laid out for all of a run's queries at once

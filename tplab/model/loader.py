@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from tplab.checkpoint.layout import by_parameter, sources, tensor_parts
+from tplab.kernels.product import pack
 from tplab.model.decoder import TensorParallelCausalLM
-from tplab.product import pack
 from tplab.shard import MergedColumnParallelLinear, ParallelLMHead, RowParallelLinear, ShardPlan
 
 

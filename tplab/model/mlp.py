@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tplab.gated import silu_times
+from tplab.kernels.gated import silu_times
 from tplab.model.trace import point
 from tplab.shard import MergedColumnParallelLinear, RowParallelLinear, ShardPlan
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tplab.fused import rms_norm, rms_norm_by_torch
+from tplab.kernels.fused import rms_norm, rms_norm_by_torch
 from tplab.shard.parameter import sharded_parameter
 
 

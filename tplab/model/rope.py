@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from tplab.fused import rotate_half
+from tplab.kernels.fused import rotate_half
 
 _CLASSES = {"qwen2": "Qwen2RotaryEmbedding", "qwen3": "Qwen3RotaryEmbedding", "llama": "LlamaRotaryEmbedding",
             "mistral": "MistralRotaryEmbedding"}

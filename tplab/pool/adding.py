@@ -11,7 +11,7 @@ from string import Template
 
 import torch
 
-from tplab.compiled import NUMBERS, compiled
+from tplab.kernels.compiled import NUMBERS, compiled
 
 DONE, ASLEEP, LATE, UNLIKE = range(4)  # added up; somebody sleeps; somebody is not there yet; not all do the same
 LANES = 16  # a piece's numbers are a multiple of so many

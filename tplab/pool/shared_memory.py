@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 import torch
 
-from tplab.compiled import threads_for
+from tplab.kernels.compiled import threads_for
 from tplab.pool.adding import DONE, LANES, adding
 from tplab.pool.control_block import ABANDONED, ASLEEP, BLOCK_WORDS, SLOT_BYTES, STEP, ControlBlock, fence
 from tplab.pool.waiting import sleep_while, wake

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tplab.product import empty_weight, linear
+from tplab.kernels.product import empty_weight, linear
 from tplab.ranks import all_gather, all_reduce, rank, world_size
 from tplab.shard.linear import column_shard
 from tplab.shard.parameter import sharded_parameter

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tplab.product import empty_weight, linear
+from tplab.kernels.product import empty_weight, linear
 from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard.parameter import sharded_parameter
 from tplab.shard.plan import RankShard, split_evenly

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from tplab.product import torch_threads
+from tplab.kernels.product import torch_threads
 
 _SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
 

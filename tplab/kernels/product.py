@@ -13,8 +13,8 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
   - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1 to 1.8 times as long at 4 to 32 rows, and 0.85
     times as long at one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
 
-  On a processor with AVX-512, up to 32 rows read either order in loops of this library's own (:mod:`tplab.stream`): on
-  that Xeon they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is.
+  On a processor with AVX-512, up to 32 rows read either order in loops of the lab's own (``stream.py``): on that Xeon
+  they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is.
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
   rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; a Xeon with AVX-512 in float32 only: no difference).
   Such a Xeon *widens* a bfloat16 weight, a part at a time in its cache (2 times as quick at 16 rows, 4 times at 512).
@@ -41,10 +41,10 @@ from torch.nn import functional as F
 from tplab.checkpoint.names import cache_dir
 from tplab.errors import TplabError
 from tplab.files import write_file
-from tplab.mkl import MKL
-from tplab.onednn import LONGEST_SUM, OneDNN
-from tplab.packed import PackedWeight
-from tplab.stream import Stream
+from tplab.kernels.mkl import MKL
+from tplab.kernels.onednn import LONGEST_SUM, OneDNN
+from tplab.kernels.packed import PackedWeight
+from tplab.kernels.stream import Stream
 
 WARM_BYTES = 1 << 22  # so much of a plain weight is multiplied with all rows before the next part is read
 WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB stays in the second-level cache
@@ -149,7 +149,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         library: in whose order weights are packed, ``"MKL"`` or ``"oneDNN"``; None: not at all.
-        streamed_rows: up to so many rows, :mod:`tplab.stream` multiplies with a packed weight.
+        streamed_rows: up to so many rows, :mod:`tplab.kernels.stream` multiplies with a packed weight.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
     """

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tplab import paged_attention
 from tplab.cache import paged
 from tplab.cache.paged import PagedKVCache, Segment
-from tplab.compiled import has
+from tplab.kernels import paged_attention
+from tplab.kernels.compiled import has
+from tplab.kernels.paged_attention import LANES, Paged, attend_by_torch, attend_paged
+from tplab.kernels.product import torch_threads
 from tplab.model import attention
 from tplab.model.attention import attend
-from tplab.paged_attention import LANES, Paged, attend_by_torch, attend_paged
-from tplab.product import torch_threads
 
 SHAPES = [(2, 3, 64), (1, 3, 64), (3, 3, 64), (2, 7, 64), (1, 4, 16), (2, 4, 32), (1, 7, 128), (2, 4, 48)]
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import torch
 
-from tplab.compiled import threads_for
-from tplab.paged_loops import PORTION, paged_loop
-from tplab.softmax import masked_softmax_by_torch
+from tplab.kernels.compiled import threads_for
+from tplab.kernels.paged_loops import PORTION, paged_loop
+from tplab.kernels.softmax import masked_softmax_by_torch
 
 LANES = 16  # a batch's keys are a multiple of so many
 _LONGEST = 2 * PORTION  # keys of one sequence in float32: MKL adds up more of them in other portions

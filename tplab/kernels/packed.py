@@ -3,15 +3,16 @@
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tplab.mkl import MKL
-from tplab.onednn import OneDNN
-from tplab.stream import Stream
+from tplab.kernels.mkl import MKL
+from tplab.kernels.onednn import OneDNN
+from tplab.kernels.stream import MOST_STREAMED, Stream
 
 
 class PackedWeight(torch.Tensor):
     """A ``[out, in]`` weight in another order. Whatever reads it otherwise gets a plain copy with the same bits.
 
-    ``order`` is its memory; up to ``streamed_rows`` rows meet it in ``stream``, more in ``order.product``.
+    ``order`` is its memory; up to ``streamed_rows`` rows, and more that suit it, meet it in ``stream``, all others in
+    ``order.product``.
     """
 
     @staticmethod
@@ -22,7 +23,8 @@ class PackedWeight(torch.Tensor):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
-        if x.shape[0] <= self.streamed_rows:
+        rows = x.shape[0]
+        if rows <= self.streamed_rows or rows > MOST_STREAMED and self.stream is not None and self.stream.suits(rows):
             return self.stream.product(x, bias)
         return self.order.product(x, bias)
 

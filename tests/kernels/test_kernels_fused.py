@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tplab import fused
-from tplab.compiled import has
-from tplab.fused import rms_norm, rms_norm_by_torch, rotate_half
+from tplab.kernels import fused
+from tplab.kernels.compiled import has
+from tplab.kernels.fused import rms_norm, rms_norm_by_torch, rotate_half
+from tplab.kernels.product import torch_threads
 from tplab.model import rope
-from tplab.product import torch_threads
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_avx = pytest.mark.skipif(not has("avx2"), reason="loops are for x86 processors of the last ten years")

@@ -1,4 +1,4 @@
-"""Attention by the processor's tiles (AMX), in LLVM's language: see :mod:`tplab.tiled_attention`.
+"""Attention by the processor's tiles (AMX), in LLVM's language: see ``tiled_attention.py``.
 
 A unit is a tile of 16 queries of one head of one sequence: their scores of all keys that one of them sees; then, in the
 same place, the weights, in bfloat16 and not divided by their sums; then sums of values, 64 numbers of a head at once.
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from string import Template
 
-from tplab.compiled import each, shared
-from tplab.exponential import in_hex
-from tplab.panel_loops import TILE, multiplies_tiles
-from tplab.tiled_layout import BEGINS, KEYS
+from tplab.kernels.compiled import each, shared
+from tplab.kernels.exponential import in_hex
+from tplab.kernels.panel_loops import TILE, multiplies_tiles
+from tplab.kernels.tiled_layout import BEGINS, KEYS
 
 _ROWS = 4  # of a tile, whose softmax is computed side by side
 _SUMS = 4 * TILE

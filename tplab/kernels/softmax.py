@@ -10,8 +10,8 @@ from string import Template
 
 import torch
 
-from tplab.compiled import has, row_by_row, shared, threads_for
-from tplab.exponential import declared, exponential
+from tplab.kernels.compiled import has, row_by_row, shared, threads_for
+from tplab.kernels.exponential import declared, exponential
 
 _LANES = {"AVX512": 16, "AVX2": 8}  # numbers in PyTorch's vectors, by what torch.backends.cpu.get_cpu_capability() says
 

@@ -1,4 +1,4 @@
-"""Keys and values as the processor's tiles want them (AMX), in LLVM's language: see :mod:`tplab.tiled_attention`.
+"""Keys and values as the processor's tiles want them (AMX), in LLVM's language: see ``tiled_attention.py``.
 
 In one instruction 16 rows of a *left* tile meet 16 columns of a *right* one, over 32 numbers in bfloat16: a left tile's
 row has them one behind the other, a right tile's row has two of them for each column. Queries are left tiles as they
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from string import Template
 
-from tplab.compiled import each, row_by_row, shared
-from tplab.paged_loops import laid_across
-from tplab.panel_loops import TILE, multiplies_tiles
+from tplab.kernels.compiled import each, row_by_row, shared
+from tplab.kernels.paged_loops import laid_across
+from tplab.kernels.panel_loops import TILE, multiplies_tiles
 
 KEYS = 2 * TILE  # of a block: so many weights are a left tile's row
 

@@ -7,8 +7,8 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import NUMBERS, has, row_by_row, shared, threads_for
-from tplab.exponential import declared, exponential
+from tplab.kernels.compiled import NUMBERS, has, row_by_row, shared, threads_for
+from tplab.kernels.exponential import declared, exponential
 
 _GROUP = 32  # numbers taken at once, as PyTorch takes them: it computes another exp for what is left of a row
 

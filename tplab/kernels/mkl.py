@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tplab.stream import Panel
+from tplab.kernels.stream import Panel
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, _IS_PACKED, _SECOND = 101, 111, 112, 151, 162  # CBLAS's numbers
 _ROWS = 512  # MKL packs for a number of rows; a weight packed for so many serves any number as quickly
@@ -101,7 +101,7 @@ class MKL:
         return torch.cat([self.rows(indices) for indices in some])
 
     def panels(self) -> Iterator[Panel]:
-        """What :mod:`tplab.stream` multiplies with."""
+        """What :mod:`tplab.kernels.stream` multiplies with."""
         places, (outputs, inputs) = _places(*self.shape), self.shape
         firsts = (places.offsets == 0).nonzero().flatten().tolist()
         for block, (first, end) in enumerate(zip(firsts, [*firsts[1:], inputs])):

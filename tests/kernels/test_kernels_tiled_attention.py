@@ -5,14 +5,14 @@ import torch
 from torch.nn import functional as F
 
 from tplab.cache import PagedKVCache, Segment
-from tplab.compiled import has
+from tplab.kernels.compiled import has
+from tplab.kernels.panel_loops import multiplies_tiles
+from tplab.kernels.product import torch_threads
+from tplab.kernels.tiled_attention import attend_tiled
+from tplab.kernels.tiled_layout import layout_loop
+from tplab.kernels.tiled_loops import tiled_loop
 from tplab.model import attention
 from tplab.model.attention import LONG_RUN, RUN, NoCache, attend, causal_mask, run_length
-from tplab.panel_loops import multiplies_tiles
-from tplab.product import torch_threads
-from tplab.tiled_attention import attend_tiled
-from tplab.tiled_layout import layout_loop
-from tplab.tiled_loops import tiled_loop
 
 SCALING = 0.2
 SHAPES = [(1, 9, 3, 64), (2, 4, 2, 128), (1, 6, 1, 64), (3, 2, 2, 64), (1, 3, 1, 192)]

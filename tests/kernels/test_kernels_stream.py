@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tplab import compiled, product, stream
-from tplab.product import Kernels, linear, pack
-from tplab.stream import Panel, Stream
+from tplab.kernels import compiled, product, stream
+from tplab.kernels.product import Kernels, linear, pack
+from tplab.kernels.stream import Panel, Stream
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tplab import softmax
-from tplab.compiled import has
+from tplab.kernels import softmax
+from tplab.kernels.compiled import has
+from tplab.kernels.product import torch_threads
+from tplab.kernels.softmax import masked_softmax, masked_softmax_by_torch
 from tplab.model import attention
-from tplab.product import torch_threads
-from tplab.softmax import masked_softmax, masked_softmax_by_torch
 
 LANES = softmax._LANES.get(torch.backends.cpu.get_cpu_capability())
 needs_vectors = pytest.mark.skipif(LANES is None or not has("fma"),
@@ -82,7 +82,7 @@ def test_with_shorter_vectors_or_none(capability):
     """PyTorch adds up another way there: its bits again, or PyTorch itself."""
     code = f"""
 import torch
-from tplab.softmax import masked_softmax, masked_softmax_by_torch
+from tplab.kernels.softmax import masked_softmax, masked_softmax_by_torch
 for keys in (7, 8, 23, 40):
     scores, mask = 8 * torch.randn(2, 3, 5, keys), torch.ones(2, 1, 5, keys, dtype=torch.bool).triu(2)
     right = masked_softmax_by_torch(scores, mask, 0.3)

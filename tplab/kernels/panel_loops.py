@@ -1,4 +1,4 @@
-"""The loops of :mod:`tplab.stream`, in LLVM's language: over vectors of AVX-512, or over tiles of AMX.
+"""The loops of :mod:`tplab.kernels.stream`, in LLVM's language: over vectors of AVX-512, or over tiles of AMX.
 
 Each is a function of
 
@@ -16,7 +16,7 @@ from string import Template
 import numpy as np
 import torch
 
-from tplab.compiled import each, has, shared
+from tplab.kernels.compiled import each, has, shared
 
 TILE = 16  # rows of a tile, and outputs, and steps
 
@@ -192,11 +192,11 @@ def by_tiles(vectors: int, stride: int) -> Callable:
 
 @lru_cache
 def tile_config(rows: int) -> np.ndarray:
-    """What ``ldtilecfg`` reads: tiles of 64 bytes a row; x and y have so many rows, the weight's tiles all 16."""
+    """What ``ldtilecfg`` reads: eight tiles of 64 bytes a row; the first four have so many rows, the others all 16."""
     config = np.zeros(64, np.uint8)
     config[0] = 1  # the only palette there is
-    config[16:32].view(np.uint16)[:7] = 64
-    config[48:55] = [rows] * 4 + [TILE] * 3
+    config[16:32].view(np.uint16)[:] = 64
+    config[48:56] = [rows] * 4 + [TILE] * 4
     return config
 
 

@@ -1,8 +1,8 @@
-"""The loop of :mod:`tplab.paged_attention`, in LLVM's language: a function of
+"""The loop of :mod:`tplab.kernels.paged_attention`, in LLVM's language: a function of
 
 * ``q`` and ``y``: ``[batch, heads, head_dim]``, the queries, and what is attended to;
 * ``k`` and ``v``: a cache's keys and values, ``[num_slots, heads of the cache, head_dim]``;
-* ``mask`` ``[batch, keys]`` and ``scaling``, as in :mod:`tplab.softmax`;
+* ``mask`` ``[batch, keys]`` and ``scaling``, as in :mod:`tplab.kernels.softmax`;
 * ``slots`` ``[batch, keys]`` and ``lengths`` ``[batch]``;
 * how many heads the cache has, which of them is the first that is meant, how many are, and how many keys there are;
 * how many heads of sequences there are, and how many threads share them.
@@ -14,8 +14,8 @@ from string import Template
 
 import torch
 
-from tplab.compiled import NUMBERS, each, has, row_by_row, shared
-from tplab.softmax import softmax_rows
+from tplab.kernels.compiled import NUMBERS, each, has, row_by_row, shared
+from tplab.kernels.softmax import softmax_rows
 
 PORTION = 384  # keys that MKL adds up in one go, if it has no more than twice as many
 _MOST_SUMS = 24  # vectors that stay in registers

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tplab import gated, open_checkpoint
-from tplab.compiled import has
-from tplab.gated import silu_times, silu_times_by_torch
+from tplab import open_checkpoint
+from tplab.kernels import gated
+from tplab.kernels.compiled import has
+from tplab.kernels.gated import silu_times, silu_times_by_torch
+from tplab.kernels.product import torch_threads
 from tplab.model.mlp import TensorParallelMLP
-from tplab.product import torch_threads
 from tplab.shard import ShardPlan
 
 DTYPES = [torch.float32, torch.bfloat16]

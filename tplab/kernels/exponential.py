@@ -3,7 +3,7 @@
 import struct
 from string import Template
 
-from tplab.compiled import each
+from tplab.kernels.compiled import each
 
 # SLEEF's e^x, which is PyTorch's (xexpf in https://github.com/shibatch/sleef/blob/master/src/libm/sleefsimdsp.c): x is
 # so many times ln 2, which is taken off in two parts, and a rest for which a polynomial stands.

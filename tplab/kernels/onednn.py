@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from tplab.stream import Panel
+from tplab.kernels.stream import Panel
 
 LONGEST_SUM = 192  # inputs that are added up one after the other, in float32
 _ROWS = 512  # oneDNN asks for how many rows it is to pack; told one, it packs for nothing else
@@ -47,7 +47,7 @@ class OneDNN:
         return y
 
     def panels(self) -> Iterator[Panel]:
-        """What :mod:`tplab.stream` multiplies with."""
+        """What :mod:`tplab.kernels.stream` multiplies with."""
         first = 0
         for blocks, width in zip(self.blocks, self.columns):
             count, _, size, pair = blocks.shape

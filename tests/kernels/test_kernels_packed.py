@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tplab import mkl, onednn, product
-from tplab.product import Kernels, empty_weight, linear, pack
+from tplab.kernels import mkl, onednn, product
+from tplab.kernels.product import Kernels, empty_weight, linear, pack
 
 
 def packed(plain, library="oneDNN", streamed_rows=0):

@@ -12,7 +12,7 @@ from string import Template
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import NUMBERS, each, has, row_by_row, shared, threads_for
+from tplab.kernels.compiled import NUMBERS, each, has, row_by_row, shared, threads_for
 
 _GROUP = 32  # numbers that the norm takes at once
 _TURNED = 16  # pairs of numbers that the rotation takes at once

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from tplab.compiled import threads_for
-from tplab.panel_loops import TILE, tile_config
-from tplab.tiled_layout import KEYS, layout_loop
-from tplab.tiled_loops import tiled_loop
+from tplab.kernels.compiled import threads_for
+from tplab.kernels.panel_loops import TILE, tile_config
+from tplab.kernels.tiled_layout import KEYS, layout_loop
+from tplab.kernels.tiled_loops import tiled_loop
 
 _LONGEST = 4096  # keys: 256 KB of scores stand on a thread's stack
 
