@@ -96,8 +96,9 @@ def test_every_weight_is_written_once_and_what_the_model_is(tmp_path, gguf, fami
 @pytest.mark.parametrize("change, why", [
     ({"model_type": "gpt2"}, "for gpt2"), ({"rope_scaling": {"rope_type": "llama3"}}, "scaled RoPE"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "scaled RoPE"),
-    ({"use_sliding_window": True}, "sliding window")])
-def test_what_llama_cpp_would_compute_otherwise_is_not_written(tmp_path, gguf, change, why):
+    ({"use_sliding_window": True}, "sliding window"), ({"tie_word_embeddings": False}, "the tensor lm_head.weight")])
+def test_what_llama_cpp_would_compute_otherwise_is_not_written(tmp_path, gguf, change, why, monkeypatch):
+    monkeypatch.setattr(Names, "get_name", lambda self, stem: None)
     folder = make_checkpoint(tmp_path / "m", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -210,6 +211,12 @@ def test_its_side_says_so_where_a_step_fails():
     llama.context.params.n_batch = 1
     with pytest.raises(RuntimeError, match="llama_decode fails on 2 tokens"):
         llama.run([[1, 2]], [1])
+
+
+def test_its_side_says_so_where_there_is_no_model(monkeypatch):
+    monkeypatch.setattr(Api, "llama_model_load_from_file", staticmethod(lambda file, params: None))
+    with pytest.raises(RuntimeError, match="makes nothing of m.gguf"):
+        llama_side.Llama(Api(), "m.gguf", "float32", 9, 1, 1)
 
 
 def test_its_side_answers_each_line(monkeypatch):

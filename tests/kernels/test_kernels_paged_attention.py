@@ -144,6 +144,16 @@ def test_who_decodes_together_is_read_where_the_cache_holds_it(dtype, tokens, ki
     assert read(context(dtype, tokens=tokens)) == (kind, kind)
 
 
+@pytest.mark.parametrize("dtype, kind", [(torch.float32, torch.Tensor), (torch.bfloat16, Paged)])
+def test_a_long_sequence_alone_is_read_where_it_lies_and_not_gathered(dtype, kind):
+    cache = PagedKVCache(1, 60, 16, 1, 16, dtype)
+    given = cache.context([Segment(799, 1, tuple(range(5, 55)), 799)])
+    (batch,) = given.batches(0, *torch.zeros(2, 1, 1, 16, dtype=dtype))
+    assert type(batch.k) is kind
+    if kind is torch.Tensor:
+        assert batch.k.data_ptr() == cache.k_slots[0][5 * 16].data_ptr(), "a view"
+
+
 @pytest.mark.parametrize("where, name", [
     (attention, "attend"), (attention, "mask_scores"), (attention, "causal_mask"), (paged, "causal_mask"),
     (paged, "read_cache"), (attention.TensorParallelAttention, "attend_all")])

@@ -54,7 +54,9 @@ def write_gguf(folder: str, path: str, dtype: str) -> None:
         if kind == gguf.MODEL_ARCH.LLAMA and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = in_pairs(values, heads if ".q_proj." in name else kv_heads)
         stem, _, ending = name.rpartition(".")
-        there = f"{names.get_name(stem)}.{ending}"
+        if (known := names.get_name(stem)) is None:
+            raise NotImplementedError(f"no GGUF is written here for the tensor {name}")
+        there = f"{known}.{ending}"
         if dtype == "bfloat16" and values.ndim == 2:  # llama.cpp keeps vectors in float32
             writer.add_tensor(there, to_bfloat16(values), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:

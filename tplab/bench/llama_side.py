@@ -42,7 +42,9 @@ class Llama:
         params.kv_unified = True  # one cache for all: sequences are of unlike lengths
         if dtype == "float32":  # else it keeps keys and values in float16
             params.type_k = params.type_v = api.GGML_TYPE_F32
-        self.context = api.llama_init_from_model(self.model, params)
+        self.context = self.model and api.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp makes nothing of {file}")
         self.memory = api.llama_get_memory(self.context)
         self.batch = api.llama_batch_init(BATCH, 0, 1)
         self.words = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
-from tplab.kernels.compiled import NUMBERS
-from tplab.kernels.paged_attention import LANES, Paged
+from tplab.kernels.paged_attention import LANES, Paged, suits
 from tplab.model.attention import AttentionBatch, causal_mask, is_own, run_length, runs
 
 
@@ -138,8 +137,7 @@ class PagedContext:
         given tensors.
         """
         longest = max(keys)
-        paged = longest >= LANES and self.cache.k_cache.dtype in NUMBERS and is_own() \
-            and _OWN == (causal_mask, read_cache)
+        paged = suits(self.cache.k_cache.dtype, longest) and is_own() and _OWN == (causal_mask, read_cache)
         if paged:
             longest = blocks_needed(longest, LANES) * LANES
         # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.

@@ -44,6 +44,11 @@ class Paged:
         return self.cache.flatten(0, 1).index_select(0, places.flatten()).view(*places.shape, -1)
 
 
+def suits(dtype: torch.dtype, keys: int) -> bool:
+    """Whether there may be a loop where the longest sequence has so many keys."""
+    return keys >= LANES and (dtype == torch.bfloat16 or dtype == torch.float32 and keys <= _LONGEST)
+
+
 def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scaling: float) -> torch.Tensor | None:
     """Masked softmax attention: ``q [batch, heads, 1, head_dim]`` → the same; ``mask [batch, 1, 1, keys]``; ``k`` and
     ``v`` stand in the same slots.
@@ -51,8 +56,7 @@ def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scalin
     In float32 with the bits of :func:`attend_by_torch` for each sequence alone; in bfloat16 nothing is rounded but what
     comes out. None where there are no such loops, and where a gradient is wanted.
     """
-    if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad \
-            or q.dtype == torch.float32 and k.slots.shape[1] > _LONGEST \
+    if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad or not suits(q.dtype, k.slots.shape[1]) \
             or mask.dtype != torch.bool or mask.shape != (len(q), 1, 1, k.slots.shape[1]) \
             or not isinstance(scaling, int | float):
         return None
