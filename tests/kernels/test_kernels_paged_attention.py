@@ -144,6 +144,25 @@ def test_who_decodes_together_is_read_where_the_cache_holds_it(dtype, tokens, ki
     assert read(context(dtype, tokens=tokens)) == (kind, kind)
 
 
+def test_where_there_is_no_loop_one_step_finds_out(monkeypatch):
+    """On a processor without AVX-512, or where PyTorch adds up in another order: not every step copies all keys."""
+    monkeypatch.setattr(paged_attention, "_without", set())
+    monkeypatch.setattr(paged_attention, "_loop", lambda *kind: None)
+    q = torch.randn(1, 4, 1, 64)
+    for kind in (Paged, torch.Tensor):
+        given = context(tokens=(20,), block_ids=((5, 6),))
+        (batch,) = given.batches(0, *torch.ones(2, 1, 2, 64))
+        assert type(batch.k) is kind
+        assert torch.isfinite(attend(q, batch.k, batch.v, batch.mask, 0.3)).all()
+    assert batch.k.data_ptr() == given.cache.k_slots[0][5 * 16].data_ptr(), "a view"
+    assert read(context(torch.bfloat16)) == (Paged, Paged), "of another dtype nothing is known yet"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch):
+    monkeypatch.setattr(paged_attention, "_without", set())
+
+
 @pytest.mark.parametrize("dtype, kind", [(torch.float32, torch.Tensor), (torch.bfloat16, Paged)])
 def test_a_long_sequence_alone_is_read_where_it_lies_and_not_gathered(dtype, kind):
     cache = PagedKVCache(1, 60, 16, 1, 16, dtype)
@@ -166,5 +185,7 @@ def test_whoever_puts_another_function_in_its_place_is_given_tensors(where, name
 
 @pytest.mark.parametrize("blocks", [(2, 8, 3), (2, -9, 3)])
 def test_a_block_that_is_not_there_is_an_error_and_no_foreign_memory(blocks):
-    with pytest.raises((IndexError, RuntimeError), match="index"):
-        read(context(block_ids=((5, 1), blocks)))
+    for others in ((), ((5, 1),)):
+        given = context(tokens=(20, 40)[1 - len(others):], block_ids=(*others, blocks))
+        with pytest.raises((IndexError, RuntimeError), match="index"):
+            read(given)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
-from tplab.kernels.paged_attention import LANES, Paged, suits
+from tplab.kernels.paged_attention import LANES, Paged, pays
 from tplab.model.attention import AttentionBatch, causal_mask, is_own, run_length, runs
 
 
@@ -136,20 +136,21 @@ class PagedContext:
         Their slots are looked up once for all layers. Attention that is the lab's own reads through them; any other is
         given tensors.
         """
-        longest = max(keys)
-        paged = suits(self.cache.k_cache.dtype, longest) and is_own() and _OWN == (causal_mask, read_cache)
+        longest, stored = max(keys), self.cache.k_cache
+        positions = torch.tensor([[segment.start] for segment in segments])
+        adjacent = rows[-1] - rows[0] == len(rows) - 1
+        where = slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows)
+        paged = pays(stored.dtype, stored.shape[-1], longest) and is_own() and _OWN == (causal_mask, read_cache)
+        if len(rows) == 1 and not paged:
+            return where, self._one(segments[0], longest), causal_mask(positions, longest)
         if paged:
             longest = blocks_needed(longest, LANES) * LANES
         # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
         slots = torch.stack([self._slots(segment, visible)[torch.arange(longest).clamp_(max=visible - 1)]
                              for segment, visible in zip(segments, keys)])
         paged = paged and 0 <= slots.min() and slots.max() < len(self.cache.k_slots[0])  # else PyTorch's error
-        adjacent = rows[-1] - rows[0] == len(rows) - 1
-        where = (slots, torch.tensor(keys)) if paged else self._of_heads(slots)
-        if len(rows) == 1 and not paged:
-            where = self._one(segments[0], longest)
-        return (slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows), where,
-                causal_mask(torch.tensor([[segment.start] for segment in segments]), longest))
+        return (where, (slots, torch.tensor(keys)) if paged else self._of_heads(slots),
+                causal_mask(positions, longest))
 
     def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
         """Where one sequence's keys are: a slice of the slots if it lies in one piece."""

@@ -14,6 +14,7 @@ from tplab.kernels.paged_loops import PORTION, paged_loop
 from tplab.kernels.softmax import masked_softmax_by_torch
 
 LANES = 16  # a batch's keys are a multiple of so many
+_without = set()  # dtypes and sizes of heads for which this processor has no loop
 _LONGEST = 2 * PORTION  # keys of one sequence in float32: MKL adds up more of them in other portions
 
 
@@ -44,9 +45,14 @@ class Paged:
         return self.cache.flatten(0, 1).index_select(0, places.flatten()).view(*places.shape, -1)
 
 
-def suits(dtype: torch.dtype, keys: int) -> bool:
-    """Whether there may be a loop where the longest sequence has so many keys."""
-    return keys >= LANES and (dtype == torch.bfloat16 or dtype == torch.float32 and keys <= _LONGEST)
+def pays(dtype: torch.dtype, head_dim: int, keys: int) -> bool:
+    """Whether keys should be given as :class:`Paged`, if the longest sequence has so many: not where a loop was wanted
+    before, and there was none."""
+    return keys >= LANES and _may_have(dtype, keys) and (dtype, head_dim) not in _without
+
+
+def _may_have(dtype: torch.dtype, keys: int) -> bool:
+    return dtype == torch.bfloat16 or dtype == torch.float32 and keys <= _LONGEST
 
 
 def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scaling: float) -> torch.Tensor | None:
@@ -56,12 +62,16 @@ def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scalin
     In float32 with the bits of :func:`attend_by_torch` for each sequence alone; in bfloat16 nothing is rounded but what
     comes out. None where there are no such loops, and where a gradient is wanted.
     """
-    if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad or not suits(q.dtype, k.slots.shape[1]) \
+    if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad \
+            or not _may_have(q.dtype, k.slots.shape[1]) \
             or mask.dtype != torch.bool or mask.shape != (len(q), 1, 1, k.slots.shape[1]) \
             or not isinstance(scaling, int | float):
         return None
     loop = _loop(q.dtype, q.shape[3], q.shape[1] // len(k.heads))
-    return None if loop is None else _attended(loop, q, k, v, mask, scaling)
+    if loop is None:
+        _without.add((q.dtype, q.shape[3]))
+        return None
+    return _attended(loop, q, k, v, mask, scaling)
 
 
 def attend_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float
