@@ -14,7 +14,8 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
     times as long at one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
 
   On a processor with AVX-512, up to 32 rows read either order in loops of the lab's own (``stream.py``): on that Xeon
-  they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is.
+  they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is. With AMX,
+  more rows do so in bfloat16 where oneDNN is slower (:meth:`tplab.kernels.stream.Stream.suits`).
 * *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
   rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; a Xeon with AVX-512 in float32 only: no difference).
   Such a Xeon *widens* a bfloat16 weight, a part at a time in its cache (2 times as quick at 16 rows, 4 times at 512).
