@@ -1,7 +1,8 @@
 """What takes the time: products, attention, and what stands between them, as this processor does them quickest.
 
-Functions in LLVM's language (:mod:`tplab.kernels.compiled`) and libraries' products. Each gives the bits of PyTorch or,
-in bfloat16, is as close to the exact result; where there is none for a processor, a dtype or a size, PyTorch does it.
+Functions in LLVM's language (``compiled.py``, ``bfloat16.py``) and libraries' products. Each gives the bits of PyTorch
+or, in bfloat16, is as close to the exact result; where there is none for a processor, a dtype or a size, PyTorch does
+it.
 
 * products: ``product.py`` chooses one for the dtype and the number of rows; ``packed.py`` is a weight in the order of
   ``mkl.py`` or ``onednn.py``, which ``stream.py`` reads for few rows (``panel_loops.py``) and, in bfloat16, for many

@@ -13,6 +13,8 @@ from string import Template
 import llvmlite.binding as llvm
 import torch
 
+from tplab.kernels.bfloat16 import with_integers
+
 # How LLVM calls the numbers in memory, and how they become float32 and are rounded again.
 NUMBERS = {torch.float32: {"T": "float", "widen": "bitcast", "round": "bitcast"},
            torch.bfloat16: {"T": "bfloat", "widen": "fpext", "round": "fptrunc"}}
@@ -25,7 +27,7 @@ _engines = []  # what they have compiled lives as long as they do
 def compiled(ir: str) -> Callable:
     """The one function that ``ir`` defines for others, which returns nothing; pointers are given as addresses."""
     with _lock:
-        module = llvm.parse_assembly(ir)
+        module = llvm.parse_assembly(ir if has("avx512bf16") else with_integers(ir))
         module.verify()
         function = next(function for function in module.functions if function.linkage == llvm.Linkage.external
                         and not function.is_declaration)

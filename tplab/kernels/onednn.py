@@ -34,7 +34,9 @@ class OneDNN:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "OneDNN | None":
-        """``weight`` packed; None where its memory is in an order that is not known here."""
+        """``weight`` packed; None where oneDNN does not do that, or does it in an order that is not known here."""
+        if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return None
         sizes = [_block_size(*part.shape, weight.dtype) for part in _split(weight)]
         return None if None in sizes else cls(weight, sizes)
 

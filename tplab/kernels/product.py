@@ -234,10 +234,8 @@ def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
 
 def _libraries(dtype: torch.dtype) -> list[str]:
     """Those that may have an order of their own here."""
-    mkldnn = torch.backends.mkldnn.is_available()
-    if dtype == torch.float32:
-        return ["MKL", "oneDNN"] if mkldnn else ["MKL"]
-    return ["oneDNN"] if mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
+    mkldnn = ["oneDNN"] if torch.backends.mkldnn.is_available() else []
+    return ["MKL", *mkldnn] if dtype == torch.float32 else mkldnn
 
 
 def _own(x: torch.Tensor, weight: MKL | OneDNN | Stream, bias: None) -> torch.Tensor:
