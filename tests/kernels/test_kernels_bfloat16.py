@@ -95,4 +95,6 @@ def test_no_number_is_left_that_llvm_would_round():
     """It does so by a call of a function that neither Python nor torch has: of nothing, at address 0."""
     kept = "  %y = fadd float %a, %b\n  %z = fptrunc double %y to float"
     assert with_integers(kept) == kept
+    widened = "%a = fpext <4 x bfloat> %b to <4 x float>"
+    assert with_integers(widened + "%c = or i1 %d, %e") == with_integers(widened) + "%c = or i1 %d, %e"
     assert "bfloat" not in with_integers("%s = phi <16 x bfloat> [%a, %b], [%c, %d]\n%t = load bfloat, ptr %at")

@@ -111,7 +111,7 @@ def test_who_is_quicker(outputs, inputs, rows, threads, suits):
                                        (129, "order")])
 def test_a_packed_weight_asks_who_is_quicker(rows, way, monkeypatch):
     weight = nn.Parameter(torch.randn(2048, 576).to(BFLOAT16), requires_grad=False)
-    pack(weight, Kernels("oneDNN", 8, 0, product.NEVER))
+    pack(weight, Kernels("oneDNN", 8, 0, product.NEVER, 0))
     if weight.stream is None or not weight.stream.has_blocks:
         pytest.skip("oneDNN has another order here")
     x = integers(rows, 576)

@@ -12,7 +12,7 @@ from tplab.kernels.product import Kernels, empty_weight, linear, pack
 def packed(plain, library="oneDNN", streamed_rows=0):
     weight = nn.Parameter(empty_weight(*plain.shape, plain.dtype).copy_(plain), requires_grad=False)
     weight.ranges = "kept"
-    pack(weight, Kernels(library, streamed_rows, 0, product.NEVER))
+    pack(weight, Kernels(library, streamed_rows, 0, product.NEVER, 0))
     if not isinstance(weight, product.PackedWeight):
         cpu = torch.backends.cpu.get_cpu_capability()
         assert library == "MKL" and not torch.backends.mkl.is_available() or plain.dtype == torch.bfloat16 or (
@@ -89,7 +89,7 @@ def test_onednn_sums_float32_in_parts_and_bfloat16_at_once():
 def test_the_order_of_a_packed_weight_is_not_read_off_its_values(library, dtype, outputs):
     """Blocks of 64 outputs and of 32 fit the same memory, and zeros look alike in both."""
     weight = nn.Parameter(torch.zeros(outputs, 576, dtype=dtype), requires_grad=False)
-    pack(weight, Kernels(library, 0, 0, product.NEVER))
+    pack(weight, Kernels(library, 0, 0, product.NEVER, 0))
     filled = torch.randn(outputs, 576).to(dtype)
     weight.data.copy_(filled)
     assert torch.equal(weight, filled)
@@ -112,7 +112,7 @@ def test_a_weight_that_mkl_packs_has_a_place_of_its_own():
 def test_a_narrow_weight_is_packed_right_or_not_at_all(outputs, inputs):
     plain = torch.randn(outputs, inputs)
     weight = nn.Parameter(plain.clone(), requires_grad=False)
-    pack(weight, Kernels("MKL", 0, 0, product.NEVER))
+    pack(weight, Kernels("MKL", 0, 0, product.NEVER, 0))
     assert torch.equal(weight, plain)
     x = torch.randn(3, inputs)
     torch.testing.assert_close(linear(x, weight), F.linear(x, plain), rtol=1e-4, atol=1e-2)
@@ -136,14 +136,14 @@ def test_what_cannot_be_packed_stays_plain(library, functions, monkeypatch):
     if not functions:
         monkeypatch.setattr(mkl, "_functions", None)
     weight = nn.Parameter(torch.ones(256, 257), requires_grad=False)
-    pack(weight, Kernels(library, 0, 0, product.NEVER))
+    pack(weight, Kernels(library, 0, 0, product.NEVER, 0))
     assert type(weight) is nn.Parameter
 
 
 @pytest.mark.parametrize("library", ["oneDNN", "MKL"])
 def test_what_stays_in_the_cache_is_not_packed(library):
     small = nn.Parameter(torch.ones(255, 257), requires_grad=False)  # one value fewer than are worth it
-    pack(small, Kernels(library, 0, 0, product.NEVER))
+    pack(small, Kernels(library, 0, 0, product.NEVER, 0))
     double = nn.Parameter(torch.ones(256, 257).double(), requires_grad=False)
-    pack(double, Kernels(library, 0, 0, product.NEVER))
+    pack(double, Kernels(library, 0, 0, product.NEVER, 0))
     assert type(small) is type(double) is nn.Parameter

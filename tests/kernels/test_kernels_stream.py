@@ -141,7 +141,7 @@ def test_without_threads_to_share_it_one_does_it_all(monkeypatch):
 @pytest.mark.parametrize("rows, way", [(1, "stream"), (8, "stream"), (9, "order")])
 def test_few_rows_meet_the_loops(rows, way, monkeypatch):
     weight = nn.Parameter(torch.randn(576, 576), requires_grad=False)
-    pack(weight, Kernels("oneDNN", 8, 0, product.NEVER))
+    pack(weight, Kernels("oneDNN", 8, 0, product.NEVER, 0))
     if weight.stream is None:
         pytest.skip("no loops for this processor")
     for name in ("order", "stream"):
@@ -154,7 +154,7 @@ def test_few_rows_meet_the_loops(rows, way, monkeypatch):
 @pytest.mark.parametrize("outputs, inputs", [(577, 500), (1001, 2000), (600, 110), (640, 576)])
 def test_the_loops_read_what_a_library_has_packed_also_after_it_is_overwritten(library, dtype, outputs, inputs):
     weight = nn.Parameter(integers(outputs, inputs, dtype=dtype), requires_grad=False)
-    pack(weight, Kernels(library, 32, 0, product.NEVER))
+    pack(weight, Kernels(library, 32, 0, product.NEVER, 0))
     if getattr(weight, "stream", None) is None:
         pytest.skip(f"no loops for {library}'s order on this processor")
     for rows in (1, 5, 32):

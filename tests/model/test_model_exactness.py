@@ -45,10 +45,10 @@ def test_products(dtype, rows, out_features, in_features, bias):
         assert linear(x[:, None], weight, b).shape == (rows, 1, out_features)
 
 
-@pytest.mark.parametrize("dtype, kernels", [(torch.float32, Kernels(None, 0, 4, product.NEVER)),
-                                            (torch.float32, Kernels(None, 0, 0, product.NEVER)),
-                                            (torch.bfloat16, Kernels(None, 0, 0, 2)),
-                                            (torch.bfloat16, Kernels(None, 0, 0, product.NEVER))])
+@pytest.mark.parametrize("dtype, kernels", [(torch.float32, Kernels(None, 0, 4, product.NEVER, 0)),
+                                            (torch.float32, Kernels(None, 0, 0, product.NEVER, 0)),
+                                            (torch.bfloat16, Kernels(None, 0, 0, 2, 0)),
+                                            (torch.bfloat16, Kernels(None, 0, 0, product.NEVER, 0))])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 65])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypatch):
@@ -87,7 +87,7 @@ def test_some_rows_share_a_part_of_the_weight_while_it_is_warm(monkeypatch):
     assert shapes[6:] == [(1, (129, 70))]
 
 
-@pytest.mark.parametrize("kernels", [Kernels(None, 0, 0, 16), Kernels(None, 0, 0, product.NEVER)])
+@pytest.mark.parametrize("kernels", [Kernels(None, 0, 0, 16, 0), Kernels(None, 0, 0, product.NEVER, 0)])
 def test_attention_in_bfloat16(kernels, monkeypatch):
     monkeypatch.setattr(product, "fastest", lambda dtype: {torch.bfloat16: kernels}[dtype])
     q, k, v = (torch.randn(2, heads, 9, 64).bfloat16() for heads in (6, 2, 2))
@@ -122,23 +122,29 @@ def test_a_query_that_sees_nothing_is_nan(dtype):
 
 
 @pytest.mark.parametrize("times, chosen", [
-    ({}, (None, 0, 0, product.NEVER)),
-    ({"numpy": (2, 3, 5)}, (None, 0, 2, product.NEVER)),
-    ({"numpy": (2, 3, 5), "oneDNN": (9, 5, 5, 5, 5)}, ("oneDNN", 0, 2, product.NEVER)),
-    ({"numpy": (2, 3, 5), "oneDNN": (10, 5, 5, 5, 5)}, (None, 0, 2, product.NEVER)),
-    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (3, 6, 6, 6, 6)}, ("oneDNN", 1, 0, product.NEVER)),
-    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 5, 4, 6)}, ("oneDNN", 8, 0, product.NEVER)),
-    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 7, 4, 6)}, ("oneDNN", 2, 0, product.NEVER)),
-    ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (4, 4, 4, 8, 9)}, ("oneDNN", 8, 0, product.NEVER)),
-    ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (5, 4, 4, 9, 9)}, (None, 0, 0, product.NEVER)),
-    ({"oneDNN": (5, 5, 5, 5, 5), "MKL": (5, 9, 9, 6, 5)}, ("oneDNN", 0, 0, product.NEVER)),
-    ({"oneDNN": (5, 5, 5, 6, 5), "MKL": (5, 9, 9, 5, 5)}, ("MKL", 0, 0, product.NEVER)),
+    ({}, (None, 0, 0, product.NEVER, 0)),
+    ({"numpy": (2, 3, 5)}, (None, 0, 2, product.NEVER, 0)),
+    ({"numpy": (2, 3, 5), "oneDNN": (9, 5, 5, 5, 5)}, ("oneDNN", 0, 2, product.NEVER, 0)),
+    ({"numpy": (2, 3, 5), "oneDNN": (10, 5, 5, 5, 5)}, (None, 0, 2, product.NEVER, 0)),
+    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (3, 6, 6, 6, 6)}, ("oneDNN", 1, 0, product.NEVER, 0)),
+    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 5, 4, 6)}, ("oneDNN", 8, 0, product.NEVER, 0)),
+    ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 7, 4, 6)}, ("oneDNN", 2, 0, product.NEVER, 0)),
+    ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (4, 4, 4, 8, 9)}, ("oneDNN", 8, 0, product.NEVER, 0)),
+    ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (5, 4, 4, 9, 9)}, (None, 0, 0, product.NEVER, 0)),
+    ({"oneDNN": (5, 5, 5, 5, 5), "MKL": (5, 9, 9, 6, 5)}, ("oneDNN", 0, 0, product.NEVER, 0)),
+    ({"oneDNN": (5, 5, 5, 6, 5), "MKL": (5, 9, 9, 5, 5)}, ("MKL", 0, 0, product.NEVER, 0)),
     ({"oneDNN": (5, 5, 5, 6, 5), "oneDNN streamed": (3, 6, 6, 6, 6), "MKL": (5, 9, 9, 5, 5)},
-     ("oneDNN", 1, 0, product.NEVER)),
-    ({"MKL": (4, 1, 1, 9, 9)}, (None, 0, 0, product.NEVER)),
-    ({"widened": (5, 3, 4, 9, 3)}, (None, 0, 0, 16)),
-    ({"widened": (3, 3, 3, 3, 3)}, (None, 0, 0, 1)),
-    ({"widened": (5, 3, 3, 3, 9)}, (None, 0, 0, product.NEVER)),
+     ("oneDNN", 1, 0, product.NEVER, 0)),
+    ({"MKL": (4, 1, 1, 9, 9)}, (None, 0, 0, product.NEVER, 0)),
+    ({"widened": (5, 3, 4, 9, 3)}, (None, 0, 0, 16, 0)),
+    ({"widened": (3, 3, 3, 3, 3)}, (None, 0, 0, 1, 0)),
+    ({"widened": (5, 3, 3, 3, 9)}, (None, 0, 0, product.NEVER, 0)),
+    ({"dots": (3, 3, 3, 9, 10)}, (None, 0, 0, product.NEVER, 4)),
+    ({"dots": (3, 3, 3, 9, 8), "numpy": (2, 3, 5)}, (None, 0, 0, product.NEVER, 16)),
+    ({"dots": (4, 4, 4, 9, 9), "numpy": (2, 3, 5)}, (None, 0, 2, product.NEVER, 0)),
+    ({"dots": (2, 2, 2, 6, 8), "widened": (5, 3, 4, 9, 7)}, (None, 0, 0, 16, 8)),
+    ({"dots": (5, 4, 4, 7, 8), "oneDNN": (8, 5, 5, 5, 5)}, ("oneDNN", 0, 0, product.NEVER, 16)),
+    ({"dots": (3, 3, 3, 7, 8), "oneDNN": (9, 5, 5, 5, 5)}, (None, 0, 0, product.NEVER, 16)),
 ])
 def test_what_times_speak_for(times, chosen, monkeypatch):
     monkeypatch.setattr(product, "_ROWS_TIMED", (1, 2, 4, 8, 16))
@@ -148,10 +154,12 @@ def test_what_times_speak_for(times, chosen, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_large_weights_lie_behind_each_other(dtype, monkeypatch):
+@pytest.mark.parametrize("dot_rows", [0, 8])
+def test_large_weights_lie_behind_each_other(dtype, dot_rows, monkeypatch):
     """In large pieces, whose pages are huge; no number belongs to two."""
     pages = product._Pages()
     monkeypatch.setattr(product, "_pages", pages)
+    monkeypatch.setattr(product, "fastest", lambda dtype: Kernels(None, 0, 0, product.NEVER, dot_rows))
     monkeypatch.setattr(product, "PIECE_BYTES", 1 << 21)
     weights, pieces = [], []
     for size in [(255, 257), (257, 256), (256, 256), (300, 301), (301, 300), (1001, 577)]:
@@ -166,7 +174,8 @@ def test_large_weights_lie_behind_each_other(dtype, monkeypatch):
     assert [bool(piece) for piece in pieces] == [False] + 5 * [True]
     assert pieces[1] == pieces[2], "two fit into a piece"
     assert piece.nbytes == max(1 << 21, 1001 * 577 * dtype.itemsize), "one that fits into none has its own"
-    assert all(weight.t().is_contiguous() == (dtype == torch.float32) for weight in weights)
+    by_columns = [dtype == torch.float32 and (number == 0 or not dot_rows) for number in range(6)]
+    assert [weight.t().is_contiguous() for weight in weights] == by_columns
 
 
 def test_memory_goes_with_the_last_weight_in_it(monkeypatch):
@@ -194,7 +203,7 @@ def test_a_product_that_wants_a_gradient_has_one():
 def test_kernels_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
     measured = []
-    found = Kernels("MKL", 8, 2, 16)
+    found = Kernels("MKL", 8, 2, 16, 4)
     monkeypatch.setattr(product, "_measured", lambda dtype: measured.append(dtype) or found)
     for _ in range(2):
         product.fastest.cache_clear()

@@ -7,8 +7,8 @@ are the upper half of the float32 with its value.
 import re
 from string import Template
 
-_LINE = re.compile(r"^ *(?P<z>%\S+) = (?P<what>fptrunc|fpext|fneg|fadd|fsub|fmul|fdiv) "
-                   r"(?:<(?P<lanes>\d+) x )?b?float>? (?P<x>%[^\s,]+)(?:, (?P<y>%\S+)| to .*)?$", re.MULTILINE)
+_ONE = re.compile(r"(?P<z>%[\w.]+) = (?P<what>fptrunc|fpext|fneg|fadd|fsub|fmul|fdiv) "
+                  r"(?:<(?P<lanes>\d+) x )?b?float>? (?P<x>%[\w.]+)(?:, (?P<y>%[\w.]+)| to [<\w ]+>?)?")
 
 _WIDEN = Template("""
   $to.zero = zext $i16s $x to $i32s
@@ -32,21 +32,21 @@ _ROUND = Template("""
 
 def with_integers(ir: str) -> str:
     """``ir`` without the type ``bfloat``: what is computed in it is computed in float32, and rounded."""
-    return _LINE.sub(_in_integers, ir).replace("bfloat", "i16")
+    return _ONE.sub(_in_integers, ir).replace("bfloat", "i16")
 
 
 def _in_integers(found: re.Match) -> str:
-    """The lines for this one; it as it is if there is no bfloat in it."""
-    line, what, z, x, y = found[0], found["what"], found["z"], found["x"], found["y"]
-    if "bfloat" not in line:
-        return line
+    """The lines for this instruction; as it is if there is no bfloat in it."""
+    what, z, x, y = found["what"], found["z"], found["x"], found["y"]
+    if "bfloat" not in found[0]:
+        return found[0]
     kinds = _kinds(found["lanes"])
     if what == "fpext":
         return _WIDEN.substitute(kinds, to=z, x=x)
     if what == "fptrunc":
         return _ROUND.substitute(kinds, z=z, x=x)
     if what == "fneg":
-        return f"  {z} = xor {kinds['i16s']} {x}, {kinds['sign']}"
+        return f"\n  {z} = xor {kinds['i16s']} {x}, {kinds['sign']}\n"
     return (_WIDEN.substitute(kinds, to=f"{z}.x", x=x) + _WIDEN.substitute(kinds, to=f"{z}.y", x=y)
             + f"  {z}.wide = {what} {kinds['floats']} {z}.x, {z}.y"
             + _ROUND.substitute(kinds, z=z, x=f"{z}.wide"))

@@ -16,10 +16,12 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
   On a processor with AVX-512, up to 32 rows read either order in loops of the lab's own (``stream.py``): on that Xeon
   they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is. With AMX,
   more rows do so in bfloat16 where oneDNN is slower (:meth:`tplab.kernels.stream.Stream.suits`).
-* *plain*, ``[out, in]``: everything else. In float32 the columns are contiguous, so that numpy's BLAS can take a few
-  rows one by one (Zen 5: 20 to 28 GB/s, ``F.linear`` 12 to 20; a Xeon with AVX-512 in float32 only: no difference).
-  Such a Xeon *widens* a bfloat16 weight, a part at a time in its cache (2 times as quick at 16 rows, 4 times at 512).
-  Otherwise ``F.linear``, as in Hugging Face.
+* *plain*, ``[out, in]``: everything else. Up to 32 rows may meet it in loops of the lab's own, too (``dots.py``), made
+  for AVX2: DOTS. In float32, where these
+  are not the quickest, the columns are contiguous, so that numpy's BLAS can take a few rows one by one (Zen 5: 20 to
+  28 GB/s, ``F.linear`` 12 to 20; a Xeon with AVX-512 in float32 only: no difference). Such a Xeon *widens* a bfloat16
+  weight, a part at a time in its cache (2 times as quick at 16 rows, 4 times at 512). Otherwise ``F.linear``, as in
+  Hugging Face.
 """
 
 import json
@@ -42,6 +44,7 @@ from torch.nn import functional as F
 from tplab.checkpoint.names import cache_dir
 from tplab.errors import TplabError
 from tplab.files import write_file
+from tplab.kernels.dots import dots, suits
 from tplab.kernels.mkl import MKL
 from tplab.kernels.onednn import LONGEST_SUM, OneDNN
 from tplab.kernels.packed import PackedWeight
@@ -87,12 +90,14 @@ _pages = _Pages()
 def empty_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
     """An unfilled plain ``[out_features, in_features]`` weight."""
     count = out_features * in_features
-    flat = _pages.take(count, dtype) if count >= SMALL else torch.empty(count, dtype=dtype)
-    return _in_order(flat, out_features, in_features)
+    if count < SMALL:
+        return _in_order(torch.empty(count, dtype=dtype), out_features, in_features, by_rows=False)
+    by_rows = dtype not in PACKABLE or fastest(dtype).dot_rows > 0
+    return _in_order(_pages.take(count, dtype), out_features, in_features, by_rows)
 
 
-def _in_order(flat: torch.Tensor, out_features: int, in_features: int) -> torch.Tensor:
-    if flat.dtype == torch.float32:
+def _in_order(flat: torch.Tensor, out_features: int, in_features: int, by_rows: bool) -> torch.Tensor:
+    if flat.dtype == torch.float32 and not by_rows:
         return flat.view(in_features, out_features).t()
     return flat.view(out_features, in_features)
 
@@ -104,13 +109,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return weight.product(x, bias)
-    if weight.numel() >= SMALL:
-        if x.dtype == torch.float32 and weight.stride(0) == 1:
-            if shape[0] <= fastest(x.dtype).numpy_rows and torch.get_num_threads() == 1:
-                y = torch.from_numpy(_row_by_row(x.numpy(), weight.detach().numpy().T))
-                return y if bias is None else y.add_(bias)
-        elif x.dtype == torch.bfloat16 and shape[0] >= fastest(x.dtype).widened_rows:
+    if weight.numel() >= SMALL and x.dtype in PACKABLE:
+        kernels = fastest(x.dtype)
+        if shape[0] <= kernels.dot_rows and suits(weight):
+            return dots(x, weight, bias)
+        if x.dtype == torch.bfloat16 and shape[0] >= kernels.widened_rows:
             return _widened(x, weight, bias)
+        if shape[0] <= kernels.numpy_rows and weight.stride(0) == 1 and torch.get_num_threads() == 1:
+            y = torch.from_numpy(_row_by_row(x.numpy(), weight.detach().numpy().T))
+            return y if bias is None else y.add_(bias)
     return F.linear(x, weight, bias)
 
 
@@ -153,12 +160,14 @@ class Kernels(NamedTuple):
         streamed_rows: up to so many rows, :mod:`tplab.kernels.stream` multiplies with a packed weight.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
+        dot_rows: up to so many rows, :mod:`tplab.kernels.dots` multiplies with a plain weight; 0: not at all.
     """
 
     library: str | None
     streamed_rows: int
     numpy_rows: int
     widened_rows: int
+    dot_rows: int
 
 
 def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
@@ -211,7 +220,7 @@ def _measured(dtype: torch.dtype) -> Kernels:
 def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
     """``{(way, rows): seconds}`` over ``_BYTES_TIMED`` of weights."""
     size = 1536, 3 * LONGEST_SUM
-    plain = [_in_order(_pages.take(math.prod(size), dtype), *size).normal_()
+    plain = [_in_order(_pages.take(math.prod(size), dtype), *size, by_rows=False).normal_()
              for _ in range(_BYTES_TIMED // (math.prod(size) * dtype.itemsize))]
     ways = {"F.linear": F.linear}
     if dtype == torch.float32:
@@ -220,6 +229,10 @@ def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
         ways["widened"] = _widened
     seconds = {(way, rows): _seconds(ways[way], plain, rows) for way in ways for rows in _ROWS_TIMED
                if rows <= {"numpy": 4}.get(way, rows)}
+    by_rows = [weight.contiguous() for weight in plain]
+    if suits(by_rows[0]):
+        seconds |= {("dots", rows): _seconds(dots, by_rows, rows) for rows in _ROWS_TIMED}
+    del by_rows
     for library in _libraries(dtype):
         orders = [_in_order_of(library, weight) for weight in plain]
         if None not in orders:
@@ -261,11 +274,15 @@ def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
     def some(*ways: str) -> float:
         return sum(best(rows, *ways) for rows in (1, 8, 16))
 
+    def most(ours: str, *others: str) -> int:
+        return min((0, *_ROWS_TIMED), key=lambda most: sum(
+            best(rows, *([ours] if rows <= most else others)) for rows in _ROWS_TIMED))
+
     library = min("MKL", "oneDNN", key=lambda library: some(library, library + " streamed"))
-    pays = some(library, library + " streamed") < some("F.linear", "numpy", "widened")
-    streamed = min((0, *_ROWS_TIMED), key=lambda most: sum(
-        best(rows, library + " streamed" if rows <= most else library) for rows in _ROWS_TIMED))
-    by_numpy = [rows for rows in _ROWS_TIMED if best(rows, "numpy") < best(rows, "F.linear")]
+    pays = some(library, library + " streamed") < some("F.linear", "numpy", "widened", "dots")
+    dot_rows = most("dots", "F.linear", "numpy", "widened")
+    by_numpy = [rows for rows in _ROWS_TIMED if not dot_rows and best(rows, "numpy") < best(rows, "F.linear")]
     narrow = [rows for rows in _ROWS_TIMED if best(rows, "F.linear") <= best(rows, "widened")]
-    return Kernels(library if pays else None, streamed if pays else 0, max(by_numpy, default=0),
-                   min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER))
+    return Kernels(library if pays else None, most(library + " streamed", library) if pays else 0,
+                   max(by_numpy, default=0),
+                   min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER), dot_rows)
