@@ -46,6 +46,15 @@ def test_parameters_and_gradients_survive():
     assert isinstance(back, torch.nn.Parameter) and back.requires_grad
 
 
+def test_a_function_keeps_its_file_and_so_do_those_inside():
+    """An error on a rank is shown with its line, which is looked up by the file's name."""
+    scope = {}
+    exec(compile("def outer():\n    def inner():\n        pass\n    return inner", "cell 7", "exec"), scope)
+    back = loads(dumps(scope["outer"]))
+    assert back.__code__.co_filename == back().__code__.co_filename == "cell 7"
+    assert back().__qualname__ == "outer.<locals>.inner" and back().__code__.co_firstlineno == 2
+
+
 def test_functions_and_classes_of_a_cell(pool):
     scope = {}
     exec(
