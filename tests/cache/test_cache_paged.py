@@ -152,9 +152,17 @@ def test_an_empty_cache_takes_no_memory():
     assert not cache.k_cache[3, 7].any()
 
 
+@pytest.mark.parametrize("softmax, bound", [("float64", 1e-14), ("float32", 2e-6)])
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_cache_changes_nothing(tmp_path, kind):
-    """Two prompts in uneven steps through a cache, against both at once without one."""
+def test_a_cache_changes_nothing(tmp_path, kind, softmax, bound, monkeypatch):
+    """Two prompts in uneven steps through a cache, against both at once without one.
+
+    Hugging Face's softmax is in float32, and one over fewer keys rounds differently (with AVX2, always): without its
+    roundings nothing is left.
+    """
+    if softmax == "float64":
+        in_scores_dtype = torch.softmax
+        monkeypatch.setattr(torch, "softmax", lambda scores, dim, dtype: in_scores_dtype(scores, dim))
     ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", "qwen2", heads=6, kv_heads=2))
     model = load_model(ckpt, ShardPlan.from_config(ckpt.config, 1), torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -172,7 +180,7 @@ def test_a_cache_changes_nothing(tmp_path, kind):
             parts[i].append(part)
             done[i] += s.count
     for ours, reference in zip(parts, whole):
-        assert (torch.cat(ours) - reference).abs().max() <= 2e-7 * math.sqrt(reference.abs().max())
+        assert (torch.cat(ours) - reference).abs().max() <= bound * math.sqrt(reference.abs().max())
 
 
 @pytest.mark.parametrize("table", [*itertools.permutations(range(4), 3), (0, 2, 2)], ids=str)

@@ -66,7 +66,7 @@ def test_every_kernel_of_a_plain_weight(dtype, kernels, rows, threads, monkeypat
     if dtype == torch.bfloat16:
         torch.testing.assert_close(y, exact.to(dtype), rtol=2 ** -7, atol=1e-5)  # rounded once
     else:
-        torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=3e-4)  # of sums of 577 products, around 24
     by_numpy = rows <= kernels.numpy_rows and threads == 1  # numpy would use one thread only
     assert used == ["_row_by_row"] * by_numpy + ["_widened"] * (rows >= kernels.widened_rows)
 

@@ -18,14 +18,17 @@ from tplab.kernels.compiled import NUMBERS, each, has, row_by_row, shared
 from tplab.kernels.softmax import softmax_rows
 
 PORTION = 384  # keys that MKL adds up in one go, if it has no more than twice as many
-_MOST_SUMS = 24  # vectors that stay in registers
+_MOST_SUMS = 24 if has("avx512f") else 8  # vectors that (almost) stay in registers: AVX2 has 16 of half the size
 
 
 @lru_cache
-def paged_loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None:
-    """The loop where ``group`` queries share a KV head; None where there is none."""
+def paged_loop(dtype: torch.dtype, head_dim: int, group: int, chains: int = 1) -> Callable | None:
+    """The loop where ``group`` queries share a KV head; None where there is none.
+
+    A score is added up in so many ``chains``, 1, 2, 4 or 8, which are added in the end: more are more exact.
+    """
     blocks = [block for block in (64, 32, 16) if head_dim % block == 0 and group * block <= 16 * _MOST_SUMS]
-    if dtype not in NUMBERS or not blocks or not has("avx512f") or (softmax := softmax_rows("softmax")) is None:
+    if dtype not in NUMBERS or not blocks or not has("avx2") or (softmax := softmax_rows("softmax")) is None:
         return None
     kind = NUMBERS[dtype]
     texts = {"size": head_dim, "group": group, "T": kind["T"], "block": blocks[0], "portion": PORTION,
@@ -37,9 +40,9 @@ def paged_loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None
 
     counts = {"query": group, "vector": blocks[0] // 16}
     scores = _SCORES.substitute(
-        texts, addresses=lines(_ADDRESS, key=16), sums=lines(_SCORE_SO_FAR, query=group),
+        texts, addresses=lines(_ADDRESS, key=16), sums=_scores_so_far(group, chains),
         numbers=lines(_READ_KEY, key=16) + laid_across() + lines(_READ_QUERY, query=group, n=16)
-        + _added_in_order(group), stores=lines(_STORE_SCORE, query=group))
+        + _added_in_order(group, chains), stores=_chains_added(group, chains) + lines(_STORE_SCORE, query=group))
     values = _VALUES.substitute(
         texts, totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
         keep=lines(_KEEP, **counts), stores=lines(_STORE_VALUE, **counts))
@@ -61,13 +64,32 @@ def laid_across() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _added_in_order(group: int) -> str:
+def _scores_so_far(group: int, chains: int) -> str:
+    return "\n".join(f"%chain.{query}.{n} = phi <16 x float> [zeroinitializer, %sixteen], "
+                     f"[%score.{query}.{16 - chains + n}, %numbers]" for query in range(group) for n in range(chains))
+
+
+def _added_in_order(group: int, chains: int) -> str:
+    """Number n of a query and of its keys, added to chain n of so many."""
     lines = []
     for n in range(16):
         for query in range(group):
-            before = f"%score.{query}.{n - 1}" if n else f"%score.{query}"
+            before = f"%score.{query}.{n - chains}" if n >= chains else f"%chain.{query}.{n}"
             lines.append(f"%score.{query}.{n} = call <16 x float> @llvm.fma.v16f32("
                          f"<16 x float> %q.{query}.{n}.all, <16 x float> %across.1.{n}, <16 x float> {before})")
+    return "\n".join(lines)
+
+
+def _chains_added(group: int, chains: int) -> str:
+    """``%whole.QUERY``: neighbours first."""
+    lines = []
+    for query in range(group):
+        sums = [f"%score.{query}.{n}" for n in range(16 - chains, 16)]
+        while len(sums) > 1:
+            pairs = list(zip(sums[::2], sums[1::2]))
+            sums = [f"%sum.{query}.{len(pairs)}.{n}" for n in range(len(pairs))]
+            lines += [f"{name} = fadd <16 x float> {one}, {other}" for name, (one, other) in zip(sums, pairs)]
+        lines.append(f"%whole.{query} = bitcast <16 x float> {sums[0]} to <16 x float>\n")
     return "\n".join(lines)
 
 
@@ -102,7 +124,7 @@ _NEXT_QUERY = "  %weights.row.{next} = getelementptr float, ptr %weights.row.{qu
 _TAKES = ("ptr %x.row, ptr %cache, ptr %weights.row.0, ptr %slots.row, i64 %length, i64 %heads, i64 %head, "
           "i64 %keys")
 # Sixteen keys at a time: of each sixteen numbers, which are then laid across, so that a vector holds one number of each
-# key, and every score is added up in the order of the numbers, as MKL does.
+# key, and every score is added up in the order of the numbers: in one chain, as MKL does with AVX-512.
 _SCORES = Template(f"define internal void @scores({_TAKES}) {{" + """
 begin:
   $next_queries
@@ -228,11 +250,8 @@ _STORE_VALUE = """
   %rounded.{query}.{vector} = $round $V %total.{query}.{vector}.next to <16 x $T>
   store <16 x $T> %rounded.{query}.{vector}, ptr %x.at.{query}.{vector}, align 2
 """
-_SCORE_SO_FAR = """
-  %score.{query} = phi $V [zeroinitializer, %sixteen], [%score.{query}.15, %numbers]
-"""
 _STORE_SCORE = """
   %score.at.{query} = getelementptr float, ptr %weights.row.{query}, i64 %k
-  store $V %score.{query}.15, ptr %score.at.{query}, align 4
+  store $V %whole.{query}, ptr %score.at.{query}, align 4
 """
 _FMA = "declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)"
