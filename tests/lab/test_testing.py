@@ -9,9 +9,30 @@ from types import SimpleNamespace
 
 import pytest
 
+from tplab.checkpoint import CheckpointError
 from tplab.lab import testing
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fetched(monkeypatch):
+    """The models that were asked for, instead of fetching them."""
+    names = []
+    monkeypatch.setattr(testing, "fetch", names.append)
+    return names
+
+
+def test_smollm2_is_fetched_first_and_its_absence_is_said(monkeypatch, capsys, fetched):
+    monkeypatch.setattr(testing, "run_part", lambda options, show=None: (int(fetched != ["smollm2"]), ""))
+    assert testing.main() is None
+
+    def offline(name):
+        raise CheckpointError(f"{name} cannot be downloaded")
+
+    monkeypatch.setattr(testing, "fetch", offline)
+    assert testing.main() is None
+    assert "notebook 06 fails: smollm2 cannot be downloaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("broken", [(), *((part,) for part in testing.PARTS), tuple(testing.PARTS)])

@@ -1,5 +1,7 @@
 """``./launch test``: the unit tests, and beside them every notebook, solved and against its stored text.
 
+Some of them want the real model, smollm2: it is fetched first, once.
+
 With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
 Two lanes, because most tests wait for processes to start: on two cores they take little more than half of the time of
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from pytest import ExitCode
 
+from tplab.checkpoint import CheckpointError, fetch
 from tplab.files import replace_unprintable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,8 +97,17 @@ def in_a_browser() -> int:
     return subprocess.call(pytest_command(["--browser", "tests/browser"]), cwd=ROOT)
 
 
+def fetch_smollm2() -> None:
+    """The model that unit tests skip without, and that notebook 06's stored text shows; its absence ends nothing."""
+    try:
+        fetch("smollm2")
+    except CheckpointError as error:
+        print(f"launch test: smollm2 is missing, so tests are skipped and notebook 06 fails: {error}", flush=True)
+
+
 def main() -> str | None:
     """What failed, in one sentence; None if nothing did. Every part is run, whatever came of the others."""
+    fetch_smollm2()
     waiting, done, ended = deque(PARTS), deque(), {}
 
     def show_done():
