@@ -131,6 +131,7 @@ def test_a_query_that_sees_nothing_is_nan(dtype):
     ({"oneDNN": (12, 5, 5, 5, 5), "oneDNN streamed": (4, 4, 7, 4, 6)}, ("oneDNN", 2, 0, product.NEVER, 0)),
     ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (4, 4, 4, 8, 9)}, ("oneDNN", 8, 0, product.NEVER, 0)),
     ({"oneDNN": (5, 4, 4, 9, 9), "oneDNN streamed": (5, 4, 4, 9, 9)}, (None, 0, 0, product.NEVER, 0)),
+    ({"oneDNN": (12, 5, 5, 5, 6), "oneDNN streamed": (4, 4, 5, 4, 5)}, ("oneDNN", product.NEVER, 0, product.NEVER, 0)),
     ({"oneDNN": (5, 5, 5, 5, 5), "MKL": (5, 9, 9, 6, 5)}, ("oneDNN", 0, 0, product.NEVER, 0)),
     ({"oneDNN": (5, 5, 5, 6, 5), "MKL": (5, 9, 9, 5, 5)}, ("MKL", 0, 0, product.NEVER, 0)),
     ({"oneDNN": (5, 5, 5, 6, 5), "oneDNN streamed": (3, 6, 6, 6, 6), "MKL": (5, 9, 9, 5, 5)},

@@ -18,7 +18,8 @@ class PackedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, order: MKL | OneDNN, stream: Stream | None, streamed_rows: int):
         made = torch.Tensor._make_wrapper_subclass(cls, order.shape, dtype=order.dtype)
-        made.order, made.stream, made.streamed_rows = order, stream, streamed_rows if stream else 0
+        most = 0 if stream is None else MOST_STREAMED if stream.tiled else streamed_rows
+        made.order, made.stream, made.streamed_rows = order, stream, min(streamed_rows, most)
         return made
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

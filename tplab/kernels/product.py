@@ -13,9 +13,10 @@ fast as a kernel multiplies. Which kernel is quickest differs between processors
   - *MKL*, float32 only: on the Xeon with AMX ``F.linear`` takes 1 to 1.8 times as long at 4 to 32 rows, and 0.85
     times as long at one row; from 16 rows up, both give the same bits at SmolLM2's sizes.
 
-  On a processor with AVX-512, up to 32 rows read either order in loops of the lab's own (``stream.py``): on that Xeon
-  they take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is. With AMX,
-  more rows do so in bfloat16 where oneDNN is slower (:meth:`tplab.kernels.stream.Stream.suits`).
+  On a processor with AVX-512, few rows read either order in loops of the lab's own (``stream.py``): on that Xeon they
+  take 0.6 (bfloat16) and 0.9 times as long (float32) as the library whose order it is. On a Zen 4, any number of rows
+  does: 512 rows take ``F.linear`` 1.05 to 1.2 times as long in float32, 1.05 to 1.2 in bfloat16. With AMX, more
+  than 32 rows do so in bfloat16 where oneDNN is slower (:meth:`tplab.kernels.stream.Stream.suits`).
 * *plain*, ``[out, in]``: everything else. Up to 32 rows may meet it in loops of the lab's own, too (``dots.py``), made
   for AVX2: DOTS. In float32, where these
   are not the quickest, the columns are contiguous, so that numpy's BLAS can take a few rows one by one (Zen 5: 20 to
@@ -55,8 +56,10 @@ WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB
 PIECE_BYTES = 1 << 26  # of memory for plain weights: large enough for malloc to give it back
 PACKABLE = torch.float32, torch.bfloat16
 SMALL = 1 << 16  # values: a weight below stays in the processor's cache, where packing gains nothing
-_ROWS_TIMED = (1, 2, 4, 8, 16, 32)
+_ROWS_TIMED = (1, 2, 4, 8, 16, 32, 128)  # what holds for the last one holds for more
+_FEW_ROWS = 32  # more are timed with an eighth of the weights
 _BYTES_TIMED = 96 << 20  # a server's last cache keeps so much of 48 MB that packing once seems to gain nothing
+_EDITION = 2  # of what is measured: an older one's findings are not read
 _lock = threading.Lock()
 
 
@@ -157,7 +160,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         library: in whose order weights are packed, ``"MKL"`` or ``"oneDNN"``; None: not at all.
-        streamed_rows: up to so many rows, :mod:`tplab.kernels.stream` multiplies with a packed weight.
+        streamed_rows: up to so many rows, :mod:`tplab.kernels.stream` multiplies with a packed weight; ``NEVER``: always.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
         dot_rows: up to so many rows, :mod:`tplab.kernels.dots` multiplies with a plain weight; 0: not at all.
@@ -198,10 +201,10 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @lru_cache
 def fastest(dtype: torch.dtype) -> Kernels:
-    """This machine's :class:`Kernels`: measured once, which takes about a second, and kept in the user's cache."""
+    """This machine's :class:`Kernels`: measured once, which takes some seconds, and kept in the user's cache."""
     with _lock:  # logical ranks load at the same time
         name = f"{platform.node()}-{torch.backends.cpu.get_cpu_capability()}-torch{torch.__version__}"
-        file = cache_dir() / "kernels" / f"{name}-{str(dtype).removeprefix('torch.')}.json"
+        file = cache_dir() / "kernels" / f"{name}-{str(dtype).removeprefix('torch.')}-{_EDITION}.json"
         with suppress(OSError, ValueError, TypeError):  # none there, or none of ours: measured again
             return Kernels(**json.loads(file.read_text()))
         found = _measured(dtype)
@@ -231,7 +234,7 @@ def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
                if rows <= {"numpy": 4}.get(way, rows)}
     by_rows = [weight.contiguous() for weight in plain]
     if suits(by_rows[0]):
-        seconds |= {("dots", rows): _seconds(dots, by_rows, rows) for rows in _ROWS_TIMED}
+        seconds |= {("dots", rows): _seconds(dots, by_rows, rows) for rows in _ROWS_TIMED if rows <= _FEW_ROWS}
     del by_rows
     for library in _libraries(dtype):
         orders = [_in_order_of(library, weight) for weight in plain]
@@ -258,12 +261,13 @@ def _own(x: torch.Tensor, weight: MKL | OneDNN | Stream, bias: None) -> torch.Te
 def _seconds(product, weights: list, rows: int) -> float:
     """One product of so many rows with each weight, the best of three."""
     x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype)
+    some = weights if rows <= _FEW_ROWS else weights[:-(-len(weights) // 8)]
 
     def run() -> None:
-        for weight in weights:
+        for weight in some:
             product(x, weight, None)
 
-    return min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=3))
+    return len(weights) / len(some) * min(timeit.repeat(run, timer=time.thread_time, number=1, repeat=3))
 
 
 def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
@@ -280,9 +284,10 @@ def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
 
     library = min("MKL", "oneDNN", key=lambda library: some(library, library + " streamed"))
     pays = some(library, library + " streamed") < some("F.linear", "numpy", "widened", "dots")
+    streamed_rows = most(library + " streamed", library) if pays else 0
     dot_rows = most("dots", "F.linear", "numpy", "widened")
     by_numpy = [rows for rows in _ROWS_TIMED if not dot_rows and best(rows, "numpy") < best(rows, "F.linear")]
     narrow = [rows for rows in _ROWS_TIMED if best(rows, "F.linear") <= best(rows, "widened")]
-    return Kernels(library if pays else None, most(library + " streamed", library) if pays else 0,
+    return Kernels(library if pays else None, NEVER if streamed_rows == _ROWS_TIMED[-1] else streamed_rows,
                    max(by_numpy, default=0),
                    min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER), dot_rows)

@@ -30,7 +30,7 @@ from tplab.kernels.panel_loops import TILE, tile_config
 LANES = 16  # float32 numbers in a vector of 64 bytes
 WIDTHS = 48, 32, 16  # outputs of a loop; 48, times eight rows, are as many sums as AVX-512 has registers for
 ROWS_AT_ONCE = 8
-MOST_STREAMED = 32  # rows: more are multiplied in blocks
+MOST_STREAMED = 32  # rows: more are multiplied in blocks where there are tiles
 LONGEST_BLOCKED = 2048  # rows: 256 KB of sums stand on a thread's stack
 
 
@@ -127,10 +127,12 @@ class Stream:
         calls = [(panel_loops.by_tiles(vectors, stride) if tiled else
                   panel_loops.by_vectors(self.dtype, vectors, stride, rows, -(-vectors // passes), rounds),
                   table.ctypes.data, (len(table) - 1) // self.each) for vectors, stride, table in self.tables]
-        plan = self.plans[count, alone] = _Plan(
+        plan = _Plan(
             rows, passes, rows * passes, (count, self.shape[0]) == (rows * passes, self.width),
             torch.bfloat16 if rounds else torch.float32, calls,
             panel_loops.tile_config(rows).ctypes.data if tiled else None)
+        if count <= MOST_STREAMED:  # prompts have any length
+            self.plans[count, alone] = plan
         return plan
 
 
