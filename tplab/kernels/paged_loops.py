@@ -115,7 +115,8 @@ define internal void @one({_ARGUMENTS}, i64 %r) {{
   %count = mul i64 %filled, $group
   %weights = alloca float, i64 %count, align 64
   call void @scores(ptr %q.row, ptr %k, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled)
-  call void @softmax(ptr %weights, ptr %mask.row, float %scaling, i64 $group, i64 1, i64 %filled, i64 0, i64 $group)
+  call void @softmax(ptr %weights, ptr %mask.row, i64 0, float %scaling, i64 $group, i64 1, i64 %filled, i64 0,
+                     i64 $group)
   call void @values(ptr %y.row, ptr %v, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled)
   ret void
 }}

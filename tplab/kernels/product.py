@@ -160,7 +160,8 @@ class Kernels(NamedTuple):
 
     Attributes:
         library: in whose order weights are packed, ``"MKL"`` or ``"oneDNN"``; None: not at all.
-        streamed_rows: up to so many rows, :mod:`tplab.kernels.stream` multiplies with a packed weight; ``NEVER``: always.
+        streamed_rows: up to so many rows, :mod:`tplab.kernels.stream` multiplies with a packed weight; ``NEVER``:
+            with any number.
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
         dot_rows: up to so many rows, :mod:`tplab.kernels.dots` multiplies with a plain weight; 0: not at all.

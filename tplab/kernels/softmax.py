@@ -43,7 +43,7 @@ declare $V @llvm.masked.load.v${lanes}f32.p0(ptr, i32, <$lanes x i1>, $V)
 declare <$lanes x i8> @llvm.masked.load.v${lanes}i8.p0(ptr, i32, <$lanes x i1>, <$lanes x i8>)
 declare void @llvm.masked.store.v${lanes}f32.p0($V, ptr, i32, <$lanes x i1>)
 """)
-_ARGUMENTS = "ptr %scores, ptr %mask, float %scaling, i64 %heads, i64 %queries, i64 %keys"
+_ARGUMENTS = "ptr %scores, ptr %mask, i64 %mask.apart, float %scaling, i64 %heads, i64 %queries, i64 %keys"
 _ROW = Template("""
   %scaling.0 = insertelement $V poison, float %scaling, i32 0
   %scaling.each = shufflevector $V %scaling.0, $V poison, <$lanes x i32> zeroinitializer
@@ -52,7 +52,7 @@ _ROW = Template("""
   %query = urem i64 %r, %queries
   %sequence.first = mul i64 %sequence, %queries
   %mask.row = add i64 %sequence.first, %query
-  %mask.offset = mul i64 %mask.row, %keys
+  %mask.offset = mul i64 %mask.row, %mask.apart
   %mask.at = getelementptr i8, ptr %mask, i64 %mask.offset
   %offset = mul i64 %r, %keys
   %at = getelementptr float, ptr %scores, i64 %offset
@@ -121,7 +121,7 @@ _WHERE = """
 
 def _weighed(loop: Callable, scores: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
     batch, heads, queries, keys = scores.shape
-    loop(scores.data_ptr(), mask.data_ptr(), scaling, heads, queries, keys, batch * heads * queries,
+    loop(scores.data_ptr(), mask.data_ptr(), keys, scaling, heads, queries, keys, batch * heads * queries,
          threads_for(scores))
     return scores
 
@@ -140,8 +140,9 @@ def _loop(lanes: int) -> Callable | None:
 
 
 def softmax_rows(name: str) -> str | None:
-    """The loop as a function of this name for others to call: of ``ptr scores, ptr mask, float scaling, i64 heads,
-    i64 queries, i64 keys``, its first row, and the one behind its last. None where there is none."""
+    """The loop as a function of this name for others to call: of ``ptr scores, ptr mask``, the bytes from row to row of
+    the mask, ``float scaling, i64 heads, i64 queries, i64 keys``, its first row, and the one behind its last. None
+    where there is none."""
     lanes = _lanes()
     return None if lanes is None or _loop(lanes) is None else _rows(lanes, name)
 

@@ -1,46 +1,52 @@
-"""Keys and values as the processor's tiles want them (AMX), in LLVM's language: see ``tiled_attention.py``.
+"""Keys and values as the products of ``tiled_products.py`` want them, in LLVM's language.
 
-In one instruction 16 rows of a *left* tile meet 16 columns of a *right* one, over 32 numbers in bfloat16: a left tile's
-row has them one behind the other, a right tile's row has two of them for each column. Queries are left tiles as they
-lie in memory. Keys and values are laid out as right ones, once for all queries that will meet them:
+The processor's tiles (AMX) ask for it: in one instruction 16 rows of a *left* tile meet 16 columns of a *right* one,
+over 32 numbers in bfloat16. A left tile's row has them one behind the other, a right tile's row has a *word* of four
+bytes, two numbers, for each column. Queries are left tiles as they lie in memory. Keys and values are laid out as right
+ones, once for all queries that will meet them:
 
-* of 16 keys, each a column, all numbers: 32 of them in a tile;
-* of 32 values, each number a column: 16 of them in a tile.
+* of 16 keys, each a column, all numbers: 16 words of them in a tile;
+* of 32 values, each number a column: 16 words, in a tile for every 16 numbers.
+
+A row of a tile is what a vector of AVX-512 wants, too. In float32 a word is one number, so a head has twice as many,
+and 32 values make a tile of 32 rows.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
 from string import Template
 
+import torch
+
 from tplab.kernels.compiled import each, row_by_row, shared
 from tplab.kernels.paged_loops import laid_across
-from tplab.kernels.panel_loops import TILE, multiplies_tiles
+from tplab.kernels.panel_loops import TILE
 
 KEYS = 2 * TILE  # of a block: so many weights are a left tile's row
+WORDS = {torch.bfloat16: TILE, torch.float32: KEYS}  # of a block's values, for each number
 
 
 @lru_cache
-def layout_loop(head_dim: int) -> Callable | None:
-    """A function of
+def layout_loop(dtype: torch.dtype, head_dim: int) -> Callable:
+    """For a multiple of 32 numbers, a function of
 
     * keys, and values: where they are, and how many bytes apart sequences, heads and keys;
     * how many KV heads there are, and keys;
-    * where to lay out keys, ``[heads, blocks, 2, head_dim / 32]`` tiles, and values, ``[heads, blocks,
+    * where to lay out keys, ``[heads, blocks, 2, a head's words / 16]`` tiles, and values, ``[heads, blocks,
       head_dim / 16]`` tiles;
     * how many blocks there are.
 
-    A unit is a block of one head of one sequence. None where there are no tiles.
+    A unit is a block of one head of one sequence.
     """
-    if head_dim % KEYS or not multiplies_tiles():
-        return None
-    sizes = {"steps": head_dim // KEYS, "sixteens": head_dim // TILE}
+    sizes = {"steps": head_dim * dtype.itemsize // 64, "sixteens": head_dim // TILE}
 
     def lines(text: str, **counts: int) -> str:
         return Template(each(text, **counts)).substitute(sizes)
 
     block = Template(_BLOCK).substitute(
         sizes, key_places=lines(_KEY_PLACE, key=TILE), read=lines(_READ_KEY, key=TILE), across=laid_across(),
-        write=lines(_WRITE_KEY, key=TILE), pairs=lines(_PAIR, n=sizes["sixteens"]))
+        write=lines(_WRITE_KEY, key=TILE),
+        pairs=lines(_PAIR if dtype == torch.bfloat16 else _TWO, n=sizes["sixteens"], half=2))
     return shared(row_by_row(_TAKES, block, _PLACE))
 
 
@@ -128,4 +134,11 @@ _PAIR = f"""
   %v.both.{{n}} = shufflevector <16 x i16> %v.0.{{n}}, <16 x i16> %v.1.{{n}}, <32 x i32> <{_TURNS}>
   %v.to.{{n}} = getelementptr [$sixteens x [16 x [64 x i8]]], ptr %v.laid, i64 %r, i64 {{n}}, i64 %p
   store <32 x i16> %v.both.{{n}}, ptr %v.to.{{n}}, align 64
+"""
+_TWO = """
+  %v.at.{half}.{n} = getelementptr [64 x i8], ptr %v.{half}, i64 {n}
+  %v.{half}.{n} = load <16 x float>, ptr %v.at.{half}.{n}, align 4
+  %v.pair.{n} = getelementptr [$sixteens x [16 x [128 x i8]]], ptr %v.laid, i64 %r, i64 {n}, i64 %p
+  %v.to.{half}.{n} = getelementptr [64 x i8], ptr %v.pair.{n}, i64 {half}
+  store <16 x float> %v.{half}.{n}, ptr %v.to.{half}.{n}, align 64
 """

@@ -2,10 +2,11 @@
 
 In float32 and float64 the arithmetic is that of Hugging Face's eager attention, casts included: scores in the working
 dtype, softmax in float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a
-group are laid below each other and meet their KV head in one product. In bfloat16 fused attention, torch's or that of
-``tiled_attention.py``, is several times as quick, and closer to the exact result: it rounds no scores. (In float32, one
-rank would no longer give Hugging Face's bits.) Sequences that decode are not copied out of a paged cache first: see
-``paged_attention.py``.
+group are laid below each other and meet their KV head in one product. A prompt's queries attend in tiles, in float32
+with the same bits: see ``tiled_attention.py``; sequences that decode are not copied out of a paged cache first: see
+``paged_attention.py``. What those leave over attends in bfloat16 in torch's fused attention, several times as quick as
+step by step, and closer to the exact result: it rounds no scores. (In float32, one rank would no longer give Hugging
+Face's bits by it.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,7 @@ from torch.nn import functional as F
 from tplab.kernels.paged_attention import Paged, attend_paged
 from tplab.kernels.product import is_widened
 from tplab.kernels.softmax import masked_softmax
-from tplab.kernels.tiled_attention import attend_tiled
-from tplab.kernels.tiled_loops import tiled_loop
+from tplab.kernels.tiled_attention import attend_tiled, tiled_for
 from tplab.model.norm import RMSNorm
 from tplab.model.rope import rotate
 from tplab.model.trace import point
@@ -70,7 +70,7 @@ _SELECTS = mask_scores  # while no other stands in its place, it need not be a s
 
 def run_length(dtype: torch.dtype, head_dim: int) -> int:
     """How many queries of one sequence attend at once."""
-    return LONG_RUN if dtype == torch.bfloat16 and tiled_loop(head_dim) else RUN
+    return LONG_RUN if tiled_for(dtype, head_dim) else RUN
 
 
 def runs(start: int, count: int, length: int) -> Iterator[range]:
@@ -122,10 +122,10 @@ def attend(q: torch.Tensor, k: torch.Tensor | Paged, v: torch.Tensor | Paged, ma
         if attended is not None:
             return attended
         k, v = k.gathered(), v.gathered()
+    attended = attend_tiled(q, k, v, mask, scaling) if mask_scores is _SELECTS else None
+    if attended is not None:
+        return attended
     if q.dtype == torch.bfloat16:
-        attended = attend_tiled(q, k, v, mask, scaling) if mask_scores is _SELECTS else None
-        if attended is not None:
-            return attended
         bias = _bias(mask, q.dtype)
         if bias is not None:
             return _fused(q, k, v, bias, scaling)
