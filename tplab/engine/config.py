@@ -26,6 +26,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are read in chunks.
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
+        enforce_eager: compute every step call by call; repeat none from a graph.
 
     Raises:
         EngineError, CacheError: a size that is no whole number from 1 up.
@@ -42,6 +43,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     strict: bool = False
+    enforce_eager: bool = False
 
     def __post_init__(self):
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):

@@ -10,6 +10,7 @@ from tplab.engine.config import EngineConfig
 from tplab.engine.errors import EngineError
 from tplab.engine.sampler import sample
 from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from tplab.engine.step_graph import StepGraphs
 from tplab.model import load_model
 from tplab.ranks import state
 from tplab.shard import ShardPlan
@@ -33,6 +34,7 @@ class ModelRunner:
         self.cache = PagedKVCache(ckpt.config.num_layers, config.num_blocks, config.block_size,
                                   len(self.model.shard.kv_heads), plan.head_dim, config.dtype)
         self.drawn: dict[int, int] = {}
+        self.graphs = None if config.enforce_eager or config.strict else StepGraphs(self.model, self.cache)
 
     def new_tokens(self, requests: tuple[ScheduledRequest, ...]) -> list[int]:
         """The flattened input: from the description, or what this rank knows was drawn a step ago."""
@@ -46,9 +48,12 @@ class ModelRunner:
         """One step: one forward pass over all new tokens of all sequences, then one token for each that is due."""
         requests = batch_order(scheduler_output)
         segments = [request.segment for request in requests]
-        context = self.cache.context(segments)
         positions = torch.tensor([position for segment in segments for position in token_positions(segment)])
-        hidden = self.model(torch.tensor(self.new_tokens(requests)), positions, context)
+        ids, slots = torch.tensor(self.new_tokens(requests)), None
+        hidden = self.graphs.forward(ids, positions, segments) if self.graphs else None
+        if hidden is None:
+            context = self.cache.context(segments)
+            hidden, slots = self.model(ids, positions, context), context.slots
         last_rows, due, row = [], [], -1
         for request in requests:
             row += request.segment.count
@@ -62,7 +67,7 @@ class ModelRunner:
             self.drawn = {request.request_id: token for request, token in zip(due, tokens) if token is not None}
             logprobs = {due[row].request_id: found for row, found in by_row.items()}
             nan = tuple(request.request_id for request, token in zip(due, tokens) if token is None)
-        return ModelRunnerOutput(self.drawn, logprobs, context.slots if self.config.strict else None, nan)
+        return ModelRunnerOutput(self.drawn, logprobs, slots if self.config.strict else None, nan)
 
 
 def load_runner(key: str, forget: list[str], *arguments) -> dict:

@@ -22,20 +22,53 @@ _WORTH_SHARING = 1 << 15  # numbers, as in PyTorch
 _KINDS = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "float": ctypes.c_float}
 _lock = threading.Lock()  # logical ranks compile at the same time
 _engines = []  # what they have compiled lives as long as they do
+noting = threading.local()  # ``calls``: what this thread is asked to note of its calls, see ``graph.py``
 
 
-def compiled(ir: str) -> Callable:
+class Compiled:
+    """A function that was compiled.
+
+    Attributes:
+        function: as ctypes calls it.
+        kinds: the types of its arguments.
+        from_array: address of a function that calls it with arguments of eight bytes each, which stand in an array.
+    """
+
+    __slots__ = "from_array", "function", "kinds"
+
+    def __init__(self, function: Callable, kinds: list[type], from_array: int):
+        self.function, self.kinds, self.from_array = function, kinds, from_array
+
+    def __call__(self, *arguments: float) -> None:
+        self.function(*arguments)
+        calls = getattr(noting, "calls", None)
+        if calls is not None:
+            calls.append(self, arguments)
+
+
+def compiled(ir: str) -> Compiled:
     """The one function that ``ir`` defines for others, which returns nothing; pointers are given as addresses."""
     with _lock:
         module = llvm.parse_assembly(ir if has("avx512bf16") else with_integers(ir))
         module.verify()
         function = next(function for function in module.functions if function.linkage == llvm.Linkage.external
                         and not function.is_declaration)
-        kind = ctypes.CFUNCTYPE(None, *[_KINDS[str(argument.type)] for argument in function.arguments])
-        name = function.name
+        name, types = function.name, [str(argument.type) for argument in function.arguments]
+        module.link_in(llvm.parse_assembly(_from_array(name, types)))
         _engines.append(llvm.create_mcjit_compiler(module, _machine()))
         _engines[-1].finalize_object()
-        return kind(_engines[-1].get_function_address(name))
+        kinds = [_KINDS[each] for each in types]
+        return Compiled(ctypes.CFUNCTYPE(None, *kinds)(_engines[-1].get_function_address(name)), kinds,
+                        _engines[-1].get_function_address("from_array"))
+
+
+def _from_array(name: str, types: list[str]) -> str:
+    lines = [f"""
+  %at.{n} = getelementptr i64, ptr %given, i64 {n}
+  %argument.{n} = load {kind}, ptr %at.{n}, align 8""" for n, kind in enumerate(types)]
+    arguments = ", ".join(f"{kind} %argument.{n}" for n, kind in enumerate(types))
+    return (f"declare void @{name}({', '.join(types)})\n"
+            f"define void @from_array(ptr %given) {{{''.join(lines)}\n  call void @{name}({arguments})\n  ret void\n}}")
 
 
 _SHARED = Template("""
@@ -81,7 +114,7 @@ several:
 """)
 
 
-def shared(ir: str) -> Callable:
+def shared(ir: str) -> Compiled:
     """``@work(..., i64 first, i64 end)`` of ``ir``, which does one or more units of work, up to the one before ``end``.
 
     The function returned takes what stands for the dots, how many units there are, and how many threads share them.

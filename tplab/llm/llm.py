@@ -39,6 +39,7 @@ class LLM:
         max_num_batched_tokens: tokens computed in one step; longer prompts are read in chunks.
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
+        enforce_eager: compute every step call by call; repeat none from a graph.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
@@ -54,8 +55,8 @@ class LLM:
     def __init__(self, model: str | Checkpoint, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32", *,
                  block_size: int = 16, num_blocks: int | None = None, max_model_len: int | None = None,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, enable_prefix_caching: bool = True,
-                 strict: bool = False, patches: Many = (), pool: RankPool | None = None, logical: bool = False,
-                 executor=None):
+                 strict: bool = False, enforce_eager: bool = False, patches: Many = (), pool: RankPool | None = None,
+                 logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
         self.plan = ShardPlan.from_config(self.checkpoint.config, tensor_parallel_size)
@@ -68,7 +69,8 @@ class LLM:
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching, strict=strict)
+            enable_prefix_caching=enable_prefix_caching, strict=strict,
+            enforce_eager=enforce_eager)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)

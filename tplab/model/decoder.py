@@ -64,9 +64,18 @@ class TensorParallelCausalLM(nn.Module):
         Returns:
             ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
         """
+        return self.through_layers(*self.embed(input_ids, positions, context), context)
+
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What all layers need: ``[tokens, hidden]``, and the rotation's cos and sin."""
         hidden = self.embed_tokens(input_ids)
         point("embed", hidden)
-        cos, sin = self.rotary(hidden, positions, context.lengths)
+        return hidden, *self.rotary(hidden, positions, context.lengths)
+
+    def through_layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
+                       ) -> torch.Tensor:
+        """All layers and the final norm: ``[tokens, hidden]`` → the same."""
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, context)
         hidden = self.norm(hidden)

@@ -24,6 +24,11 @@ def recording() -> Iterator[dict[str, torch.Tensor]]:
         _active.points = None
 
 
+def is_recording() -> bool:
+    """Whether somebody records this thread's points."""
+    return getattr(_active, "points", None) is not None
+
+
 def point(name: str, tensor: torch.Tensor) -> None:
     """Pass a trace point. The copy matters: some tensors are overwritten later (the all-reduce works in place)."""
     points = getattr(_active, "points", None)

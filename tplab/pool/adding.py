@@ -5,21 +5,21 @@ ordinary happens. If it does, it says what, and everything can still be done cal
 """
 
 import platform
-from collections.abc import Callable
 from functools import lru_cache
 from string import Template
 
 import torch
 
-from tplab.kernels.compiled import NUMBERS, compiled
+from tplab.kernels.compiled import NUMBERS, Compiled, compiled
+from tplab.ranks.oplog import ENTERED, LEFT, RECORD_BYTES, RECORDS, RING_AT, SAME_FROM, SAME_TO, STATE_AT
 
 DONE, ASLEEP, LATE, UNLIKE = range(4)  # added up; somebody sleeps; somebody is not there yet; not all do the same
 LANES = 16  # a piece's numbers are a multiple of so many
 
 
 @lru_cache
-def adding(dtype: torch.dtype, same_from: int, same_to: int) -> Callable | None:
-    """The function for ``dtype``, if there is one; of a record, those bytes must be the same on all ranks.
+def adding(dtype: torch.dtype) -> Compiled | None:
+    """The function for ``dtype``, if there is one.
 
     It takes
 
@@ -29,15 +29,32 @@ def adding(dtype: torch.dtype, same_from: int, same_to: int) -> Callable | None:
     * how far behind its first slot this step's begins, and how far behind its log's begin the record;
     * the step, how often to look whether the others are there, and the address where to say what came of it.
     """
+    return None if dtype not in NUMBERS else compiled(_text(dtype))
+
+
+@lru_cache
+def noted_reduce(dtype: torch.dtype) -> Compiled | None:
+    """A whole all-reduce of one piece, to be repeated from a graph (:mod:`tplab.kernels.graph`), log and all.
+
+    It takes what :func:`adding` takes, up to which rank this is; how far the second slots are behind the first ones;
+    the address of two words, the numbers of the last step and of the last collective, which it counts up; of the record
+    that is to stand in the log, and of the log; how often to look, and where to say what came of it.
+    """
     if dtype not in NUMBERS:
         return None
+    inner = _text(dtype).replace("define void @add_up", "define internal void @add_up")
+    return compiled(inner + _NOTED.substitute(
+        ring_at=RING_AT, records=RECORDS, bytes=RECORD_BYTES, state_at=STATE_AT, entered=ENTERED, left=LEFT, done=DONE))
+
+
+def _text(dtype: torch.dtype) -> str:
     pauses = platform.machine() in ("x86_64", "AMD64")
     pause = "call void @llvm.x86.sse2.pause()"
-    return compiled(_TEXT.substitute(
+    return _TEXT.substitute(
         T=NUMBERS[dtype]["T"], V=f"<{LANES} x {NUMBERS[dtype]['T']}>", lanes=LANES, size=dtype.itemsize,
-        same_from=same_from, words=(same_to - same_from) // 8, pause=pause if pauses else "",
+        same_from=SAME_FROM, words=(SAME_TO - SAME_FROM) // 8, pause=pause if pauses else "",
         declared=pause.replace("call", "declare") if pauses else "", done=DONE, asleep=ASLEEP, late=LATE,
-        unlike=UNLIKE))
+        unlike=UNLIKE)
 
 
 _TEXT = Template("""
@@ -163,6 +180,52 @@ somebody.is.late:
 
 they.differ:
   store i64 $unlike, ptr %said
+  ret void
+}
+""")
+
+# A record's number is 0 while it is written, so that nobody reads half of it.
+_NOTED = Template("""
+define void @all_reduce(ptr %piece, i64 %n, ptr %peers, i64 %ranks, i64 %rank, i64 %second.slot, ptr %counted,
+                        ptr %template, ptr %log, i64 %looks, ptr %said) {
+begin:
+  %seq.at = getelementptr i64, ptr %counted, i64 1
+  %seq.last = load i64, ptr %seq.at
+  %seq = add i64 %seq.last, 1
+  store i64 %seq, ptr %seq.at
+  %index = urem i64 %seq, $records
+  %in.ring = mul i64 %index, $bytes
+  %record.offset = add i64 %in.ring, $ring_at
+  %record = getelementptr i8, ptr %log, i64 %record.offset
+  store atomic i64 0, ptr %record release, align 8
+  fence seq_cst
+  %behind.number = getelementptr i8, ptr %record, i64 8
+  %given = getelementptr i8, ptr %template, i64 8
+  call void @llvm.memcpy.p0.p0.i64(ptr %behind.number, ptr %given, i64 sub (i64 $bytes, i64 8), i1 false)
+  %state = getelementptr i8, ptr %record, i64 $state_at
+  store i8 $entered, ptr %state
+  store atomic i64 %seq, ptr %record release, align 8
+  store atomic i64 %seq, ptr %log release, align 8
+  %alone = icmp eq i64 %ranks, 1
+  br i1 %alone, label %leave, label %meet
+
+meet:
+  %step.last = load i64, ptr %counted
+  %step = add i64 %step.last, 1
+  store i64 %step, ptr %counted
+  %parity = and i64 %step, 1
+  %slot.offset = mul i64 %parity, %second.slot
+  call void @add_up(ptr %piece, i64 %n, ptr %peers, i64 %ranks, i64 %rank, i64 %slot.offset, i64 %record.offset,
+                    i64 %step, i64 %looks, ptr %said)
+  %what = load i64, ptr %said
+  %is.done = icmp eq i64 %what, $done
+  br i1 %is.done, label %leave, label %end
+
+leave:
+  store i8 $left, ptr %state
+  br label %end
+
+end:
   ret void
 }
 """)

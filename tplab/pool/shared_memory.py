@@ -11,8 +11,9 @@ import ctypes
 import numpy as np
 import torch
 
-from tplab.kernels.compiled import threads_for
-from tplab.pool.adding import DONE, LANES, adding
+from tplab.kernels.compiled import noting, threads_for
+from tplab.kernels.graph import Graph, Recording, refuse
+from tplab.pool.adding import DONE, LANES, adding, noted_reduce
 from tplab.pool.control_block import ABANDONED, ASLEEP, BLOCK_WORDS, SLOT_BYTES, STEP, ControlBlock, fence
 from tplab.pool.waiting import sleep_while, wake
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
@@ -49,6 +50,7 @@ class SharedMemoryGroup(Group):
         self.to_second_slot = control.slot_offset(0, 1) - control.slot_offset(0, 0)
         self.said = ctypes.c_int64()
         self.said_at = ctypes.addressof(self.said)
+        self.counted = np.zeros(2, np.int64)  # step and number of the last collective, as graphs count them on
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -59,7 +61,17 @@ class SharedMemoryGroup(Group):
     def chunk(self, dtype):
         return SLOT_BYTES // dtype.itemsize
 
+    def all_reduce(self, t, frame):
+        recording = getattr(noting, "calls", None)
+        if recording is None:
+            return super().all_reduce(t, frame)
+        with recording.aside():
+            super().all_reduce(t, frame)
+        self._note(t, recording)
+        return t
+
     def swap(self, piece, counts=None):
+        refuse("a collective other than all_reduce")
         step = self.step = self.step + 1
         slots = self._slots(step & 1, piece.dtype, piece.numel() if counts is None else tuple(counts))
         slots[self.rank].copy_(piece)
@@ -67,18 +79,59 @@ class SharedMemoryGroup(Group):
         return slots
 
     def sum_up(self, piece):
-        count = piece.numel()
-        add_up = adding(piece.dtype, SAME_FROM, SAME_TO)
-        if add_up is None or self.strict or not count or count % LANES or threads_for(piece) > 1:
+        if not self._is_one_call(piece):
             return super().sum_up(piece)
         step = self.step = self.step + 1
-        add_up(piece.data_ptr(), count, self.peers_at, self.size, self.rank, (step & 1) * self.to_second_slot,
-               self.log.at, step, _FIRST_LOOKS, self.said_at)
+        adding(piece.dtype)(piece.data_ptr(), piece.numel(), self.peers_at, self.size, self.rank,
+                            (step & 1) * self.to_second_slot, self.log.at, step, _FIRST_LOOKS, self.said_at)
         if self.said.value == DONE:
             self.checked = self.log.seq
         else:
-            self._meet(step)
-            add_in_order(self._slots(step & 1, piece.dtype, count), piece)
+            self._sum_up_by_calls(piece)
+
+    def _is_one_call(self, piece):
+        count = piece.numel()
+        return (adding(piece.dtype) is not None and not self.strict and count and count % LANES == 0
+                and threads_for(piece) == 1)
+
+    def _sum_up_by_calls(self, piece):
+        """The step has been published."""
+        self._meet(self.step)
+        add_in_order(self._slots(self.step & 1, piece.dtype, piece.numel()), piece)
+
+    def _note(self, t, recording: Recording):
+        """Of an all-reduce that was done, note what repeats it."""
+        if self.strict or not t.is_contiguous() or t.numel() > self.chunk(t.dtype) \
+                or not (self._is_one_call(t) if self.size > 1 else noted_reduce(t.dtype)):
+            return recording.refuse("an all_reduce in several calls")
+        record, file = self.log.newest()
+        template = np.frombuffer(record, np.uint8)
+        graph = recording.noted
+        number = graph.add(noted_reduce(t.dtype), (
+            t.data_ptr(), t.numel(), self.peers_at, self.size, self.rank, self.to_second_slot,
+            self.counted.ctypes.data, template.ctypes.data, int(self.peers[self.rank, 3]), _FIRST_LOOKS, graph.status))
+        piece = torch.frombuffer((ctypes.c_ubyte * t.nbytes).from_address(t.data_ptr()), dtype=t.dtype)
+        graph.rescues[number] = lambda: self._finish(piece)
+        graph.kept.append(template)
+        graph.files.append(file)
+        if self not in graph.meetings:
+            graph.meetings.append(self)
+
+    def begin_replay(self, graph: Graph):
+        self.log.expect(graph.files)
+        self.counted[:] = self.step, self.log.seq
+
+    def end_replay(self):
+        self.step, seq = self.counted.tolist()
+        self.log.jump(seq)
+        self.checked = seq
+
+    def _finish(self, piece):
+        """An all-reduce of a replay needs help: somebody sleeps, is late, or does something else."""
+        self.step, seq = self.counted.tolist()
+        self.log.jump(seq)
+        self._sum_up_by_calls(piece)
+        self.log.leave()
 
     def _meet(self, step):
         fence()

@@ -23,13 +23,13 @@ MAX_DIMS = 8
 _RECORD = struct.Struct("=qi4xq bbb5xq8q")
 RECORD_BYTES = 128
 SAME_FROM, SAME_TO = 24, _RECORD.size
-_STATE_AT = 16
+STATE_AT = 16
 RECORDS = 1024
-_RING_AT = RECORD_BYTES  # before it, the number of the newest collective
-_FILES_AT, _FILE_BYTES = _RING_AT + RECORDS * RECORD_BYTES, 512  # the file of each record, in the same order
+RING_AT = RECORD_BYTES  # before it, the number of the newest collective
+_FILES_AT, _FILE_BYTES = RING_AT + RECORDS * RECORD_BYTES, 512  # the file of each record, in the same order
 LOG_BYTES = _FILES_AT + RECORDS * _FILE_BYTES
 
-_ENTERED, _LEFT = 1, 2
+ENTERED, LEFT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,28 @@ class OpLog:
         file, line = self._call_site(frame)
         self.seq = seq = self.seq + 1
         index = seq % RECORDS
-        self.at = at = _RING_AT + index * RECORD_BYTES
-        if self._noted[index] != file:  # seldom: most collectives come from the file they came from 1024 earlier
-            self.memory[at : at + 8] = _NO_RECORD  # or whoever reads now would give the old record the new name
-            begin = _FILES_AT + index * _FILE_BYTES
-            self.memory[begin : begin + len(file)] = self._noted[index] = file
+        self.at = at = RING_AT + index * RECORD_BYTES
+        self._note_file(index, file)
         dims = len(shape)
         padded = (*shape, *_ZEROS[dims:])
-        _RECORD.pack_into(self.memory, at, seq, line, _ENTERED, op, dtype, dims, detail, *padded)
+        _RECORD.pack_into(self.memory, at, seq, line, ENTERED, op, dtype, dims, detail, *padded)
         self._last[0] = seq
 
     def leave(self) -> None:
-        self.memory[self.at + _STATE_AT] = _LEFT
+        self.memory[self.at + STATE_AT] = LEFT
+
+    def expect(self, files: list[bytes]) -> None:
+        """Whoever writes the next records in another way leaves the names of their files to this log."""
+        for seq, file in enumerate(files, self.seq + 1):
+            self._note_file(seq % RECORDS, file)
+
+    def jump(self, seq: int) -> None:
+        """Records up to this number have been written in another way."""
+        self.seq, self.at = seq, RING_AT + (seq % RECORDS) * RECORD_BYTES
+
+    def newest(self) -> tuple[bytes, bytes]:
+        """The record that was entered last, and its file, as they stand in the ring."""
+        return bytes(self.memory[self.at : self.at + RECORD_BYTES]), self._noted[self.seq % RECORDS]
 
     def records(self, after: int = 0) -> list[OpRecord]:
         """What the ring still holds of the collectives after number `after`, oldest first; callable from outside."""
@@ -89,17 +99,17 @@ class OpLog:
 
     def record(self, seq: int) -> OpRecord | None:
         """Collective number `seq`, if the ring still holds it."""
-        at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
+        at = RING_AT + (seq % RECORDS) * RECORD_BYTES
         file = self._file_name(seq % RECORDS)
         found, line, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
         if found != seq or not seq:
             return None
         dtype = str(DTYPES[dtype]).removeprefix("torch.")
-        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, state == _LEFT)
+        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, state == LEFT)
 
     def signature(self, seq: int) -> bytes:
         """The part of a record that has to be the same on all ranks."""
-        at = _RING_AT + (seq % RECORDS) * RECORD_BYTES
+        at = RING_AT + (seq % RECORDS) * RECORD_BYTES
         return bytes(self.memory[at + SAME_FROM : at + SAME_TO])
 
     def last_seq(self) -> int:
@@ -125,6 +135,12 @@ class OpLog:
                 return file, frame.f_lineno
             frame = frame.f_back
         return b"\0", 0
+
+    def _note_file(self, index: int, file: bytes) -> None:
+        if self._noted[index] != file:  # seldom: most collectives come from the file they came from 1024 earlier
+            at, begin = RING_AT + index * RECORD_BYTES, _FILES_AT + index * _FILE_BYTES
+            self.memory[at : at + 8] = _NO_RECORD  # or whoever reads now would give the old record the new name
+            self.memory[begin : begin + len(file)] = self._noted[index] = file
 
     def _file_name(self, index: int) -> str:
         at = _FILES_AT + index * _FILE_BYTES
