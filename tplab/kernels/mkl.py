@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tplab.kernels.graph import refuse
 from tplab.kernels.stream import Panel
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, _IS_PACKED, _SECOND = 101, 111, 112, 151, 162  # CBLAS's numbers
@@ -83,6 +84,7 @@ class MKL:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [rows, in]`` → ``[rows, out]``."""
+        refuse("MKL's product of a packed weight")
         x, (outputs, inputs) = x.contiguous(), self.shape
         y = x.new_empty(len(x), outputs) if bias is None else bias.repeat(len(x), 1)
         _functions.compute(_ROW_MAJOR, _AS_IT_IS, _IS_PACKED, len(x), outputs, inputs, x.data_ptr(), inputs,

@@ -46,6 +46,7 @@ from tplab.checkpoint.names import cache_dir
 from tplab.errors import TplabError
 from tplab.files import write_file
 from tplab.kernels.dots import dots, suits
+from tplab.kernels.graph import refuse
 from tplab.kernels.mkl import MKL
 from tplab.kernels.onednn import LONGEST_SUM, OneDNN
 from tplab.kernels.packed import PackedWeight
@@ -131,6 +132,7 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 def _row_by_row(x: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """``x [rows, in] @ columns [in, out]``, a product for each row; each weight still warm from the row before."""
+    refuse("NumPy's product")
     if len(x) == 1:
         return np.matmul(x, columns)
     width = max(16, WARM_BYTES // columns[:, :1].nbytes // 16 * 16)
