@@ -10,8 +10,8 @@ from tplab.engine import step_graph
 from tplab.engine.runner import ModelRunner
 from tplab.kernels.compiled import has
 from tplab.model import attention
-from tplab.patch import Patch, applied
 from tplab.model.trace import recording
+from tplab.patch import Patch, applied
 from tplab.ranks import op_log, state
 
 LARGE = {"heads": 9, "kv_heads": 3, "head_dim": 64, "hidden": 576, "inter": 960, "max_positions": 1024}

@@ -32,11 +32,13 @@ class DecodeStep:
 
     Attributes:
         graph: what repeats it; None before it was recorded, and if it cannot be: ``refused`` says why.
+        attempts: recordings that may still be refused: in the first one, functions may be made and tried.
     """
 
     def __init__(self, model: TensorParallelCausalLM, cache: PagedKVCache, batch: int, capacity: int):
         self.model, self.context = model, StandingContext(cache, batch, capacity)
         self.inputs = self.output = self.graph = self.refused = None
+        self.attempts = 2
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """As the model's; what is returned is valid until the next step."""
@@ -54,6 +56,7 @@ class DecodeStep:
         with Recording() as recording:
             self.output = self.model.through_layers(*self.inputs, self.context)
         self.graph, self.refused = recording.graph, recording.refused
+        self.attempts -= 1
         return self.output
 
 
@@ -82,7 +85,7 @@ class StepGraphs:
         step = self.steps[kind]
         if step is None:
             step = self.steps[kind] = DecodeStep(self.model, self.cache, *kind[:2])
-        return None if step.refused else step.forward(ids, positions, segments)
+        return step.forward(ids, positions, segments) if step.graph or step.attempts else None
 
     def _may_be_repeated(self) -> bool:
         """Whether nobody looks into a step, or has put something else in a place."""

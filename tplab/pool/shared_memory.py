@@ -118,6 +118,7 @@ class SharedMemoryGroup(Group):
             graph.meetings.append(self)
 
     def begin_replay(self, graph: Graph):
+        self._check_thread("all_reduce")
         self.log.expect(graph.files)
         self.counted[:] = self.step, self.log.seq
 
