@@ -88,8 +88,8 @@ def test_a_block_that_is_not_there(block):
     ((20,), (1,), 256), ((254, 3), (1, 1), 256), ((255, 3), (1, 1), 256), ((256, 3), (1, 1), 512),
     ((14,), (1,), None), ((15,), (1,), 256), ((20, 30), (1, 2), None), ((767,), (1,), 768), ((768,), (1,), None)])
 def test_room_for_so_many_keys(starts, counts, capacity, monkeypatch):
-    """None for prompts, for fewer keys than a vector has, and in float32 for more than its loop takes."""
-    monkeypatch.setattr("tplab.kernels.paged_attention._without", set())
+    """None for prompts, for fewer keys than a vector has, and for more than a loop is known to take."""
+    monkeypatch.setattr("tplab.kernels.paged_attention._limits", {(torch.float32, HEAD_DIM): 769})
     cache = PagedKVCache(1, 40, 16, KV_HEADS, HEAD_DIM)
     segments = [Segment(start, count, tuple(range(40)), 9) for start, count in zip(starts, counts)]
     assert capacity_for(cache, segments) == capacity

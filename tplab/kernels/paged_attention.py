@@ -9,14 +9,15 @@ from functools import lru_cache
 
 import torch
 
-from tplab.kernels.compiled import threads_for
+from tplab.kernels.compiled import NUMBERS, threads_for
 from tplab.kernels.paged_loops import PORTION, paged_loop
 from tplab.kernels.softmax import masked_softmax_by_torch
 
 LANES = 16  # a batch's keys are a multiple of so many
-_without = set()  # dtypes and sizes of heads for which this processor has no loop
+_WEIGHTS = 1 << 18  # of the queries that share a KV head: 1 MB on a thread's stack
+_limits = {}  # by dtype and size of heads: so many keys of a sequence were too many, or one, for there is no loop
 _AS_EXACT = 2  # times PyTorch's error that a float32 loop's own may be, if it has other bits
-_LONGEST = 2 * PORTION  # keys of one sequence in float32: MKL adds up more of them in other portions
+_TRIED = (16, 45, PORTION, PORTION + 1, 2 * PORTION), (2 * PORTION + 1, 1000, 1600)  # keys; more than the first ones
 
 
 class Paged:
@@ -49,11 +50,7 @@ class Paged:
 def pays(dtype: torch.dtype, head_dim: int, keys: int) -> bool:
     """Whether keys should be given as :class:`Paged`, if the longest sequence has so many: not where a loop was wanted
     before, and there was none."""
-    return keys >= LANES and _may_have(dtype, keys) and (dtype, head_dim) not in _without
-
-
-def _may_have(dtype: torch.dtype, keys: int) -> bool:
-    return dtype == torch.bfloat16 or dtype == torch.float32 and keys <= _LONGEST
+    return LANES <= keys < _limits.get((dtype, head_dim), _WEIGHTS) and dtype in NUMBERS
 
 
 def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scaling: float) -> torch.Tensor | None:
@@ -64,14 +61,14 @@ def attend_paged(q: torch.Tensor, k: Paged, v: Paged, mask: torch.Tensor, scalin
     up depends on how much there is, as close to the exact result; in bfloat16 nothing is rounded but what comes out.
     None where there are no such loops, and where a gradient is wanted.
     """
-    if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad \
-            or not _may_have(q.dtype, k.slots.shape[1]) \
-            or mask.dtype != torch.bool or mask.shape != (len(q), 1, 1, k.slots.shape[1]) \
+    keys, head_dim = k.slots.shape[1], q.shape[3]
+    if not q.dtype == k.cache.dtype == v.cache.dtype or q.requires_grad or q.dtype not in NUMBERS \
+            or mask.dtype != torch.bool or mask.shape != (len(q), 1, 1, keys) \
             or not isinstance(scaling, int | float):
         return None
-    loop = _loop(q.dtype, q.shape[3], q.shape[1] // len(k.heads))
-    if loop is None:
-        _without.add((q.dtype, q.shape[3]))
+    loop, longest = _loop(q.dtype, head_dim, q.shape[1] // len(k.heads))
+    if keys > longest:
+        _limits[q.dtype, head_dim] = longest + 1
         return None
     return _attended(loop, q, k, v, mask, scaling)
 
@@ -97,23 +94,27 @@ def _attended(loop: Callable, q: torch.Tensor, k: Paged, v: Paged, mask: torch.T
 
 
 @lru_cache
-def _loop(dtype: torch.dtype, head_dim: int, group: int) -> Callable | None:
-    """The loop; in float32 the one that gives PyTorch's bits here, or else one that is about as exact as PyTorch."""
-    if dtype != torch.float32:
-        return paged_loop(dtype, head_dim, group)
-    if (loop := paged_loop(dtype, head_dim, group)) is not None and beside_torch(loop, head_dim, group) != 0:
-        loop = paged_loop(dtype, head_dim, group, chains=8)
-        return loop if beside_torch(loop, head_dim, group) < _AS_EXACT else None
-    return loop
+def _loop(dtype: torch.dtype, head_dim: int, group: int) -> tuple[Callable | None, int]:
+    """The loop, and of how many keys; in float32 the one that gives PyTorch's bits here, or else one that is about as
+    exact as PyTorch."""
+    loop, most = paged_loop(dtype, head_dim, group), _WEIGHTS // group
+    if loop is None:
+        return None, 0
+    if dtype == torch.bfloat16:
+        return loop, most
+    if beside_torch(loop, head_dim, group) == 0:
+        return loop, most if beside_torch(loop, head_dim, group, _TRIED[1]) == 0 else _TRIED[0][-1]
+    loop = paged_loop(dtype, head_dim, group, chains=8)
+    return (loop, most) if beside_torch(loop, head_dim, group, sum(_TRIED, ())) < _AS_EXACT else (None, 0)
 
 
-def beside_torch(loop: Callable, head_dim: int, group: int) -> float:
+def beside_torch(loop: Callable, head_dim: int, group: int, lengths: tuple[int, ...] = _TRIED[0]) -> float:
     """The largest share of PyTorch's error that a float32 loop's own is, at some lengths; 0 where all bits are equal.
 
     An error is the root of the mean square of the distances from the result in float64.
     """
     shares = [0.0]
-    for length in (16, 45, PORTION, PORTION + 1, _LONGEST):
+    for length in lengths:
         generator = torch.Generator().manual_seed(length)
         q = 3 * torch.randn(2, 2 * group, 1, head_dim, generator=generator)
         caches = torch.randn(2, 2 * length, 2, head_dim, generator=generator)

@@ -17,7 +17,7 @@ import torch
 from tplab.kernels.compiled import NUMBERS, each, has, row_by_row, shared
 from tplab.kernels.softmax import softmax_rows
 
-PORTION = 384  # keys that MKL adds up in one go, if it has no more than twice as many
+PORTION = 384  # keys that MKL adds up in one go; half of them, if there are more than that, but not more than twice
 _MOST_SUMS = 24 if has("avx512f") else 8  # vectors that (almost) stay in registers: AVX2 has 16 of half the size
 
 
@@ -32,7 +32,7 @@ def paged_loop(dtype: torch.dtype, head_dim: int, group: int, chains: int = 1) -
         return None
     kind = NUMBERS[dtype]
     texts = {"size": head_dim, "group": group, "T": kind["T"], "block": blocks[0], "portion": PORTION,
-             "portion_less_one": PORTION - 1,
+             "twice": 2 * PORTION,
              "next_queries": "\n".join(_NEXT_QUERY.format(query=query, next=query + 1) for query in range(group - 1))}
 
     def lines(text: str, **counts: int) -> str:
@@ -179,11 +179,12 @@ _READ_QUERY = """
 _VALUES = Template(f"define internal void @values({_TAKES}) {{" + """
 begin:
   $next_queries
-  %more.than.fit = add i64 %length, $portion_less_one
-  %portions = udiv i64 %more.than.fit, $portion
-  %length.more = add i64 %length, %portions
-  %length.most = sub i64 %length.more, 1
-  %portion = udiv i64 %length.most, %portions
+  %fit = icmp ule i64 %length, $portion
+  %length.up = add i64 %length, 1
+  %half = lshr i64 %length.up, 1
+  %few = select i1 %fit, i64 %length, i64 %half
+  %are.many = icmp ugt i64 %length, $twice
+  %portion = select i1 %are.many, i64 $portion, i64 %few
   br label %block
 
 block:
