@@ -91,7 +91,7 @@ class PagedKVCache:
 Where = slice | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 # Sequences whose keys and values of one layer fit into this many bytes decode in one padded batch: copying so few is
-# quicker than one more call. Longer ones are read where they lie.
+# quicker than one more call. Longer ones are read where they lie, one by one if attention is not the lab's own.
 TOGETHER_BYTES = 1 << 19
 
 
@@ -118,7 +118,7 @@ class PagedContext:
         row, together = 0, []
         for segment in self.segments:
             keys = visible_length(segment.start, segment.count)
-            if segment.count == 1 and keys * bytes_per_key <= TOGETHER_BYTES:
+            if segment.count == 1 and (keys * bytes_per_key <= TOGETHER_BYTES or self._is_paged(keys)):
                 together.append((row, segment, keys))
             else:
                 for run in runs(segment.start, segment.count, length):
@@ -136,11 +136,11 @@ class PagedContext:
         Their slots are looked up once for all layers. Attention that is the lab's own reads through them; any other is
         given tensors.
         """
-        longest, stored = max(keys), self.cache.k_cache
+        longest = max(keys)
         positions = torch.tensor([[segment.start] for segment in segments])
         adjacent = rows[-1] - rows[0] == len(rows) - 1
         where = slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows)
-        paged = pays(stored.dtype, stored.shape[-1], longest) and is_own() and _OWN == (causal_mask, read_cache)
+        paged = self._is_paged(longest)
         if len(rows) == 1 and not paged:
             return where, self._one(segments[0], longest), causal_mask(positions, longest)
         if paged:
@@ -151,6 +151,11 @@ class PagedContext:
         paged = paged and 0 <= slots.min() and slots.max() < len(self.cache.k_slots[0])  # else PyTorch's error
         return (where, (slots, torch.tensor(keys)) if paged else self._of_heads(slots),
                 causal_mask(positions, longest))
+
+    def _is_paged(self, keys: int) -> bool:
+        """Whether attention reads the longest sequence's keys, which are so many, in their slots."""
+        stored = self.cache.k_cache
+        return pays(stored.dtype, stored.shape[-1], keys) and is_own() and _OWN == (causal_mask, read_cache)
 
     def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
         """Where one sequence's keys are: a slice of the slots if it lies in one piece."""
