@@ -64,8 +64,13 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
                                         for have, more in zip((products, attention, between), slowest))
     turns = max(1.0, tp / machine.places)
     sizes = messages(config, parts, due, dtype) if tp > 1 else []
-    meetings = sum(machine.reduce_latency + size * machine.reduce_byte for size in sizes)
-    python = machine.step + config.num_layers * turns * (machine.layer + machine.sequence * (len(parts) - 1))
+    repeated = machine.repeated if decoding else None
+    latency = repeated.latency if repeated else machine.reduce_latency
+    meetings = sum(latency + size * machine.reduce_byte for size in sizes)
+    if repeated:
+        python = repeated.step + repeated.sequence * (len(parts) - 1)
+    else:
+        python = machine.step + config.num_layers * turns * (machine.layer + machine.sequence * (len(parts) - 1))
     python += machine.request * sum(part.start == 0 for part in parts)
     return StepCost(products, attention, between, meetings, python)
 

@@ -3,7 +3,9 @@
 All ranks work at the same time, as they do in a step, so what they share (memory, caches, the processor's clock) is
 shared in the measurement too. The engine's own functions are timed: its product, its attention, its all-reduce, and
 the whole engine on a model so small that nothing but Python is left. Python takes twice as long where weights have just
-swept it out of the processor's caches, so that model's weights sweep them too, and their own time is taken off.
+swept it out of the processor's caches, so that model's weights sweep them too, and their own time is taken off. Steps
+that decode are repeated from graphs where weights are large enough (:mod:`tplab.engine.step_graph`): their cost beside
+what is counted is timed on a second model, of one layer.
 """
 
 import statistics
@@ -21,7 +23,8 @@ from tplab.bench.amounts import Part, attention_amount, mlp_amount
 from tplab.bench.steps import decode_seconds, prompt_seconds
 from tplab.cache import PagedKVCache, Segment
 from tplab.checkpoint.random_weights import write_random
-from tplab.kernels.product import empty_weight, linear, pack
+from tplab.kernels.graph import Recording
+from tplab.kernels.product import SMALL, empty_weight, linear, pack
 from tplab.llm.llm import LLM
 from tplab.model.attention import TensorParallelAttention
 from tplab.model.mlp import TensorParallelMLP
@@ -36,12 +39,27 @@ WORKING_SET = 1 << 28  # bytes of weights per rank, at most: beyond a cache that
 WIDEST = 4096  # of a wider matrix, so many rows and columns are timed
 KEYS = (16, 2064)  # of the sequences that one query attends to
 BLOCK = 16
-MESSAGES = (1 << 10, 1 << 20)  # bytes of the all-reduces that are timed
+MESSAGES, IN_A_ROW = (1 << 10, 1 << 20), 20  # bytes of the all-reduces that are timed, and how many are at once
 LAYERS, SEQUENCES = (1, 9), (1, 16)  # of the models of which only Python is left, and how many decode in them
 CONTEXT = 32  # behind prompts of so many tokens
 SWEPT = 1 << 22  # bytes of a layer's weights on one rank that sweep the caches, at most: twice a second-level cache
 TINY = dict(model_type="qwen2", hidden_size=64, num_attention_heads=8, num_key_value_heads=8, vocab_size=64,
             tie_word_embeddings=True, max_position_embeddings=128)
+WIDE = 256  # numbers of a hidden state, for each rank, and columns of its MLP: the smallest weights that are large
+
+
+class Repeated(NamedTuple):
+    """Seconds of a step that is repeated from a graph, beside what is counted.
+
+    Attributes:
+        step: of Python, per step.
+        sequence: of Python, per step and further sequence.
+        latency: of an all-reduce: ranks that repeat arrive together.
+    """
+
+    step: float
+    sequence: float
+    latency: float
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,7 @@ class Machine:
         layer, sequence: of Python: per layer, and per layer and further sequence.
         step: of Python, per step: scheduling, sending, sampling, answering.
         request: of Python, per request: from the call to its first step, and from its last to the answer.
+        repeated: of steps in which all sequences decode, if they are repeated.
     """
 
     name: str
@@ -73,6 +92,7 @@ class Machine:
     sequence: float = 0.0
     step: float = 0.0
     request: float = 0.0
+    repeated: Repeated | None = None
 
     def seconds_per_weight(self, rows: int) -> float:
         """In a product of ``rows`` rows: on straight lines between the entries, in proportion beyond the last."""
@@ -101,6 +121,7 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         python = _python(alone, columns, {n: max(alone.run(_sweep, columns, n, dtype)) for n in SEQUENCES}, dtype)
         meetings = _python(pool, columns, together, dtype) if tp > 1 else python
         small, large = (max(pool.run(_reduce, size)) for size in MESSAGES)
+        repeated = _repeated(pool, small if tp > 1 else 0.0, dtype) if _is_large(config, whole) else None
     low, high = LAYERS
     layer, crowd = ((python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
     met = (meetings.step[high, 1] - meetings.step[low, 1]) / (high - low)
@@ -113,7 +134,8 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         reduce_latency=max(small, (met - layer * turns) / 2) if tp > 1 else 0.0,
         reduce_byte=max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0]) if tp > 1 else 0.0,
         layer=layer, sequence=max(0.0, crowd - layer) / (SEQUENCES[1] - SEQUENCES[0]),
-        step=max(0.0, meetings.step[low, 1] - met), request=max(0.0, meetings.answer - meetings.step[low, 1]))
+        step=max(0.0, meetings.step[low, 1] - met), request=max(0.0, meetings.answer - meetings.step[low, 1]),
+        repeated=repeated)
 
 
 def _layer_bytes(config, shard, dtype: torch.dtype) -> int:
@@ -160,9 +182,16 @@ def _arithmetic(config, plan: ShardPlan, dtype: torch.dtype) -> dict:
 
 
 def _products(weights: list[torch.Tensor], rows: int, dtype: torch.dtype) -> float:
-    """Seconds of a product of so many rows with each weight."""
+    """Seconds of a product of so many rows with each weight; without Python, where steps are repeated without it."""
     x = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=dtype) for weight in weights}
-    return _timed(lambda: [linear(x[weight.shape[1]], weight) for weight in weights])
+
+    def multiply() -> list[torch.Tensor]:
+        return [linear(x[weight.shape[1]], weight) for weight in weights]
+
+    multiply()  # as a step, it is recorded when functions have been made
+    with Recording() as recording:
+        multiply()
+    return _timed(recording.graph.replay if recording.graph else multiply)
 
 
 def _packed(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -224,6 +253,23 @@ def _python(pool: RankPool, columns: int, products: dict[int, float], dtype: tor
     return Python(step, answer)
 
 
+def _is_large(config, plan: ShardPlan) -> bool:
+    """Whether all weights of a layer are large enough for loops, on every rank: then steps can be repeated."""
+    return all(min(len(shard.q_heads) * config.head_dim, len(shard.mlp)) * config.hidden_size >= SMALL
+               for shard in plan.ranks)
+
+
+def _repeated(pool: RankPool, latency: float, dtype: torch.dtype) -> Repeated:
+    """Of a model of one layer, whose weights the processor's caches keep."""
+    hidden = WIDE * pool.size
+    with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
+        model = write_random(Path(folder, "wide"), num_hidden_layers=1, intermediate_size=hidden,
+                             **TINY | {"hidden_size": hidden})
+        with LLM(str(model), pool.size, dtype, pool=pool, enable_prefix_caching=False) as llm:
+            alone, crowd = (min(decode_seconds(llm, n, CONTEXT) for _ in range(4)) for n in SEQUENCES)
+    return Repeated(alone, (crowd - alone) / (SEQUENCES[1] - SEQUENCES[0]), latency)
+
+
 @torch.inference_mode()
 def _sweep(columns: int, rows: int, dtype: torch.dtype) -> float:
     """On a rank: seconds of the products with one layer's weights, of which there are as many as in the larger model.
@@ -234,6 +280,6 @@ def _sweep(columns: int, rows: int, dtype: torch.dtype) -> float:
 
 
 def _reduce(size: int) -> float:
-    """On a rank: median seconds of an all-reduce of ``size`` bytes."""
-    t = torch.ones(size // 4)
-    return _timed(lambda: all_reduce(t), 50) - _timed(lambda: None, 50)
+    """On a rank: median seconds of an all-reduce of ``size`` bytes, of many that follow each other, as in a step."""
+    t = torch.zeros(size // 4)
+    return (_timed(lambda: [all_reduce(t) for _ in range(IN_A_ROW)], 10) - _timed(lambda: None, 10)) / IN_A_ROW

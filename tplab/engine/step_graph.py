@@ -22,7 +22,7 @@ from tplab.pool.shared_memory import SharedMemoryGroup
 from tplab.ranks.context import current
 from tplab.shard import linear
 
-_MOST_SEQUENCES = 32  # more are multiplied as a prompt's tokens are
+_MOST_SEQUENCES = 64
 _MOST_KINDS = 64  # of steps, that are kept
 _OWNERS = attention, decoder, mlp, norm, rope, linear, paged
 
