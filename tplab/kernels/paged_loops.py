@@ -38,15 +38,20 @@ def paged_loop(dtype: torch.dtype, head_dim: int, group: int, chains: int = 1) -
     def lines(text: str, **counts: int) -> str:
         return Template(each(text, **counts)).substitute(kind, V="<16 x float>", size=head_dim)
 
+    def ask(keys: int) -> str:
+        text = Template(_ASK).substitute(ahead=_AHEAD) + lines(
+            _ASK_FOR, asked=keys, line=head_dim * dtype.itemsize // 64 or 1)
+        return text
+
     counts = {"query": group, "vector": blocks[0] // 16}
     scores = _SCORES.substitute(
-        texts, addresses=lines(_ADDRESS, key=16), sums=_scores_so_far(group, chains),
+        texts, ask=ask(16), addresses=lines(_ADDRESS, key=16), sums=_scores_so_far(group, chains),
         numbers=lines(_READ_KEY, key=16) + laid_across() + lines(_READ_QUERY, query=group, n=16)
         + _added_in_order(group, chains), stores=_chains_added(group, chains) + lines(_STORE_SCORE, query=group))
     values = _VALUES.substitute(
-        texts, totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
+        texts, ask=ask(1), totals=lines(_TOTAL, **counts), sums=lines(_SUM, **counts), add=lines(_ADD, **counts),
         keep=lines(_KEEP, **counts), stores=lines(_STORE_VALUE, **counts))
-    parts = [softmax, scores, values, Template(_ONE).substitute(texts)]
+    parts = [_PREFETCH, softmax, scores, values, Template(_ONE).substitute(texts)]
     return shared("\n".join([*parts, row_by_row(_ARGUMENTS, _ROW, "" if _FMA in softmax else _FMA)]))
 
 
@@ -96,10 +101,10 @@ def _chains_added(group: int, chains: int) -> str:
 # A row is one KV head of one sequence, with all the queries of its group.
 _ARGUMENTS = ("ptr %q, ptr %k, ptr %v, ptr %y, ptr %mask, float %scaling, ptr %slots, ptr %lengths, i64 %heads, "
               "i64 %head.first, i64 %heads.meant, i64 %keys")
-_ROW = f"call void @one({_ARGUMENTS}, i64 %r)\nbr label %row.end\n"
+_ROW = f"call void @one({_ARGUMENTS}, i64 %r, i64 %end)\nbr label %row.end\n"
 # Its weights are on the stack until it is done.
 _ONE = f"""
-define internal void @one({_ARGUMENTS}, i64 %r) {{
+define internal void @one({_ARGUMENTS}, i64 %r, i64 %rows) {{
   %sequence = udiv i64 %r, %heads.meant
   %head.number = urem i64 %r, %heads.meant
   %head = add i64 %head.first, %head.number
@@ -112,18 +117,52 @@ define internal void @one({_ARGUMENTS}, i64 %r) {{
   %y.row = getelementptr [$group x [$size x $T]], ptr %y, i64 %r
   %length.up = add i64 %length, 15
   %filled = and i64 %length.up, -16
+  %following = add i64 %r, 1
+  %is.last = icmp uge i64 %following, %rows
+  %next = select i1 %is.last, i64 %r, i64 %following
+  %next.sequence = udiv i64 %next, %heads.meant
+  %next.number = urem i64 %next, %heads.meant
+  %next.head = add i64 %head.first, %next.number
+  %next.offset = mul i64 %next.sequence, %keys
+  %next.slots = getelementptr i64, ptr %slots, i64 %next.offset
   %count = mul i64 %filled, $group
   %weights = alloca float, i64 %count, align 64
-  call void @scores(ptr %q.row, ptr %k, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled)
+  call void @scores(ptr %q.row, ptr %k, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled,
+                    ptr %v, ptr %slots.row, i64 %head, i64 %keys)
   call void @softmax(ptr %weights, ptr %mask.row, i64 0, float %scaling, i64 $group, i64 1, i64 %filled, i64 0,
                      i64 $group)
-  call void @values(ptr %y.row, ptr %v, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled)
+  call void @values(ptr %y.row, ptr %v, ptr %weights, ptr %slots.row, i64 %length, i64 %heads, i64 %head, i64 %filled,
+                    ptr %k, ptr %next.slots, i64 %next.head, i64 %keys)
   ret void
 }}
 """
 _NEXT_QUERY = "  %weights.row.{next} = getelementptr float, ptr %weights.row.{query}, i64 %keys\n"
 _TAKES = ("ptr %x.row, ptr %cache, ptr %weights.row.0, ptr %slots.row, i64 %length, i64 %heads, i64 %head, "
-          "i64 %keys")
+          "i64 %keys, ptr %cache.next, ptr %slots.next, i64 %head.next, i64 %all")
+# Memory is asked for so many keys earlier: of this cache and head, or, behind their end, of what is read next.
+_AHEAD = 32
+_ASK = """
+  %later = add i64 %k, $ahead
+  %is.there = icmp ult i64 %later, %keys
+  %behind = sub i64 %later, %keys
+  %wanted = select i1 %is.there, i64 %later, i64 %behind
+  %slots.asked = select i1 %is.there, ptr %slots.row, ptr %slots.next
+  %cache.asked = select i1 %is.there, ptr %cache, ptr %cache.next
+  %head.asked = select i1 %is.there, i64 %head, i64 %head.next
+  %last.key = sub i64 %all, 1
+"""
+_ASK_FOR = """
+  %asked.{asked} = add i64 %wanted, {asked}
+  %inside.{asked} = icmp ult i64 %asked.{asked}, %last.key
+  %valid.{asked} = select i1 %inside.{asked}, i64 %asked.{asked}, i64 %last.key
+  %slot.asked.at.{asked} = getelementptr i64, ptr %slots.asked, i64 %valid.{asked}
+  %slot.asked.{asked} = load i64, ptr %slot.asked.at.{asked}
+  %place.asked.{asked} = mul i64 %slot.asked.{asked}, %heads
+  %number.asked.{asked} = add i64 %place.asked.{asked}, %head.asked
+  %vector.asked.{asked} = getelementptr [$size x $T], ptr %cache.asked, i64 %number.asked.{asked}
+  %line.{asked}.{line} = getelementptr [64 x i8], ptr %vector.asked.{asked}, i64 {line}
+  call void @llvm.prefetch.p0(ptr %line.{asked}.{line}, i32 0, i32 2, i32 1)
+"""
 # Sixteen keys at a time: of each sixteen numbers, which are then laid across, so that a vector holds one number of each
 # key, and every score is added up in the order of the numbers: in one chain, as MKL does with AVX-512.
 _SCORES = Template(f"define internal void @scores({_TAKES}) {{" + """
@@ -134,6 +173,7 @@ begin:
 sixteen:
   %k = phi i64 [0, %begin], [%k.next, %sixteen.end]
   %slot.at = getelementptr i64, ptr %slots.row, i64 %k
+  $ask
   $addresses
   br label %numbers
 
@@ -202,6 +242,7 @@ portion.begin:
 key:
   %k = phi i64 [%portion.first, %portion.begin], [%k.next, %key]
   $sums
+  $ask
   %slot.at = getelementptr i64, ptr %slots.row, i64 %k
   %slot = load i64, ptr %slot.at
   %place = mul i64 %slot, %heads
@@ -256,4 +297,5 @@ _STORE_SCORE = """
   %score.at.{query} = getelementptr float, ptr %weights.row.{query}, i64 %k
   store $V %whole.{query}, ptr %score.at.{query}, align 4
 """
+_PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 _FMA = "declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)"
