@@ -35,14 +35,19 @@ def streamed(weight, widths=(48,), inputs=128):
         assert platform.machine() != "x86_64" or not stream.has(
             {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}[weight.dtype])
         pytest.skip("this processor has no instruction for it")
-    made.memory = memory
+    made.memory, made.whole_rows = memory, streamed.whole_rows
     return made
 
 
-@pytest.fixture(params=["tiles", "vectors"])
+streamed.whole_rows = 0
+
+
+@pytest.fixture(params=["tiles", "vectors", "whole"])
 def instructions(request, monkeypatch):
-    if request.param == "vectors":
+    """By tiles where there are, by vectors, and by vectors where few rows meet panels as they lie."""
+    if request.param != "tiles":
         monkeypatch.setattr(stream.panel_loops, "multiplies_tiles", lambda: False)
+    monkeypatch.setattr(streamed, "whole_rows", stream.ROWS_OF_WHOLE * (request.param == "whole"))
     return request.param
 
 
@@ -136,6 +141,28 @@ def test_without_threads_to_share_it_one_does_it_all(monkeypatch):
             assert torch.equal(streamed(weight).product(x, None), F.linear(x, weight))
     finally:
         loops.by_vectors.cache_clear()
+
+
+def test_few_rows_meet_wide_panels_as_they_lie(monkeypatch):
+    asked, right = [], stream.panel_loops.by_vectors
+
+    def by_vectors(*kind):
+        asked.append(kind[1:5])
+        return right(*kind)
+
+    monkeypatch.setattr(stream.panel_loops, "multiplies_tiles", lambda: False)
+    monkeypatch.setattr(stream.panel_loops, "by_vectors", by_vectors)
+    weight, x = integers(144, 192, dtype=torch.float32), integers(7, 192, dtype=torch.float32)
+    made = streamed(weight, (64, 64, 16), 192)
+    for whole in (0, 4):
+        made.whole_rows = whole
+        made.plans.clear()
+        for rows in (1, 3, 4, 5, 7):
+            assert torch.equal(made.product(x[:rows], None), F.linear(x[:rows], weight))
+    narrow, wide = asked[:10], asked[10:]
+    assert {kind[:2] for kind in narrow} == {(2, 256), (1, 64)} and all(ahead > 0 for *_, ahead in narrow)
+    assert wide[:6] == [(4, 256, 1, 0), (1, 64, 1, 0), (4, 256, 4, 0), (1, 64, 4, 0), (4, 256, 4, 0), (1, 64, 4, 0)]
+    assert wide[6:] == narrow[6:], "more rows than panels can be read whole for"
 
 
 @pytest.mark.parametrize("rows, way", [(1, "stream"), (8, "stream"), (9, "order")])

@@ -139,6 +139,7 @@ def by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, ahead: 
     """The loops over panels of so many vectors, so many rows at once.
 
     In each step, memory is asked for ``ahead`` vectors of the next panel's step: each pass asks for its part of it.
+    With 0, none is.
     ``rounds``: y is bfloat16, and gets each sum as it is.
     """
     holes = {"stride": stride, "ahead": ahead, **_VECTORS_OF[dtype]}
