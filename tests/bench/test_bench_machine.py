@@ -133,8 +133,8 @@ def test_attention_is_that_of_the_last_tokens_of_a_sequence(queries, keys, monke
 def test_a_message_has_so_many_bytes_and_python_is_timed_on_models_of_one_and_nine_layers(monkeypatch):
     sent, asked = [], []
     monkeypatch.setattr(machine, "all_reduce", lambda tensor: sent.append(tensor.nbytes) or True)
-    monkeypatch.setattr(machine, "_timed", lambda work, repeats: repeats if work() else 20)
-    assert machine._reduce(4096) == 50 - 20 and sent == [4096], "less the two barriers around it"
+    monkeypatch.setattr(machine, "_timed", lambda work, repeats: 8.0 * repeats if work() else 20)
+    assert machine._reduce(4096) == (80 - 20) / 20 and sent == [4096] * 20, "less the two barriers around all of them"
 
     class Engine:
         def __init__(self, folder, size, dtype, pool, enable_prefix_caching):

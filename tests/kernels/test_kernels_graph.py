@@ -131,6 +131,9 @@ def test_whatever_else_is_done_is_refused(monkeypatch):
     assert "aten.index_copy_" in refused(lambda: x.index_copy_(1, first, x[:, :1]))
     assert "aten.linear" in refused(lambda: F.linear(x, x))
     assert refused(lambda: (x.sin(), x.cos())) == "aten.sin.default was called", "the first"
+    assert "mkldnn" in refused(lambda: x.to_mkldnn()), "an order of a library's own, whose memory nobody sees"
+    theirs = x.to_mkldnn()
+    assert "to_dense" in refused(theirs.to_dense)
     monkeypatch.setattr(product, "fastest", lambda dtype: Kernels(None, 0, 4, product.NEVER, 0))
     plain = empty_weight(512, 448, torch.float32).fill_(1)
     with product.torch_threads(1):

@@ -191,10 +191,12 @@ class Recording(TorchDispatchMode):
 
 def _is_view(found, args: tuple) -> bool:
     """Whether an operation has only looked at its arguments' memory in another way."""
-    outputs = found if isinstance(found, tuple | list) else [found]
-    memories = {given.untyped_storage().data_ptr() for given in args if isinstance(given, torch.Tensor)}
-    return all(isinstance(output, torch.Tensor) and output.untyped_storage().data_ptr() in memories
-               for output in outputs)
+    def memories(values) -> set[int | None]:  # a tensor in a library's own order has none that can be seen
+        return {value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) and not value.is_mkldnn else None
+                for value in values}
+
+    outputs = memories(found if isinstance(found, tuple | list) else [found])
+    return None not in outputs and outputs <= memories(args)
 
 
 @lru_cache
