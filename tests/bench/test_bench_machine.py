@@ -22,8 +22,8 @@ PLAN = ShardPlan.from_config(FABLE, 2)
 @pytest.mark.parametrize("tp", [1, 3])
 def test_a_machine_by_hand(tp, monkeypatch):
     """Two cores for three ranks: products on two of them, Python alone on one, meetings on all."""
-    said = [{"weight": {rows: rows * times for rows in machine.ROWS}, "kv_byte": 2.0 * times, "score": 3.0 * times,
-             "value": 4.0 * times} for times in (3, 2)]
+    said = [{"weight": {rows: rows * times for rows in machine.ROWS}, "kv_byte": 2.0 * times,
+             "kv_head": 5.0 * times, "score": 3.0 * times, "value": 4.0 * times} for times in (3, 2)]
     columns = {1: 981, 3: 362}[tp]  # 8 bytes of 40,960 + 3 * 49,152 weights; of three ranks, 20,480 + 49,152
 
     class Pool(Threads):
@@ -51,7 +51,8 @@ def test_a_machine_by_hand(tp, monkeypatch):
     found = machine.measure_machine(FABLE, tp, torch.float64)
     least = 3 if tp == 1 else 2  # of two ranks that were timed alike, the one that had more to do
     assert found.weight == {rows: rows * least for rows in machine.ROWS} and found.places == 2
-    assert (found.kv_byte, found.score, found.value) == (2.0 * least, 3.0 * least, 4.0 * least)
+    assert (found.kv_byte, found.kv_head) == (2.0 * least, 5.0 * least)
+    assert (found.score, found.value) == (3.0 * least, 4.0 * least) and found.repeated is None, "fable is small"
     assert (found.layer, found.sequence) == (5.0, (35 - 5) / 15) and found.name == "this machine, 2 cores"
     if tp == 1:
         assert (found.reduce_latency, found.reduce_byte, found.step, found.request) == (0.0, 0.0, 10 - 5, 17 - 10)
@@ -73,7 +74,7 @@ def test_a_layer_sweeps_no_more_than_a_cache_holds(monkeypatch):
     monkeypatch.setattr(machine, "SWEPT", 1 << 10)
     monkeypatch.setattr(machine, "_sweep", lambda columns, rows, dtype: asked.append(columns) or 1.0)
     monkeypatch.setattr(machine, "_arithmetic", lambda *given: {"weight": dict.fromkeys(machine.ROWS, 1.0),
-                                                                 "kv_byte": 1.0, "score": 1.0, "value": 1.0})
+                                                                 "kv_byte": 1.0, "kv_head": 1.0, "score": 1.0, "value": 1.0})
     monkeypatch.setattr(machine, "_python", lambda *given: machine.Python(dict.fromkeys(
         [(layers, n) for layers in (1, 9) for n in (1, 16)], 1.0), 1.0))
     monkeypatch.setattr(machine, "_reduce", lambda size: 1.0)
@@ -101,13 +102,15 @@ def test_products_and_attention_are_counted_per_number(working_set, copies, monk
         return 1.0
 
     monkeypatch.setattr(machine, "_timed", timed)
-    monkeypatch.setattr(machine, "_attention", lambda config, plan, dtype, queries, keys: 7.0 * keys + queries)
+    monkeypatch.setattr(machine, "_attention", lambda config, plan, dtype, queries, keys, sequences=1: (
+        (7.0 * keys + queries + 3) * sequences))
     (found, *_) = logical_ranks(2, lambda: machine._arithmetic(FABLE, PLAN, torch.float64) if rank() == 0 else None)
     assert found["weight"] == {rows: 1 / (layer * (copies if rows <= 16 else 1)) for rows in machine.ROWS}
     assert asked[1] == [(4, 96), (4, 128), (4, 384), (4, 128)] * copies and len(asked) == 6
     assert asked[-1] is None, "what lies between: see below"
     assert found["kv_byte"] == pytest.approx(7.0 / (2 * 1 * 16 * 8)), "a key and a value of 16 numbers of 8 bytes"
-    assert found["score"] == pytest.approx(8.0 * 512 / (4 * 4 * 16 * 512 * 512))
+    assert found["kv_head"] == pytest.approx(1 + 3), "of one query, with one KV head here, beside its keys"
+    assert found["score"] == pytest.approx((8.0 * 512 + 3) / (4 * 4 * 16 * 512 * 512))
     assert found["value"] == 1 / 4 / (512 * (128 + 5 * 16 + 128 + 192)), "four layers' norms, rotations, activations"
 
 
@@ -122,12 +125,68 @@ def test_what_lies_between_products_is_done_twice_or_once_a_layer(monkeypatch):
     assert seen == [norm, ("rope", 7, 8, 16, 7, 2, 16, 1, 7, 16, 1, 7, 16), norm] * 4
 
 
-@pytest.mark.parametrize("queries, keys", [(1, 40), (3, 16)])
-def test_attention_is_that_of_the_last_tokens_of_a_sequence(queries, keys, monkeypatch):
-    monkeypatch.setattr(machine, "_timed", lambda work: work())
-    out = logical_ranks(2, machine._attention, FABLE, PLAN, torch.float64, queries, keys)[0].flatten()
+@pytest.mark.parametrize("queries, keys, sequences", [(1, 40, 1), (3, 16, 1), (1, 33, 2)])
+@pytest.mark.parametrize("working_set, layers", [(1 << 20, 6), (3 * 2 * 2 * 48 * 16 * 8, 3), (1, 1)])
+def test_attention_is_that_of_the_last_tokens_of_sequences_layer_by_layer(queries, keys, sequences, working_set, layers,
+                                                                          monkeypatch):
+    done = []
+    monkeypatch.setattr(machine, "WORKING_SET", working_set * -(-keys // 16) * sequences // 6)
+    monkeypatch.setattr(machine, "_timed", lambda work: done.append(work()) or 1.0)
+    seconds = logical_ranks(2, machine._attention, FABLE, PLAN, torch.float64, queries, keys, sequences)
+    assert seconds == [1 / layers] * 2 and [len(out) for out in done] == [layers] * 2
     mine = torch.arange(1, queries + 1) * 2.718281828459045 ** 4  # ones meet ones, 16 of them; the cache holds zeros
-    assert out.reshape(queries, -1)[:, 0].tolist() == pytest.approx((mine / (mine + keys - queries)).tolist())
+    for out in (out for rank in done for out in rank):
+        found = out.flatten().reshape(sequences, queries, -1)[..., 0].tolist()
+        assert found == [pytest.approx((mine / (mine + keys - queries)).tolist())] * sequences
+
+
+def test_work_is_repeated_without_python_where_it_can_be():
+    x, calls = torch.ones(2, 32), []
+
+    def work():
+        calls.append(1)
+        return [x + x]
+
+    again = machine._repeatable(work)
+    assert len(calls) == 2, "recorded the second time"
+    assert again() is None and len(calls) == 2
+    sine = machine._repeatable(lambda: calls.append(1) or [x.sin()])
+    assert sine()[0].shape == x.shape and len(calls) == 5
+
+
+@pytest.mark.parametrize("hidden, heads, columns, large", [(256, 8, 512, True), (256, 8, 510, False),
+                                                           (128, 16, 1024, True), (128, 15, 1024, False)])
+def test_steps_are_repeated_where_every_rank_has_large_weights(hidden, heads, columns, large):
+    config = SimpleNamespace(**{**vars(FABLE), "hidden_size": hidden, "head_dim": 64, "num_heads": heads,
+                                "num_kv_heads": heads, "intermediate_size": columns})
+    assert machine._is_large(config, ShardPlan.from_config(config, 2)) == large
+
+
+@pytest.mark.parametrize("size, columns", [(1, 4096 // 4), (3, 1365)])
+def test_what_a_repeated_step_costs_beside_what_is_counted(size, columns, monkeypatch):
+    asked = []
+
+    class Engine:
+        def __init__(self, folder, tp, dtype, pool, enable_prefix_caching):
+            config = open_checkpoint(folder).config
+            assert (tp, dtype, pool.size, enable_prefix_caching) == (size, torch.float64, size, False)
+            assert (config.num_layers, config.hidden_size) == (2, 256 * size)
+            assert (config.num_heads, config.num_kv_heads) == (4 * size, size), "few of them: attention is counted"
+            assert config.intermediate_size == size * max(256, (6 << 20) // (3 * 256 * size * 8))
+
+        __enter__, __exit__ = Threads.__enter__, Threads.__exit__
+
+    def sweep(fn, given, rows, dtype, hidden, layers):
+        assert (fn, hidden, layers) == (machine._sweep, 256 * size, 2)
+        return [0.5 * rows + number for number in range(size)]
+
+    monkeypatch.setattr(machine, "LLM", Engine)
+    monkeypatch.setattr(machine, "available_cores", lambda: 2)
+    monkeypatch.setattr(machine, "decode_seconds", lambda llm, n, context: (asked.append(n), 100.0 * n + len(asked))[1])
+    found = machine._repeated(SimpleNamespace(size=size, run=sweep), 0.25, 6 << 20, torch.float64)
+    turns = max(1, size / 2)  # three ranks on two cores
+    alone, crowd = (100.0 * n + first - 2 * (turns * (0.5 * n + size - 1) + 0.5) for n, first in ((1, 1), (16, 5)))
+    assert found == (alone, (crowd - alone) / 15, 0.25) and asked == [1] * 4 + [16] * 4, "the best of four"
 
 
 def test_a_message_has_so_many_bytes_and_python_is_timed_on_models_of_one_and_nine_layers(monkeypatch):

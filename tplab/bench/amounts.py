@@ -34,6 +34,7 @@ class Amount(NamedTuple):
     Attributes:
         rows, weights: rows that are multiplied, and numbers in the weights that they are multiplied with.
         kv_bytes: keys and values read.
+        kv_heads: in how many places they lie: a sequence's KV heads, of all sequences.
         scores: operations in attention, scores and weighted sums together.
         values: numbers that pass through norms, rotations, activations and residual additions.
     """
@@ -43,6 +44,7 @@ class Amount(NamedTuple):
     kv_bytes: int = 0
     scores: int = 0
     values: int = 0
+    kv_heads: int = 0
 
     @property
     def operations(self) -> int:
@@ -61,7 +63,7 @@ def attention_amount(config, shard: RankShard, parts: Sequence[Part], dtype: tor
     return Amount(rows, config.hidden_size * (2 * q + 2 * kv) * config.head_dim,
                   keys * 2 * kv * config.head_dim * dtype.itemsize,
                   4 * q * config.head_dim * sum(part.count * part.keys for part in parts),
-                  rows * (config.hidden_size + (q + kv) * config.head_dim))
+                  rows * (config.hidden_size + (q + kv) * config.head_dim), len(parts) * kv)
 
 
 def mlp_amount(config, shard: RankShard, parts: Sequence[Part]) -> Amount:

@@ -25,8 +25,8 @@ def bench_curves(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dic
     show(f"curves, {model}, {dtype}: tokens/s while decoding, and the limit: products and attention of that machine")
     for size in sizes:
         plan, machine = ShardPlan.from_config(config, size), measure_machine(config, size, parse_dtype(dtype))
-        bare = replace(machine, value=0.0, reduce_latency=0.0, reduce_byte=0.0, layer=0.0, sequence=0.0, step=0.0,
-                       repeated=None)
+        bare = replace(machine, kv_head=0.0, value=0.0, reduce_latency=0.0, reduce_byte=0.0, layer=0.0, sequence=0.0,
+                       step=0.0, repeated=None)
         with RankPool(size, timeout=600) as pool, LLM(
                 ckpt, size, dtype, pool=pool, max_num_seqs=max(BATCHES), enable_prefix_caching=False) as llm:
             for axis, points in (("sequences", [(n, SHORT) for n in BATCHES]),

@@ -5,7 +5,7 @@ shared in the measurement too. The engine's own functions are timed: its product
 the whole engine on a model so small that nothing but Python is left. Python takes twice as long where weights have just
 swept it out of the processor's caches, so that model's weights sweep them too, and their own time is taken off. Steps
 that decode are repeated from graphs where weights are large enough (:mod:`tplab.engine.step_graph`): their cost beside
-what is counted is timed on a second model, of one layer.
+what is counted is timed on a second model, with weights that are.
 """
 
 import statistics
@@ -35,17 +35,18 @@ from tplab.shard import ShardPlan
 
 ROWS = (1, 4, 16, 64, 512)  # of the products that are timed
 FEW = 16  # up to so many rows, reading the weights is what a product costs, so all of them are read
-WORKING_SET = 1 << 28  # bytes of weights per rank, at most: beyond a cache that a rank has to itself
+WORKING_SET = 1 << 28  # bytes of weights, or of keys and values, per rank, at most: beyond a cache of its own
 WIDEST = 4096  # of a wider matrix, so many rows and columns are timed
-KEYS = (16, 2064)  # of the sequences that one query attends to
+KEYS = (64, 1088)  # of the sequences that one query each attends to
 BLOCK = 16
 MESSAGES, IN_A_ROW = (1 << 10, 1 << 20), 20  # bytes of the all-reduces that are timed, and how many are at once
 LAYERS, SEQUENCES = (1, 9), (1, 16)  # of the models of which only Python is left, and how many decode in them
+FEW_LAYERS = 2  # of the model whose steps are repeated
 CONTEXT = 32  # behind prompts of so many tokens
 SWEPT = 1 << 22  # bytes of a layer's weights on one rank that sweep the caches, at most: twice a second-level cache
 TINY = dict(model_type="qwen2", hidden_size=64, num_attention_heads=8, num_key_value_heads=8, vocab_size=64,
             tie_word_embeddings=True, max_position_embeddings=128)
-WIDE = 256  # numbers of a hidden state, for each rank, and columns of its MLP: the smallest weights that are large
+WIDE = 256  # numbers of a hidden state, for each rank, and at least as many columns of its MLP: large enough
 
 
 class Repeated(NamedTuple):
@@ -71,6 +72,7 @@ class Machine:
         places: how many ranks can work at the same time; more take turns.
         weight: ``{rows: seconds per number}`` of a product's weight, from one row up.
         kv_byte: per byte of keys and values that a single query reads.
+        kv_head: of a single query, per KV head, beside that.
         score: per operation of attention where many queries meet many keys.
         value: per number that passes through norms, rotations, activations and residual additions.
         reduce_latency, reduce_byte: of an all-reduce: whatever its size, and per byte of its message.
@@ -84,6 +86,7 @@ class Machine:
     places: int
     weight: dict[int, float]
     kv_byte: float = 0.0
+    kv_head: float = 0.0
     score: float = 0.0
     value: float = 0.0
     reduce_latency: float = 0.0
@@ -121,7 +124,7 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         python = _python(alone, columns, {n: max(alone.run(_sweep, columns, n, dtype)) for n in SEQUENCES}, dtype)
         meetings = _python(pool, columns, together, dtype) if tp > 1 else python
         small, large = (max(pool.run(_reduce, size)) for size in MESSAGES)
-        repeated = _repeated(pool, small if tp > 1 else 0.0, dtype) if _is_large(config, whole) else None
+        repeated = _repeated(pool, small if tp > 1 else 0.0, swept, dtype) if _is_large(config, whole) else None
     low, high = LAYERS
     layer, crowd = ((python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
     met = (meetings.step[high, 1] - meetings.step[low, 1]) / (high - low)
@@ -129,7 +132,7 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         f"this machine, {cores} core{'s' * (cores > 1)}", cores,
         # All ranks were timed until the last one was done: that is the time of whoever had most to do.
         {rows: min(one["weight"][rows] for one in seen) for rows in ROWS},
-        **{name: min(one[name] for one in seen) for name in ("kv_byte", "score", "value")},
+        **{name: min(one[name] for one in seen) for name in ("kv_byte", "kv_head", "score", "value")},
         # Ranks that have computed do not arrive together: what a meeting costs shows between layers.
         reduce_latency=max(small, (met - layer * turns) / 2) if tp > 1 else 0.0,
         reduce_byte=max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0]) if tp > 1 else 0.0,
@@ -173,8 +176,11 @@ def _arithmetic(config, plan: ShardPlan, dtype: torch.dtype) -> dict:
     for rows in ROWS:
         some = weights if rows <= FEW else weights[:len(shapes)]
         found["weight"][rows] = _products(some, rows, dtype) / sum(weight.numel() for weight in some)
-    few, many = (_attention(config, plan, dtype, 1, keys) for keys in KEYS)
-    found["kv_byte"] = max(0.0, many - few) / ((KEYS[1] - KEYS[0]) * 2 * kv * d * dtype.itemsize)
+    del weights, some
+    few, many = (_attention(config, plan, dtype, 1, keys, SEQUENCES[1]) / SEQUENCES[1] for keys in KEYS)
+    key = 2 * kv * d * dtype.itemsize  # bytes of a key and a value
+    found["kv_byte"] = max(0.0, many - few) / ((KEYS[1] - KEYS[0]) * key)
+    found["kv_head"] = max(0.0, few - found["kv_byte"] * KEYS[0] * key) / kv
     found["score"] = _attention(config, plan, dtype, 512, 512) / (4 * q * d * 512 * 512)
     passed = attention_amount(config, shard, prompt := [Part(0, 512)], dtype), mlp_amount(config, shard, prompt)
     found["value"] = _between(config, plan, dtype, 512) / sum(amount.values for amount in passed)
@@ -184,14 +190,15 @@ def _arithmetic(config, plan: ShardPlan, dtype: torch.dtype) -> dict:
 def _products(weights: list[torch.Tensor], rows: int, dtype: torch.dtype) -> float:
     """Seconds of a product of so many rows with each weight; without Python, where steps are repeated without it."""
     x = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=dtype) for weight in weights}
+    return _timed(_repeatable(lambda: [linear(x[weight.shape[1]], weight) for weight in weights]))
 
-    def multiply() -> list[torch.Tensor]:
-        return [linear(x[weight.shape[1]], weight) for weight in weights]
 
-    multiply()  # as a step, it is recorded when functions have been made
+def _repeatable(work: Callable[[], object]) -> Callable[[], object]:
+    """The same without Python, if it can be repeated so."""
+    work()  # as a step, it is recorded when functions have been made
     with Recording() as recording:
-        multiply()
-    return _timed(recording.graph.replay if recording.graph else multiply)
+        work()
+    return recording.graph.replay if recording.graph else work
 
 
 def _packed(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -200,13 +207,20 @@ def _packed(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Te
     return weight
 
 
-def _attention(config, plan: ShardPlan, dtype: torch.dtype, queries: int, keys: int) -> float:
-    """Seconds of one layer's attention, projections apart: the last ``queries`` tokens of a sequence of ``keys``."""
-    attention, shard = TensorParallelAttention(config, plan, 0, dtype), plan.ranks[rank()]
-    cache = PagedKVCache(1, -(-keys // BLOCK), BLOCK, len(shard.kv_heads), config.head_dim, dtype)
-    context = cache.context([Segment(keys - queries, queries, range(-(-keys // BLOCK)), keys)])
-    q, k = (torch.ones(queries, len(heads), config.head_dim, dtype=dtype) for heads in (shard.q_heads, shard.kv_heads))
-    return _timed(lambda: attention.attend_all(q, k, k, context))
+def _attention(config, plan: ShardPlan, dtype: torch.dtype, queries: int, keys: int, sequences: int = 1) -> float:
+    """Seconds of one layer's attention, projections apart: the last ``queries`` tokens of sequences of ``keys``; of as
+    many layers as a step has, for another one's keys and values are not in the processor's caches any more.
+    """
+    shard, blocks = plan.ranks[rank()], -(-keys // BLOCK)
+    layer_bytes = 2 * sequences * blocks * BLOCK * len(shard.kv_heads) * config.head_dim * dtype.itemsize
+    layers = max(1, min(config.num_layers, WORKING_SET // layer_bytes))
+    cache = PagedKVCache(layers, sequences * blocks, BLOCK, len(shard.kv_heads), config.head_dim, dtype)
+    context = cache.context([Segment(keys - queries, queries, range(n * blocks, (n + 1) * blocks), keys)
+                             for n in range(sequences)])
+    q, k = (torch.ones(sequences * queries, len(heads), config.head_dim, dtype=dtype)
+            for heads in (shard.q_heads, shard.kv_heads))
+    attentions = [TensorParallelAttention(config, plan, layer, dtype) for layer in range(layers)]
+    return _timed(_repeatable(lambda: [one.attend_all(q, k, k, context) for one in attentions])) / layers
 
 
 def _between(config, plan: ShardPlan, dtype: torch.dtype, rows: int) -> float:
@@ -259,22 +273,25 @@ def _is_large(config, plan: ShardPlan) -> bool:
                for shard in plan.ranks)
 
 
-def _repeated(pool: RankPool, latency: float, dtype: torch.dtype) -> Repeated:
-    """Of a model of one layer, whose weights the processor's caches keep."""
-    hidden = WIDE * pool.size
+def _repeated(pool: RankPool, latency: float, swept: int, dtype: torch.dtype) -> Repeated:
+    """Of a model of few layers, each of which sweeps so many bytes through the caches of a rank."""
+    size, hidden = pool.size, WIDE * pool.size
+    columns, turns = max(WIDE, swept // (3 * hidden * dtype.itemsize)), max(1, size / available_cores())
     with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
-        model = write_random(Path(folder, "wide"), num_hidden_layers=1, intermediate_size=hidden,
-                             **TINY | {"hidden_size": hidden})
-        with LLM(str(model), pool.size, dtype, pool=pool, enable_prefix_caching=False) as llm:
-            alone, crowd = (min(decode_seconds(llm, n, CONTEXT) for _ in range(4)) for n in SEQUENCES)
-    return Repeated(alone, (crowd - alone) / (SEQUENCES[1] - SEQUENCES[0]), latency)
+        model = write_random(Path(folder, "wide"), num_hidden_layers=FEW_LAYERS, intermediate_size=columns * size,
+                             **TINY | dict(hidden_size=hidden, num_attention_heads=4 * size, num_key_value_heads=size))
+        with LLM(str(model), size, dtype, pool=pool, enable_prefix_caching=False) as llm:
+            whole = {n: min(decode_seconds(llm, n, CONTEXT) for _ in range(4)) for n in SEQUENCES}
+    beside = {n: turns * max(pool.run(_sweep, columns, n, dtype, hidden, FEW_LAYERS)) + 2 * latency for n in SEQUENCES}
+    alone, crowd = (max(0.0, whole[n] - FEW_LAYERS * beside[n]) for n in SEQUENCES)
+    return Repeated(alone, max(0.0, crowd - alone) / (SEQUENCES[1] - SEQUENCES[0]), latency)
 
 
 @torch.inference_mode()
-def _sweep(columns: int, rows: int, dtype: torch.dtype) -> float:
-    """On a rank: seconds of the products with one layer's weights, of which there are as many as in the larger model.
+def _sweep(columns: int, rows: int, dtype: torch.dtype, hidden: int = TINY["hidden_size"],
+           layers: int = LAYERS[-1]) -> float:
+    """On a rank: seconds of the products with one layer's MLP, of which there are ``layers``: as many as in the model.
     """
-    hidden, layers = TINY["hidden_size"], LAYERS[-1]
     weights = [_packed(*shape, dtype) for _ in range(layers) for shape in ((2 * columns, hidden), (hidden, columns))]
     return _products(weights, rows, dtype) / layers
 

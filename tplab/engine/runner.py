@@ -62,7 +62,7 @@ class ModelRunner:
                 due.append(request)
         self.drawn, logprobs, nan = {}, {}, ()
         if due:
-            logits_here = self.model.compute_logits(hidden[last_rows])
+            logits_here = self.model.compute_logits(hidden if len(due) == len(hidden) else hidden[last_rows])
             tokens, by_row = sample(self.model, logits_here, [request.sampling for request in due])
             self.drawn = {request.request_id: token for request, token in zip(due, tokens) if token is not None}
             logprobs = {due[row].request_id: found for row, found in by_row.items()}

@@ -25,10 +25,11 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
 
 def offer(scores_here: torch.Tensor, first: int) -> torch.Tensor:
     """``[n, vocabulary here]`` scores → this rank's best token per row, ``[n, 2]``: its score and its global id, both
-    exact in float64. ``first`` is the global id of this rank's first token.
+    exact in float64. ``first`` is the global id of this rank's first token. Of equals the first one, NaN before all.
     """
-    scores, ids = scores_here.max(dim=-1)
-    return torch.stack([scores.double(), (ids + first).double()], dim=-1)
+    wide = scores_here.float() if scores_here.dtype == torch.bfloat16 else scores_here
+    ids = torch.from_numpy(wide.numpy().argmax(axis=-1))  # numpy's is vectorised: a sixth of the time of torch's
+    return torch.stack([scores_here.gather(-1, ids[:, None])[:, 0].double(), (ids + first).double()], dim=-1)
 
 
 def best_offer(offer_here: torch.Tensor) -> torch.Tensor:
