@@ -36,7 +36,7 @@ def test_the_counts_of_a_small_shape_by_hand():
     amount = attention_amount(CONFIG, first, PARTS, BF16)
     assert amount.rows == 4 and amount.weights == 10 * (2 * 4 + 2 * 4) + 2 * 4 * 10  # q, k and v; then o
     assert amount.kv_bytes == (6 + 3) * 2 * 4 * 2, "six and three keys, and as many values, of 4 numbers of 2 bytes"
-    assert amount.kv_heads == 2 and attention_amount(CONFIG, second, PARTS[:1], BF16).kv_heads == 1, "two sequences, one"
+    assert amount.kv_heads == 2 and attention_amount(CONFIG, second, PARTS[:1], BF16).kv_heads == 1, "per sequence"
     assert amount.scores == 4 * 2 * 4 * (1 * 6 + 3 * 3), "per head, query and key: 4 products and sums, twice"
     assert attention_amount(CONFIG, second, PARTS, BF16).weights == 10 * (4 + 2 * 4) + 4 * 10
     assert [mlp_amount(CONFIG, shard, PARTS).weights for shard in PLAN.ranks] == [3 * 10 * 3, 3 * 10 * 2]

@@ -73,8 +73,8 @@ def test_a_layer_sweeps_no_more_than_a_cache_holds(monkeypatch):
     monkeypatch.setattr(machine, "RankPool", Threads)
     monkeypatch.setattr(machine, "SWEPT", 1 << 10)
     monkeypatch.setattr(machine, "_sweep", lambda columns, rows, dtype: asked.append(columns) or 1.0)
-    monkeypatch.setattr(machine, "_arithmetic", lambda *given: {"weight": dict.fromkeys(machine.ROWS, 1.0),
-                                                                 "kv_byte": 1.0, "kv_head": 1.0, "score": 1.0, "value": 1.0})
+    monkeypatch.setattr(machine, "_arithmetic", lambda *given: {
+        "weight": dict.fromkeys(machine.ROWS, 1.0), **dict.fromkeys(["kv_byte", "kv_head", "score", "value"], 1.0)})
     monkeypatch.setattr(machine, "_python", lambda *given: machine.Python(dict.fromkeys(
         [(layers, n) for layers in (1, 9) for n in (1, 16)], 1.0), 1.0))
     monkeypatch.setattr(machine, "_reduce", lambda size: 1.0)
@@ -135,7 +135,7 @@ def test_attention_is_that_of_the_last_tokens_of_sequences_layer_by_layer(querie
     seconds = logical_ranks(2, machine._attention, FABLE, PLAN, torch.float64, queries, keys, sequences)
     assert seconds == [1 / layers] * 2 and [len(out) for out in done] == [layers] * 2
     mine = torch.arange(1, queries + 1) * 2.718281828459045 ** 4  # ones meet ones, 16 of them; the cache holds zeros
-    for out in (out for rank in done for out in rank):
+    for out in (out for layers in done for out in layers):
         found = out.flatten().reshape(sequences, queries, -1)[..., 0].tolist()
         assert found == [pytest.approx((mine / (mine + keys - queries)).tolist())] * sequences
 
