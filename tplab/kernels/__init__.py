@@ -9,5 +9,6 @@ it.
   rows); ``dots.py`` reads a plain one;
 * attention: ``softmax.py``; sequences that decode: ``paged_attention.py`` (``paged_loops.py``); a prompt:
   ``tiled_attention.py`` (``tiled_layout.py``, ``tiled_loops.py``: ``tiled_products.py``, ``tiled_weights.py``);
-* in one pass each: a norm and a rotation (``fused.py``), an MLP's gate (``gated.py``, with ``exponential.py``).
+* in one pass each: a norm and a rotation (``fused.py``), an MLP's gate (``gated.py``, with ``exponential.py``);
+* all calls of a step again, without Python: ``graph.py``, with what stands between them in ``graph_operations.py``.
 """
