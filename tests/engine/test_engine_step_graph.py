@@ -197,6 +197,59 @@ def test_whoever_looks_into_a_step_gets_it_computed(two, checkpoints):
         assert all("layers.1.mlp" in points for points in two.run(lambda: state["points"]))
 
 
+def latest_model():
+    return [found for found in state.values() if isinstance(found, ModelRunner)][-1].model
+
+
+def other_parameter():
+    down = latest_model().layers[1].mlp.down_proj
+    down.weight = torch.nn.Parameter(-down.weight, requires_grad=False)
+
+
+def other_data():
+    weight = latest_model().layers[1].input_layernorm.weight
+    weight.data = -weight.data
+
+
+def written_in_place():
+    with torch.no_grad():
+        latest_model().layers[1].input_layernorm.weight.neg_()
+        latest_model().layers[0].mlp.down_proj.weight.neg_()
+
+
+def other_module():
+    latest_model().layers[0] = latest_model().layers[1]
+
+
+def other_forward():
+    layer = latest_model().layers[1]
+    layer.forward = lambda hidden, cos, sin, context: type(layer).forward(layer, -hidden, cos, sin, context)
+
+
+def other_number():
+    latest_model().layers[0].self_attn.scaling = 1.0
+
+
+def fewer_layers():
+    latest_model().layers = latest_model().layers[:1]
+
+
+@needs_loops
+@pytest.mark.parametrize("change", [other_parameter, other_data, written_in_place, other_module, other_forward,
+                                    other_number, fewer_layers])
+def test_what_is_put_in_the_place_of_something_counts_from_the_next_step_on(change, two, checkpoints):
+    """Whoever does so in the middle gets what an engine without graphs gives."""
+    found = {}
+    for eager in (True, False):
+        with LLM(checkpoints("qwen2"), 2, pool=two, enforce_eager=eager, enable_prefix_caching=False) as llm:
+            right = generated(llm)
+            if not eager:
+                assert repeated(two.run(graphs_on_rank)) == [1, 1]
+            two.run(change)
+            found[eager] = generated(llm)
+    assert found[True] == found[False] != right
+
+
 @needs_loops
 def test_a_patch_is_in_force_in_every_step(two, checkpoints):
     """Before a graph is there, and after; a fault shows, and is gone when it is."""

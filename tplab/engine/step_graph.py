@@ -3,11 +3,13 @@
 How many sequences there are decides which calls a step makes; so does how long the longest may be. The first step of
 a kind is computed as always, the second one is recorded, every later one is repeated
 (:mod:`tplab.kernels.graph`): the same functions with the same bits, without the Python between them. Whoever wants to
-see or to change what happens inside, a patch, a trace, a hook on a module, gets steps as always.
+see or to change what happens inside, with a patch, a trace, a hook on a module, another parameter or module in the
+place of one, gets steps as always.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from operator import is_
 from types import FunctionType
 
 import torch
@@ -16,6 +18,7 @@ from tplab import patch
 from tplab.cache import PagedKVCache, Segment, paged
 from tplab.cache.standing import StandingContext, capacity_for
 from tplab.kernels.graph import Recording
+from tplab.kernels.packed import PackedWeight
 from tplab.model import TensorParallelCausalLM, attention, decoder, mlp, norm, rope
 from tplab.model.trace import is_recording
 from tplab.pool.shared_memory import SharedMemoryGroup
@@ -69,6 +72,9 @@ class StepGraphs:
         self.hooks = [hooks for module in model.modules()
                       for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self.functions = list(_functions())
+        self.contents = [(names, dict(names)) for names in _contents(model)]
+        self.addresses = self._addresses()
+        self.command, self.is_untouched = 0, False  # the last step's command, and whether the contents were these
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor | None:
         """``[tokens, hidden]`` of this step, valid until the next one; None if it is to be computed as always."""
@@ -89,8 +95,27 @@ class StepGraphs:
 
     def _may_be_repeated(self) -> bool:
         """Whether nobody looks into a step, or has put something else in a place."""
-        return (isinstance(current(), SharedMemoryGroup) and not patch.in_force() and not is_recording()
-                and not any(self.hooks) and all(place.get(name) is own for place, name, own in self.functions))
+        group = current()
+        if (not isinstance(group, SharedMemoryGroup) or patch.in_force() or is_recording()
+                or any(self.hooks) or any(place.get(name) is not own for place, name, own in self.functions)):
+            return False
+        if group.command != self.command + 1:  # else the step before was this rank's last work
+            self.is_untouched = self.addresses == self._addresses() and all(
+                len(names) == len(own) and all(map(is_, names.values(), own.values())) for names, own in self.contents)
+        self.command = group.command
+        return self.is_untouched
+
+    def _addresses(self) -> list[int]:
+        """Where the parameters lie: ``parameter.data = other`` moves one. A packed weight's memory stays."""
+        return [parameter.data_ptr() for parameter in self.model.parameters()
+                if not isinstance(parameter, PackedWeight)]
+
+
+def _contents(model: TensorParallelCausalLM) -> Iterator[dict[str, object]]:
+    """The attributes, parameters and modules of all that a step's layers consist of."""
+    yield from (vars(model), model._modules)
+    for module in (*model.layers.modules(), *model.norm.modules()):
+        yield from (vars(module), module._parameters, module._modules)
 
 
 def _functions() -> Iterator[tuple[dict, str, object]]:

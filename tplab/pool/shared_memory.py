@@ -14,7 +14,7 @@ import torch
 from tplab.kernels.compiled import noting, threads_for
 from tplab.kernels.graph import Graph, Recording, refuse
 from tplab.pool.adding import DONE, LANES, adding, noted_reduce
-from tplab.pool.control_block import ABANDONED, ASLEEP, BLOCK_WORDS, SLOT_BYTES, STEP, ControlBlock, fence
+from tplab.pool.control_block import ABANDONED, ASLEEP, BLOCK_WORDS, NUMBER, SLOT_BYTES, STEP, ControlBlock, fence
 from tplab.pool.waiting import sleep_while, wake
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group, add_in_order
@@ -57,6 +57,11 @@ class SharedMemoryGroup(Group):
         self.step = self.checked = 0
         self.words[self.step_at[self.rank]] = 0
         self.log.clear()
+
+    @property
+    def command(self) -> int:
+        """The number of the pool's command that is being obeyed; each has the next one."""
+        return self.words[NUMBER]
 
     def chunk(self, dtype):
         return SLOT_BYTES // dtype.itemsize
