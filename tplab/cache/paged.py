@@ -109,7 +109,8 @@ class PagedContext:
         self.reads = list(self._reads())
 
     def _reads(self) -> Iterator[tuple[slice | torch.Tensor, Where, torch.Tensor]]:
-        """``(rows, what to read, mask)`` per batch: short decoding sequences together, all others one by one.
+        """``(rows, what to read, mask)`` per batch: decoding sequences together, all others one by one; also long ones
+        that decode, where attention does not read them in their slots.
 
         A prompt is read in runs, and no run reads keys that all its queries must not see.
         """
