@@ -162,7 +162,7 @@ def test_steps_are_repeated_where_every_rank_has_large_weights(hidden, heads, co
     assert machine._is_large(config, ShardPlan.from_config(config, 2)) == large
 
 
-@pytest.mark.parametrize("size, columns", [(1, 4096 // 4), (3, 1365)])
+@pytest.mark.parametrize("size, columns", [(1, 1024), (3, 341)])
 def test_what_a_repeated_step_costs_beside_what_is_counted(size, columns, monkeypatch):
     asked = []
 
@@ -177,7 +177,7 @@ def test_what_a_repeated_step_costs_beside_what_is_counted(size, columns, monkey
         __enter__, __exit__ = Threads.__enter__, Threads.__exit__
 
     def sweep(fn, given, rows, dtype, hidden, layers):
-        assert (fn, hidden, layers) == (machine._sweep, 256 * size, 2)
+        assert (fn, given, hidden, layers) == (machine._sweep, columns, 256 * size, 2)
         return [0.5 * rows + number for number in range(size)]
 
     monkeypatch.setattr(machine, "LLM", Engine)

@@ -31,9 +31,13 @@ def checkpoints(tmp_path_factory):
     return checkpoint
 
 
+def latest_runner():
+    return [found for found in state.values() if isinstance(found, ModelRunner)][-1]
+
+
 def graphs_on_rank():
     """``{kind: calls of its graph, or why there is none}`` of this rank's latest engine."""
-    runner = [found for found in state.values() if isinstance(found, ModelRunner)][-1]
+    runner = latest_runner()
     return runner.graphs and {kind: step and (step.refused or len(step.graph.functions))
                               for kind, step in runner.graphs.steps.items()}
 
@@ -137,7 +141,7 @@ def changed_mask(scores, mask):
 
 
 def traced():
-    runner = [found for found in state.values() if isinstance(found, ModelRunner)][-1]
+    runner = latest_runner()
     right = runner.execute_model
 
     def execute(scheduler_output):
@@ -150,7 +154,7 @@ def traced():
 
 
 def hooked():
-    runner = [found for found in state.values() if isinstance(found, ModelRunner)][-1]
+    runner = latest_runner()
     state["calls"] = 0
 
     def count(*_):
@@ -197,41 +201,37 @@ def test_whoever_looks_into_a_step_gets_it_computed(two, checkpoints):
         assert all("layers.1.mlp" in points for points in two.run(lambda: state["points"]))
 
 
-def latest_model():
-    return [found for found in state.values() if isinstance(found, ModelRunner)][-1].model
-
-
 def other_parameter():
-    down = latest_model().layers[1].mlp.down_proj
+    down = latest_runner().model.layers[1].mlp.down_proj
     down.weight = torch.nn.Parameter(-down.weight, requires_grad=False)
 
 
 def other_data():
-    weight = latest_model().layers[1].input_layernorm.weight
+    weight = latest_runner().model.layers[1].input_layernorm.weight
     weight.data = -weight.data
 
 
 def written_in_place():
     with torch.no_grad():
-        latest_model().layers[1].input_layernorm.weight.neg_()
-        latest_model().layers[0].mlp.down_proj.weight.neg_()
+        latest_runner().model.layers[1].input_layernorm.weight.neg_()
+        latest_runner().model.layers[0].mlp.down_proj.weight.neg_()
 
 
 def other_module():
-    latest_model().layers[0] = latest_model().layers[1]
+    latest_runner().model.layers[0] = latest_runner().model.layers[1]
 
 
 def other_forward():
-    layer = latest_model().layers[1]
+    layer = latest_runner().model.layers[1]
     layer.forward = lambda hidden, cos, sin, context: type(layer).forward(layer, -hidden, cos, sin, context)
 
 
 def other_number():
-    latest_model().layers[0].self_attn.scaling = 1.0
+    latest_runner().model.layers[0].self_attn.scaling = 1.0
 
 
 def fewer_layers():
-    latest_model().layers = latest_model().layers[:1]
+    latest_runner().model.layers = latest_runner().model.layers[:1]
 
 
 @needs_loops

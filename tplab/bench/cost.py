@@ -77,9 +77,8 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
 
 def _seconds(amount: Amount, machine: Machine, decoding: bool) -> tuple[float, float, float]:
     """One rank's seconds of one phase: products, attention, and what lies between."""
-    attention = amount.scores * machine.score
-    if decoding:
-        attention = amount.kv_bytes * machine.kv_byte + amount.kv_heads * machine.kv_head
+    attention = (amount.kv_bytes * machine.kv_byte + amount.kv_heads * machine.kv_head if decoding
+                 else amount.scores * machine.score)
     return amount.weights * machine.seconds_per_weight(amount.rows), attention, amount.values * machine.value
 
 

@@ -39,9 +39,8 @@ def paged_loop(dtype: torch.dtype, head_dim: int, group: int, chains: int = 1) -
         return Template(each(text, **counts)).substitute(kind, V="<16 x float>", size=head_dim)
 
     def ask(keys: int) -> str:
-        text = Template(_ASK).substitute(ahead=_AHEAD) + lines(
+        return Template(_ASK).substitute(ahead=_AHEAD) + lines(
             _ASK_FOR, asked=keys, line=head_dim * dtype.itemsize // 64 or 1)
-        return text
 
     counts = {"query": group, "vector": blocks[0] // 16}
     scores = _SCORES.substitute(

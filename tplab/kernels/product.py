@@ -185,17 +185,10 @@ def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
     if weight.numel() >= SMALL and weight.dtype in PACKABLE:
         kernels = kernels or fastest(weight.dtype)
         if (order := _in_order_of(kernels.library, weight.detach())) is not None:
-            stream = _stream(order, kernels.whole_rows)
+            stream = Stream.of(order.panels(), order.shape, order.dtype, kernels.whole_rows)
             packed = nn.Parameter(PackedWeight(order, stream, kernels.streamed_rows), requires_grad=False)
             vars(packed).update(vars(weight))
             torch.utils.swap_tensors(weight, packed)  # whoever shares the weight, as a tied head does, shares it packed
-
-
-def _stream(order: MKL | OneDNN, whole_rows: int) -> Stream | None:
-    stream = Stream.of(order.panels(), order.shape, order.dtype)
-    if stream is not None:
-        stream.whole_rows = whole_rows
-    return stream
 
 
 def _in_order_of(library: str | None, weight: torch.Tensor) -> MKL | OneDNN | None:
@@ -253,8 +246,8 @@ def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
     for library in _libraries(dtype):
         orders = [_in_order_of(library, weight) for weight in plain]
         if None not in orders:
-            streams = [_stream(order, 0) for order in orders]
-            whole = [_stream(order, ROWS_OF_WHOLE) for order in orders]
+            streams, whole = ([Stream.of(order.panels(), order.shape, dtype, rows) for order in orders]
+                              for rows in (0, ROWS_OF_WHOLE))
             for way, weights, most in (library, orders, NEVER), (library + " streamed", streams, NEVER), (
                     library + " whole", whole, ROWS_OF_WHOLE):
                 if None not in weights:

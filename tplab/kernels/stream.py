@@ -61,26 +61,27 @@ class Stream:
         whole_rows: up to so many rows, at most ``ROWS_OF_WHOLE``, meet panels as they lie, and nothing is asked for.
     """
 
-    def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype):
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype, whole_rows: int):
+        self.shape, self.dtype, self.whole_rows = shape, dtype, whole_rows
         self.width = max(panel.output + panel.outputs for panel in panels)  # with the outputs that fill the last one
         # The last row twice: the last panel, too, asks for the next one's memory.
         self.tables, self.whole = ([(*kind, np.array([*rows, rows[-1]])) for kind, rows
                                     in _by_kind(panels, dtype, widths).items()] for widths in (WIDTHS, WHOLE))
-        self.each, self.whole_rows = _parts(panels), 0
+        self.each = _parts(panels)
         self.plans = {}
         self.tiled = (dtype == torch.bfloat16 and all(panel.steps % TILE == 0 for panel in panels)
                       and panel_loops.multiplies_tiles())
         self.has_blocks = self.tiled and self.each == 1 and all(vectors <= 2 for vectors, *_ in self.tables)
 
     @classmethod
-    def of(cls, panels: Iterable[Panel], shape: tuple[int, int], dtype: torch.dtype) -> "Stream | None":
+    def of(cls, panels: Iterable[Panel], shape: tuple[int, int], dtype: torch.dtype, whole_rows: int = 0
+           ) -> "Stream | None":
         """None where a panel has another form, or this processor no instruction for ``dtype``: with fewer registers
         than AVX-512 has, sums of eight rows would go to memory and back."""
         panels, pairs = list(panels), dtype == torch.bfloat16
         if any(panel.outputs % LANES for panel in panels) or pairs and shape[1] % 2 or not _parts(panels):
             return None
-        return cls(panels, shape, dtype) if has("avx512bf16" if pairs else "avx512f") else None
+        return cls(panels, shape, dtype, whole_rows) if has("avx512bf16" if pairs else "avx512f") else None
 
     def suits(self, rows: int) -> bool:
         """Whether it multiplies more than ``MOST_STREAMED`` rows, and is quicker than oneDNN at so many.
