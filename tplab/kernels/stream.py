@@ -61,7 +61,7 @@ class Stream:
         whole_rows: up to so many rows, at most ``ROWS_OF_WHOLE``, meet panels as they lie, and nothing is asked for.
     """
 
-    def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype, whole_rows: int):
+    def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype, whole_rows: int = 0):
         self.shape, self.dtype, self.whole_rows = shape, dtype, whole_rows
         self.width = max(panel.output + panel.outputs for panel in panels)  # with the outputs that fill the last one
         # The last row twice: the last panel, too, asks for the next one's memory.
