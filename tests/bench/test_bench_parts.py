@@ -190,12 +190,35 @@ def test_a_busy_process_is_there_while_they_race_and_not_while_they_get_ready(ra
 
     log = Contestant.log
     monkeypatch.setattr(run, "busy_process", busy_process)
+    monkeypatch.setattr(run, "SETTLED", 0.0)
     race("prefill", busy=True)
     warm_up = log[:log.index("busy")]
     assert warm_up.count("HuggingFace") == 1 and log.count("HuggingFace") == 6 and run.PAUSE not in warm_up
     assert ("close", "Tplab") in log[log.index("rest"):], "until the last round is over"
     race("prefill")
     assert "busy" not in log
+
+
+def test_beside_a_busy_process_a_contestant_works_a_while_before_it_is_measured(race, monkeypatch):
+    clock, works, plain = [0.0], [], run.prefix_work(100, 300)
+
+    def takes(self, work):
+        clock[0] += 0.7
+        works.append((self.name, work))
+        return Timing(1.0, 1.0 if work == plain else 4.0, [[7]])
+
+    monkeypatch.setattr(run, "busy_process", nullcontext)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Contestant, "time", takes)
+    values = race("prefix", busy=True)[0].values
+    names = [*values]
+    assert works[3:15] == [(name, work) for name in names for work in (plain, plain, plain, plain.shifted(1, 100))], (
+        "2.1 seconds, on what was met before, then what counts")
+    assert len(works) == 3 + 5 * 3 * 4
+    assert values == dict.fromkeys(names, [16 * 16 / 4.0] * 5), "what was done before does not count"
+    works.clear()
+    race("prefix")
+    assert len(works) == 3 + 5 * 3
 
 
 def test_the_benchmark_passes_on_whether_it_is_busy(monkeypatch):

@@ -26,6 +26,7 @@ from tplab.pool import RankPool
 from tplab.ranks import RankError
 
 PAUSE = 0.3  # seconds between contestants: threads that spin for a while after their work have gone to sleep
+SETTLED = 2.0  # seconds of work beside a busy process before a contestant is measured there
 STREAMED = 1 << 28  # bytes per rank: far beyond any cache
 
 
@@ -189,7 +190,7 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
             for peer in peers[number % len(peers):] + peers[:number % len(peers)]:
                 bar.set_description_str(f"round {number + 1} of {rounds}: {peer.name}")
                 try:
-                    timing = _measured(peer, peers, todo)
+                    timing = _measured(peer, peers, todo, work if busy else None)
                 except (RankError, PeerError) as error:
                     if peer is peers[0]:
                         raise
@@ -213,10 +214,17 @@ def _why(error: RankError | PeerError) -> str:
     return getattr(error, "summary", str(error))
 
 
-def _measured(peer, peers, work: Work):
-    """One piece of work, while all other contestants stand still."""
+def _measured(peer, peers, work: Work, before: Work | None):
+    """One piece of work, while all other contestants stand still.
+
+    ``before`` is what to do until it has settled beside a busy process: to who stood still the scheduler owes time, and
+    would give more than its share for a while.
+    """
     with alone(peer.pids, [pid for other in peers if other is not peer for pid in other.pids]):
         time.sleep(PAUSE)
+        begin = time.perf_counter()
+        while before is not None and time.perf_counter() - begin < SETTLED:
+            peer.time(before)
         return peer.time(work)
 
 
