@@ -10,6 +10,7 @@ from multiprocessing.process import _children
 from tplab.pool import launcher
 from tplab.pool.capture import Reader
 from tplab.pool.control_block import STARTED
+from tplab.pool.cores import available_cores
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.worker import Spec
 from tplab.ranks.errors import Frame
@@ -27,8 +28,7 @@ def threads_per_rank(size: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked):
         return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, (cores - 1) // size)
+    return max(1, (available_cores() - 1) // size)
 
 
 class RankProcess:

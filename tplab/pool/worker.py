@@ -21,8 +21,11 @@ from tplab.pool import capture, control_block, transfer
 from tplab.pool.control_block import ControlBlock, fence
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
+from tplab.pool.spread import spread
 from tplab.ranks import context
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
+
+_REST = 0.03  # seconds without a command after which threads are woken where they should not be
 
 
 @dataclass
@@ -138,15 +141,20 @@ class _Rank:
         self.group.disowned = True
 
     def serve(self) -> None:
-        done = 0
+        done, rested = 0, False
         while True:
             command = self.control.command()
             if self.control.word(self.spec.rank, control_block.BIRTH) != self.spec.birth:
                 return  # an interrupt cut this rank's start short, and another process has its place
             if command.number == done:
+                begin = time.monotonic()
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
+                rested = time.monotonic() - begin > _REST
                 continue
+            if rested:
+                spread(self.spec.rank)
+                rested = False
             done = command.number
             if command.kind == control_block.DROP:
                 _leave_gloo()
