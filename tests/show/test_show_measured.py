@@ -42,6 +42,16 @@ def test_curves_are_what_was_measured_below_their_dashed_limits():
         show.curves_figure({"sequences": {}, "context": {}})
 
 
+def test_each_panel_of_curves_says_its_own_numbers():
+    figure = show.curves_figure({"sequences": {"1": {"1": (63.0, 69.0), "64": (687.0, 727.0)}},
+                                 "context": {"1": {"128": (62.0, 68.0), "4096": (29.7, 32.7)}}})
+    figure.draw_without_rendering()
+    for ax, wanted in zip(figure.axes, ({"100", "200", "500"}, {"30", "40", "50", "60"})):
+        low, high = ax.get_ylim()
+        said = {label.get_text() for at, label in zip(ax.get_yticks(), ax.get_yticklabels()) if low <= at <= high}
+        assert wanted <= said
+
+
 def test_bars_are_as_long_as_their_numbers_and_stand_at_their_group():
     measured = {"rank 0": {"copy": 12.0, "slices": 6.5}, "rank 1": {"copy": 11.0}}
     figure = show.bars_figure(measured, "MB", "Half", "memory")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import matplotlib
+from matplotlib.ticker import LogLocator
 
 from tplab.show.figures.style import RC, Picture, entitle, looks, picture
 from tplab.show.phrases import ShowError
@@ -28,6 +29,8 @@ def curves_figure(found: Mapping, title: str | None = None) -> Picture:
             ax.set_xscale("log", base=2)
             ax.set_yscale("log")
             ax.set_xticks(x, [str(at) for at in x])
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a panel need not hold a power of ten
+            ax.yaxis.set_major_formatter("{x:g}")
             ax.minorticks_off()
             ax.set_xlabel({"sequences": "sequences that decode together", "context": "tokens of context"}[axis])
             ax.grid(axis="y", color="#dddddd", lw=0.6)
