@@ -1,6 +1,9 @@
 """After a rest ranks and their threads are held on a core each, and let go."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -99,6 +102,17 @@ def test_threads_that_were_given_their_cores_keep_them():
         own, all_of_them = pool.run(bound, core)[0]
         assert own == {core}
         assert len(EVERYWHERE) == 1 or sum(len(cores) == 1 for cores in all_of_them) == 1, "the other was not touched"
+
+
+def test_a_team_may_be_smaller_than_was_asked_for():
+    """OpenMP gives no more threads than OMP_THREAD_LIMIT: what one does for two is said for two."""
+    code = ("import torch; torch.set_num_threads(2); from tplab.pool import spread\n"
+            "print(spread._threads()); spread.spread(0)")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                           env={**os.environ, "OMP_THREAD_LIMIT": "1"})
+    assert ended.returncode == 0, ended.stderr
+    one, other = json.loads(ended.stdout)
+    assert one == other > 0
 
 
 def test_who_has_gone_need_not_be_let_go():

@@ -13,7 +13,7 @@ from threading import Timer
 
 import torch
 
-from tplab.kernels.compiled import Compiled, has_threads, shared
+from tplab.kernels.compiled import Compiled, has_threads, row_by_row, shared
 from tplab.pool.capture import libc
 
 HELD = 0.1  # seconds until the kernel chooses again: beside a busy process it chooses better
@@ -55,14 +55,9 @@ def _threads() -> list[int]:
 
 @lru_cache
 def _say_who() -> Compiled:
-    return shared("""
-declare i32 @gettid()
-
-define internal void @work(ptr %numbers, i64 %first, i64 %end) {
+    return shared(row_by_row("ptr %numbers", """
   %number = call i32 @gettid()
   %wide = zext i32 %number to i64
-  %place = getelementptr i64, ptr %numbers, i64 %first
+  %place = getelementptr i64, ptr %numbers, i64 %r
   store i64 %wide, ptr %place
-  ret void
-}
-""")
+  br label %row.end""", declared="declare i32 @gettid()"))

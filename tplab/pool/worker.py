@@ -141,7 +141,7 @@ class _Rank:
         self.group.disowned = True
 
     def serve(self) -> None:
-        done, rested = 0, False
+        done = 0
         while True:
             command = self.control.command()
             if self.control.word(self.spec.rank, control_block.BIRTH) != self.spec.birth:
@@ -150,11 +150,9 @@ class _Rank:
                 begin = time.monotonic()
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
-                rested = time.monotonic() - begin > _REST
+                if time.monotonic() - begin > _REST:
+                    spread(self.spec.rank)
                 continue
-            if rested:
-                spread(self.spec.rank)
-                rested = False
             done = command.number
             if command.kind == control_block.DROP:
                 _leave_gloo()
