@@ -35,19 +35,15 @@ def streamed(weight, widths=(48,), inputs=128):
         assert platform.machine() != "x86_64" or not stream.has(
             {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}[weight.dtype])
         pytest.skip("this processor has no instruction for it")
-    made.memory, made.whole_rows = memory, streamed.whole_rows
+    made.memory = memory
     return made
 
 
-streamed.whole_rows = 0
-
-
-@pytest.fixture(params=["tiles", "vectors", "whole"])
+@pytest.fixture(params=["tiles", "vectors"])
 def instructions(request, monkeypatch):
-    """By tiles where there are, by vectors, and by vectors where few rows meet panels as they lie."""
+    """By tiles where there are, and by vectors."""
     if request.param != "tiles":
         monkeypatch.setattr(stream.panel_loops, "multiplies_tiles", lambda: False)
-    monkeypatch.setattr(streamed, "whole_rows", stream.ROWS_OF_WHOLE * (request.param == "whole"))
     return request.param
 
 
@@ -143,26 +139,32 @@ def test_without_threads_to_share_it_one_does_it_all(monkeypatch):
         loops.by_vectors.cache_clear()
 
 
-def test_few_rows_meet_wide_panels_as_they_lie(monkeypatch):
+@pytest.mark.parametrize("rows, wide, narrow", [
+    (1, (4, 1, 256, 1, 4), (1, 1, 64, 1, 1)), (3, (4, 1, 256, 4, 4), (1, 1, 64, 4, 1)),
+    (4, (4, 1, 256, 4, 4), (1, 1, 64, 4, 1)), (5, (2, 2, 256, 8, 2), (1, 1, 64, 8, 1)),
+    (16, (2, 2, 256, 8, 1), (1, 1, 64, 8, 1)), (24, (2, 2, 256, 8, 1), (1, 1, 64, 8, 1))])
+def test_a_pass_asks_for_its_share_of_the_next_panel(rows, wide, narrow, monkeypatch):
+    """Vectors, parts, bytes of a step, rows at once, and lines that are asked for in each step."""
     asked, right = [], stream.panel_loops.by_vectors
 
-    def by_vectors(*kind):
-        asked.append(kind[1:5])
-        return right(*kind)
+    def by_vectors(dtype, *kind):
+        asked.append(kind[:5])
+        return right(dtype, *kind)
 
-    monkeypatch.setattr(stream.panel_loops, "multiplies_tiles", lambda: False)
     monkeypatch.setattr(stream.panel_loops, "by_vectors", by_vectors)
-    weight, x = integers(144, 192, dtype=torch.float32), integers(7, 192, dtype=torch.float32)
-    made = streamed(weight, (64, 64, 16), 192)
-    for whole in (0, 4):
-        made.whole_rows = whole
-        made.plans.clear()
-        for rows in (1, 3, 4, 5, 7):
-            assert torch.equal(made.product(x[:rows], None), F.linear(x[:rows], weight))
-    narrow, wide = asked[:10], asked[10:]
-    assert {kind[:2] for kind in narrow} == {(2, 256), (1, 64)} and all(ahead > 0 for *_, ahead in narrow)
-    assert wide[:6] == [(4, 256, 1, 0), (1, 64, 1, 0), (4, 256, 4, 0), (1, 64, 4, 0), (4, 256, 4, 0), (1, 64, 4, 0)]
-    assert wide[6:] == narrow[6:], "more rows than panels can be read whole for"
+    weight, x = integers(144, 192, dtype=torch.float32), integers(rows, 192, dtype=torch.float32)
+    assert torch.equal(streamed(weight, (64, 64, 16), 192).product(x, None), F.linear(x, weight))
+    assert asked == [wide, narrow]
+
+
+@pytest.mark.parametrize("widths", [(64,), (96,), (128, 96)])
+def test_no_two_threads_add_to_the_same_outputs(widths):
+    """Wide panels are cut; what has the same outputs stands together, and is one thread's."""
+    made = streamed(integers(640, 192, dtype=torch.float32), widths, 64)
+    for tables in (made.tables, made.tiled_tables):
+        for _, _, table in tables:
+            outputs = table[:-1, 3].reshape(-1, 3)
+            assert (outputs == outputs[:, :1]).all() and len({*outputs[:, 0]}) == len(outputs)
 
 
 @pytest.mark.parametrize("rows, way", [(1, "stream"), (8, "stream"), (9, "order")])

@@ -50,14 +50,22 @@ panel:
   %x.panel = getelementptr i8, ptr %x, i64 %x.begin
   %y.bytes = lshr i64 %y.begin, $halved
   %y.panel = getelementptr i8, ptr %y, i64 %y.bytes
+  br label %part
+
+part:
+  %h = phi i64 [0, %panel], [%h.next, %part.end]
+  %h.bytes = mul i64 %h, $part
+  %h.y.bytes = lshr i64 %h.bytes, $halved
+  %weight.part = getelementptr i8, ptr %weight, i64 %h.bytes
+  %y.part = getelementptr i8, ptr %y.panel, i64 %h.y.bytes
   br label %pass
 
 pass:
-  %p = phi i64 [0, %panel], [%p.next, %pass.end]
+  %p = phi i64 [0, %part], [%p.next, %pass.end]
   %x.done = mul i64 %p, %x_rows
   %y.done = mul i64 %p, %y_rows
   %x.pass = getelementptr i8, ptr %x.panel, i64 %x.done
-  %y.pass = getelementptr i8, ptr %y.panel, i64 %y.done
+  %y.pass = getelementptr i8, ptr %y.part, i64 %y.done
   $start
   br label %step
 
@@ -72,7 +80,12 @@ pass.end:
   $finish
   %p.next = add i64 %p, 1
   %p.more = icmp ult i64 %p.next, %passes
-  br i1 %p.more, label %pass, label %panel.end
+  br i1 %p.more, label %pass, label %part.end
+
+part.end:
+  %h.next = add i64 %h, 1
+  %h.more = icmp ult i64 %h.next, $parts
+  br i1 %h.more, label %part, label %panel.end
 
 panel.end:
   %n.next = add i64 %n, 1
@@ -90,14 +103,20 @@ _VECTORS_START = """
   %y.{row}.offset = mul i64 %y_row, {row}
   %x.{row} = getelementptr i8, ptr %x.pass, i64 %x.{row}.offset
   %y.{row} = getelementptr i8, ptr %y.pass, i64 %y.{row}.offset
-  %asked = mul i64 %p, $ahead
-  %next.pass = getelementptr <16 x float>, ptr %next, i64 %asked
+  %all.passes = mul i64 %passes, $parts
+  %ask.step = udiv i64 $stride, %all.passes
+  %ask.pass = mul i64 %ask.step, %steps
+  %passes.before = mul i64 %h, %passes
+  %pass.number = add i64 %passes.before, %p
+  %asked = mul i64 %pass.number, %ask.pass
+  %next.part = getelementptr i8, ptr %next, i64 %asked
 """
 _VECTORS_STEP = """
   %sum.{row}.{vector} = phi <16 x float> [zeroinitializer, %pass], [%sum.{row}.{vector}.next, %step]
   %at = mul i64 %k, $stride
-  %now = getelementptr i8, ptr %weight, i64 %at
-  %later = getelementptr i8, ptr %next.pass, i64 %at
+  %now = getelementptr i8, ptr %weight.part, i64 %at
+  %ask.at = mul i64 %k, %ask.step
+  %later = getelementptr i8, ptr %next.part, i64 %ask.at
   %line.{line} = getelementptr <16 x float>, ptr %later, i64 {line}
   call void @llvm.prefetch.p0(ptr %line.{line}, i32 0, i32 2, i32 1)
   %w.{vector}.at = getelementptr <16 x float>, ptr %now, i64 {vector}
@@ -135,18 +154,19 @@ _VECTORS_OF = {
 
 
 @lru_cache
-def by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, ahead: int, rounds: bool) -> Callable:
-    """The loops over panels of so many vectors, so many rows at once.
+def by_vectors(dtype: torch.dtype, vectors: int, parts: int, stride: int, rows: int, lines: int, rounds: bool
+               ) -> Callable:
+    """The loops over panels of so many ``parts``, each of so many vectors; so many rows at once.
 
-    In each step, memory is asked for ``ahead`` vectors of the next panel's step: each pass asks for its part of it.
-    With 0, none is.
-    ``rounds``: y is bfloat16, and gets each sum as it is.
+    Each pass of each part asks for its share of the next panel's memory, one line behind the other, as memory likes to
+    be read: so many ``lines`` in each step. ``rounds``: y is bfloat16, and gets each sum as it is.
     """
-    holes = {"stride": stride, "ahead": ahead, **_VECTORS_OF[dtype]}
-    start, step, finish = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=ahead)
+    holes = {"stride": stride, "parts": parts, **_VECTORS_OF[dtype]}
+    start, step, finish = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=lines)
                            for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_ROUND if rounds else _VECTORS_FINISH))
-    return shared(_LOOPS.substitute(declared=holes["declared"], begin="", start=start, step=step, steps=1,
-                                    finish=finish, done="", halved=int(rounds)))
+    return shared(_LOOPS.substitute(
+        declared=holes["declared"], begin="", start=start, step=step, steps=1, finish=finish, done="",
+        halved=int(rounds), parts=parts, part=64 * vectors))
 
 
 _TILES_DECLARED = """
@@ -188,7 +208,7 @@ def by_tiles(vectors: int, stride: int) -> Callable:
                            for text in (_TILES_START, _TILES_STEP, _TILES_FINISH))
     return shared(_LOOPS.substitute(
         declared=_TILES_DECLARED, begin="call void @llvm.x86.ldtilecfg(ptr %tile_config)", start=start, step=step,
-        halved=0, steps=TILE, finish=finish, done="call void @llvm.x86.tilerelease()"))
+        halved=0, parts=1, part=0, steps=TILE, finish=finish, done="call void @llvm.x86.tilerelease()"))
 
 
 @lru_cache

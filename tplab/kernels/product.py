@@ -51,7 +51,7 @@ from tplab.kernels.graph import refuse
 from tplab.kernels.mkl import MKL
 from tplab.kernels.onednn import LONGEST_SUM, OneDNN
 from tplab.kernels.packed import PackedWeight
-from tplab.kernels.stream import ROWS_OF_WHOLE, Stream
+from tplab.kernels.stream import Stream
 
 WARM_BYTES = 1 << 22  # so much of a plain weight is multiplied with all rows before the next part is read
 WIDE_VALUES = 1 << 18  # so much of a bfloat16 weight is widened at a time: 1 MB stays in the second-level cache
@@ -62,7 +62,7 @@ _ROWS_TIMED = (1, 2, 4, 8, 16, 32, 128, 512)  # what holds for the last one hold
 _FEW_ROWS = 32  # more are timed with an eighth of the weights
 _BYTES_TIMED = 96 << 20  # a server's last cache keeps so much of 48 MB that packing once seems to gain nothing
 _AS_QUICK = 1.05  # so many times as long is no worse: a machine's moments differ by more
-_EDITION = 4  # of what is measured: an older one's findings are not read
+_EDITION = 5  # of what is measured: an older one's findings are not read
 _lock = threading.Lock()
 
 
@@ -169,7 +169,6 @@ class Kernels(NamedTuple):
         numpy_rows: up to so many rows, numpy's BLAS row by row on a plain float32 weight; 0: not at all.
         widened_rows: from so many rows, a product in float32 with a plain bfloat16 weight.
         dot_rows: up to so many rows, :mod:`tplab.kernels.dots` multiplies with a plain weight; 0: not at all.
-        whole_rows: up to so many of ``streamed_rows`` meet a packed weight's panels as they lie.
     """
 
     library: str | None
@@ -177,7 +176,6 @@ class Kernels(NamedTuple):
     numpy_rows: int
     widened_rows: int
     dot_rows: int
-    whole_rows: int = 0
 
 
 def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
@@ -185,7 +183,7 @@ def pack(weight: nn.Parameter, kernels: Kernels | None = None) -> None:
     if weight.numel() >= SMALL and weight.dtype in PACKABLE:
         kernels = kernels or fastest(weight.dtype)
         if (order := _in_order_of(kernels.library, weight.detach())) is not None:
-            stream = Stream.of(order.panels(), order.shape, order.dtype, kernels.whole_rows)
+            stream = Stream.of(order.panels(), order.shape, order.dtype)
             packed = nn.Parameter(PackedWeight(order, stream, kernels.streamed_rows), requires_grad=False)
             vars(packed).update(vars(weight))
             torch.utils.swap_tensors(weight, packed)  # whoever shares the weight, as a tied head does, shares it packed
@@ -246,13 +244,11 @@ def _timed(dtype: torch.dtype) -> dict[tuple[str, int], float]:
     for library in _libraries(dtype):
         orders = [_in_order_of(library, weight) for weight in plain]
         if None not in orders:
-            streams, whole = ([Stream.of(order.panels(), order.shape, dtype, rows) for order in orders]
-                              for rows in (0, ROWS_OF_WHOLE))
-            for way, weights, most in (library, orders, NEVER), (library + " streamed", streams, NEVER), (
-                    library + " whole", whole, ROWS_OF_WHOLE):
+            streams = [Stream.of(order.panels(), order.shape, dtype) for order in orders]
+            for way, weights in (library, orders), (library + " streamed", streams):
                 if None not in weights:
-                    seconds |= {(way, rows): _seconds(_own, weights, rows) for rows in _ROWS_TIMED if rows <= most}
-            del streams, whole, weights
+                    seconds |= {(way, rows): _seconds(_own, weights, rows) for rows in _ROWS_TIMED}
+            del streams, weights
         del orders  # before the next copies are made
     return seconds
 
@@ -292,18 +288,12 @@ def _chosen(seconds: dict[tuple[str, int], float]) -> Kernels:
         return min((0, *_ROWS_TIMED), key=lambda most: sum(
             best(rows, *ours) / as_quick if rows <= most else best(rows, *others) for rows in _ROWS_TIMED))
 
-    def streamed(library: str) -> tuple[str, str]:
-        return library + " streamed", library + " whole"
-
-    library = min("MKL", "oneDNN", key=lambda library: some(library, *streamed(library)))
-    pays = some(library, *streamed(library)) < some("F.linear", "numpy", "widened", "dots")
-    streamed_rows = most(streamed(library), (library,), _AS_QUICK) if pays else 0
-    whole_rows = max((rows for rows in _ROWS_TIMED if pays and best(
-        rows, library + " whole") <= _AS_QUICK * best(rows, library + " streamed") < float("inf")), default=0)
+    library = min("MKL", "oneDNN", key=lambda library: some(library, library + " streamed"))
+    pays = some(library, library + " streamed") < some("F.linear", "numpy", "widened", "dots")
+    streamed_rows = most((library + " streamed",), (library,), _AS_QUICK) if pays else 0
     dot_rows = most(("dots",), ("F.linear", "numpy", "widened"))
     by_numpy = [rows for rows in _ROWS_TIMED if not dot_rows and best(rows, "numpy") < best(rows, "F.linear")]
     narrow = [rows for rows in _ROWS_TIMED if best(rows, "F.linear") <= best(rows, "widened")]
     return Kernels(library if pays else None, NEVER if streamed_rows == _ROWS_TIMED[-1] else streamed_rows,
                    max(by_numpy, default=0),
-                   min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER), dot_rows,
-                   whole_rows)
+                   min((rows for rows in _ROWS_TIMED if rows > max(narrow, default=0)), default=NEVER), dot_rows)

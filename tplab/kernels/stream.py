@@ -2,21 +2,25 @@
 
 With few rows a product takes as long as its weight takes to arrive. A library's product of a small weight spends as
 much time on its call, and waits at the end of each page; these loops ask for the next panel's memory while they
-multiply with this one's. Or they do not: where the processor itself looks ahead far enough, up to four rows are
-quicker if panels are read as they lie and nothing is asked for (a Zen 4, one row: 15 → 20 GB/s).
+multiply with this one's, one line behind the other: asked for in strides, memory is slower (a Zen 5, 16 rows: 19
+instead of 26 GB/s).
 
 A *panel* is what MKL and oneDNN keep together of a packed weight: the numbers of 16, 32 or 48 outputs for the first
 input (in bfloat16: for the first two), then for the next, and so on::
 
     for panel in panels:
-        for some in passes over the rows:  # up to eight rows, whose sums stay in registers
-            y[some, panel.outputs] += sum(x[some, step] * panel[step] for step in panel.steps)
+        for part in panel.outputs:  # up to 48
+            for some in passes over the rows:  # up to eight rows; all these sums stay in registers
+                y[some, part] += sum(x[some, step] * panel[step, part] for step in panel.steps)
+
+Up to four rows may meet all 64 outputs of a panel at once.
 
 Where the processor multiplies tiles of bfloat16 (AMX), 16 rows meet 16 outputs and 32 inputs in one instruction.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,10 +33,10 @@ from tplab.kernels.compiled import has
 from tplab.kernels.panel_loops import TILE, tile_config
 
 LANES = 16  # float32 numbers in a vector of 64 bytes
-WIDTHS = 48, 32, 16  # outputs of a loop; 48, times eight rows, are as many sums as AVX-512 has registers for
-ROWS_AT_ONCE = 8
-WHOLE = 64, *WIDTHS  # outputs of a loop for so few rows that a panel can be read as it lies
-ROWS_OF_WHOLE = 4
+WIDTHS = 64, 48, 32, 16  # outputs of a loop
+ROWS_AT_ONCE = 8  # they meet up to 48 outputs: as many sums as AVX-512 has registers for
+FEW_ROWS = 4  # they meet 64
+TILED_WIDTHS = WIDTHS[1:]  # as many as there are tiles for
 MOST_STREAMED = 32  # rows: more are multiplied in blocks where there are tiles
 LONGEST_BLOCKED = 2048  # rows: 256 KB of sums stand on a thread's stack
 
@@ -55,33 +59,29 @@ class Panel(NamedTuple):
 
 
 class Stream:
-    """One packed ``[out, in]`` weight as panels; made by :meth:`of`.
+    """One packed ``[out, in]`` weight as panels; made by :meth:`of`."""
 
-    Attributes:
-        whole_rows: up to so many rows, at most ``ROWS_OF_WHOLE``, meet panels as they lie, and nothing is asked for.
-    """
-
-    def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype, whole_rows: int = 0):
-        self.shape, self.dtype, self.whole_rows = shape, dtype, whole_rows
+    def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype):
+        self.shape, self.dtype = shape, dtype
         self.width = max(panel.output + panel.outputs for panel in panels)  # with the outputs that fill the last one
         # The last row twice: the last panel, too, asks for the next one's memory.
-        self.tables, self.whole = ([(*kind, np.array([*rows, rows[-1]])) for kind, rows
-                                    in _by_kind(panels, dtype, widths).items()] for widths in (WIDTHS, WHOLE))
-        self.each = _parts(panels)
-        self.plans = {}
         self.tiled = (dtype == torch.bfloat16 and all(panel.steps % TILE == 0 for panel in panels)
                       and panel_loops.multiplies_tiles())
-        self.has_blocks = self.tiled and self.each == 1 and all(vectors <= 2 for vectors, *_ in self.tables)
+        self.tables, self.tiled_tables = ([(*kind, np.array([*rows, rows[-1]])) for kind, rows
+                                           in _by_kind(panels, dtype, widths).items()]
+                                          for widths in (WIDTHS, TILED_WIDTHS))
+        self.each = _parts(panels)
+        self.plans = {}
+        self.has_blocks = self.tiled and self.each == 1 and all(vectors <= 2 for vectors, *_ in self.tiled_tables)
 
     @classmethod
-    def of(cls, panels: Iterable[Panel], shape: tuple[int, int], dtype: torch.dtype, whole_rows: int = 0
-           ) -> "Stream | None":
+    def of(cls, panels: Iterable[Panel], shape: tuple[int, int], dtype: torch.dtype) -> "Stream | None":
         """None where a panel has another form, or this processor no instruction for ``dtype``: with fewer registers
         than AVX-512 has, sums of eight rows would go to memory and back."""
         panels, pairs = list(panels), dtype == torch.bfloat16
         if any(panel.outputs % LANES for panel in panels) or pairs and shape[1] % 2 or not _parts(panels):
             return None
-        return cls(panels, shape, dtype, whole_rows) if has("avx512bf16" if pairs else "avx512f") else None
+        return cls(panels, shape, dtype) if has("avx512bf16" if pairs else "avx512f") else None
 
     def suits(self, rows: int) -> bool:
         """Whether it multiplies more than ``MOST_STREAMED`` rows, and is quicker than oneDNN at so many.
@@ -119,7 +119,7 @@ class Stream:
             added[:outputs] = bias
         y = x.new_empty(count, self.width)
         ahead = 1 << max(0, (TILE * BLOCK - 1) // count).bit_length()  # rows of a tile, for each block of rows
-        for vectors, stride, table in self.tables:
+        for vectors, stride, table in self.tiled_tables:
             by_blocks(vectors, stride, ahead)(
                 table.ctypes.data, count, x.data_ptr(), x.stride(0) * x.itemsize, y.data_ptr(), 2 * self.width,
                 added.data_ptr(), tile_config(TILE).ctypes.data, len(table) - 1, torch.get_num_threads())
@@ -133,12 +133,10 @@ class Stream:
         if not tiled:
             rows = 1 << (rows - 1).bit_length()  # 1, 2, 4 or 8: a loop is compiled for each
         rounds = alone and not tiled and self.each == 1 and self.dtype == torch.bfloat16
-        whole = count <= self.whole_rows and not tiled
         calls = [(panel_loops.by_tiles(vectors, stride) if tiled else
-                  panel_loops.by_vectors(self.dtype, vectors, stride, rows, 0 if whole else -(-vectors // passes),
-                                         rounds),
+                  _by_vectors(self.dtype, vectors, stride, rows, passes, rounds),
                   table.ctypes.data, (len(table) - 1) // self.each)
-                 for vectors, stride, table in (self.whole if whole else self.tables)]
+                 for vectors, stride, table in (self.tiled_tables if tiled else self.tables)]
         plan = _Plan(
             rows, passes, rows * passes, (count, self.shape[0]) == (rows * passes, self.width),
             torch.bfloat16 if rounds else torch.float32, calls,
@@ -160,6 +158,13 @@ class _Plan(NamedTuple):
     tile_config: int | None
 
 
+def _by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, passes: int, rounds: bool) -> Callable:
+    """The loops over panels of so many vectors, so many rows at once, and how much memory they ask for in a step."""
+    parts = 2 if vectors == WIDTHS[0] // LANES and rows > FEW_ROWS else 1
+    return panel_loops.by_vectors(dtype, vectors // parts, parts, stride, rows, -(-stride // (64 * parts * passes)),
+                                  rounds)
+
+
 def _parts(panels: list[Panel]) -> int | None:
     """How many panels have the same outputs: threads that share a product must not meet in y. None if that differs."""
     counts = set(Counter(panel.output for panel in panels).values())
@@ -167,11 +172,12 @@ def _parts(panels: list[Panel]) -> int | None:
 
 
 def _by_kind(panels: list[Panel], dtype: torch.dtype, widths: tuple[int, ...]) -> dict[tuple[int, int], list]:
-    """``{(vectors, bytes from step to step): [what the loops read of each panel]}``; wider ones are cut."""
+    """``{(vectors, bytes from step to step): [what the loops read of each panel]}``; wider ones are cut. Those that
+    have the same outputs stand together."""
     found = {}
-    for panel in sorted(panels, key=lambda panel: (panel.output, panel.input)):
+    for panel in panels:
         widest = next(width for width in widths if panel.outputs % width == 0)
         for first in range(0, panel.outputs, widest):
             row = panel.address + 4 * first, panel.steps, dtype.itemsize * panel.input, 4 * (panel.output + first)
             found.setdefault((widest // LANES, 4 * panel.outputs), []).append(row)
-    return found
+    return {kind: sorted(rows, key=itemgetter(3, 2)) for kind, rows in found.items()}
