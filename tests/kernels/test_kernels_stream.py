@@ -157,6 +157,31 @@ def test_a_pass_asks_for_its_share_of_the_next_panel(rows, wide, narrow, monkeyp
     assert asked == [wide, narrow]
 
 
+@pytest.mark.parametrize("rows, threads, shares", [(1, 2, 1), (5, 2, 2), (5, 3, 2), (16, 3, 3), (16, 1, 1), (65, 4, 4)])
+def test_passes_are_dealt_out_where_panels_do_not_come_out_even(rows, threads, shares, monkeypatch):
+    """Of nine panels of 64 outputs, one of two threads would have five."""
+    given, right = [], stream.panel_loops.by_vectors
+    monkeypatch.setattr(stream.panel_loops, "by_vectors",
+                        lambda *kind: lambda *call: given.append(call) or right(*kind)(*call))
+    weight, x = integers(576, 192, dtype=torch.float32), integers(rows, 192, dtype=torch.float32)
+    with product.torch_threads(threads):
+        assert torch.equal(streamed(weight, (64,), 64).product(x, None), F.linear(x, weight))
+    (call,) = given
+    assert (call[4], *call[-2:]) == (shares, 9 * shares, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [64, 192])
+def test_what_stood_in_the_memory_does_not_matter(dtype, inputs, monkeypatch):
+    """The first sum of an output is stored, the others are added: of one panel, or of three."""
+    weight, x = integers(144, 192, dtype=dtype), integers(9, 192, dtype=dtype)
+    made, exact = streamed(weight, (48,), inputs), F.linear(x.double(), weight.double()).to(dtype)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda *size, dtype: torch.full(size, float("nan"), dtype=dtype))
+        found = made.product(x, None)
+    assert torch.equal(found, exact)
+
+
 @pytest.mark.parametrize("widths", [(64,), (96,), (128, 96)])
 def test_no_two_threads_add_to_the_same_outputs(widths):
     """Wide panels are cut; what has the same outputs stands together, and is one thread's."""

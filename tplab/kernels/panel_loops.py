@@ -4,8 +4,9 @@ Each is a function of
 
 * ``panels``: for each panel the address of its weight, its steps, and the bytes from x to its first input and from y to
   its first output, in float32; behind the last one, one more address;
-* ``each``: panels that have the same outputs, one behind the other: a unit;
-* ``rows`` of a pass, ``passes``; ``x`` and ``y`` with the bytes from row to row; ``tile_config``;
+* ``each``: panels that have the same outputs, one behind the other;
+* ``rows`` of a pass, ``passes``; ``shares`` into which the passes of such panels are dealt out: each is a unit;
+* ``x`` and ``y`` with the bytes from row to row; ``tile_config``;
 * how many units there are, and how many threads share them.
 """
 
@@ -23,20 +24,39 @@ TILE = 16  # rows of a tile, and outputs, and steps
 
 _LOOPS = Template("""
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare i64 @llvm.umax.i64(i64, i64)
+declare i64 @llvm.umin.i64(i64, i64)
 $declared
 
-define internal void @work(ptr %panels, i64 %each, i64 %rows, i64 %passes, ptr %x, i64 %x_row, ptr %y, i64 %y_row,
-                           ptr %tile_config, i64 %first, i64 %end) {
+define internal void @work(ptr %panels, i64 %each, i64 %rows, i64 %passes, i64 %shares, ptr %x, i64 %x_row, ptr %y,
+                           i64 %y_row, ptr %tile_config, i64 %first, i64 %end) {
 begin:
   $begin
-  %n.first = mul i64 %first, %each
-  %n.end = mul i64 %end, %each
+  %all.passes = mul i64 %passes, $parts
   %x_rows = mul i64 %rows, %x_row
   %y_rows = mul i64 %rows, %y_row
+  %first.unit = udiv i64 %first, %shares
+  br label %unit
+
+unit:
+  %u = phi i64 [%first.unit, %begin], [%u.next, %unit.end]
+  %u.next = add i64 %u, 1
+  %shares.before = mul i64 %u, %shares
+  %shares.then = mul i64 %u.next, %shares
+  %share.first = call i64 @llvm.umax.i64(i64 %first, i64 %shares.before)
+  %share.end = call i64 @llvm.umin.i64(i64 %end, i64 %shares.then)
+  %s.first = sub i64 %share.first, %shares.before
+  %s.end = sub i64 %share.end, %shares.before
+  %c.first.times = mul i64 %s.first, %all.passes
+  %c.end.times = mul i64 %s.end, %all.passes
+  %c.first = udiv i64 %c.first.times, %shares
+  %c.end = udiv i64 %c.end.times, %shares
+  %n.first = mul i64 %u, %each
+  %n.end = add i64 %n.first, %each
   br label %panel
 
 panel:
-  %n = phi i64 [%n.first, %begin], [%n.next, %panel.end]
+  %n = phi i64 [%n.first, %unit], [%n.next, %panel.end]
   %entry = getelementptr [4 x i64], ptr %panels, i64 %n
   %entry.steps = getelementptr i64, ptr %entry, i64 1
   %entry.x = getelementptr i64, ptr %entry, i64 2
@@ -50,18 +70,16 @@ panel:
   %x.panel = getelementptr i8, ptr %x, i64 %x.begin
   %y.bytes = lshr i64 %y.begin, $halved
   %y.panel = getelementptr i8, ptr %y, i64 %y.bytes
-  br label %part
+  br label %pass
 
-part:
-  %h = phi i64 [0, %panel], [%h.next, %part.end]
+pass:
+  %c = phi i64 [%c.first, %panel], [%c.next, %pass.done]
+  %h = udiv i64 %c, %passes
+  %p = urem i64 %c, %passes
   %h.bytes = mul i64 %h, $part
   %h.y.bytes = lshr i64 %h.bytes, $halved
   %weight.part = getelementptr i8, ptr %weight, i64 %h.bytes
   %y.part = getelementptr i8, ptr %y.panel, i64 %h.y.bytes
-  br label %pass
-
-pass:
-  %p = phi i64 [0, %part], [%p.next, %pass.end]
   %x.done = mul i64 %p, %x_rows
   %y.done = mul i64 %p, %y_rows
   %x.pass = getelementptr i8, ptr %x.panel, i64 %x.done
@@ -78,19 +96,21 @@ step:
 
 pass.end:
   $finish
-  %p.next = add i64 %p, 1
-  %p.more = icmp ult i64 %p.next, %passes
-  br i1 %p.more, label %pass, label %part.end
+  br label %pass.done
 
-part.end:
-  %h.next = add i64 %h, 1
-  %h.more = icmp ult i64 %h.next, $parts
-  br i1 %h.more, label %part, label %panel.end
+pass.done:
+  %c.next = add i64 %c, 1
+  %c.more = icmp ult i64 %c.next, %c.end
+  br i1 %c.more, label %pass, label %panel.end
 
 panel.end:
   %n.next = add i64 %n, 1
   %n.more = icmp ult i64 %n.next, %n.end
-  br i1 %n.more, label %panel, label %done
+  br i1 %n.more, label %panel, label %unit.end
+
+unit.end:
+  %u.more = icmp ult i64 %shares.then, %end
+  br i1 %u.more, label %unit, label %done
 
 done:
   $done
@@ -103,12 +123,9 @@ _VECTORS_START = """
   %y.{row}.offset = mul i64 %y_row, {row}
   %x.{row} = getelementptr i8, ptr %x.pass, i64 %x.{row}.offset
   %y.{row} = getelementptr i8, ptr %y.pass, i64 %y.{row}.offset
-  %all.passes = mul i64 %passes, $parts
   %ask.step = udiv i64 $stride, %all.passes
   %ask.pass = mul i64 %ask.step, %steps
-  %passes.before = mul i64 %h, %passes
-  %pass.number = add i64 %passes.before, %p
-  %asked = mul i64 %pass.number, %ask.pass
+  %asked = mul i64 %c, %ask.pass
   %next.part = getelementptr i8, ptr %next, i64 %asked
 """
 _VECTORS_STEP = """
@@ -128,17 +145,31 @@ _VECTORS_STEP = """
   %x.{row}.k = bitcast <16 x i32> %x.{row}.each to $numbers
   %sum.{row}.{vector}.next = $add
 """
-_VECTORS_FINISH = """
+_ADD = """
   %y.{row}.{vector}.at = getelementptr <16 x float>, ptr %y.{row}, i64 {vector}
   %y.{row}.{vector} = load <16 x float>, ptr %y.{row}.{vector}.at, align 4
   %y.{row}.{vector}.next = fadd <16 x float> %y.{row}.{vector}, %sum.{row}.{vector}.next
   store <16 x float> %y.{row}.{vector}.next, ptr %y.{row}.{vector}.at, align 4
 """
-_VECTORS_ROUND = """
+_ROUND = """
   %y.{row}.{vector}.at = getelementptr <16 x bfloat>, ptr %y.{row}, i64 {vector}
   %y.{row}.{vector} = fptrunc <16 x float> %sum.{row}.{vector}.next to <16 x bfloat>
   store <16 x bfloat> %y.{row}.{vector}, ptr %y.{row}.{vector}.at, align 2
 """
+_STORE = """
+  %y.{row}.{vector}.to = getelementptr <16 x float>, ptr %y.{row}, i64 {vector}
+  store <16 x float> %sum.{row}.{vector}.next, ptr %y.{row}.{vector}.to, align 4
+"""
+_BEGIN = f"""
+  %is.first = icmp eq i64 %x.begin, 0
+  br i1 %is.first, label %store, label %add
+
+store:{_STORE}
+  br label %pass.done
+
+add:{_ADD}
+"""
+_VECTORS_FINISH = {"add": _ADD, "begin": _BEGIN, "round": _ROUND}
 _VECTORS_OF = {
     torch.float32: {
         "numbers": "<16 x float>",
@@ -154,19 +185,20 @@ _VECTORS_OF = {
 
 
 @lru_cache
-def by_vectors(dtype: torch.dtype, vectors: int, parts: int, stride: int, rows: int, lines: int, rounds: bool
+def by_vectors(dtype: torch.dtype, vectors: int, parts: int, stride: int, rows: int, lines: int, finish: str
                ) -> Callable:
     """The loops over panels of so many ``parts``, each of so many vectors; so many rows at once.
 
     Each pass of each part asks for its share of the next panel's memory, one line behind the other, as memory likes to
-    be read: so many ``lines`` in each step. ``rounds``: y is bfloat16, and gets each sum as it is.
+    be read: so many ``lines`` in each step. ``finish``: ``"add"`` adds the sums to y; ``"begin"`` does so too, but
+    whatever stands in y before an output's first sum is no matter; ``"round"`` makes y, in bfloat16, of one sum each.
     """
     holes = {"stride": stride, "parts": parts, **_VECTORS_OF[dtype]}
-    start, step, finish = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=lines)
-                           for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_ROUND if rounds else _VECTORS_FINISH))
+    start, step, end = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=lines)
+                        for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_FINISH[finish]))
     return shared(_LOOPS.substitute(
-        declared=holes["declared"], begin="", start=start, step=step, steps=1, finish=finish, done="",
-        halved=int(rounds), parts=parts, part=64 * vectors))
+        declared=holes["declared"], begin="", start=start, step=step, steps=1, finish=end, done="",
+        halved=int(finish == "round"), parts=parts, part=64 * vectors))
 
 
 _TILES_DECLARED = """

@@ -104,13 +104,15 @@ class Stream:
         if step != 1 or count < plan.padded:
             x = F.pad(x, (0, 0, 0, plan.padded - count)).contiguous()
             row = x.stride(0)
-        y = (torch.zeros if plan.sums == torch.float32 else torch.empty)(plan.padded, self.width, dtype=plan.sums)
+        y = (torch.zeros if plan.finish == "add" else torch.empty)(plan.padded, self.width, dtype=plan.sums)
         whole = y if plan.is_whole else y[:count, :self.shape[0]]
         if bias is not None:
             whole.copy_(bias)
-        for multiply, panels, units in plan.calls:
-            multiply(panels, self.each, plan.rows, plan.passes, x.data_ptr(), row * self.dtype.itemsize,
-                     y.data_ptr(), plan.sums.itemsize * self.width, plan.tile_config, units, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        for multiply, panels, units, parts in plan.calls:
+            shares = min(threads, parts * plan.passes)  # nine panels are more for one of two threads than for the other
+            multiply(panels, self.each, plan.rows, plan.passes, shares, x.data_ptr(), row * self.dtype.itemsize,
+                     y.data_ptr(), plan.sums.itemsize * self.width, plan.tile_config, units * shares, threads)
         return whole if plan.sums == self.dtype else whole.bfloat16()
 
     def _by_blocks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -132,14 +134,17 @@ class Stream:
         rows = -(-count // passes)
         if not tiled:
             rows = 1 << (rows - 1).bit_length()  # 1, 2, 4 or 8: a loop is compiled for each
-        rounds = alone and not tiled and self.each == 1 and self.dtype == torch.bfloat16
-        calls = [(panel_loops.by_tiles(vectors, stride) if tiled else
-                  _by_vectors(self.dtype, vectors, stride, rows, passes, rounds),
-                  table.ctypes.data, (len(table) - 1) // self.each)
-                 for vectors, stride, table in (self.tiled_tables if tiled else self.tables)]
+        rounds = self.each == 1 and self.dtype == torch.bfloat16
+        finish = "add" if tiled or not alone else "round" if rounds else "begin"
+        calls = []
+        for vectors, stride, table in self.tiled_tables if tiled else self.tables:
+            parts = 2 if vectors == WIDTHS[0] // LANES and count > FEW_ROWS else 1
+            loop = panel_loops.by_tiles(vectors, stride) if tiled else panel_loops.by_vectors(
+                self.dtype, vectors // parts, parts, stride, rows, -(-stride // (64 * parts * passes)), finish)
+            calls.append((loop, table.ctypes.data, (len(table) - 1) // self.each, parts))
         plan = _Plan(
-            rows, passes, rows * passes, (count, self.shape[0]) == (rows * passes, self.width),
-            torch.bfloat16 if rounds else torch.float32, calls,
+            rows, passes, rows * passes, (count, self.shape[0]) == (rows * passes, self.width), finish,
+            torch.bfloat16 if finish == "round" else torch.float32, calls,
             panel_loops.tile_config(rows).ctypes.data if tiled else None)
         if count <= MOST_STREAMED:  # prompts have any length
             self.plans[count, alone] = plan
@@ -153,16 +158,10 @@ class _Plan(NamedTuple):
     passes: int
     padded: int
     is_whole: bool  # no row and no output has been added
-    sums: torch.dtype  # float32: they are added to what is there; bfloat16: each is rounded and stored
-    calls: list[tuple[Callable, int, int]]  # loops, where their panels stand, and of how many units
+    finish: str  # what becomes of the sums, see :func:`tplab.kernels.panel_loops.by_vectors`
+    sums: torch.dtype
+    calls: list[tuple[Callable, int, int, int]]  # loops, where their panels stand, of how many units, in how many parts
     tile_config: int | None
-
-
-def _by_vectors(dtype: torch.dtype, vectors: int, stride: int, rows: int, passes: int, rounds: bool) -> Callable:
-    """The loops over panels of so many vectors, so many rows at once, and how much memory they ask for in a step."""
-    parts = 2 if vectors == WIDTHS[0] // LANES and rows > FEW_ROWS else 1
-    return panel_loops.by_vectors(dtype, vectors // parts, parts, stride, rows, -(-stride // (64 * parts * passes)),
-                                  rounds)
 
 
 def _parts(panels: list[Panel]) -> int | None:
