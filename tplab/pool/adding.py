@@ -37,8 +37,8 @@ def noted_reduce(dtype: torch.dtype) -> Compiled | None:
     """A whole all-reduce of one piece, to be repeated from a graph (:mod:`tplab.kernels.graph`), log and all.
 
     It takes what :func:`adding` takes, up to which rank this is; how far the second slots are behind the first ones;
-    the address of two words, the numbers of the last step and of the last collective, which it counts up; of the record
-    that is to stand in the log, and of the log; how often to look, and where to say what came of it.
+    the address of three words: the numbers of the last step and of the last collective, which it counts up, and how
+    often to look; of the record that is to stand in the log, and of the log; and where to say what came of it.
     """
     if dtype not in NUMBERS:
         return None
@@ -187,8 +187,10 @@ they.differ:
 # A record's number is 0 while it is written, so that nobody reads half of it.
 _NOTED = Template("""
 define void @all_reduce(ptr %piece, i64 %n, ptr %peers, i64 %ranks, i64 %rank, i64 %second.slot, ptr %counted,
-                        ptr %template, ptr %log, i64 %looks, ptr %said) {
+                        ptr %template, ptr %log, ptr %said) {
 begin:
+  %looks.at = getelementptr i64, ptr %counted, i64 2
+  %looks = load i64, ptr %looks.at
   %seq.at = getelementptr i64, ptr %counted, i64 1
   %seq.last = load i64, ptr %seq.at
   %seq = add i64 %seq.last, 1

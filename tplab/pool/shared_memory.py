@@ -14,18 +14,23 @@ import torch
 from tplab.kernels.compiled import noting, threads_for
 from tplab.kernels.graph import Graph, Recording, refuse
 from tplab.pool.adding import DONE, LANES, adding, noted_reduce
-from tplab.pool.control_block import ABANDONED, ASLEEP, BLOCK_WORDS, NUMBER, SLOT_BYTES, STEP, ControlBlock, fence
-from tplab.pool.waiting import sleep_while, wake
+from tplab.pool.control_block import (
+    ABANDONED,
+    ASLEEP,
+    BLOCK_WORDS,
+    CROWDED,
+    NUMBER,
+    SLOT_BYTES,
+    STEP,
+    ControlBlock,
+    fence,
+)
+from tplab.pool.waiting import FEW, MANY, Lack, sleep_while, wake
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group, add_in_order
 from tplab.ranks.oplog import SAME_FROM, SAME_TO
 
-# Waiting: look without a pause for about half a millisecond, as long as ranks are apart that compute the same (waking
-# one takes up to 70 microseconds: with a tenth of the looks, SmolLM2 decoded at 22 tokens/s instead of 24); then sleep
-# until the other rank publishes, and look up now and then, for the parent may have given the run up.
-_SPINS = 3000
-_FIRST_LOOKS = 2000  # before those, without Python: with a pause of the processor's after each, up to 0.1 ms
-_LOOK_UP = 0.01
+_LOOK_UP = 0.01  # seconds of sleep, for the parent may have given the run up
 
 
 class SharedMemoryGroup(Group):
@@ -39,6 +44,7 @@ class SharedMemoryGroup(Group):
         self.others = [r for r in range(self.size) if r != rank]
         self.step_at = [BLOCK_WORDS * (r + 1) + STEP for r in range(self.size)]
         self.asleep_at = [BLOCK_WORDS * (r + 1) + ASLEEP for r in range(self.size)]
+        self.crowded_at = [BLOCK_WORDS * (r + 1) + CROWDED for r in range(self.size)]
         self.epoch = self.step = self.checked = 0
         with torch.inference_mode(False):
             self.memory = torch.frombuffer(control.map, dtype=torch.uint8)
@@ -50,13 +56,19 @@ class SharedMemoryGroup(Group):
         self.to_second_slot = control.slot_offset(0, 1) - control.slot_offset(0, 0)
         self.said = ctypes.c_int64()
         self.said_at = ctypes.addressof(self.said)
-        self.counted = np.zeros(2, np.int64)  # step and number of the last collective, as graphs count them on
+        self.counted = np.zeros(3, np.int64)  # as graphs count on: step, number of the last collective; and first looks
+        self.lack, self.looks = Lack(), MANY
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.step = self.checked = 0
         self.words[self.step_at[self.rank]] = 0
         self.log.clear()
+
+    def begin_command(self) -> None:
+        """Find out whether others want the cores. All ranks are asked: one that waits for another has a core."""
+        self.words[self.crowded_at[self.rank]] = self.lack.is_felt()
+        self.looks = FEW if any(self.words[at] for at in self.crowded_at) else MANY
 
     @property
     def command(self) -> int:
@@ -88,7 +100,7 @@ class SharedMemoryGroup(Group):
             return super().sum_up(piece)
         step = self.step = self.step + 1
         adding(piece.dtype)(piece.data_ptr(), piece.numel(), self.peers_at, self.size, self.rank,
-                            (step & 1) * self.to_second_slot, self.log.at, step, _FIRST_LOOKS, self.said_at)
+                            (step & 1) * self.to_second_slot, self.log.at, step, self.looks.first, self.said_at)
         if self.said.value == DONE:
             self.checked = self.log.seq
         else:
@@ -114,7 +126,7 @@ class SharedMemoryGroup(Group):
         graph = recording.noted
         number = graph.add(noted_reduce(t.dtype), (
             t.data_ptr(), t.numel(), self.peers_at, self.size, self.rank, self.to_second_slot,
-            self.counted.ctypes.data, template.ctypes.data, int(self.peers[self.rank, 3]), _FIRST_LOOKS, graph.status))
+            self.counted.ctypes.data, template.ctypes.data, int(self.peers[self.rank, 3]), graph.status))
         piece = torch.frombuffer((ctypes.c_ubyte * t.nbytes).from_address(t.data_ptr()), dtype=t.dtype)
         graph.rescues[number] = lambda: self._finish(piece)
         graph.kept.append(template)
@@ -125,16 +137,16 @@ class SharedMemoryGroup(Group):
     def begin_replay(self, graph: Graph):
         self._check_thread("all_reduce")
         self.log.expect(graph.files)
-        self.counted[:] = self.step, self.log.seq
+        self.counted[:] = self.step, self.log.seq, self.looks.first
 
     def end_replay(self):
-        self.step, seq = self.counted.tolist()
+        self.step, seq, _ = self.counted.tolist()
         self.log.jump(seq)
         self.checked = seq
 
     def _finish(self, piece):
         """An all-reduce of a replay needs help: somebody sleeps, is late, or does something else."""
-        self.step, seq = self.counted.tolist()
+        self.step, seq, _ = self.counted.tolist()
         self.log.jump(seq)
         self._sum_up_by_calls(piece)
         self.log.leave()
@@ -164,7 +176,7 @@ class SharedMemoryGroup(Group):
                 if words[ABANDONED] >= self.epoch:
                     raise Abandoned
                 looks += 1
-                if looks > _SPINS:
+                if looks > self.looks.then:
                     self._sleep(at, step)
 
     def _sleep(self, at, step):

@@ -183,6 +183,7 @@ class _Rank:
 
     def _run(self, epoch, fn, args, kwargs=None, patches=()):
         self.output.restart()
+        self.group.begin_command()
         try:
             self.interruptible = True
             if self.control.words[control_block.ABANDONED] >= epoch:
