@@ -9,6 +9,7 @@ import torch
 from tplab import RankPool
 from tplab.pool import shared_memory
 from tplab.pool.adding import ASLEEP, DONE, LATE, UNLIKE, adding
+from tplab.pool.waiting import Looks
 from tplab.ranks.errors import CollectiveMismatch
 
 SLOT, RECORD, SAME_FROM, SAME_TO = 4096, 256, 24, 104
@@ -109,6 +110,7 @@ def test_other_numbers_are_added_by_torch():
 def sums(shapes, dtype, looks):
     """On a rank that looks so often whether the others are there: sums, what was added up, and what each call said."""
     from tplab.ranks import all_reduce, rank
+    from tplab.ranks.context import current
 
     said, own = [], shared_memory.adding
 
@@ -121,7 +123,7 @@ def sums(shapes, dtype, looks):
 
         return function and call
 
-    shared_memory.adding, shared_memory._FIRST_LOOKS = noting, looks
+    shared_memory.adding, current().looks = noting, Looks(looks, looks)
     generator = torch.Generator().manual_seed(rank())
     given = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
     given += [t.t() for t in given]

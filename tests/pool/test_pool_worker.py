@@ -48,7 +48,8 @@ def rank(tmp_path, monkeypatch):
     rank.did, rank.parent = did, parent
     rank.spec = SimpleNamespace(rank=1, size=2, birth=BORN, inbox=inbox, outbox=outbox, wake=wake, folder=str(tmp_path))
     rank.output = SimpleNamespace(restart=lambda: did.append("restart"))
-    rank.group = SimpleNamespace(begin_epoch=lambda epoch: did.append(("epoch", epoch)))
+    rank.group = SimpleNamespace(begin_epoch=lambda epoch: did.append(("epoch", epoch)),
+                                 begin_command=lambda: did.append("looked about"))
     rank.control.set_word(1, BIRTH, BORN)
     monkeypatch.setattr(worker, "_leave_gloo", lambda: did.append("left gloo"))
     monkeypatch.setattr(worker.capture, "flush", lambda: did.append("flushed"))
@@ -85,7 +86,7 @@ def test_a_call_and_its_answer(rank, last):
     rank.spec.outbox.put = lambda data: (seen.append(rank.control.word(1, ANSWERED)), put(data))
     assert obey(rank, "{}-{end}".format, 5, end=6) == (OK, "5-6")
     assert seen == [99] and rank.control.word(1, ANSWERED) == rank.control.word(1, STARTED) == 1
-    assert rank.control.word(1, ANSWERED_AT) > 0 and rank.did == ["restart", "flushed"]
+    assert rank.control.word(1, ANSWERED_AT) > 0 and rank.did == ["restart", "looked about", "flushed"]
     assert not rank.interruptible
     rank._interrupt(None, None)  # after the call a late signal does nothing
 
@@ -154,7 +155,7 @@ def test_patches_hold_for_the_call_only(rank, last):
 
 def test_to_join_is_to_begin_anew(rank, last, tmp_path):
     assert obey(rank, b"", kind=JOIN) == (OK, None)
-    assert rank.did[:3] == ["restart", "left gloo", ("epoch", EPOCH)]
+    assert rank.did[:4] == ["restart", "looked about", "left gloo", ("epoch", EPOCH)]
     _, args, options = rank.did[3]
     assert args == ("gloo",) and options["store"] == (f"{tmp_path}/gloo-{EPOCH}", 2)
     assert (options["rank"], options["world_size"]) == (1, 2) and options["timeout"].total_seconds() >= 600

@@ -1,0 +1,108 @@
+"""How long a rank looks for another one before it sleeps: a short while where others want the cores."""
+
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tplab import RankPool
+from tplab.kernels.graph import Recording
+from tplab.pool import waiting
+from tplab.pool.cores import available_cores
+from tplab.pool.waiting import FEW, MANY, Lack
+from tplab.ranks import all_reduce, rank
+from tplab.ranks.context import current
+
+
+def test_a_lack_is_felt_over_a_tenth_of_a_second_and_longer_than_it_began(monkeypatch):
+    now = [0, 0]
+    monkeypatch.setattr(Lack, "_read", lambda self: tuple(now))
+    lack = Lack()
+
+    def after(ran, lacked):  # milliseconds
+        now[0], now[1] = now[0] + int(ran * 1e6), now[1] + int(lacked * 1e6)
+        return lack.is_felt()
+
+    assert not after(92, 8), "a driver that wakes between steps"
+    assert not after(10, 30), "one bad moment: the window is not over"
+    assert not after(160, 10)
+    assert after(75, 30), "beside a busy process"
+    assert after(20, 0), "the window is not over"
+    assert after(72, 12), "few looks make the lack smaller"
+    assert not after(95, 7)
+    assert not after(85, 17), "as much does not begin it"
+
+
+def test_without_the_kernels_count_there_is_no_lack(monkeypatch):
+    def refused(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(waiting.os, "open", refused)
+    lack = Lack()
+    assert not lack.is_felt() and lack.before == (0, 0)
+
+
+def looks():
+    return current().looks
+
+
+def test_one_rank_without_a_core_makes_all_look_less():
+    def feel(felt):
+        here = felt and rank() == 1
+        current().lack.is_felt = lambda: here
+
+    with RankPool(3) as pool:
+        for felt, expected in ((True, FEW), (False, MANY)):
+            pool.run(feel, felt)
+            pool.run(looks)  # says it, when others may have asked already
+            assert pool.run(looks) == [expected] * 3
+
+
+def test_collectives_look_as_often_as_that(pool):
+    """In one call, and from a graph that was recorded before; then with Python; then a rank sleeps and is woken."""
+
+    @torch.inference_mode()
+    def meet(looks, repeated):
+        group, x, slept, helped = current(), torch.ones(16), [], []
+        with Recording() as recording:
+            all_reduce(x)
+        group.looks, sleep, finish = looks, group._sleep, group._finish
+        group._sleep = lambda *where: slept.append(where) or sleep(*where)
+        group._finish = lambda piece: helped.append(piece) or finish(piece)
+        try:
+            if rank():
+                time.sleep(0.05)
+            recording.graph.replay() if repeated else all_reduce(x)
+        finally:
+            del group._sleep, group._finish
+        return x[0].item(), bool(slept), bool(helped)
+
+    ever = waiting.Looks(1 << 40, 1 << 40)
+    for repeated in (False, True):
+        assert pool.run(meet, FEW, repeated) == [(4.0, True, repeated), (4.0, False, repeated)]
+        assert pool.run(meet, ever, repeated) == [(4.0, False, False)] * 2
+
+
+@pytest.mark.skipif(not Lack().before[0], reason="this system does not count it")
+def test_beside_busy_processes_ranks_look_less_until_these_are_gone():
+    def compute():
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+        return current().looks
+
+    def until(pool, expected):
+        limit = time.monotonic() + 60
+        while pool.run(compute) != [expected] * pool.size:
+            assert time.monotonic() < limit, f"never {expected}"
+
+    with RankPool(2) as pool:
+        with ExitStack() as busy:
+            for _ in range(2 * available_cores()):
+                process = busy.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))
+                busy.callback(process.kill)
+            until(pool, FEW)
+        until(pool, MANY)
