@@ -156,7 +156,7 @@ def test_patches_hold_for_the_call_only(rank, last):
 def test_to_join_is_to_begin_anew(rank, last, tmp_path):
     assert obey(rank, b"", kind=JOIN) == (OK, None)
     assert rank.did[:4] == ["restart", "looked about", "left gloo", ("epoch", EPOCH)]
-    _, args, options = rank.did[3]
+    _, args, options = rank.did[4]
     assert args == ("gloo",) and options["store"] == (f"{tmp_path}/gloo-{EPOCH}", 2)
     assert (options["rank"], options["world_size"]) == (1, 2) and options["timeout"].total_seconds() >= 600
 
