@@ -1,7 +1,5 @@
 """How long a rank looks for another one before it sleeps: a short while where others want the cores."""
 
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 from tplab import RankPool
+from tplab.bench.steps import busy_process
 from tplab.kernels.graph import Recording
 from tplab.pool import waiting
 from tplab.pool.cores import available_cores
@@ -102,7 +101,6 @@ def test_beside_busy_processes_ranks_look_less_until_these_are_gone():
     with RankPool(2) as pool:
         with ExitStack() as busy:
             for _ in range(2 * available_cores()):
-                process = busy.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))
-                busy.callback(process.kill)
+                busy.enter_context(busy_process())
             until(pool, FEW)
         until(pool, MANY)

@@ -17,7 +17,7 @@ from string import Template
 import numpy as np
 import torch
 
-from tplab.kernels.compiled import each, has, shared
+from tplab.kernels.compiled import NUMBERS, each, has, shared
 
 TILE = 16  # rows of a tile, and outputs, and steps
 
@@ -31,8 +31,8 @@ $declared
 define internal void @work(ptr %panels, i64 %each, i64 %rows, i64 %passes, i64 %shares, ptr %x, i64 %x_row, ptr %y,
                            i64 %y_row, ptr %tile_config, i64 %first, i64 %end) {
 begin:
-  $begin
   %all.passes = mul i64 %passes, $parts
+  $begin
   %x_rows = mul i64 %rows, %x_row
   %y_rows = mul i64 %rows, %y_row
   %first.unit = udiv i64 %first, %shares
@@ -123,7 +123,6 @@ _VECTORS_START = """
   %y.{row}.offset = mul i64 %y_row, {row}
   %x.{row} = getelementptr i8, ptr %x.pass, i64 %x.{row}.offset
   %y.{row} = getelementptr i8, ptr %y.pass, i64 %y.{row}.offset
-  %ask.step = udiv i64 $stride, %all.passes
   %ask.pass = mul i64 %ask.step, %steps
   %asked = mul i64 %c, %ask.pass
   %next.part = getelementptr i8, ptr %next, i64 %asked
@@ -151,14 +150,10 @@ _ADD = """
   %y.{row}.{vector}.next = fadd <16 x float> %y.{row}.{vector}, %sum.{row}.{vector}.next
   store <16 x float> %y.{row}.{vector}.next, ptr %y.{row}.{vector}.at, align 4
 """
-_ROUND = """
-  %y.{row}.{vector}.at = getelementptr <16 x bfloat>, ptr %y.{row}, i64 {vector}
-  %y.{row}.{vector} = fptrunc <16 x float> %sum.{row}.{vector}.next to <16 x bfloat>
-  store <16 x bfloat> %y.{row}.{vector}, ptr %y.{row}.{vector}.at, align 2
-"""
 _STORE = """
-  %y.{row}.{vector}.to = getelementptr <16 x float>, ptr %y.{row}, i64 {vector}
-  store <16 x float> %sum.{row}.{vector}.next, ptr %y.{row}.{vector}.to, align 4
+  %y.{row}.{vector}.to = getelementptr <16 x $T>, ptr %y.{row}, i64 {vector}
+  %y.{row}.{vector}.alone = $round <16 x float> %sum.{row}.{vector}.next to <16 x $T>
+  store <16 x $T> %y.{row}.{vector}.alone, ptr %y.{row}.{vector}.to, align 2
 """
 _BEGIN = f"""
   %is.first = icmp eq i64 %x.begin, 0
@@ -169,7 +164,7 @@ store:{_STORE}
 
 add:{_ADD}
 """
-_VECTORS_FINISH = {"add": _ADD, "begin": _BEGIN, "round": _ROUND}
+_VECTORS_FINISH = {"add": _ADD, "begin": _BEGIN, "round": _STORE}
 _VECTORS_OF = {
     torch.float32: {
         "numbers": "<16 x float>",
@@ -193,12 +188,12 @@ def by_vectors(dtype: torch.dtype, vectors: int, parts: int, stride: int, rows: 
     be read: so many ``lines`` in each step. ``finish``: ``"add"`` adds the sums to y; ``"begin"`` does so too, but
     whatever stands in y before an output's first sum is no matter; ``"round"`` makes y, in bfloat16, of one sum each.
     """
-    holes = {"stride": stride, "parts": parts, **_VECTORS_OF[dtype]}
+    holes = {"stride": stride, **_VECTORS_OF[dtype], **NUMBERS[torch.bfloat16 if finish == "round" else torch.float32]}
     start, step, end = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=lines)
                         for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_FINISH[finish]))
     return shared(_LOOPS.substitute(
-        declared=holes["declared"], begin="", start=start, step=step, steps=1, finish=end, done="",
-        halved=int(finish == "round"), parts=parts, part=64 * vectors))
+        declared=holes["declared"], begin=f"%ask.step = udiv i64 {stride}, %all.passes", start=start, step=step,
+        steps=1, finish=end, done="", halved=int(finish == "round"), parts=parts, part=64 * vectors))
 
 
 _TILES_DECLARED = """

@@ -64,13 +64,13 @@ class Stream:
     def __init__(self, panels: list[Panel], shape: tuple[int, int], dtype: torch.dtype):
         self.shape, self.dtype = shape, dtype
         self.width = max(panel.output + panel.outputs for panel in panels)  # with the outputs that fill the last one
-        # The last row twice: the last panel, too, asks for the next one's memory.
         self.tiled = (dtype == torch.bfloat16 and all(panel.steps % TILE == 0 for panel in panels)
                       and panel_loops.multiplies_tiles())
+        # The last row twice: the last panel, too, asks for the next one's memory.
         self.tables, self.tiled_tables = ([(*kind, np.array([*rows, rows[-1]])) for kind, rows
                                            in _by_kind(panels, dtype, widths).items()]
                                           for widths in (WIDTHS, TILED_WIDTHS))
-        self.each = _parts(panels)
+        self.each = _each(panels)
         self.plans = {}
         self.has_blocks = self.tiled and self.each == 1 and all(vectors <= 2 for vectors, *_ in self.tiled_tables)
 
@@ -79,7 +79,7 @@ class Stream:
         """None where a panel has another form, or this processor no instruction for ``dtype``: with fewer registers
         than AVX-512 has, sums of eight rows would go to memory and back."""
         panels, pairs = list(panels), dtype == torch.bfloat16
-        if any(panel.outputs % LANES for panel in panels) or pairs and shape[1] % 2 or not _parts(panels):
+        if any(panel.outputs % LANES for panel in panels) or pairs and shape[1] % 2 or not _each(panels):
             return None
         return cls(panels, shape, dtype) if has("avx512bf16" if pairs else "avx512f") else None
 
@@ -164,7 +164,7 @@ class _Plan(NamedTuple):
     tile_config: int | None
 
 
-def _parts(panels: list[Panel]) -> int | None:
+def _each(panels: list[Panel]) -> int | None:
     """How many panels have the same outputs: threads that share a product must not meet in y. None if that differs."""
     counts = set(Counter(panel.output for panel in panels).values())
     return counts.pop() if len(counts) == 1 else None
