@@ -56,6 +56,9 @@ def test_a_machine_by_hand(tp, monkeypatch):
     assert (found.layer, found.sequence) == (5.0, (35 - 5) / 15) and found.name == "this machine, 2 cores"
     if tp == 1:
         assert (found.reduce_latency, found.reduce_byte, found.step, found.request) == (0.0, 0.0, 10 - 5, 17 - 10)
+        alone[9, 1] = alone[9, 16] = 9.0
+        quick = machine.measure_machine(FABLE, tp, torch.float64)
+        assert (quick.layer, quick.sequence) == (0.0, 0.0), "more layers were quicker: somebody else was busy before"
     else:
         assert found.reduce_latency == (4e7 - 5 * 1.5) / 2, "two meetings in a layer; three ranks share two cores"
         assert found.reduce_byte == pytest.approx(3.0) and found.step == 0, "never less than nothing"
@@ -237,6 +240,7 @@ def test_a_small_machine_is_measured(monkeypatch):
     monkeypatch.setattr(steps, "TOKENS", 3)
     found = machine.measure_machine(FABLE, 2, torch.float32)
     assert set(found.weight) == {1, 4} and all(seconds > 0 for seconds in found.weight.values())
-    assert min(found.score, found.value, found.reduce_latency, found.layer) > 0
-    assert min(found.kv_byte, found.reduce_byte, found.sequence, found.step) >= 0, "a difference of two times"
+    assert min(found.score, found.value, found.reduce_latency) > 0
+    differences = found.kv_byte, found.reduce_byte, found.layer, found.sequence, found.step
+    assert min(differences) >= 0, "what others disturb may come out as nothing, never as less"
     assert found.places == machine.available_cores()

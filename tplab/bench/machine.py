@@ -126,7 +126,8 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         small, large = (max(pool.run(_reduce, size)) for size in MESSAGES)
         repeated = _repeated(pool, small if tp > 1 else 0.0, swept, dtype) if _is_large(config, whole) else None
     low, high = LAYERS
-    layer, crowd = ((python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
+    # A difference of two times that others disturb may come out negative; a cost may not.
+    layer, crowd = (max(0.0, python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
     met = (meetings.step[high, 1] - meetings.step[low, 1]) / (high - low)
     return Machine(
         f"this machine, {cores} core{'s' * (cores > 1)}", cores,
