@@ -28,7 +28,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor, scaling: float) -> 
     if scores.dtype != torch.float32 or mask.dtype != torch.bool or mask.shape != (batch, 1, queries, keys) \
             or scores.requires_grad or not scores.is_contiguous() or not isinstance(scaling, int | float):
         return None
-    lanes = _lanes()
+    lanes = torchs_lanes()
     loop = _loop(lanes) if lanes and keys >= lanes else None
     return None if loop is None else _weighed(loop, scores, mask.contiguous(), scaling)
 
@@ -143,13 +143,13 @@ def softmax_rows(name: str) -> str | None:
     """The loop as a function of this name for others to call: of ``ptr scores, ptr mask``, the bytes from row to row of
     the mask, ``float scaling, i64 heads, i64 queries, i64 keys``, its first row, and the one behind its last. None
     where there is none."""
-    lanes = _lanes()
+    lanes = torchs_lanes()
     return None if lanes is None or _loop(lanes) is None else _rows(lanes, name)
 
 
 @lru_cache
-def _lanes() -> int | None:
-    """Numbers in PyTorch's vectors, if this processor has the instructions for the loop."""
+def torchs_lanes() -> int | None:
+    """Numbers in PyTorch's vectors, if this processor has the instructions for such loops."""
     lanes = _LANES.get(torch.backends.cpu.get_cpu_capability())
     return lanes if lanes and has("avx2" if lanes == 8 else "avx512bw") and has("fma") else None
 
@@ -159,11 +159,19 @@ def _rows(lanes: int, name: str) -> str:
     where = _WHERE.replace("LANES", str(lanes)).replace("NUMBERS", ", ".join(f"i64 {n}" for n in range(lanes)))
     row = _ROW.substitute(
         kind, exp=exponential("%x", lanes),
-        largest_of_all=_all("%larger", lanes, "{more} = fcmp ogt {V} {a}, {b}\n"
-                                              "{name} = select <{lanes} x i1> {more}, {V} {a}, {V} {b}"),
-        sum_of_all=_all("%sum.next", lanes, "{name} = fadd {V} {a}, {b}"),
+        largest_of_all=largest_of_all("%larger", lanes), sum_of_all=sum_of_all("%sum.next", lanes),
         **{f"where_{n}": where.format(n=n) for n in range(3)})
     return row_by_row(_ARGUMENTS, row, declared(lanes) + _DECLARED.substitute(kind), name)
+
+
+def largest_of_all(vector: str, lanes: int) -> str:
+    """Lines after which every lane of ``VECTOR.all`` holds the largest number of ``vector``; NaN only if all are."""
+    return _all(vector, lanes, "{more} = fcmp ogt {V} {a}, {b}\n{name} = select <{lanes} x i1> {more}, {V} {a}, {V} {b}")
+
+
+def sum_of_all(vector: str, lanes: int) -> str:
+    """Lines after which every lane of ``VECTOR.all`` holds the sum of ``vector``'s numbers, with PyTorch's bits."""
+    return _all(vector, lanes, "{name} = fadd {V} {a}, {b}")
 
 
 def _all(vector: str, lanes: int, combine: str) -> str:

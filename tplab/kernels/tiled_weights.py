@@ -4,12 +4,14 @@ They take the place of the scores. The lines stand between the blocks ``%rows`` 
 """
 
 import math
+import re
 from string import Template
 from typing import NamedTuple
 
 from tplab.kernels.compiled import each
-from tplab.kernels.exponential import in_hex
-from tplab.kernels.softmax import softmax_rows
+from tplab.kernels.exponential import declared, exponential, in_hex
+from tplab.kernels.softmax import largest_of_all, sum_of_all, torchs_lanes
+from tplab.kernels.tiled_layout import KEYS
 
 _ROWS = 4  # of a tile, whose softmax is computed side by side
 
@@ -24,31 +26,33 @@ class Weights(NamedTuple):
 
 def in_float32() -> Weights | None:
     """With PyTorch's bits; None where there are no such loops."""
-    softmax = softmax_rows("softmax")
-    return None if softmax is None else Weights(_AS_PYTORCH, softmax, 1.0)
+    lanes = torchs_lanes()
+    if lanes is None:
+        return None
+    found = _FOUND_AS_PYTORCH.replace("LARGEST", largest_of_all("%larger.{row}", lanes))
+    raised = _RAISED_AS_PYTORCH.replace("SUM", sum_of_all("%sum.next.{row}", lanes))
+    # Every row has names of its own for what stands between x and its power.
+    power = re.sub(r"(%[\w.]+)", r"\1.{row}", exponential("%x", lanes))
+    return Weights(_lines(lanes, found, _RAISE_AS_PYTORCH.replace("EXP", power), raised), declared(lanes), 1.0)
 
 
 def in_bfloat16() -> Weights:
     """Rounded, and not divided by their sums, whose shares of 1 come to stand in ``%shares``."""
-    sizes = {"rows": _ROWS, "V": "<16 x float>", "scale": "llvm.x86.avx512.mask.scalef.ps.512"}
-
-    def lines(text: str) -> str:
-        return Template(each(text, row=_ROWS)).substitute(sizes)
-
-    return Weights(
-        Template(_ROUNDED).substitute(
-            sizes, rows_begin=lines(_ROWS_BEGIN), find=lines(_FIND), found=lines(_FOUND),
-            raise_powers=lines(_RAISE.replace("EXP2", _exp2())), rows_end=lines(_ROWS_END)),
-        Template(_DECLARED).substitute(sizes), math.log2(math.e))
+    kinds = {"V": "<16 x float>", "scale": "llvm.x86.avx512.mask.scalef.ps.512"}
+    lines = _lines(16, _FOUND, _RAISE.replace("EXP2", _exp2()), _RAISED)
+    return Weights(Template(lines).substitute(kinds), Template(_DECLARED).substitute(kinds), math.log2(math.e))
 
 
-_AS_PYTORCH = """
-rows:
-  %width = mul i64 %look, 32
-  call void @softmax(ptr %weights, ptr %mask.at, i64 %mask.row, float %scaling, i64 1, i64 16, i64 %width, i64 0,
-                     i64 16)
-  br label %weighed
-"""
+def _lines(lanes: int, found: str, raise_powers: str, raised: str) -> str:
+    def of_rows(text: str) -> str:
+        return each(text, row=_ROWS)
+
+    return Template(Template(_FRAME).safe_substitute(
+        rows_begin=of_rows(_ROWS_BEGIN), find=of_rows(_FIND), found=of_rows(found),
+        raise_powers=of_rows(raise_powers), raised=of_rows(raised))).safe_substitute(
+            V=f"<{lanes} x float>", lanes=lanes, vectors=KEYS // lanes, rows=_ROWS)
+
+
 _DECLARED = """
 declare $V @llvm.fma.v16f32($V, $V, $V)
 declare $V @llvm.rint.v16f32($V)
@@ -56,11 +60,11 @@ declare $V @$scale($V, $V, $V, i16, i32)
 declare float @llvm.vector.reduce.fmax.v16f32($V)
 declare float @llvm.vector.reduce.fadd.v16f32(float, $V)
 """
-_ROUNDED = """
+_FRAME = """
 rows:
   %scaling.0 = insertelement $V poison, float %scaling, i32 0
-  %c = shufflevector $V %scaling.0, $V poison, <16 x i32> zeroinitializer
-  %vectors = mul i64 %look, 2
+  %c = shufflevector $V %scaling.0, $V poison, <$lanes x i32> zeroinitializer
+  %vectors = mul i64 %look, $vectors
   br label %some
 
 some:
@@ -84,10 +88,13 @@ raise:
   $raise_powers
   %i.1.next = add i64 %i.1, 1
   %i.1.more = icmp ult i64 %i.1.next, %vectors
-  br i1 %i.1.more, label %raise, label %some.end
+  br i1 %i.1.more, label %raise, label %raised
+
+raised:
+  $raised
+  br label %some.end
 
 some.end:
-  $rows_end
   %r.next = add i64 %r, $rows
   %r.more = icmp ult i64 %r.next, 16
   br i1 %r.more, label %some, label %weighed
@@ -101,18 +108,18 @@ _ROWS_BEGIN = """
 """
 _READ = """
   %score.at.N.{row} = getelementptr $V, ptr %row.at.{row}, i64 %i.N
-  %read.N.{row} = load $V, ptr %score.at.N.{row}, align 64
-  %mask.at.N.{row} = getelementptr <16 x i8>, ptr %mask.row.at.{row}, i64 %i.N
-  %mask.N.{row} = load <16 x i8>, ptr %mask.at.N.{row}, align 16
-  %hidden.N.{row} = icmp ne <16 x i8> %mask.N.{row}, zeroinitializer
+  %read.N.{row} = load $V, ptr %score.at.N.{row}, align 32
+  %mask.at.N.{row} = getelementptr <$lanes x i8>, ptr %mask.row.at.{row}, i64 %i.N
+  %mask.N.{row} = load <$lanes x i8>, ptr %mask.at.N.{row}, align 8
+  %hidden.N.{row} = icmp ne <$lanes x i8> %mask.N.{row}, zeroinitializer
+  %scaled.N.{row} = fmul $V %read.N.{row}, %c
+  %visible.N.{row} = select <$lanes x i1> %hidden.N.{row}, $V splat (float 0xFFF0000000000000), $V %scaled.N.{row}
 """
 _FIND = """
   %largest.{row} = phi $V [splat (float 0xFFF0000000000000), %some], [%larger.{row}, %find]
 """ + _READ.replace("N", "0") + """
-  %scaled.{row} = fmul $V %read.0.{row}, %c
-  %visible.{row} = select <16 x i1> %hidden.0.{row}, $V splat (float 0xFFF0000000000000), $V %scaled.{row}
-  %is.larger.{row} = fcmp ogt $V %visible.{row}, %largest.{row}
-  %larger.{row} = select <16 x i1> %is.larger.{row}, $V %visible.{row}, $V %largest.{row}
+  %is.larger.{row} = fcmp ogt $V %visible.0.{row}, %largest.{row}
+  %larger.{row} = select <$lanes x i1> %is.larger.{row}, $V %visible.0.{row}, $V %largest.{row}
 """
 _FOUND = """
   %top.{row} = call float @llvm.vector.reduce.fmax.v16f32($V %larger.{row})
@@ -131,11 +138,40 @@ _RAISE = """
   %weight.at.{row} = getelementptr <16 x bfloat>, ptr %row.at.{row}, i64 %i.1
   store <16 x bfloat> %rounded.{row}, ptr %weight.at.{row}, align 32
 """
-_ROWS_END = """
+_RAISED = """
   %total.{row} = call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, $V %sum.next.{row})
   %share.{row} = fdiv float 1.0, %total.{row}
   %share.at.{row} = getelementptr float, ptr %shares, i64 %r.{row}
   store float %share.{row}, ptr %share.at.{row}
+"""
+# As PyTorch does it: what is hidden is raised too, and all is multiplied by the sum's share of 1.
+_FOUND_AS_PYTORCH = """
+  LARGEST
+"""
+_RAISE_AS_PYTORCH = """
+  %sum.{row} = phi $V [zeroinitializer, %found], [%sum.next.{row}, %raise]
+""" + _READ.replace("N", "1") + """
+  %x.{row} = fsub $V %visible.1.{row}, %larger.{row}.all
+  EXP
+  %sum.next.{row} = fadd $V %sum.{row}, %exp.{row}
+  store $V %exp.{row}, ptr %score.at.1.{row}, align 32
+"""
+_RAISED_AS_PYTORCH = """
+  SUM
+  %share.{row} = fdiv $V splat (float 1.0), %sum.next.{row}.all
+  br label %divide
+
+divide:
+  %i.2 = phi i64 [0, %raised], [%i.2.next, %divide]
+  %power.at.{row} = getelementptr $V, ptr %row.at.{row}, i64 %i.2
+  %power.{row} = load $V, ptr %power.at.{row}, align 32
+  %weight.{row} = fmul $V %power.{row}, %share.{row}
+  store $V %weight.{row}, ptr %power.at.{row}, align 32
+  %i.2.next = add i64 %i.2, 1
+  %i.2.more = icmp ult i64 %i.2.next, %vectors
+  br i1 %i.2.more, label %divide, label %divided
+
+divided:
 """
 # 2 to the power of x, which is at most 0: a whole power of two, times a polynomial in what is left, which is half or
 # less: the beginning of the series of 2^x, off by 2.4e-6 of it, where bfloat16 rounds by 4e-3.
