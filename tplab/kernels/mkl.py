@@ -9,13 +9,14 @@ Intel's oneMKL reference, found in the library that torch has loaded. What they 
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tplab.kernels.graph import refuse
+from tplab.kernels.lookup import WORD, Lookup
 from tplab.kernels.stream import Panel
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, _IS_PACKED, _SECOND = 101, 111, 112, 151, 162  # CBLAS's numbers
@@ -93,14 +94,17 @@ class MKL:
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """These rows of the weight, ``[*indices, in]``: what an embedding looks up."""
+        return self._lookup.rows(indices, self.dtype)
+
+    @cached_property
+    def _lookup(self) -> Lookup:
         places = _places(*self.shape)
-        return self.values[places.starts[indices][..., places.blocks] + places.steps[indices][..., None]
-                           * places.offsets]
+        return Lookup(self.values.data_ptr() + WORD * places.starts, WORD * places.steps,
+                      places.blocks.bincount().tolist())
 
     def plain(self) -> torch.Tensor:
         """A copy as ``[out, in]``."""
-        some = torch.arange(self.shape[0]).split(1024)  # at once: a place takes twice the bytes of a number
-        return torch.cat([self.rows(indices) for indices in some])
+        return self.rows(torch.arange(self.shape[0]))
 
     def panels(self) -> Iterator[Panel]:
         """What :mod:`tplab.kernels.stream` multiplies with."""

@@ -7,10 +7,11 @@ MKL does behind ``F.linear``, it gave the very bits of ``F.linear`` on SmolLM2, 
 
 import ctypes
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
+from tplab.kernels.lookup import WORD, Lookup
 from tplab.kernels.stream import Panel
 
 LONGEST_SUM = 192  # inputs that are added up one after the other, in float32
@@ -59,11 +60,17 @@ class OneDNN:
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """These rows of the weight, ``[*indices, in]``: what an embedding looks up."""
-        found = []
-        for blocks, width in zip(self.blocks, self.columns):
-            block = blocks.shape[2]
-            found.append(blocks[indices // block, :, indices % block].flatten(-2)[..., :width])
-        return torch.cat(found, -1)
+        return self._lookup.rows(indices, self.dtype)[..., :self.shape[1]]
+
+    @cached_property
+    def _lookup(self) -> Lookup:
+        starts, row = [], torch.arange(self.shape[0])
+        for blocks in self.blocks:
+            size = blocks.shape[2]
+            starts.append(blocks.data_ptr() + row // size * blocks[0].nbytes + row % size * WORD)
+        pair = WORD // self.dtype.itemsize
+        return Lookup(torch.stack(starts, 1), torch.full((len(row),), size * WORD),
+                      [-(-width // pair) for width in self.columns])
 
     def plain(self) -> torch.Tensor:
         """A copy as ``[out, in]``."""

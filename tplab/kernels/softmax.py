@@ -165,8 +165,9 @@ def _rows(lanes: int, name: str) -> str:
 
 
 def largest_of_all(vector: str, lanes: int) -> str:
-    """Lines after which every lane of ``VECTOR.all`` holds the largest number of ``vector``; NaN only if all are."""
-    return _all(vector, lanes, "{more} = fcmp ogt {V} {a}, {b}\n{name} = select <{lanes} x i1> {more}, {V} {a}, {V} {b}")
+    """Lines after which ``VECTOR.all`` holds, in every lane, the largest number of ``vector``; NaN only if all are."""
+    return _all(vector, lanes, "{more} = fcmp ogt {V} {a}, {b}\n"
+                               "{name} = select <{lanes} x i1> {more}, {V} {a}, {V} {b}")
 
 
 def sum_of_all(vector: str, lanes: int) -> str:
