@@ -23,8 +23,9 @@ from tplab.bench.amounts import Part, attention_amount, mlp_amount
 from tplab.bench.steps import decode_seconds, prompt_seconds
 from tplab.cache import PagedKVCache, Segment
 from tplab.checkpoint.random_weights import write_random
+from tplab.engine.step_graph import may_be_repeated
 from tplab.kernels.graph import Recording
-from tplab.kernels.product import SMALL, empty_weight, linear, pack
+from tplab.kernels.product import empty_weight, linear, pack
 from tplab.llm.llm import LLM
 from tplab.model.attention import TensorParallelAttention
 from tplab.model.mlp import TensorParallelMLP
@@ -124,7 +125,8 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         python = _python(alone, columns, {n: max(alone.run(_sweep, columns, n, dtype)) for n in SEQUENCES}, dtype)
         meetings = _python(pool, columns, together, dtype) if tp > 1 else python
         small, large = (max(pool.run(_reduce, size)) for size in MESSAGES)
-        repeated = _repeated(pool, small if tp > 1 else 0.0, swept, dtype) if _is_large(config, whole) else None
+        repeated = (_repeated(pool, small if tp > 1 else 0.0, swept, dtype)
+                    if may_be_repeated(config, whole, dtype) else None)
     low, high = LAYERS
     # A difference of two times that others disturb may come out negative; a cost may not.
     layer, crowd = (max(0.0, python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
@@ -270,12 +272,6 @@ def _python(pool: RankPool, columns: int, products: dict[int, float], dtype: tor
                 if layers == LAYERS[0]:
                     answer = min(prompt_seconds(llm, 1) for _ in range(4)) - layers * products[1]
     return Python(step, answer)
-
-
-def _is_large(config, plan: ShardPlan) -> bool:
-    """Whether all weights of a layer are large enough for loops, on every rank: then steps can be repeated."""
-    return all(min(len(shard.q_heads) * config.head_dim, len(shard.mlp)) * config.hidden_size >= SMALL
-               for shard in plan.ranks)
 
 
 def _repeated(pool: RankPool, latency: float, swept: int, dtype: torch.dtype) -> Repeated:

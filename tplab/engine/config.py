@@ -27,6 +27,7 @@ class EngineConfig:
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
         enforce_eager: compute every step call by call; repeat none from a graph.
+        num_scheduler_steps: while nothing is to be decided, ranks may compute so many steps for one call, at most.
 
     Raises:
         EngineError, CacheError: a size that is no whole number from 1 up.
@@ -44,9 +45,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     strict: bool = False
     enforce_eager: bool = False
+    num_scheduler_steps: int = 1
 
     def __post_init__(self):
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_scheduler_steps"):
             error = CacheError if name == "num_blocks" else EngineError
             object.__setattr__(self, name, from_one_up(name, getattr(self, name), error))
 

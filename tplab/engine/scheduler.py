@@ -8,7 +8,7 @@ tokens, under one budget per step. It runs in the parent process and touches no 
 from collections import deque
 from typing import NamedTuple
 
-from tplab.cache import BlockPool
+from tplab.cache import BlockPool, blocks_needed
 from tplab.engine.config import EngineConfig
 from tplab.engine.sequence import Sequence, Status
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput, scheduled_request
@@ -55,6 +55,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig):
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.num_scheduler_steps = config.num_scheduler_steps
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.requests: dict[int, Sequence] = {}  # all that have not finished, by request_id
         self.waiting: deque[Sequence] = deque()
@@ -111,13 +112,30 @@ class Scheduler:
             self._give(sequence, count, scheduled, keys)
             admitted.append(sequence.request_id)
             budget -= count
+        ahead = self._look_ahead([sequence for sequence, _ in scheduled])
         self.history.append(StepRecord(
             self.step_number, {s.request_id: count for s, count in scheduled},
             tuple(s.request_id for s, _ in scheduled
                   if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
             tuple(preempted), tuple(admitted), self.pool.num_used))
         return SchedulerOutput(self.step_number, tuple(scheduled_request(self.step_number, *pair)
-                                                       for pair in scheduled))
+                                                       for pair in scheduled), ahead)
+
+    def _look_ahead(self, scheduled: list[Sequence]) -> int:
+        """How many more steps need no decision, as long as nobody draws an end: all decode, and nobody waits for a
+        place. Their blocks are allocated already, if there are enough.
+        """
+        if self.num_scheduler_steps == 1 or self.waiting or not scheduled \
+                or any(s.num_tokens - s.num_computed_tokens > 1 or s.num_tokens == s.num_prompt_tokens
+                       for s in scheduled):
+            return 0
+        left = min(s.max_tokens - (s.num_tokens - s.num_prompt_tokens) for s in scheduled)
+        ahead = min(self.num_scheduler_steps, left) - 1
+        if sum(s.block_table.num_blocks_to_allocate(s.num_tokens + ahead) for s in scheduled) > self.pool.num_free:
+            return 0
+        for sequence in scheduled:
+            sequence.block_table.allocate_slots(sequence.num_tokens + ahead)
+        return ahead
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
@@ -139,7 +157,7 @@ class Scheduler:
         computed = sequence.num_computed_tokens + count
         sequence.block_table.allocate_slots(computed)
         keys.update(sequence.block_table.keys_to_cache(sequence.token_ids, computed))
-        sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, len(sequence.block_table))
+        sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, blocks_needed(computed, self.pool.block_size))
         scheduled.append((sequence, count))
 
     def _preempt(self, sequence: Sequence) -> None:

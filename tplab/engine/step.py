@@ -44,10 +44,23 @@ class ScheduledRequest(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """What a step computes, in the order of the flattened tokens."""
+    """What a step computes, in the order of the flattened tokens.
+
+    Attributes:
+        num_lookahead_steps: how many more the ranks may compute then, each as :meth:`next_step` says: nobody will end
+            by his length or need another block, and nobody waits.
+    """
 
     step_number: int
     requests: tuple[ScheduledRequest, ...]
+    num_lookahead_steps: int = 0
+
+    def next_step(self) -> "SchedulerOutput":
+        """What follows a step in which all decode, if all of them go on."""
+        return SchedulerOutput(self.step_number + 1, tuple(
+            request._replace(segment=request.segment._replace(start=request.segment.start + 1), token_ids=(),
+                             sampling=request.sampling._replace(position=request.sampling.position + 1))
+            for request in self.requests), self.num_lookahead_steps - 1)
 
     def to_json(self) -> bytes:
         """For ranks that are reached over a pipe or a socket."""
@@ -56,10 +69,10 @@ class SchedulerOutput(NamedTuple):
     @classmethod
     def from_json(cls, data: bytes) -> "SchedulerOutput":
         """The inverse of :meth:`to_json`."""
-        step_number, requests = json.loads(data)
+        step_number, requests, ahead = json.loads(data)
         return cls(step_number, tuple(
             ScheduledRequest(request_id, Segment(*segment), tuple(token_ids), sampling and SamplingMetadata(*sampling))
-            for request_id, segment, token_ids, sampling in requests))
+            for request_id, segment, token_ids, sampling in requests), ahead)
 
 
 class ModelRunnerOutput(NamedTuple):

@@ -19,15 +19,23 @@ from tplab.cache import PagedKVCache, Segment, paged
 from tplab.cache.standing import StandingContext, capacity_for
 from tplab.kernels.graph import Recording
 from tplab.kernels.packed import PackedWeight
+from tplab.kernels.product import PACKABLE, SMALL
 from tplab.model import TensorParallelCausalLM, attention, decoder, mlp, norm, rope
 from tplab.model.trace import is_recording
 from tplab.pool.shared_memory import SharedMemoryGroup
 from tplab.ranks.context import current
-from tplab.shard import linear
+from tplab.shard import ShardPlan, linear
 
 _MOST_SEQUENCES = 64
 _MOST_KINDS = 64  # of steps, that are kept
 _OWNERS = attention, decoder, mlp, norm, rope, linear, paged
+
+
+def may_be_repeated(config, plan: ShardPlan, dtype: torch.dtype) -> bool:
+    """Whether all weights of a layer are large enough for loops, on every rank. (Whether this processor has them, and
+    whether a step's calls can be noted, shows when it is computed.)"""
+    return dtype in PACKABLE and all(
+        min(len(shard.q_heads) * config.head_dim, len(shard.mlp)) * config.hidden_size >= SMALL for shard in plan.ranks)
 
 
 class DecodeStep:

@@ -5,11 +5,14 @@ All do the same three things: load an engine's part of the model on every rank, 
 
 import itertools
 import os
+import time
 import weakref
 from contextlib import suppress
 
-from tplab.engine.runner import drop_runners, execute_model, execute_model_from_json, has_runner, load_runner
+from tplab.engine.runner import drop_runners, execute_model, execute_steps_from_json, has_runner, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
+from tplab.llm.ahead import StepsAhead
+from tplab.patch import in_force
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks, rank, state
 
@@ -28,6 +31,7 @@ class PoolExecutor:
         self.size, self._pool = size, pool
         self.key = f"engine {os.getpid()}-{next(_numbers)}"
         self._loaded_on = self._finalizer = None
+        self._ahead, self._command = StepsAhead(), 0  # the pool's command that was this engine's last
 
     @property
     def pool(self) -> RankPool:
@@ -51,11 +55,30 @@ class PoolExecutor:
 
     def loaded(self) -> bool:
         """Whether every rank still has it: a rank that had to be restarted does not."""
-        return all(self.pool.run(has_runner, self.key))
+        pool, was_last = self.pool, self._is_undisturbed()
+        found = all(pool.run(has_runner, self.key))
+        if found and was_last:
+            self._command = pool.number_of_runs
+        return found
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank."""
-        return self.pool.run(execute_model_from_json, self.key, scheduler_output.to_json())
+        """One step on every rank. Ranks may have computed it before: while nobody patches anything, they go on by
+        themselves as far as ``num_lookahead_steps`` says."""
+        if in_force() or not self._is_undisturbed():
+            self._ahead.drop()
+        found = self._ahead.take(scheduler_output)
+        if found is not None:
+            return found
+        pool, sent = self.pool, self._ahead.description(scheduler_output, alone=bool(in_force()))
+        begin = time.perf_counter()
+        outputs = pool.run(execute_steps_from_json, self.key, sent.to_json())
+        self._command = pool.number_of_runs
+        return self._ahead.keep(sent, outputs, time.perf_counter() - begin)
+
+    def _is_undisturbed(self) -> bool:
+        """Whether nobody has had the ranks do anything since."""
+        pool = self.pool
+        return pool is self._loaded_on and self._command == pool.number_of_runs
 
     def close(self) -> None:
         """Forget it on every rank. The pool stays open; with ranks that are gone already, there is nothing to do."""

@@ -11,6 +11,7 @@ from tplab.checks import readable, shown
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
+from tplab.engine.step_graph import may_be_repeated
 from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
 from tplab.llm.progress import Progress
@@ -40,6 +41,9 @@ class LLM:
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
         enforce_eager: compute every step call by call; repeat none from a graph.
+        num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
+            one call, at most (those that are not needed are forgotten); None: 4 where steps are repeated from graphs,
+            else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
@@ -55,8 +59,8 @@ class LLM:
     def __init__(self, model: str | Checkpoint, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32", *,
                  block_size: int = 16, num_blocks: int | None = None, max_model_len: int | None = None,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, enable_prefix_caching: bool = True,
-                 strict: bool = False, enforce_eager: bool = False, patches: Many = (), pool: RankPool | None = None,
-                 logical: bool = False, executor=None):
+                 strict: bool = False, enforce_eager: bool = False, num_scheduler_steps: int | None = None,
+                 patches: Many = (), pool: RankPool | None = None, logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
         self.plan = ShardPlan.from_config(self.checkpoint.config, tensor_parallel_size)
@@ -66,11 +70,14 @@ class LLM:
         if pool is not None and pool.size != ranks:
             raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
         self.patches = as_patches(patches)
+        if num_scheduler_steps is None:
+            repeats = may_be_repeated(self.checkpoint.config, self.plan, self.dtype) and not enforce_eager
+            num_scheduler_steps = 4 if repeats and not (strict or logical or executor or self.patches) else 1
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching, strict=strict,
-            enforce_eager=enforce_eager)
+            enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
+            num_scheduler_steps=num_scheduler_steps)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)

@@ -73,6 +73,11 @@ class RankPool:
         """Process numbers of the ranks, in rank order; None for one that the next run will start."""
         return [None if process.dead() else process.child.pid for process in self._processes]
 
+    @property
+    def number_of_runs(self) -> int:
+        """How often the ranks were given something to do."""
+        return self._number
+
     def run(self, fn, *args, timeout: float | None = None, **kwargs) -> list:
         """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
 

@@ -1,0 +1,81 @@
+"""Steps that the ranks have computed before the scheduler asks for them, as vLLM's ``num_scheduler_steps`` once did.
+
+From a step to the next one the ranks know all that they need, as long as nobody comes and nobody goes. The driver's
+process, its description of the step and two ways between processes are what they wait for then; for several steps at
+once they do so once. SmolLM2 in bfloat16, 16 sequences on two ranks: 1.0 of a step's 13 ms.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+
+LONGEST = 0.25  # seconds for which ranks may compute without being asked: who comes meanwhile waits so long
+
+
+class StepsAhead:
+    """What the ranks have computed beyond the last step that was asked for, and how far they may go."""
+
+    def __init__(self):
+        self.steps: deque[tuple[dict[int, ScheduledRequest], list[ModelRunnerOutput]]] = deque()
+        self.most, self.seconds = 0, 0.0  # more steps than one, in the next call; seconds of a step in the last one
+        self.drawn: dict[int, int] | None = None  # in the last step handed out, where ranks remember a later one
+
+    def take(self, asked: SchedulerOutput) -> list[ModelRunnerOutput] | None:
+        """All ranks' outputs of a step that they have computed; None if it is another one than they thought."""
+        if not self.steps:
+            return None
+        expected, outputs = self.steps[0]
+        if not all(_is_same(expected.get(request.request_id), request) for request in asked.requests):
+            self.drop()
+            return None
+        self.steps.popleft()
+        kept = {request.request_id for request in asked.requests}
+        found = [_of(kept, expected, output) for output in outputs]
+        self.drawn = found[0].sampled_token_ids if self.steps else None
+        return found
+
+    def drop(self) -> None:
+        """It is not needed. Next time they go less far."""
+        if self.steps:
+            self.steps.clear()
+            self.most = 0
+
+    def description(self, asked: SchedulerOutput, alone: bool) -> SchedulerOutput:
+        """What to send: with the tokens, if ranks remember those of a later step; ``alone``: of this step only."""
+        requests = asked.requests
+        if self.drawn is not None:
+            requests = tuple(request if request.token_ids else
+                             request._replace(token_ids=(self.drawn[request.request_id],)) for request in requests)
+        in_time = int(LONGEST / self.seconds) - 1 if self.seconds else 0
+        ahead = 0 if alone else max(0, min(asked.num_lookahead_steps, self.most, in_time))
+        return asked._replace(requests=requests, num_lookahead_steps=ahead)
+
+    def keep(self, sent: SchedulerOutput, outputs: list[list[ModelRunnerOutput]], seconds: float
+             ) -> list[ModelRunnerOutput]:
+        """What each rank has computed for a call, which took so long; the outputs of its first step."""
+        first, *others = zip(*outputs, strict=True)
+        self.seconds, step = seconds / (1 + len(others)), sent
+        for one in others:
+            step = step.next_step()
+            self.steps.append(({request.request_id: request for request in step.requests}, list(one)))
+        self.drawn = first[0].sampled_token_ids if others else None
+        self.most = 2 * self.most + 1
+        return list(first)
+
+
+def _is_same(expected: ScheduledRequest | None, asked: ScheduledRequest) -> bool:
+    """Whether what was computed is what is asked for; more blocks may stand behind those of before."""
+    if expected is None or asked.token_ids:
+        return False
+    blocks = expected.segment.block_ids
+    of_before = asked._replace(segment=asked.segment._replace(block_ids=asked.segment.block_ids[:len(blocks)]))
+    return of_before == expected
+
+
+def _of(kept: set[int], computed: Iterable[int], output: ModelRunnerOutput) -> ModelRunnerOutput:
+    """The output of those that are still asked for, of those that were computed."""
+    tokens, logprobs = ({number: found for number, found in each.items() if number in kept}
+                        for each in (output.sampled_token_ids, output.logprobs))
+    slots = output.slots and [slots for number, slots in zip(computed, output.slots, strict=True) if number in kept]
+    return ModelRunnerOutput(tokens, logprobs, slots, tuple(number for number in output.nan if number in kept))
