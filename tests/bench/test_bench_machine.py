@@ -157,14 +157,6 @@ def test_work_is_repeated_without_python_where_it_can_be():
     assert sine()[0].shape == x.shape and len(calls) == 5
 
 
-@pytest.mark.parametrize("hidden, heads, columns, large", [(256, 8, 512, True), (256, 8, 510, False),
-                                                           (128, 16, 1024, True), (128, 15, 1024, False)])
-def test_steps_are_repeated_where_every_rank_has_large_weights(hidden, heads, columns, large):
-    config = SimpleNamespace(**{**vars(FABLE), "hidden_size": hidden, "head_dim": 64, "num_heads": heads,
-                                "num_kv_heads": heads, "intermediate_size": columns})
-    assert machine._is_large(config, ShardPlan.from_config(config, 2)) == large
-
-
 @pytest.mark.parametrize("size, columns", [(1, 1024), (3, 341)])
 def test_what_a_repeated_step_costs_beside_what_is_counted(size, columns, monkeypatch):
     asked = []

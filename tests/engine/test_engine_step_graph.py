@@ -1,11 +1,14 @@
 """Decoding steps that are repeated from a graph: the same tokens and the same bits as computed call by call, unless
 somebody wants to see or to change what happens inside."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab import LLM, RankPool, SamplingParams
+from tplab.checkpoint import open_checkpoint
 from tplab.engine import step_graph
 from tplab.engine.runner import ModelRunner
 from tplab.kernels.compiled import has
@@ -13,6 +16,7 @@ from tplab.model import attention
 from tplab.model.trace import recording
 from tplab.patch import Patch, applied
 from tplab.ranks import op_log, state
+from tplab.shard import ShardPlan
 
 LARGE = {"heads": 9, "kv_heads": 3, "head_dim": 64, "hidden": 576, "inter": 960, "max_positions": 1024}
 PROMPTS = [[5 + i] * n for i, n in enumerate((20, 3, 33, 17, 40))]
@@ -294,3 +298,12 @@ def test_so_many_kinds_of_steps_are_kept(two, checkpoints, monkeypatch):
         assert all(len(each) == 2 for each in graphs)
     finally:
         two.run(lambda: setattr(step_graph, "_MOST_KINDS", 64))
+
+
+@pytest.mark.parametrize("hidden, heads, columns, dtype, large", [
+    (256, 8, 512, "float32", True), (256, 8, 512, "bfloat16", True), (256, 8, 512, "float64", False),
+    (256, 8, 510, "float32", False), (128, 16, 1024, "float32", True), (128, 15, 1024, "float32", False)])
+def test_steps_may_be_repeated_where_every_rank_has_large_weights(hidden, heads, columns, dtype, large):
+    config = SimpleNamespace(**{**vars(open_checkpoint("fable").config), "hidden_size": hidden, "head_dim": 64,
+                                "num_heads": heads, "num_kv_heads": heads, "intermediate_size": columns})
+    assert step_graph.may_be_repeated(config, ShardPlan.from_config(config, 2), getattr(torch, dtype)) == large
