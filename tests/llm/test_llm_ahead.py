@@ -147,13 +147,51 @@ def test_what_was_computed_is_forgotten(what):
     with applied(*[patch] * (what == "a patch")):
         engine.step()
         assert calls(engine)[before:] == [1], "they go no further than asked for"
-    told = engine.executor.pool.told[-1].requests
-    assert [request.token_ids for request in told[:2]] == [(s.token_ids[-2],) for s in sequences]
+        told = engine.executor.pool.told[-1].requests
+        assert [request.token_ids for request in told[:2]] == [(s.token_ids[-2],) for s in sequences]
+        if what == "a patch":
+            engine.step(), engine.step()
+            assert calls(engine)[before:] == [1, 1, 1], "as long as it is in force"
+            del calls(engine)[before:-1]
+            engine.executor._ahead.most = 1
     for _ in range(7):
         engine.step()
     assert calls(engine)[before:] == [1, 2, 4, 4], "and further again by and by"
     for sequence, prompt in zip(sequences, ([3, 1, 4], [1, 5])):
         assert sequence.output_token_ids == one_at_a_time(prompt, len(sequence.output_token_ids), ignore_eos=True)
+
+
+def test_another_pool_of_the_same_age_has_computed_nothing():
+    engine, _ = started()
+    engine.executor._pool = PretendedPool(engine.executor.pool.ranks)
+    engine.executor._pool.number_of_runs = engine.executor._command
+    engine.step()
+    assert calls(engine) == [1]
+
+
+def description(start=8, position=6, blocks=(4, 6, 9), token_ids=(), ids=(1, 2)):
+    return SchedulerOutput(7, tuple(ScheduledRequest(n, Segment(start, 1, blocks, 3), token_ids, SamplingMetadata(
+        0.0, 0, 1.0, 0.0, 0, position, None)) for n in ids), 3)
+
+
+@pytest.mark.parametrize("asked, answer", [
+    ({}, [1, 2]), ({"blocks": (4, 6, 9, 3)}, [1, 2]), ({"ids": (2,)}, [2]), ({"ids": ()}, []), ({"ids": (2, 3)}, None),
+    ({"start": 10}, None), ({"position": 8}, None), ({"blocks": (4, 7, 9)}, None), ({"token_ids": (4,)}, None)],
+    ids=str)
+def test_only_what_was_computed_is_handed_out(asked, answer):
+    """And only to those who ask."""
+    steps = ahead.StepsAhead()
+    second = [ModelRunnerOutput({1: 5, 2: 6}, {1: "of 1", 2: "of 2"}, [[3], [4]], (1, 2))] * 2
+    first = steps.keep(description(), [[ModelRunnerOutput({1: 3, 2: 4}, {}), each] for each in second], 0.1)
+    assert first == [ModelRunnerOutput({1: 3, 2: 4}, {})] * 2
+    found = steps.take(description(**{"start": 9, "position": 7} | asked))
+    if answer is None:
+        assert found is None and not steps.steps and steps.most == 0
+        assert steps.description(description(9), alone=False).requests[1].token_ids == (4,), "the last one handed out"
+    else:
+        assert found == [ModelRunnerOutput({n: n + 4 for n in answer}, {n: f"of {n}" for n in answer},
+                                           [[n + 2] for n in answer], tuple(answer))] * 2
+        assert steps.description(description(10), alone=False).requests[1].token_ids == (), "which the ranks remember"
 
 
 def test_a_look_at_the_ranks_forgets_nothing_unless_they_were_disturbed():
@@ -282,8 +320,7 @@ def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
         return ModelRunnerOutput(runner.drawn, {}, nan=tuple({1, 2} - set(runner.drawn)))
 
     runner.execute_model = execute_model
-    step = SchedulerOutput(7, tuple(ScheduledRequest(n, Segment(8, 1, (4, 6), 3), (2,), SamplingMetadata(
-        0.0, 0, 1.0, 0.0, 0, 6, None)) for n in (1, 2)), 3)
+    step = description(token_ids=(2,))
     assert [output.sampled_token_ids for output in runner.execute_steps(step)] == drawn
     assert [(s.step_number, s.num_lookahead_steps, s.requests[1].segment.start, s.requests[1].sampling.position,
              s.requests[1].token_ids) for s in asked] == [

@@ -66,7 +66,7 @@ class StepsAhead:
 
 def _is_same(expected: ScheduledRequest | None, asked: ScheduledRequest) -> bool:
     """Whether what was computed is what is asked for; more blocks may stand behind those of before."""
-    if expected is None or asked.token_ids:
+    if expected is None:
         return False
     blocks = expected.segment.block_ids
     of_before = asked._replace(segment=asked.segment._replace(block_ids=asked.segment.block_ids[:len(blocks)]))
