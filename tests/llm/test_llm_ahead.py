@@ -3,6 +3,7 @@
 On pretended ranks first, on which a wrong place, position or token changes what comes out; then on real ones.
 """
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -19,6 +20,13 @@ from tplab.llm import LLM, SamplingParams, ahead
 from tplab.llm.executor import PoolExecutor
 from tplab.patch import Patch, applied
 from tplab.pool import RankPool
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Every call takes a millisecond, whatever else the machine has to do."""
+    readings = itertools.count()
+    monkeypatch.setattr("tplab.llm.executor.time", SimpleNamespace(perf_counter=lambda: next(readings) / 1000))
 
 
 class PretendedPool:
@@ -203,8 +211,8 @@ def test_a_look_at_the_ranks_forgets_nothing_unless_they_were_disturbed():
 
 
 def test_no_further_than_a_quarter_of_a_second(monkeypatch):
-    clock = iter(n * 0.1 for n in range(1000))
-    monkeypatch.setattr("tplab.llm.executor.time.perf_counter", lambda: next(clock))
+    readings = itertools.count()
+    monkeypatch.setattr("tplab.llm.executor.time", SimpleNamespace(perf_counter=lambda: next(readings) / 10))
     engine = ahead_engine(8)
     engine.add([3], params(30))
     finish(engine)
