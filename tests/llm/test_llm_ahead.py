@@ -169,6 +169,15 @@ def test_what_was_computed_is_forgotten(what):
         assert sequence.output_token_ids == one_at_a_time(prompt, len(sequence.output_token_ids), ignore_eos=True)
 
 
+def test_who_looks_at_the_ranks_between_steps_finds_one_at_a_time():
+    engine, _ = started()
+    before = len(calls(engine))
+    for _ in range(5):
+        engine.executor.pool.number_of_runs += 1
+        engine.step()
+    assert calls(engine)[before:] == [1] * 5
+
+
 def test_another_pool_of_the_same_age_has_computed_nothing():
     engine, _ = started()
     engine.executor._pool = PretendedPool(engine.executor.pool.ranks)

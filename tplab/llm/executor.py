@@ -62,14 +62,17 @@ class PoolExecutor:
         return found
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank. Ranks may have computed it before: while nobody patches anything, they go on by
-        themselves as far as ``num_lookahead_steps`` says."""
-        if in_force() or not self._is_undisturbed():
+        """One step on every rank. Ranks may have computed it before: they go on by themselves as far as
+        ``num_lookahead_steps`` says. Whoever patches something, or looks at the ranks between two steps, finds no more
+        than he has asked for.
+        """
+        alone = bool(in_force()) or not self._is_undisturbed()
+        if alone:
             self._ahead.drop()
         found = self._ahead.take(scheduler_output)
         if found is not None:
             return found
-        pool, sent = self.pool, self._ahead.description(scheduler_output, alone=bool(in_force()))
+        pool, sent = self.pool, self._ahead.description(scheduler_output, alone)
         begin = time.perf_counter()
         outputs = pool.run(execute_steps_from_json, self.key, sent.to_json())
         self._command = pool.number_of_runs
