@@ -327,7 +327,7 @@ def test_the_same_answers_in_fewer_calls(pool):
     [{1: 5, 2: 6}, {1: 5}], [{}]], ids=str)
 def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
     """For what is not drawn, the logits are NaN. Three more steps are allowed."""
-    draws, asked = iter(drawn), []
+    draws, asked, expected = iter(drawn), [], []
     runner = object.__new__(ModelRunner)
     runner.config = SimpleNamespace(eos_token_ids=(EOS, 10))
 
@@ -336,9 +336,10 @@ def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
         runner.drawn = next(draws)
         return ModelRunnerOutput(runner.drawn, {}, nan=tuple({1, 2} - set(runner.drawn)))
 
-    runner.execute_model = execute_model
+    runner.execute_model, runner.graphs = execute_model, SimpleNamespace(expect_another=lambda: expected.append(1))
     step = description(token_ids=(2,))
     assert [output.sampled_token_ids for output in runner.execute_steps(step)] == drawn
+    assert len(expected) == len(drawn) - 1, "graphs need not look again whether all is as it was"
     assert [(s.step_number, s.num_lookahead_steps, s.requests[1].segment.start, s.requests[1].sampling.position,
              s.requests[1].token_ids) for s in asked] == [
         (7 + n, 3 - n, 8 + n, 6 + n, () if n else (2,)) for n in range(len(drawn))]

@@ -76,6 +76,8 @@ class ModelRunner:
         while scheduler_output.num_lookahead_steps and not outputs[-1].nan and not all(
                 token in self.config.eos_token_ids for token in self.drawn.values()):
             scheduler_output = scheduler_output.next_step()
+            if self.graphs:
+                self.graphs.expect_another()
             outputs.append(self.execute_model(scheduler_output))
         return outputs
 

@@ -101,6 +101,10 @@ class StepGraphs:
             step = self.steps[kind] = DecodeStep(self.model, self.cache, *kind[:2])
         return step.forward(ids, positions, segments) if step.graph or step.attempts else None
 
+    def expect_another(self) -> None:
+        """The next step follows in the same command, and nobody does anything in between."""
+        self.command -= 1
+
     def _may_be_repeated(self) -> bool:
         """Whether nobody looks into a step, or has put something else in a place."""
         group = current()
