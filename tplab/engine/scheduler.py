@@ -126,7 +126,7 @@ class Scheduler:
         place. Their blocks are allocated already, if there are enough.
         """
         if self.num_scheduler_steps == 1 or self.waiting or not scheduled \
-                or any(s.num_tokens - s.num_computed_tokens > 1 or s.num_tokens == s.num_prompt_tokens
+                or any(tokens_to_compute(s.num_tokens, s.num_computed_tokens) > 1 or s.num_tokens == s.num_prompt_tokens
                        for s in scheduled):
             return 0
         left = min(s.max_tokens - (s.num_tokens - s.num_prompt_tokens) for s in scheduled)

@@ -2,7 +2,7 @@
 
 From a step to the next one the ranks know all that they need, as long as nobody comes and nobody goes. The driver's
 process, its description of the step and two ways between processes are what they wait for then; for several steps at
-once they do so once. SmolLM2 in bfloat16, 16 sequences on two ranks: 1.0 of a step's 13 ms.
+once they do so once. SmolLM2 in bfloat16, 16 sequences on two ranks, a step: 13.2 ms one by one, 12.3 by fours.
 """
 
 from collections import deque

@@ -71,8 +71,9 @@ class LLM:
             raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
         self.patches = as_patches(patches)
         if num_scheduler_steps is None:
-            repeats = may_be_repeated(self.checkpoint.config, self.plan, self.dtype) and not enforce_eager
-            num_scheduler_steps = 4 if repeats and not (strict or logical or executor or self.patches) else 1
+            one_by_one = strict or enforce_eager or logical or executor or self.patches
+            repeats = not one_by_one and may_be_repeated(self.checkpoint.config, self.plan, self.dtype)
+            num_scheduler_steps = 4 if repeats else 1
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
