@@ -7,7 +7,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab.bench import cost, outlook
-from tplab.bench.amounts import Part, attention_amount, head_amount, kv_bytes, messages, mlp_amount, parameter_bytes
+from tplab.bench.amounts import Part, attention_amount, head_amount, kv_bytes, messages, mlp_amount, parameter_bytes, step_amount
 from tplab.bench.cost import CostError, predict, step_cost
 from tplab.bench.links import LINKS, linked_machine
 from tplab.bench.machine import Machine, Repeated
@@ -39,10 +39,14 @@ def test_the_counts_of_a_small_shape_by_hand():
     assert amount.kv_heads == 2 and attention_amount(CONFIG, second, PARTS[:1], BF16).kv_heads == 1, "per sequence"
     assert amount.scores == 4 * 2 * 4 * (1 * 6 + 3 * 3), "per head, query and key: 4 products and sums, twice"
     assert attention_amount(CONFIG, second, PARTS, BF16).weights == 10 * (4 + 2 * 4) + 4 * 10
-    assert [mlp_amount(CONFIG, shard, PARTS).weights for shard in PLAN.ranks] == [3 * 10 * 3, 3 * 10 * 2]
+    assert [mlp_amount(CONFIG, shard, 4).weights for shard in PLAN.ranks] == [3 * 10 * 3, 3 * 10 * 2]
     assert head_amount(CONFIG, first, 2)[:2] == (2, 10 * 4) and head_amount(CONFIG, second, 2).weights == 10 * 3
     assert amount.operations == 2 * 4 * 240 + amount.scores and amount.bytes(BF16) == 2 * 240 + amount.kv_bytes
-    assert messages(CONFIG, PARTS, 2, BF16) == [4 * 10 * 2] * 5 + [2 * 16], "embedding, two layers, best tokens"
+    assert messages(CONFIG, PARTS, 2, BF16) == [4 * 10 * 2] * 4 + [2 * 10 * 2, 2 * 16], (
+        "embedding, two layers, of which the last one's MLP computes the rows that get a token, best tokens")
+    assert messages(CONFIG, PARTS[1:], 0, BF16) == [3 * 10 * 2] * 4 + [10 * 2], "a part of a prompt: a single row"
+    rows = [amount.rows for amount in step_amount(CONFIG, PLAN, 0, PARTS, 2, BF16)]
+    assert rows == [4, 4, 4, 2, 2] and [a.rows for a in step_amount(CONFIG, PLAN, 0, PARTS[1:], 0, BF16)] == [3, 3, 3, 1]
     assert kv_bytes(CONFIG, first, 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2
     config = SimpleNamespace(**{**vars(CONFIG), "num_heads": 4, "num_kv_heads": 2})
     assert kv_bytes(config, ShardPlan.from_config(config, 2).ranks[1], 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2, "one of two"
@@ -77,7 +81,8 @@ def test_a_step_by_hand_waits_for_its_slowest_rank():
     assert one.total == sum(one)
     read = step_cost(CONFIG, PLAN, [Part(0, 3)], 1, BF16, ROUND)
     assert read.attention == 2 * 0.5 * 4 * 2 * 4 * 9, "a prompt: by its operations"
-    assert read.products == 2 * (240 + 90) * 2.0 + 40, "three rows lie half way between one and five; the head sees one"
+    assert read.products == (2 * 240 + 90) * 2.0 + 90 + 40, (
+        "three rows lie half way between one and five; the last MLP and the head see one")
     assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).python == 5000 + 2 * (1000 + 2 * 7)
     again = Machine(**{**vars(ROUND), "repeated": Repeated(600.0, 11.0, 3.0)})
     repeated = step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, again)
@@ -107,7 +112,7 @@ def test_ranks_without_a_core_take_turns():
     apart = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
     assert crowded.python == 5000 + 2 * apart.python - 2 * 5000
     amounts = [amount for shard in PLAN.ranks for amount in (
-        *[attention_amount(CONFIG, shard, [Part(5, 1)], BF16), mlp_amount(CONFIG, shard, [Part(5, 1)])] * 2,
+        *[attention_amount(CONFIG, shard, [Part(5, 1)], BF16), mlp_amount(CONFIG, shard, 1)] * 2,
         head_amount(CONFIG, shard, 1))]
     assert sum(crowded[:3]) == pytest.approx(sum(a.weights + 10 * a.kv_bytes + 6 * a.kv_heads + 0.25 * a.values
                                                for a in amounts))
@@ -140,7 +145,8 @@ def test_a_prompt_in_pieces_gets_its_token_behind_the_last_one_and_nothing_is_fo
     """The engine computes no logits and exchanges no tokens for a piece that is not the last."""
     config = SimpleNamespace(**{**vars(CONFIG), "max_position_embeddings": 2048, "eos_token_ids": (0,)})
     piece = step_cost(CONFIG, PLAN, [Part(0, 512)], 0, BF16, ROUND)
-    assert piece.products == 2 * (240 + 90) * 3.0 * 512 / 5 and piece.meetings == 5 * (100 + 2 * 512 * 10 * 2)
+    assert piece.products == (2 * 240 + 90) * 3.0 * 512 / 5 + 90, "the last MLP computes a single row"
+    assert piece.meetings == 4 * (100 + 2 * 512 * 10 * 2) + 100 + 2 * 10 * 2
     ends = [step_cost(CONFIG, PLAN, [Part(512, 88)], 1, BF16, ROUND), *(
         step_cost(CONFIG, PLAN, [Part(600 + n, 1)], 1, BF16, ROUND) for n in range(2))]
     first, total = predict(config, PLAN, [600], [3], BF16, ROUND)

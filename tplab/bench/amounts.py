@@ -66,9 +66,9 @@ def attention_amount(config, shard: RankShard, parts: Sequence[Part], dtype: tor
                   rows * (config.hidden_size + (q + kv) * config.head_dim), len(parts) * kv)
 
 
-def mlp_amount(config, shard: RankShard, parts: Sequence[Part]) -> Amount:
+def mlp_amount(config, shard: RankShard, rows: int) -> Amount:
     """One layer's MLP on one rank: gate, up and down."""
-    rows, columns = sum(part.count for part in parts), len(shard.mlp)
+    columns = len(shard.mlp)
     return Amount(rows, 3 * config.hidden_size * columns, values=rows * (config.hidden_size + columns))
 
 
@@ -80,17 +80,23 @@ def head_amount(config, shard: RankShard, due: int) -> Amount:
 def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: int, dtype: torch.dtype
                 ) -> list[Amount]:
     """All phases of a step on one rank, in their order; without a row that gets a token there is none at the head."""
-    shard = plan.ranks[rank]
-    layer = [attention_amount(config, shard, parts, dtype), mlp_amount(config, shard, parts)]
-    return layer * config.num_layers + [head_amount(config, shard, due)] * bool(due)
+    shard, rows = plan.ranks[rank], rows_of_layers(config, parts, due)
+    attention = attention_amount(config, shard, parts, dtype)
+    layers = [amount for count in rows for amount in (attention, mlp_amount(config, shard, count))]
+    return layers + [head_amount(config, shard, due)] * bool(due)
+
+
+def rows_of_layers(config, parts: Sequence[Part], due: int) -> list[int]:
+    """Of each layer's MLP; the last one's are those that get a token, or a single one if there is none."""
+    return [sum(part.count for part in parts)] * (config.num_layers - 1) + [due or 1]
 
 
 def messages(config, parts: Sequence[Part], due: int, dtype: torch.dtype) -> list[int]:
     """Bytes of each meeting of a step: an all-reduce behind the embedding, two in every layer, and, where a token is
     drawn, the exchange of the ranks' best ones, of a score and a number each.
     """
-    rows = sum(part.count for part in parts)
-    return [rows * config.hidden_size * dtype.itemsize] * (1 + 2 * config.num_layers) + [16 * due] * bool(due)
+    sums = [sum(part.count for part in parts)] * (2 * config.num_layers) + rows_of_layers(config, parts, due)[-1:]
+    return [rows * config.hidden_size * dtype.itemsize for rows in sums] + [16 * due] * bool(due)
 
 
 def parameter_bytes(config, shard: RankShard, dtype: torch.dtype) -> int:

@@ -147,7 +147,7 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
 def _layer_bytes(config, shard, dtype: torch.dtype) -> int:
     one = [Part(0, 1)]
     return dtype.itemsize * (attention_amount(config, shard, one, dtype).weights
-                             + mlp_amount(config, shard, one).weights)
+                             + mlp_amount(config, shard, 1).weights)
 
 
 def _timed(work: Callable[[], object], repeats: int = 5) -> float:
@@ -185,7 +185,7 @@ def _arithmetic(config, plan: ShardPlan, dtype: torch.dtype) -> dict:
     found["kv_byte"] = max(0.0, many - few) / ((KEYS[1] - KEYS[0]) * key)
     found["kv_head"] = max(0.0, few - found["kv_byte"] * KEYS[0] * key) / kv
     found["score"] = _attention(config, plan, dtype, 512, 512) / (4 * q * d * 512 * 512)
-    passed = attention_amount(config, shard, prompt := [Part(0, 512)], dtype), mlp_amount(config, shard, prompt)
+    passed = attention_amount(config, shard, [Part(0, 512)], dtype), mlp_amount(config, shard, 512)
     found["value"] = _between(config, plan, dtype, 512) / sum(amount.values for amount in passed)
     return found
 

@@ -101,6 +101,8 @@ class PagedContext:
     ``segments`` are the sequences of the step, in the order of the flattened tokens.
     """
 
+    logits_indices = None
+
     def __init__(self, cache: PagedKVCache, segments: Sequence[Segment]):
         self.cache, self.segments = cache, segments
         self.lengths = [part for segment in segments for part in rope_parts(segment)]

@@ -50,16 +50,18 @@ class ModelRunner:
         segments = [request.segment for request in requests]
         positions = torch.tensor([position for segment in segments for position in token_positions(segment)])
         ids, slots = torch.tensor(self.new_tokens(requests)), None
-        hidden = self.graphs.forward(ids, positions, segments) if self.graphs else None
-        if hidden is None:
-            context = self.cache.context(segments)
-            hidden, slots = self.model(ids, positions, context), context.slots
         last_rows, due, row = [], [], -1
         for request in requests:
             row += request.segment.count
             if request.sampling is not None:
                 last_rows.append(row)
                 due.append(request)
+        hidden = self.graphs.forward(ids, positions, segments) if self.graphs else None
+        if hidden is None:
+            context = self.cache.context(segments)
+            if self.config.prune_last_layer and len(due) <= row:
+                context.logits_indices = torch.tensor(last_rows or [row])
+            hidden, slots = self.model(ids, positions, context), context.slots
         self.drawn, logprobs, nan = {}, {}, ()
         if due:
             logits_here = self.model.compute_logits(hidden if len(due) == len(hidden) else hidden[last_rows])

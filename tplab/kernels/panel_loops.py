@@ -127,32 +127,35 @@ _VECTORS_START = """
   %asked = mul i64 %c, %ask.pass
   %next.part = getelementptr i8, ptr %next, i64 %asked
 """
+_VECTORS_SUMS = """
+  %sum.{row}.{vector}.0 = phi <16 x float> [zeroinitializer, %pass], [%sum.{row}.{vector}.$steps, %step]
+"""
 _VECTORS_STEP = """
-  %sum.{row}.{vector} = phi <16 x float> [zeroinitializer, %pass], [%sum.{row}.{vector}.next, %step]
-  %at = mul i64 %k, $stride
-  %now = getelementptr i8, ptr %weight.part, i64 %at
-  %ask.at = mul i64 %k, %ask.step
-  %later = getelementptr i8, ptr %next.part, i64 %ask.at
-  %line.{line} = getelementptr <16 x float>, ptr %later, i64 {line}
-  call void @llvm.prefetch.p0(ptr %line.{line}, i32 0, i32 2, i32 1)
-  %w.{vector}.at = getelementptr <16 x float>, ptr %now, i64 {vector}
-  %w.{vector} = load $numbers, ptr %w.{vector}.at, align 4
-  %x.{row}.at = getelementptr i32, ptr %x.{row}, i64 %k
-  %x.{row}.bits = load i32, ptr %x.{row}.at
-  %x.{row}.first = insertelement <16 x i32> poison, i32 %x.{row}.bits, i32 0
-  %x.{row}.each = shufflevector <16 x i32> %x.{row}.first, <16 x i32> poison, <16 x i32> zeroinitializer
-  %x.{row}.k = bitcast <16 x i32> %x.{row}.each to $numbers
-  %sum.{row}.{vector}.next = $add
+  %k.$n = add i64 %k, $n
+  %at.$n = mul i64 %k.$n, $stride
+  %now.$n = getelementptr i8, ptr %weight.part, i64 %at.$n
+  %ask.at.$n = mul i64 %k.$n, %ask.step
+  %later.$n = getelementptr i8, ptr %next.part, i64 %ask.at.$n
+  %line.$n.{line} = getelementptr <16 x float>, ptr %later.$n, i64 {line}
+  call void @llvm.prefetch.p0(ptr %line.$n.{line}, i32 0, i32 2, i32 1)
+  %w.$n.{vector}.at = getelementptr <16 x float>, ptr %now.$n, i64 {vector}
+  %w.$n.{vector} = load $numbers, ptr %w.$n.{vector}.at, align 4
+  %x.$n.{row}.at = getelementptr i32, ptr %x.{row}, i64 %k.$n
+  %x.$n.{row}.bits = load i32, ptr %x.$n.{row}.at
+  %x.$n.{row}.first = insertelement <16 x i32> poison, i32 %x.$n.{row}.bits, i32 0
+  %x.$n.{row}.each = shufflevector <16 x i32> %x.$n.{row}.first, <16 x i32> poison, <16 x i32> zeroinitializer
+  %x.$n.{row}.k = bitcast <16 x i32> %x.$n.{row}.each to $numbers
+  %sum.{row}.{vector}.$next = $add
 """
 _ADD = """
   %y.{row}.{vector}.at = getelementptr <16 x float>, ptr %y.{row}, i64 {vector}
   %y.{row}.{vector} = load <16 x float>, ptr %y.{row}.{vector}.at, align 4
-  %y.{row}.{vector}.next = fadd <16 x float> %y.{row}.{vector}, %sum.{row}.{vector}.next
+  %y.{row}.{vector}.next = fadd <16 x float> %y.{row}.{vector}, %sum.{row}.{vector}.$steps
   store <16 x float> %y.{row}.{vector}.next, ptr %y.{row}.{vector}.at, align 4
 """
 _STORE = """
   %y.{row}.{vector}.to = getelementptr <16 x $T>, ptr %y.{row}, i64 {vector}
-  %y.{row}.{vector}.alone = $round <16 x float> %sum.{row}.{vector}.next to <16 x $T>
+  %y.{row}.{vector}.alone = $round <16 x float> %sum.{row}.{vector}.$steps to <16 x $T>
   store <16 x $T> %y.{row}.{vector}.alone, ptr %y.{row}.{vector}.to, align 2
 """
 _BEGIN = f"""
@@ -170,30 +173,36 @@ _VECTORS_OF = {
         "numbers": "<16 x float>",
         "declared": "declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)",
         "add": "call <16 x float> @llvm.fma.v16f32("
-               "<16 x float> %w.{vector}, <16 x float> %x.{row}.k, <16 x float> %sum.{row}.{vector})"},
+               "<16 x float> %w.$n.{vector}, <16 x float> %x.$n.{row}.k, <16 x float> %sum.{row}.{vector}.$n)"},
     torch.bfloat16: {
         "numbers": "<32 x bfloat>",
         "declared": "declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512("
                     "<16 x float>, <32 x bfloat>, <32 x bfloat>)",
         "add": "call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512("
-               "<16 x float> %sum.{row}.{vector}, <32 x bfloat> %w.{vector}, <32 x bfloat> %x.{row}.k)"}}
+               "<16 x float> %sum.{row}.{vector}.$n, <32 x bfloat> %w.$n.{vector}, <32 x bfloat> %x.$n.{row}.k)"}}
 
 
 @lru_cache
-def by_vectors(dtype: torch.dtype, vectors: int, parts: int, stride: int, rows: int, lines: int, finish: str
-               ) -> Callable:
-    """The loops over panels of so many ``parts``, each of so many vectors; so many rows at once.
+def by_vectors(dtype: torch.dtype, vectors: int, parts: int, stride: int, rows: int, lines: int, finish: str,
+               steps: int = 1) -> Callable:
+    """The loops over panels of so many ``parts``, each of so many vectors; so many rows and ``steps`` at once.
 
     Each pass of each part asks for its share of the next panel's memory, one line behind the other, as memory likes to
     be read: so many ``lines`` in each step. ``finish``: ``"add"`` adds the sums to y; ``"begin"`` does so too, but
     whatever stands in y before an output's first sum is no matter; ``"round"`` makes y, in bfloat16, of one sum each.
     """
-    holes = {"stride": stride, **_VECTORS_OF[dtype], **NUMBERS[torch.bfloat16 if finish == "round" else torch.float32]}
-    start, step, end = (each(Template(text).substitute(holes), row=rows, vector=vectors, line=lines)
-                        for text in (_VECTORS_START, _VECTORS_STEP, _VECTORS_FINISH[finish]))
+    holes = {"stride": stride, "steps": steps, **_VECTORS_OF[dtype],
+             **NUMBERS[torch.bfloat16 if finish == "round" else torch.float32]}
+
+    def written(text: str, **step: int) -> str:
+        add = Template(holes["add"]).safe_substitute(step)
+        return each(Template(text).substitute(holes | step | {"add": add}), row=rows, vector=vectors, line=lines)
+
+    step = "".join(written(_VECTORS_STEP, n=n, next=n + 1) for n in range(steps))
     return shared(_LOOPS.substitute(
-        declared=holes["declared"], begin=f"%ask.step = udiv i64 {stride}, %all.passes", start=start, step=step,
-        steps=1, finish=end, done="", halved=int(finish == "round"), parts=parts, part=64 * vectors))
+        declared=holes["declared"], begin=f"%ask.step = udiv i64 {stride}, %all.passes", start=written(_VECTORS_START),
+        step=written(_VECTORS_SUMS) + step, steps=steps, finish=written(_VECTORS_FINISH[finish]), done="",
+        halved=int(finish == "round"), parts=parts, part=64 * vectors))
 
 
 _TILES_DECLARED = """

@@ -50,6 +50,7 @@ class AttentionContext(Protocol):
     """Where keys and values come from: the prompt alone, or a cache. One per forward pass."""
 
     lengths: list[int] | list[tuple[int, int]]  # as :class:`tplab.model.rope.Rotary` takes them
+    logits_indices: torch.Tensor | None  # the only tokens that the last layer goes on with; None: all
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Take the new ``[tokens, kv heads here, head_dim]`` keys and values in, give the batches out."""
@@ -91,6 +92,8 @@ class NoCache:
     Each run is given all keys, those that it must not see too, as in Hugging Face: a float32 softmax over another
     length may round differently, even in a float64 model.
     """
+
+    logits_indices = None
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = list(lengths)

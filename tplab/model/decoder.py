@@ -25,12 +25,14 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
                 ) -> torch.Tensor:
-        """``[tokens, hidden]`` → ``[tokens, hidden]``."""
+        """``[tokens, hidden]`` → ``[tokens, hidden]``, or the rows that ``context.logits_indices`` names."""
         name = f"layers.{self.layer}."
         normed = self.input_layernorm(hidden)
         point(name + "input_norm", normed)
         hidden = hidden + self.self_attn(normed, cos, sin, context)
         point(name + "residual", hidden)
+        if context.logits_indices is not None:
+            hidden = hidden[context.logits_indices]
         normed = self.post_attention_layernorm(hidden)
         point(name + "post_norm", normed)
         hidden = hidden + self.mlp(normed)
@@ -59,10 +61,10 @@ class TensorParallelCausalLM(nn.Module):
         Args:
             input_ids: ``[tokens]``.
             positions: ``[tokens]``, absolute.
-            context: where keys and values come from and go to.
+            context: where keys and values come from and go to; and which tokens are wanted.
 
         Returns:
-            ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
+            ``[tokens, hidden]`` after the final norm, or the wanted rows; ``compute_logits`` takes what is needed.
         """
         return self.through_layers(*self.embed(input_ids, positions, context), context)
 
@@ -75,8 +77,11 @@ class TensorParallelCausalLM(nn.Module):
 
     def through_layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
                        ) -> torch.Tensor:
-        """All layers and the final norm: ``[tokens, hidden]`` → the same."""
-        for layer in self.layers:
+        """All layers and the final norm: ``[tokens, hidden]`` → what :meth:`forward` returns."""
+        wanted, context.logits_indices = context.logits_indices, None  # a layer needs keys of all, for the next one
+        for left, layer in enumerate(self.layers, 1 - len(self.layers)):
+            if not left:
+                context.logits_indices = wanted
             hidden = layer(hidden, cos, sin, context)
         hidden = self.norm(hidden)
         point("norm", hidden)
