@@ -7,7 +7,16 @@ import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab.bench import cost, outlook
-from tplab.bench.amounts import Part, attention_amount, head_amount, kv_bytes, messages, mlp_amount, parameter_bytes, step_amount
+from tplab.bench.amounts import (
+    Part,
+    attention_amount,
+    head_amount,
+    kv_bytes,
+    messages,
+    mlp_amount,
+    parameter_bytes,
+    step_amount,
+)
 from tplab.bench.cost import CostError, predict, step_cost
 from tplab.bench.links import LINKS, linked_machine
 from tplab.bench.machine import Machine, Repeated
@@ -45,8 +54,8 @@ def test_the_counts_of_a_small_shape_by_hand():
     assert messages(CONFIG, PARTS, 2, BF16) == [4 * 10 * 2] * 4 + [2 * 10 * 2, 2 * 16], (
         "embedding, two layers, of which the last one's MLP computes the rows that get a token, best tokens")
     assert messages(CONFIG, PARTS[1:], 0, BF16) == [3 * 10 * 2] * 4 + [10 * 2], "a part of a prompt: a single row"
-    rows = [amount.rows for amount in step_amount(CONFIG, PLAN, 0, PARTS, 2, BF16)]
-    assert rows == [4, 4, 4, 2, 2] and [a.rows for a in step_amount(CONFIG, PLAN, 0, PARTS[1:], 0, BF16)] == [3, 3, 3, 1]
+    for parts, due, rows in (PARTS, 2, [4, 4, 4, 2, 2]), (PARTS[1:], 0, [3, 3, 3, 1]):
+        assert [amount.rows for amount in step_amount(CONFIG, PLAN, 0, parts, due, BF16)] == rows
     assert kv_bytes(CONFIG, first, 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2
     config = SimpleNamespace(**{**vars(CONFIG), "num_heads": 4, "num_kv_heads": 2})
     assert kv_bytes(config, ShardPlan.from_config(config, 2).ranks[1], 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2, "one of two"

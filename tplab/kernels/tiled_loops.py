@@ -31,7 +31,8 @@ class TiledLoop(NamedTuple):
               queries;
             * with ``tiles``, the address of a tile configuration; else, how many words of values are added up at once.
 
-            A unit is a tile of one head of one sequence.
+            A unit is a tile of one head of one sequence. A head's tiles 0, 2, 4, … come before 1, 3, 5, …: later ones
+            see more keys, and threads that share a head in the middle have as much to do.
         scale: log2(e), or 1.
         tiles: whether it is AMX that multiplies.
     """
@@ -69,7 +70,15 @@ $declared
 
 define internal void @tile($takes, i64 %unit) {
 begin:
-  %t = urem i64 %unit, %tiles
+  %odd.ones = lshr i64 %tiles, 1
+  %n = urem i64 %unit, %tiles
+  %even.ones = sub i64 %tiles, %odd.ones
+  %n.odd = sub i64 %n, %even.ones
+  %t.even = mul i64 %n, 2
+  %t.before = mul i64 %n.odd, 2
+  %t.odd = add i64 %t.before, 1
+  %is.even = icmp ult i64 %n, %even.ones
+  %t = select i1 %is.even, i64 %t.even, i64 %t.odd
   %head.all = udiv i64 %unit, %tiles
   %head = urem i64 %head.all, %heads
   %sequence = udiv i64 %head.all, %heads
