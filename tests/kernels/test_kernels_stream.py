@@ -78,6 +78,35 @@ def test_any_panels(dtype, rows, widths, outputs, inputs, part, instructions):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [33, 36, 101, 130])
+@pytest.mark.parametrize("widths, steps, by_fours", [((64,), 64, True), ((64,), 65, False), ((64, 48), 64, False)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_prompts_rows(dtype, rows, widths, steps, by_fours, threads, instructions):
+    """In fours and two steps at a time, where all panels have 64 outputs and an even number of steps."""
+    part = steps * (4 // dtype.itemsize)
+    inputs = 2 * part + 4
+    weight, x = integers(200, inputs, dtype=dtype), integers(rows, inputs, dtype=dtype)
+    made = streamed(weight, widths, part)
+    assert made.takes_few == by_fours
+    b = integers(200, dtype=dtype)
+    with product.torch_threads(threads):
+        for bias in (None, b):
+            exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            assert torch.equal(made.product(x, bias), exact.to(dtype))
+
+
+@pytest.mark.parametrize("rows, loop", [
+    (4, (4, 4, 1)), (8, (2, 8, 1)), (32, (2, 8, 1)), (33, (4, 4, 2)), (512, (4, 4, 2))])
+def test_how_many_rows_meet_how_many_outputs(rows, loop, monkeypatch):
+    """Vectors of outputs, rows and steps at once: a batch's weights come from memory, a prompt's from a cache."""
+    made = streamed(integers(128, 64, dtype=torch.float32), (64,))
+    asked, by_vectors = [], stream.panel_loops.by_vectors
+    monkeypatch.setattr(stream.panel_loops, "by_vectors", lambda *given: asked.append(given) or by_vectors(*given))
+    made.product(integers(rows, 64, dtype=torch.float32), None)
+    assert [(vectors, rows, steps) for _, vectors, _, _, rows, _, _, steps in asked] == [loop]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_sums_are_as_good_as_their_dtype(dtype, rows, instructions):
     weight, x = torch.randn(576, 1536).to(dtype), torch.randn(rows, 1536).to(dtype)

@@ -83,6 +83,7 @@ class StepGraphs:
         self.contents = [(names, dict(names)) for names in _contents(model)]
         self.addresses = self._addresses()
         self.command, self.is_untouched = 0, False  # the last step's command, and whether the contents were these
+        self.another = None  # the command whose next step need not be asked about
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor | None:
         """``[tokens, hidden]`` of this step, valid until the next one; None if it is to be computed as always."""
@@ -103,11 +104,14 @@ class StepGraphs:
 
     def expect_another(self) -> None:
         """The next step follows in the same command, and nobody does anything in between."""
-        self.command -= 1
+        self.another = self.command
 
     def _may_be_repeated(self) -> bool:
         """Whether nobody looks into a step, or has put something else in a place."""
         group = current()
+        if isinstance(group, SharedMemoryGroup) and group.command == self.another:
+            self.another = None
+            return self.is_untouched
         if (not isinstance(group, SharedMemoryGroup) or patch.in_force() or is_recording()
                 or any(self.hooks) or any(place.get(name) is not own for place, name, own in self.functions)):
             return False

@@ -42,7 +42,7 @@ class LLM:
         strict: check caches, tables and ranks after every step.
         enforce_eager: compute every step call by call; repeat none from a graph.
         num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
-            one call, at most (those that are not needed are forgotten); None: 4 where steps are repeated from graphs,
+            one call, at most (those that are not needed are forgotten); None: 8 where steps are repeated from graphs,
             else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.
@@ -73,7 +73,7 @@ class LLM:
         if num_scheduler_steps is None:
             one_by_one = strict or enforce_eager or logical or executor or self.patches
             repeats = not one_by_one and may_be_repeated(self.checkpoint.config, self.plan, self.dtype)
-            num_scheduler_steps = 4 if repeats else 1
+            num_scheduler_steps = 8 if repeats else 1
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
