@@ -115,18 +115,22 @@ def whole_forward(self, hidden, cos, sin, context):
 
 
 def test_a_layer_that_computes_all_rows_is_right_too(folder):
-    """And a prompt in parts, of which only the last one is due, beside others."""
+    """Also where a prompt comes in parts, of which only the last one is due. Nothing is left out if one says so."""
     found = {}
+    patches = [Patch("tplab.model.decoder.DecoderLayer.forward", whole_forward)]
     with RankPool(2, timeout=60) as pool:
-        for name, patches in ("own", ()), ("whole", [Patch("tplab.model.decoder.DecoderLayer.forward", whole_forward)]):
-            with LLM(folder, 2, "float64", pool=pool, patches=patches, max_num_batched_tokens=7) as llm:
+        for name, options in ("own", {}), ("whole", {"patches": patches}), ("all rows", {"prune_last_layer": False}):
+            with LLM(folder, 2, "float64", pool=pool, max_num_batched_tokens=4, **options) as llm:
                 before = pool.run(lambda: op_log()[-1].seq if op_log() else 0)[0]
                 outputs = llm.generate(IDS, PARAMS, use_tqdm=False)
                 log = pool.run(lambda: [one for one in op_log() if one.op.startswith("all_reduce")])
                 rows = [one.shape[0] for one in log[0] if one.seq > before]
-                found[name] = [output.outputs[0].token_ids for output in outputs], max(rows), min(rows)
-    assert found["own"][0] == found["whole"][0]
-    assert found["own"][1] == found["whole"][1] == 7 and found["own"][2] == 1
+                found[name] = [output.outputs[0].token_ids for output in outputs], rows
+    assert found["own"][0] == found["whole"][0] == found["all rows"][0]
+    assert found["whole"][1] == found["all rows"][1] != found["own"][1]
+    each = 1 + 2 * llm.checkpoint.config.num_layers
+    steps = [(rows[0], rows[each - 1]) for rows in zip(*[iter(found["own"][1])] * each)]
+    assert steps[:3] == [(4, 1), (4, 2), (4, 2)], steps
 
 
 def test_a_rank_sends_no_more_than_it_must(folder):

@@ -109,11 +109,13 @@ class StepGraphs:
     def _may_be_repeated(self) -> bool:
         """Whether nobody looks into a step, or has put something else in a place."""
         group = current()
-        if isinstance(group, SharedMemoryGroup) and group.command == self.another:
+        if not isinstance(group, SharedMemoryGroup):
+            return False
+        if group.command == self.another:
             self.another = None
             return self.is_untouched
-        if (not isinstance(group, SharedMemoryGroup) or patch.in_force() or is_recording()
-                or any(self.hooks) or any(place.get(name) is not own for place, name, own in self.functions)):
+        if patch.in_force() or is_recording() or any(self.hooks) or any(
+                place.get(name) is not own for place, name, own in self.functions):
             return False
         if group.command != self.command + 1:  # else the step before was this rank's last work
             self.is_untouched = self.addresses == self._addresses() and all(

@@ -41,6 +41,8 @@ class LLM:
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
         enforce_eager: compute every step call by call; repeat none from a graph.
+        prune_last_layer: compute the last layer's MLP for those rows alone that a token is drawn from. Without, a trace
+            or a hook sees all rows there, too.
         num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
             one call, at most (those that are not needed are forgotten); None: 8 where steps are repeated from graphs,
             else 1.
@@ -59,7 +61,8 @@ class LLM:
     def __init__(self, model: str | Checkpoint, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32", *,
                  block_size: int = 16, num_blocks: int | None = None, max_model_len: int | None = None,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, enable_prefix_caching: bool = True,
-                 strict: bool = False, enforce_eager: bool = False, num_scheduler_steps: int | None = None,
+                 strict: bool = False, enforce_eager: bool = False, prune_last_layer: bool = True,
+                 num_scheduler_steps: int | None = None,
                  patches: Many = (), pool: RankPool | None = None, logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
@@ -78,7 +81,7 @@ class LLM:
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
-            num_scheduler_steps=num_scheduler_steps)
+            prune_last_layer=prune_last_layer, num_scheduler_steps=num_scheduler_steps)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)
