@@ -141,9 +141,8 @@ def test_stepping_goes_on_where_the_ranks_died(folder, pool, expected, tmp_path)
 def test_ranks_that_were_restarted_between_calls(folder, pool, expected):
     with LLM(folder, 2, pool=pool) as llm:
         llm.generate(PROMPTS, PARAMS)
-        killed = psutil.Process(pool.pids[0])
-        killed.kill()
-        while killed.is_running() and killed.status() != psutil.STATUS_ZOMBIE:  # on a busy machine it takes a while
+        os.kill(pool.pids[0], signal.SIGKILL)
+        while pool.pids[0] is not None:  # on a busy machine it takes a while until that is known
             time.sleep(0.01)
         assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
 
