@@ -26,6 +26,13 @@ def folder(request, tmp_path_factory):
     return str(make_checkpoint(tmp_path_factory.mktemp(request.param) / "m", request.param))
 
 
+def sized(folder, ranks=2, dtype=torch.float64, **options):
+    """The checkpoint, its plan, and a small engine's configuration."""
+    ckpt = open_checkpoint(folder)
+    return ckpt, ShardPlan.from_config(ckpt.config, ranks), EngineConfig(
+        vocab_size=ckpt.config.vocab_size, max_model_len=64, num_blocks=4, dtype=dtype, **options)
+
+
 def described(due):
     """A step of three prompts, of which those are due that are named."""
     return SchedulerOutput(1, tuple(
@@ -35,10 +42,7 @@ def described(due):
 
 def stepped(folder, due, prune):
     """On two logical ranks: the points of that step, and the tokens drawn."""
-    ckpt = open_checkpoint(folder)
-    plan = ShardPlan.from_config(ckpt.config, 2)
-    config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=64, num_blocks=4, dtype=torch.float64,
-                          prune_last_layer=prune)
+    ckpt, plan, config = sized(folder, prune_last_layer=prune)
 
     def on_rank():
         runner = ModelRunner(ckpt, plan, config)
@@ -63,9 +67,7 @@ def test_the_same_rows_and_no_others(folder, due, rows):
 
 
 def test_where_all_are_due_nothing_is_left_out(folder):
-    ckpt = open_checkpoint(folder)
-    plan = ShardPlan.from_config(ckpt.config, 1)
-    config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=64, num_blocks=4, dtype=torch.float64)
+    ckpt, plan, config = sized(folder, ranks=1)
     step = SchedulerOutput(1, tuple(ScheduledRequest(n, Segment(0, 1, (n,), 1), (5 + n,), GREEDY) for n in range(3)))
 
     def on_rank():
@@ -79,8 +81,7 @@ def test_where_all_are_due_nothing_is_left_out(folder):
 
 def test_a_context_can_be_used_again(folder):
     """It says the same thing after a pass as before, also to a model of one layer, or of one layer twice."""
-    ckpt = open_checkpoint(folder)
-    plan = ShardPlan.from_config(ckpt.config, 2)
+    ckpt, plan, _ = sized(folder)
     ids, positions = torch.tensor(sum(IDS, [])), torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3])
     wanted = torch.tensor([6, 4])
 
@@ -135,9 +136,7 @@ def test_a_layer_that_computes_all_rows_is_right_too(folder):
 
 def test_a_rank_sends_no_more_than_it_must(folder):
     """The last MLP's all-reduce is as small as the rows that are due."""
-    ckpt = open_checkpoint(folder)
-    plan = ShardPlan.from_config(ckpt.config, 2)
-    config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=64, num_blocks=4)
+    ckpt, plan, config = sized(folder, dtype=torch.float32)
 
     def on_rank():
         ModelRunner(ckpt, plan, config).execute_model(described([0, 2]))

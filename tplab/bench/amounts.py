@@ -80,23 +80,23 @@ def head_amount(config, shard: RankShard, due: int) -> Amount:
 def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: int, dtype: torch.dtype
                 ) -> list[Amount]:
     """All phases of a step on one rank, in their order; without a row that gets a token there is none at the head."""
-    shard, rows = plan.ranks[rank], rows_of_layers(config, parts, due)
-    attention = attention_amount(config, shard, parts, dtype)
-    layers = [amount for count in rows for amount in (attention, mlp_amount(config, shard, count))]
-    return layers + [head_amount(config, shard, due)] * bool(due)
+    shard, attention = plan.ranks[rank], attention_amount(config, plan.ranks[rank], parts, dtype)
+    layer = [attention, mlp_amount(config, shard, attention.rows)]
+    last = [attention, mlp_amount(config, shard, last_mlp_rows(due))]
+    return layer * (config.num_layers - 1) + last + [head_amount(config, shard, due)] * bool(due)
 
 
-def rows_of_layers(config, parts: Sequence[Part], due: int) -> list[int]:
-    """Of each layer's MLP; the last one's are those that get a token, or a single one if there is none."""
-    return [sum(part.count for part in parts)] * (config.num_layers - 1) + [due or 1]
+def last_mlp_rows(due: int) -> int:
+    """Rows of the last layer's MLP: those that get a token, or a single one if there is none."""
+    return due or 1
 
 
 def messages(config, parts: Sequence[Part], due: int, dtype: torch.dtype) -> list[int]:
     """Bytes of each meeting of a step: an all-reduce behind the embedding, two in every layer, and, where a token is
     drawn, the exchange of the ranks' best ones, of a score and a number each.
     """
-    sums = [sum(part.count for part in parts)] * (2 * config.num_layers) + rows_of_layers(config, parts, due)[-1:]
-    return [rows * config.hidden_size * dtype.itemsize for rows in sums] + [16 * due] * bool(due)
+    row, rows = config.hidden_size * dtype.itemsize, sum(part.count for part in parts)
+    return [rows * row] * (2 * config.num_layers) + [last_mlp_rows(due) * row] + [16 * due] * bool(due)
 
 
 def parameter_bytes(config, shard: RankShard, dtype: torch.dtype) -> int:
