@@ -46,10 +46,6 @@ def loops_or_skip(kv_heads, group, head_dim):
         pytest.skip(f"no loops for {group} queries of {head_dim} numbers on this processor")
 
 
-def has_torchs_bits(group, head_dim):
-    return beside_torch(paged_attention._loop(torch.float32, head_dim, group)[0], head_dim, group) == 0
-
-
 def far(one, other):
     return (one.double() - other).norm()
 
@@ -65,17 +61,14 @@ def test_there_are_loops_for_smollm2_where_there_are_wide_vectors():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", [[16], [17, 40, 16], [33, 1, 64, 5], [384, 100], [385, 384, 500], [768, 30, 767]],
                          ids=str)
-def test_each_sequence_gets_torchs_bits_as_if_it_were_alone(lengths, shape):
+def test_each_sequence_is_as_close_to_float64_as_torch_is_with_it_alone(lengths, shape):
     """A product of three queries, a softmax and a product of so many keys as there are: not of so many as the longest
-    has. (Below 16 keys PyTorch adds weights up in another order; on some processors always.)"""
+    has. The bound is the reference's own error on the processor at hand."""
     loops_or_skip(*shape)
     q, k, v, mask = case(lengths, *shape)
     ours, right, exact = attend_paged(q, k, v, mask, 0.3), alone(q, k, v, 0.3), alone(q, k, v, 0.3, torch.float64)
     for n, length in enumerate(lengths):
-        if length >= LANES and has_torchs_bits(*shape[1:]):
-            assert torch.equal(ours[n], right[n]), length
         assert far(ours[n], exact[n]) <= 3 * far(right[n], exact[n]) + 1e-7, length
-    assert (ours - exact).abs().max() <= 3e-6
 
 
 @pytest.mark.parametrize("lengths", [[769, 30], [1000], [1153, 2000, 16]], ids=str)
@@ -87,7 +80,6 @@ def test_long_sequences(lengths):
     q, k, v, mask = case(lengths, 2, 3, 64)
     ours, right, exact = attend_paged(q, k, v, mask, 0.3), alone(q, k, v, 0.3), alone(q, k, v, 0.3, torch.float64)
     for n in range(len(lengths)):
-        assert torch.equal(ours[n], right[n]) or not has_torchs_bits(3, 64)
         assert far(ours[n], exact[n]) <= 3 * far(right[n], exact[n]) + 1e-7
 
 
