@@ -258,6 +258,11 @@ def test_an_arrow_is_plus_infinity_and_nothing_else():
     assert figure.alt_text.endswith("m: of 4 entries, 1 numbers, 1 hidden (-inf), 1 NaN, 1 +inf.")
 
 
+def test_a_mask_figure_has_a_colour_bar_only_where_there_are_numbers():
+    lost, some = torch.tensor([[NAN, -math.inf]]), torch.tensor([[1.0, -math.inf]])
+    assert [len(show.mask_figure({"m": table}).axes) for table in (lost, some)] == [1, 2]
+
+
 def test_a_mask_figure_wants_one_head():
     with pytest.raises(show.ShowError, match=r"x: \[2, 4, 4\]"):
         show.mask_figure({"x": torch.zeros(2, 4, 4)})

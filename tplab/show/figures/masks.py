@@ -33,7 +33,8 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
             shades = _draw(ax, table, low, high, tokens)
             ax.set_title(label, fontsize=11, fontweight="normal")
         axes[0][0].set_ylabel("query")
-        figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
+        if finite.numel():
+            figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
         figure.legend(handles=_legend(tables), loc="outside lower left", ncols=3)
         entitle(figure, title or _finding(tables))
     figure.alt_text = f"Figure: attention {what}s, queries down, keys across. " + " ".join(
