@@ -126,8 +126,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)) + 1, block_size=block_size,
         num_blocks=num_blocks or sum(blocks_needed(len(text), block_size) for text in texts), dtype=dtype,
         tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching,
-        prune_last_layer=False)  # for a trace of all rows
+        max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching)
     run = LogicalExecutor(tensor_parallel_size).run if logical else pool_for(tensor_parallel_size, pool).run
     executor = _ForcingExecutor(run, texts)
     engine = Engine(executor, config)

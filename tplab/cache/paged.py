@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from tplab.cache.table import blocks_needed, slot_mapping
-from tplab.kernels.paged_attention import LANES, Paged, pays
-from tplab.model.attention import AttentionBatch, causal_mask, is_own, run_length, runs
+from tplab.model.attention import AttentionBatch, causal_mask
 
 
 class Segment(NamedTuple):
@@ -87,21 +86,11 @@ class PagedKVCache:
         return PagedContext(self, segments)
 
 
-# Adjacent slots; the vectors of single heads; or slots and lengths of several sequences.
-Where = slice | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-# Sequences whose keys and values of one layer fit into this many bytes decode in one padded batch: copying so few is
-# quicker than one more call. Longer ones are read where they lie, one by one if attention is not the lab's own.
-TOGETHER_BYTES = 1 << 19
-
-
 class PagedContext:
     """One step's view of a paged cache; everything that does not depend on the layer is made here, once.
 
     ``segments`` are the sequences of the step, in the order of the flattened tokens.
     """
-
-    logits_indices = None
 
     def __init__(self, cache: PagedKVCache, segments: Sequence[Segment]):
         self.cache, self.segments = cache, segments
@@ -110,93 +99,26 @@ class PagedContext:
         self.slot_mapping = torch.tensor([slot for slots in self.slots for slot in slots])
         self.reads = list(self._reads())
 
-    def _reads(self) -> Iterator[tuple[slice | torch.Tensor, Where, torch.Tensor]]:
-        """``(rows, what to read, mask)`` per batch: decoding sequences together, all others one by one; also long ones
-        that decode, where attention does not read them in their slots.
-
-        A prompt is read in runs, and no run reads keys that all its queries must not see.
-        """
-        bytes_per_key = 2 * self.cache.k_slots[0][0].nbytes
-        length = run_length(self.cache.k_cache.dtype, self.cache.k_cache.shape[-1])
-        row, together = 0, []
+    def _reads(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """``(rows, slots to read, mask)`` per sequence."""
+        row, size = 0, self.cache.block_size
         for segment in self.segments:
             keys = visible_length(segment.start, segment.count)
-            if segment.count == 1 and (keys * bytes_per_key <= TOGETHER_BYTES or self._is_paged(keys)):
-                together.append((row, segment, keys))
-            else:
-                for run in runs(segment.start, segment.count, length):
-                    first, keys = row + run.start - segment.start, visible_length(run.start, len(run))
-                    yield (slice(first, first + len(run)), self._one(segment, keys),
-                           causal_mask(torch.arange(run.start, run.stop)[None], keys))
+            table = torch.tensor(segment.block_ids[:blocks_needed(keys, size)])
+            slots = (table[:, None] * size + torch.arange(size)).flatten()[:keys]
+            positions = torch.arange(segment.start, segment.start + segment.count)
+            yield slice(row, row + segment.count), slots, causal_mask(positions[None], keys)
             row += segment.count
-        if together:
-            yield self._together(*zip(*together))
-
-    def _together(self, rows: Sequence[int], segments: Sequence[Segment], keys: Sequence[int]
-                  ) -> tuple[slice | torch.Tensor, Where, torch.Tensor]:
-        """One batch of sequences that decode, with so many keys each.
-
-        Their slots are looked up once for all layers. Attention that is the lab's own reads through them; any other is
-        given tensors.
-        """
-        longest = max(keys)
-        positions = torch.tensor([[segment.start] for segment in segments])
-        adjacent = rows[-1] - rows[0] == len(rows) - 1
-        where = slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows)
-        paged = self._is_paged(longest)
-        if len(rows) == 1 and not paged:
-            return where, self._one(segments[0], longest), causal_mask(positions, longest)
-        if paged:
-            longest = blocks_needed(longest, LANES) * LANES
-        # Shorter sequences are filled up with their own last slot, which the mask hides: never with a stranger's.
-        slots = torch.stack([self._slots(segment, visible)[torch.arange(longest).clamp_(max=visible - 1)]
-                             for segment, visible in zip(segments, keys)])
-        paged = paged and 0 <= slots.min() and slots.max() < len(self.cache.k_slots[0])  # else PyTorch's error
-        return (where, (slots, torch.tensor(keys)) if paged else self._of_heads(slots),
-                causal_mask(positions, longest))
-
-    def _is_paged(self, keys: int) -> bool:
-        """Whether attention reads the longest sequence's keys, which are so many, in their slots."""
-        stored = self.cache.k_cache
-        return pays(stored.dtype, stored.shape[-1], keys) and is_own() and _OWN == (causal_mask, read_cache)
-
-    def _one(self, segment: Segment, keys: int) -> slice | torch.Tensor:
-        """Where one sequence's keys are: a slice of the slots if it lies in one piece."""
-        size = self.cache.block_size
-        used = segment.block_ids[:blocks_needed(keys, size)]
-        if all(block == used[0] + i for i, block in enumerate(used)):
-            return slice(used[0] * size, used[0] * size + keys)
-        return self._of_heads(self._slots(segment, keys)[None])
-
-    def _slots(self, segment: Segment, keys: int) -> torch.Tensor:
-        """A sequence's first ``keys`` slots, through its table."""
-        size = self.cache.block_size
-        table = torch.tensor(segment.block_ids[:blocks_needed(keys, size)])
-        return (table[:, None] * size + torch.arange(size)).flatten()[:keys]
-
-    def _of_heads(self, slots: torch.Tensor) -> torch.Tensor:
-        """``[batch, keys]`` slots → the vectors in them, head by head, as attention wants them: no second copy."""
-        heads = self.cache.k_cache.shape[3]
-        return (slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Write the new keys and values through the slots, read everything visible through the tables."""
         k_slots, v_slots = self.cache.k_slots[layer], self.cache.v_slots[layer]
         write_cache(k_slots, self.slot_mapping, k)
         write_cache(v_slots, self.slot_mapping, v)
-        for rows, where, mask in self.reads:
-            yield AttentionBatch(rows, read_cache(k_slots, where, mask), read_cache(v_slots, where, mask), mask)
+        for rows, slots, mask in self.reads:
+            yield AttentionBatch(rows, read_cache(k_slots, slots), read_cache(v_slots, slots), mask)
 
 
-def read_cache(cache: torch.Tensor, where: Where, mask: torch.Tensor) -> torch.Tensor | Paged:
-    """``[batch, kv heads here, keys, head_dim]``: a view of adjacent slots, a gather of single heads' vectors, or the
-    slots and lengths themselves, to be read one by one."""
-    (batch, _, _, keys), (_, heads, head_dim) = mask.shape, cache.shape
-    if isinstance(where, slice):
-        return cache[where].view(batch, keys, heads, head_dim).transpose(1, 2)
-    if isinstance(where, tuple):
-        return Paged(cache, *where, range(heads))
-    return cache.flatten(0, 1).index_select(0, where).view(batch, heads, keys, head_dim)
-
-
-_OWN = causal_mask, read_cache
+def read_cache(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """One sequence's keys or values, ``[1, kv heads here, keys, head_dim]``, from ``[num_slots, kv heads here, …]``."""
+    return cache.index_select(0, slots).transpose(0, 1)[None]

@@ -26,8 +26,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are read in chunks.
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
-        enforce_eager: compute every step call by call; repeat none from a graph.
-        prune_last_layer: compute the last layer's MLP for those rows alone that a token is drawn from.
+        enforce_eager: the reference computes every step.
         num_scheduler_steps: while nothing is to be decided, ranks may compute so many steps for one call, at most.
 
     Raises:
@@ -46,7 +45,6 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     strict: bool = False
     enforce_eager: bool = False
-    prune_last_layer: bool = True
     num_scheduler_steps: int = 1
 
     def __post_init__(self):

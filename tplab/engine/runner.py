@@ -3,6 +3,8 @@
 It keeps the weights, the cache and the tokens drawn in the last step, and knows nothing about queues.
 """
 
+from itertools import accumulate
+
 import torch
 
 from tplab.cache import PagedKVCache, Segment
@@ -10,7 +12,6 @@ from tplab.engine.config import EngineConfig
 from tplab.engine.errors import EngineError
 from tplab.engine.sampler import sample
 from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from tplab.engine.step_graph import StepGraphs
 from tplab.model import load_model
 from tplab.ranks import state
 from tplab.shard import ShardPlan
@@ -31,10 +32,13 @@ class ModelRunner:
 
     def __init__(self, ckpt, plan: ShardPlan, config: EngineConfig):
         self.model, self.config = load_model(ckpt, plan, config.dtype), config
+        self.lm_head = self.model.lm_head
         self.cache = PagedKVCache(ckpt.config.num_layers, config.num_blocks, config.block_size,
                                   len(self.model.shard.kv_heads), plan.head_dim, config.dtype)
         self.drawn: dict[int, int] = {}
-        self.graphs = None if config.enforce_eager or config.strict else StepGraphs(self.model, self.cache)
+        self.load_stats = {"bytes_read": self.model.load_stats.bytes_read,
+                           "parameter_bytes": self.model.load_stats.parameter_bytes,
+                           "cache_bytes": self.cache.nbytes, "cache_bytes_per_token": self.cache.bytes_per_token}
 
     def new_tokens(self, requests: tuple[ScheduledRequest, ...]) -> list[int]:
         """The flattened input: from the description, or what this rank knows was drawn a step ago."""
@@ -43,57 +47,52 @@ class ModelRunner:
             tokens.extend(request.token_ids or (self.drawn[request.request_id],))
         return tokens
 
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, segments: list[Segment], rows: list[int]
+                ) -> tuple[torch.Tensor, list[list[int]]]:
+        """One forward pass over the flattened tokens of all sequences: this rank's logits of the given rows, and the
+        slots that each sequence wrote."""
+        context = self.cache.context(segments)
+        hidden = self.model(ids, positions, context)
+        return self.model.compute_logits(hidden[rows]), context.slots
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step: one forward pass over all new tokens of all sequences, then one token for each that is due."""
         requests = batch_order(scheduler_output)
         segments = [request.segment for request in requests]
         positions = torch.tensor([position for segment in segments for position in token_positions(segment)])
-        ids, slots = torch.tensor(self.new_tokens(requests)), None
-        last_rows, due, row = [], [], -1
-        for request in requests:
-            row += request.segment.count
+        ends = accumulate(segment.count for segment in segments)
+        rows, due = [], []  # whose prompt is done: its last token's logits draw the next one
+        for request, end in zip(requests, ends):
             if request.sampling is not None:
-                last_rows.append(row)
+                rows.append(end - 1)
                 due.append(request)
-        hidden = self.graphs.forward(ids, positions, segments) if self.graphs else None
-        if hidden is None:
-            context = self.cache.context(segments)
-            if self.config.prune_last_layer and len(due) <= row:
-                context.logits_indices = torch.tensor(last_rows or [row])
-            hidden, slots = self.model(ids, positions, context), context.slots
-        self.drawn, logprobs, nan = {}, {}, ()
-        if due:
-            logits_here = self.model.compute_logits(hidden if len(due) == len(hidden) else hidden[last_rows])
-            tokens, by_row = sample(self.model, logits_here, [request.sampling for request in due])
-            self.drawn = {request.request_id: token for request, token in zip(due, tokens) if token is not None}
-            logprobs = {due[row].request_id: found for row, found in by_row.items()}
-            nan = tuple(request.request_id for request, token in zip(due, tokens) if token is None)
+        logits_here, slots = self.forward(torch.tensor(self.new_tokens(requests)), positions, segments, rows)
+        tokens, by_row = sample(self.lm_head, logits_here, [request.sampling for request in due]) if due else ([], {})
+        self.drawn = {request.request_id: token for request, token in zip(due, tokens) if token is not None}
+        logprobs = {due[row].request_id: found for row, found in by_row.items()}
+        nan = tuple(request.request_id for request, token in zip(due, tokens) if token is None)
         return ModelRunnerOutput(self.drawn, logprobs, slots if self.config.strict else None, nan)
 
     def execute_steps(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """A step, and those that may follow it without the scheduler, until somebody cannot draw or all are at an end.
-        """
+        """A step, and those that may follow it without the scheduler, until a sequence has nothing to draw from or all
+        are at an end."""
         outputs = [self.execute_model(scheduler_output)]
         while scheduler_output.num_lookahead_steps and not outputs[-1].nan and not all(
                 token in self.config.eos_token_ids for token in self.drawn.values()):
             scheduler_output = scheduler_output.next_step()
-            if self.graphs:
-                self.graphs.expect_another()
             outputs.append(self.execute_model(scheduler_output))
         return outputs
 
 
-def load_runner(key: str, forget: list[str], *arguments) -> dict:
-    """On a rank: make a :class:`ModelRunner` and keep it under ``key``; drop those that nobody needs any more.
+def load_runner(key: str, forget: list[str], *arguments, make=ModelRunner) -> dict:
+    """On a rank: ``make`` a runner and keep it under ``key``; drop those that nobody needs any more.
 
     Returns what it costs: ``bytes_read``, ``parameter_bytes``, ``cache_bytes``, ``cache_bytes_per_token``.
     """
     drop_runners(forget)
-    runner = state[key] = ModelRunner(*arguments)
-    stats = runner.model.load_stats
-    return {"bytes_read": stats.bytes_read, "parameter_bytes": stats.parameter_bytes,
-            "cache_bytes": runner.cache.nbytes, "cache_bytes_per_token": runner.cache.bytes_per_token}
+    state[key] = make(*arguments)
+    return state[key].load_stats
 
 
 def drop_runners(keys: list[str]) -> None:

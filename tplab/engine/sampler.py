@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from tplab.engine.step import SamplingMetadata
-from tplab.kernels.largest import largest
 from tplab.ranks import all_gather
+from tplab.shard import ParallelLMHead
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
@@ -28,9 +28,6 @@ def offer(scores_here: torch.Tensor, first: int) -> torch.Tensor:
     """``[n, vocabulary here]`` scores → this rank's best token per row, ``[n, 2]``: its score and its global id, both
     exact in float64. ``first`` is the global id of this rank's first token. Of equals the first one, NaN before all.
     """
-    found = largest(scores_here, first)
-    if found is not None:
-        return found
     wide = scores_here.float() if scores_here.dtype == torch.bfloat16 else scores_here
     ids = torch.from_numpy(wide.numpy().argmax(axis=-1))  # numpy's is vectorised: a sixth of the time of torch's
     return torch.stack([scores_here.gather(-1, ids[:, None])[:, 0].double(), (ids + first).double()], dim=-1)
@@ -80,19 +77,19 @@ def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[i
     return [(t, logprobs[t].item(), int((logprobs > logprobs[t]).sum()) + 1) for t in tokens]
 
 
-def sample(model, logits_here: torch.Tensor, draws: Sequence[SamplingMetadata]
+def sample(lm_head: ParallelLMHead, logits_here: torch.Tensor, draws: Sequence[SamplingMetadata]
            ) -> tuple[list[int | None], dict[int, list]]:
     """Draw one token per row. Called on every rank with its own logits; every rank gets the same answer.
 
     ``logits_here`` is ``[n, vocabulary here]``, with one of ``draws`` per row. Returns token ids, None where the
     logits to draw from are NaN; and ``{row: log probabilities}`` for the rows that asked.
     """
-    here = model.shard.vocab
+    here = lm_head.rows
     whole_rows = [row for row, d in enumerate(draws)
                   if d.logprobs is not None or d.temperature and (d.top_k > 0 or d.top_p < 1 or d.min_p > 0)]
     whole = {}
     if whole_rows:
-        gathered = model.gather_logits(logits_here[whole_rows]).double()
+        gathered = lm_head.gather(logits_here[whole_rows]).double()
         whole = dict(zip(whole_rows, gathered))
     offers = offer(logits_here, here.start)
     for row, draw in enumerate(draws):
@@ -100,7 +97,7 @@ def sample(model, logits_here: torch.Tensor, draws: Sequence[SamplingMetadata]
             scores = logits_here[row].double() / draw.temperature
             if row in whole:
                 scores = scores.masked_fill(scores < lowest_allowed(whole[row] / draw.temperature, draw), float("-inf"))
-            noise = gumbel_noise(draw.seed, draw.position, model.config.vocab_size)
+            noise = gumbel_noise(draw.seed, draw.position, lm_head.num_embeddings)
             offers[row] = offer((scores + noise[here.start:here.stop])[None], here.start)[0]
             if offers[row, 0].isnan():
                 offers[row, 1] = -1  # no token: there is no probability to draw with. NaN wins, so all ranks hear of it

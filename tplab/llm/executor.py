@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from tplab.engine.runner import drop_runners, execute_model, execute_steps_from_json, has_runner, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
+from tplab.fast import load_fast_runner
 from tplab.llm.ahead import StepsAhead
 from tplab.patch import in_force
 from tplab.pool import RankPool, shared_pool
@@ -47,7 +48,7 @@ class PoolExecutor:
         # Before anything is there to be forgotten: a load that fails on one rank leaves weights on the others.
         self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
         forget = list(garbage)
-        found = pool.run(load_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
+        found = pool.run(load_fast_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
         for key in forget:
             with suppress(ValueError):  # another thread's load has seen to it
                 garbage.remove(key)

@@ -11,7 +11,7 @@ from tplab.checks import readable, shown
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
-from tplab.engine.step_graph import may_be_repeated
+from tplab.fast import why_not
 from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
 from tplab.llm.progress import Progress
@@ -40,12 +40,9 @@ class LLM:
         max_num_batched_tokens: tokens computed in one step; longer prompts are read in chunks.
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
-        enforce_eager: compute every step call by call; repeat none from a graph.
-        prune_last_layer: compute the last layer's MLP for those rows alone that a token is drawn from. Without, a trace
-            or a hook sees all rows there, too.
+        enforce_eager: the reference, plain PyTorch, computes every step; else :mod:`tplab.fast` does where it can.
         num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
-            one call, at most (those that are not needed are forgotten); None: 8 where steps are repeated from graphs,
-            else 1.
+            one call, at most (those that are not needed are forgotten); None: 8 on the fast path, else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
@@ -61,8 +58,7 @@ class LLM:
     def __init__(self, model: str | Checkpoint, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32", *,
                  block_size: int = 16, num_blocks: int | None = None, max_model_len: int | None = None,
                  max_num_seqs: int = 16, max_num_batched_tokens: int = 512, enable_prefix_caching: bool = True,
-                 strict: bool = False, enforce_eager: bool = False, prune_last_layer: bool = True,
-                 num_scheduler_steps: int | None = None,
+                 strict: bool = False, enforce_eager: bool = False, num_scheduler_steps: int | None = None,
                  patches: Many = (), pool: RankPool | None = None, logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
@@ -75,13 +71,12 @@ class LLM:
         self.patches = as_patches(patches)
         if num_scheduler_steps is None:
             one_by_one = strict or enforce_eager or logical or executor or self.patches
-            repeats = not one_by_one and may_be_repeated(self.checkpoint.config, self.plan, self.dtype)
-            num_scheduler_steps = 8 if repeats else 1
+            num_scheduler_steps = 1 if one_by_one or why_not(self.checkpoint.config, self.dtype) else 8
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
-            prune_last_layer=prune_last_layer, num_scheduler_steps=num_scheduler_steps)
+            num_scheduler_steps=num_scheduler_steps)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)

@@ -25,14 +25,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
                 ) -> torch.Tensor:
-        """``[tokens, hidden]`` → ``[tokens, hidden]``, or the rows that ``context.logits_indices`` names."""
+        """``[tokens, hidden]`` → ``[tokens, hidden]``."""
         name = f"layers.{self.layer}."
         normed = self.input_layernorm(hidden)
         point(name + "input_norm", normed)
         hidden = hidden + self.self_attn(normed, cos, sin, context)
         point(name + "residual", hidden)
-        if context.logits_indices is not None:
-            hidden = hidden[context.logits_indices]
         normed = self.post_attention_layernorm(hidden)
         point(name + "post_norm", normed)
         hidden = hidden + self.mlp(normed)
@@ -61,27 +59,15 @@ class TensorParallelCausalLM(nn.Module):
         Args:
             input_ids: ``[tokens]``.
             positions: ``[tokens]``, absolute.
-            context: where keys and values come from and go to; and which tokens are wanted.
+            context: where keys and values come from and go to.
 
         Returns:
-            ``[tokens, hidden]`` after the final norm, or the wanted rows; ``compute_logits`` takes what is needed.
+            ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
         """
-        return self.through_layers(*self.embed(input_ids, positions, context), context)
-
-    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What all layers need: ``[tokens, hidden]``, and the rotation's cos and sin."""
         hidden = self.embed_tokens(input_ids)
         point("embed", hidden)
-        return hidden, *self.rotary(hidden, positions, context.lengths)
-
-    def through_layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
-                       ) -> torch.Tensor:
-        """All layers and the final norm: ``[tokens, hidden]`` → what :meth:`forward` returns."""
-        wanted, context.logits_indices = context.logits_indices, None  # a layer needs keys of all, for the next one
-        for left, layer in enumerate(self.layers, 1 - len(self.layers)):
-            if not left:
-                context.logits_indices = wanted
+        cos, sin = self.rotary(hidden, positions, context.lengths)
+        for layer in self.layers:
             hidden = layer(hidden, cos, sin, context)
         hidden = self.norm(hidden)
         point("norm", hidden)
@@ -92,7 +78,3 @@ class TensorParallelCausalLM(nn.Module):
         logits = self.lm_head(hidden)
         point("logits", logits)
         return logits
-
-    def gather_logits(self, logits_here: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits → ``[n, vocab_size]`` on every rank."""
-        return self.lm_head.gather(logits_here)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from tplab.checkpoint.layout import by_parameter, sources, tensor_parts
-from tplab.kernels.product import pack
 from tplab.model.decoder import TensorParallelCausalLM
-from tplab.shard import MergedColumnParallelLinear, ParallelLMHead, RowParallelLinear, ShardPlan
+from tplab.shard import ShardPlan
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,5 @@ def load_model(ckpt, plan: ShardPlan, dtype: torch.dtype = torch.float32) -> Ten
     with ckpt.reader() as reader:
         for path, parts in by_parameter(tensor_parts(ckpt.config, ckpt.tensors)).items():
             model.get_parameter(path).weight_loader(*sources(parts.values(), reader))
-        for layer in model.modules():
-            if isinstance(layer, (MergedColumnParallelLinear, RowParallelLinear, ParallelLMHead)):
-                pack(layer.weight)
         model.load_stats = LoadStats(reader.bytes_read, sum(p.numel() * p.element_size() for p in model.parameters()))
     return model.eval()

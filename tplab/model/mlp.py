@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from tplab.kernels.gated import silu_times
 from tplab.model.trace import point
 from tplab.shard import MergedColumnParallelLinear, RowParallelLinear, ShardPlan
 
@@ -16,7 +15,6 @@ class TensorParallelMLP(nn.Module):
         from transformers.activations import ACT2FN
 
         self.layer, self.act = layer, ACT2FN[config.hidden_act]
-        self.is_silu = config.hidden_act == "silu"
         columns = [shard.mlp for shard in plan.ranks]
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2,
                                                        parts=[columns, columns], bias=config.mlp_bias, dtype=dtype)
@@ -27,15 +25,10 @@ class TensorParallelMLP(nn.Module):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        hidden = self.activate(gate, up)
+        hidden = self.act(gate) * up
         point(name + "mlp_act", hidden)
         partial = self.down_proj.partial(hidden)
         point(name + "mlp_partial", partial)
         out = self.down_proj.reduce(partial)
         point(name + "mlp", out)
         return out
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """``act(gate) * up``, each ``[tokens, columns here]``."""
-        hidden = silu_times(gate, up) if self.is_silu else None
-        return self.act(gate).mul_(up) if hidden is None else hidden

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from tplab.kernels.fused import rms_norm, rms_norm_by_torch
 from tplab.shard.parameter import sharded_parameter
 
 
@@ -20,5 +19,6 @@ class RMSNorm(nn.Module):
         getattr(self, parameter).data.copy_(source[:])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = rms_norm(x, self.weight, self.eps)
-        return rms_norm_by_torch(x, self.weight, self.eps) if y is None else y
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)

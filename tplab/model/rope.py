@@ -9,8 +9,6 @@ from importlib import import_module
 
 import torch
 
-from tplab.kernels.fused import rotate_half
-
 _CLASSES = {"qwen2": "Qwen2RotaryEmbedding", "qwen3": "Qwen3RotaryEmbedding", "llama": "LlamaRotaryEmbedding",
             "mistral": "MistralRotaryEmbedding"}
 
@@ -57,11 +55,5 @@ class Rotary:
 
 
 def rotate(model_type: str):
-    """The architecture's own ``apply_rotary_pos_emb(q, k, cos, sin)``; its bits come in one pass where they can."""
-    theirs = _modeling(model_type).apply_rotary_pos_emb
-
-    def apply_rotary_pos_emb(*given, **named):
-        quick = rotate_half(*given) if len(given) == 4 and all(map(torch.is_tensor, given)) and not named else None
-        return theirs(*given, **named) if quick is None else quick
-
-    return apply_rotary_pos_emb
+    """The architecture's own ``apply_rotary_pos_emb(q, k, cos, sin)``."""
+    return _modeling(model_type).apply_rotary_pos_emb

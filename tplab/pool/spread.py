@@ -7,15 +7,13 @@ of two threads after a rest of 0.2 s, and 30 ms without one (bfloat16; one threa
 """
 
 import os
+import threading
 from contextlib import suppress
-from functools import lru_cache
 from threading import Timer
 
-import torch
-
-from tplab.kernels.compiled import Compiled, has_threads, row_by_row, shared
 from tplab.pool.capture import libc
 
+COMPUTES = "compute"  # the names of threads that compute for a rank begin so
 HELD = 0.1  # seconds until the kernel chooses again: beside a busy process it chooses better
 
 
@@ -47,17 +45,6 @@ def _release(threads: list[int], cores: list[int]) -> None:
 
 def _threads() -> list[int]:
     """The system's numbers of this thread and of those that compute with it."""
-    count = torch.get_num_threads() if has_threads() else 1
-    numbers = torch.empty(count, dtype=torch.int64)
-    _say_who()(numbers.data_ptr(), count, count)
-    return numbers.tolist()
-
-
-@lru_cache
-def _say_who() -> Compiled:
-    return shared(row_by_row("ptr %numbers", """
-  %number = call i32 @gettid()
-  %wide = zext i32 %number to i64
-  %place = getelementptr i64, ptr %numbers, i64 %r
-  store i64 %wide, ptr %place
-  br label %row.end""", declared="declare i32 @gettid()"))
+    own = threading.get_ident()
+    return [thread.native_id for thread in sorted(threading.enumerate(), key=lambda one: one.ident != own)
+            if thread.ident == own or thread.name.startswith(COMPUTES)]

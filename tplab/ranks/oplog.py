@@ -78,18 +78,21 @@ class OpLog:
     def leave(self) -> None:
         self.memory[self.at + STATE_AT] = LEFT
 
-    def expect(self, files: list[bytes]) -> None:
-        """Whoever writes the next records in another way leaves the names of their files to this log."""
-        for seq, file in enumerate(files, self.seq + 1):
+    def expect(self, code, op: int, dtype: torch.dtype, shape: tuple, count: int) -> list[int]:
+        """Compiled code is about to enter ``count`` collectives of this kind: the int64 words of their records.
+
+        ``code`` is the Python code of the function. Only the numbers, and what compiled code fills in, are not right.
+        """
+        file, line = self._file(code.co_filename), code.co_firstlineno
+        for seq in range(self.seq + 1, self.seq + count + 1):
             self._note_file(seq % RECORDS, file)
+        padded = (*shape, *_ZEROS[len(shape):])
+        record = _RECORD.pack(0, line, ENTERED, op, DTYPE_CODES[dtype], len(shape), 0, *padded)
+        return list(memoryview(record).cast("q"))
 
     def jump(self, seq: int) -> None:
-        """Records up to this number have been written in another way."""
+        """Records up to this number have been written by compiled code."""
         self.seq, self.at = seq, RING_AT + (seq % RECORDS) * RECORD_BYTES
-
-    def newest(self) -> tuple[bytes, bytes]:
-        """The record that was entered last, and its file, as they stand in the ring."""
-        return bytes(self.memory[self.at : self.at + RECORD_BYTES]), self._noted[self.seq % RECORDS]
 
     def records(self, after: int = 0) -> list[OpRecord]:
         """What the ring still holds of the collectives after number `after`, oldest first; callable from outside."""
@@ -130,11 +133,15 @@ class OpLog:
             name = frame.f_code.co_filename
             if name not in files:
                 plumbing = is_machinery(name)
-                files[name] = None if plumbing else name.encode(errors="replace")[-_FILE_BYTES + 1 :] + b"\0"
+                files[name] = None if plumbing else self._file(name)
             if (file := files[name]) is not None:
                 return file, frame.f_lineno
             frame = frame.f_back
         return b"\0", 0
+
+    @staticmethod
+    def _file(name: str) -> bytes:
+        return name.encode(errors="replace")[-_FILE_BYTES + 1 :] + b"\0"
 
     def _note_file(self, index: int, file: bytes) -> None:
         if self._noted[index] != file:  # seldom: most collectives come from the file they came from 1024 earlier

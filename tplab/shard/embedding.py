@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tplab.kernels.product import empty_weight, linear
 from tplab.ranks import all_gather, all_reduce, rank, world_size
 from tplab.shard.linear import column_shard
 from tplab.shard.parameter import sharded_parameter
@@ -31,7 +30,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         parts = parts or split_evenly(num_embeddings, world_size())
         self.num_embeddings, self.sizes, self.rows = num_embeddings, [len(part) for part in parts], parts[rank()]
-        self.weight = sharded_parameter(self, "weight", empty_weight(len(self.rows), embedding_dim, dtype), [self.rows])
+        weight = torch.empty(len(self.rows), embedding_dim, dtype=dtype)
+        self.weight = sharded_parameter(self, "weight", weight, [self.rows])
 
     def load(self, parameter: str, source) -> None:
         """Fill ``"weight"`` with this rank's rows."""
@@ -55,7 +55,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.weight)
+        return F.linear(hidden, self.weight)
 
     def gather(self, logits_here: torch.Tensor) -> torch.Tensor:
         """Every rank's logits → ``[tokens, num_embeddings]`` on every rank."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from tplab.kernels.product import empty_weight, linear
 from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard.parameter import sharded_parameter
 from tplab.shard.plan import RankShard, split_evenly
@@ -54,7 +54,7 @@ class MergedColumnParallelLinear(nn.Module):
         for size, part, rows in zip(self.output_sizes, parts, self.ranges, strict=True):
             assert part[-1].stop <= size and rows.stop <= size, f"rows {rows} stand outside of {size} outputs"
         rows = sum(self.split_sizes)
-        self.weight = sharded_parameter(self, "weight", empty_weight(rows, input_size, dtype), self.ranges)
+        self.weight = sharded_parameter(self, "weight", torch.empty(rows, input_size, dtype=dtype), self.ranges)
         self.bias = sharded_parameter(self, "bias", torch.empty(rows, dtype=dtype), self.ranges) if bias else None
 
     def load(self, parameter: str, *sources) -> None:
@@ -62,7 +62,7 @@ class MergedColumnParallelLinear(nn.Module):
         getattr(self, parameter).data.copy_(merged_shard(sources, self.ranges))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut the merged output into the merged layers' outputs."""
@@ -127,7 +127,7 @@ class RowParallelLinear(nn.Module):
         parts = parts or split_evenly(input_size, world_size())
         assert parts[-1].stop == input_size, f"the parts end at {parts[-1].stop}, the input at {input_size}"
         self.input_size, self.output_size, self.columns = input_size, output_size, parts[rank()]
-        weight, whole = empty_weight(output_size, len(self.columns), dtype), [range(output_size)]
+        weight, whole = torch.empty(output_size, len(self.columns), dtype=dtype), [range(output_size)]
         self.weight = sharded_parameter(self, "weight", weight, [self.columns], dim=1)
         self.bias = sharded_parameter(self, "bias", torch.empty(output_size, dtype=dtype), whole) if bias else None
 
@@ -138,7 +138,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, ``[tokens, output_size]``; the summands of all ranks add up to the layer's output."""
-        return linear(x, self.weight, self.bias if rank() == 0 else None)
+        return F.linear(x, self.weight, self.bias if rank() == 0 else None)
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Add up the ranks' summands; overwrites ``partial``."""

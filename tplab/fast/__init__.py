@@ -1,0 +1,37 @@
+"""What makes a loaded model quick, from outside: whole steps as compiled code, with the reference's numbers.
+
+The rooms below are plain PyTorch and know nothing of this one. numba is imported on the ranks alone.
+"""
+
+import os
+
+import torch
+
+from tplab.engine.runner import ModelRunner, load_runner
+
+SWITCH = "TPLAB_FAST"  # "0" in the environment: the reference computes everything
+
+
+def why_not(config, dtype: torch.dtype) -> str | None:
+    """Why the reference computes a model of this :class:`tplab.checkpoint.ModelConfig`; None where this room does."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns it off"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"{str(dtype).removeprefix('torch.')} is the reference's alone"
+    if config.hidden_act != "silu":
+        return f"it does not know hidden_act {config.hidden_act!r}"
+    return None
+
+
+def load_fast_runner(key: str, forget: list[str], *arguments) -> dict:
+    """On a rank: :func:`tplab.engine.runner.load_runner`, of a runner that is quick where it can be."""
+    return load_runner(key, forget, *arguments, make=_make)
+
+
+def _make(ckpt, plan, config) -> ModelRunner:
+    runner = ModelRunner(ckpt, plan, config)
+    if not (config.enforce_eager or config.strict or why_not(ckpt.config, config.dtype)):
+        from tplab.fast.accelerate import accelerate
+
+        accelerate(runner)
+    return runner

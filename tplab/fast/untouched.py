@@ -1,0 +1,67 @@
+"""Whether somebody looks into a rank's model or has changed it: the one question on which the fast path depends.
+
+A patch, a trace, a hook, another function, module or parameter in the place of one: then the reference computes, on all
+ranks.
+"""
+
+from collections.abc import Iterator
+from operator import is_
+from types import FunctionType
+
+import torch
+
+from tplab import patch
+from tplab.cache import paged
+from tplab.engine import runner, sampler
+from tplab.model import TensorParallelCausalLM, attention, decoder, mlp, norm, rope
+from tplab.model.trace import is_recording
+from tplab.ranks.context import current
+from tplab.shard import embedding, linear
+
+_OWNERS = attention, decoder, mlp, norm, rope, embedding, linear, paged, runner, sampler
+
+
+class Watch:
+    """What a model consisted of when it was loaded.
+
+    ``disturbed``: since it was last set to False, this rank has done something else than steps.
+    """
+
+    def __init__(self, model: TensorParallelCausalLM):
+        self.hooks = [hooks for module in model.modules()
+                      for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self.functions = list(_functions())
+        self.contents = [(names, dict(names)) for module in model.modules()
+                         for names in (vars(module), module._parameters, module._modules)]
+        self.command, self.untouched, self.disturbed = None, False, True
+
+    def is_untouched(self) -> bool:
+        """Whether nobody looks and nothing has changed, on all ranks.
+
+        Ranks agree on the answer whenever they have done something else since the last step; in between, only the
+        patches can change, which the pool sends to all.
+        """
+        group = current()
+        if self.command is None or group.command - self.command > 1:
+            self.disturbed = True
+            self.untouched = group.all_agree(self._nobody_looks() and self._is_as_loaded())
+        self.command = group.command
+        return self.untouched and not patch.in_force()
+
+    def _nobody_looks(self) -> bool:
+        return not (is_recording() or any(self.hooks) or torch.nn.modules.module._has_any_global_hook())
+
+    def _is_as_loaded(self) -> bool:
+        return all(place.get(name) is own for place, name, own in self.functions) and all(
+            len(names) == len(own) and all(map(is_, names.values(), own.values())) for names, own in self.contents)
+
+
+def _functions() -> Iterator[tuple[dict, str, object]]:
+    """``(names, name, function)`` of all that a forward pass consists of."""
+    for owner in _OWNERS:
+        for name, found in vars(owner).items():
+            if isinstance(found, FunctionType):
+                yield vars(owner), name, found
+            elif isinstance(found, type) and found.__module__ == owner.__name__:
+                yield from ((vars(found), inner, method) for inner, method in vars(found).items()
+                            if isinstance(method, FunctionType))
