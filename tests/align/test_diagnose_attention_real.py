@@ -162,13 +162,6 @@ def test_no_mask_at_all(run):
     assert found.fault == "no_mask", "of what there was: the later tokens are not there yet"
 
 
-def test_no_mask_within_a_run_of_queries(run, monkeypatch):
-    """Attention that is made for 4 queries at a time: each sees the keys up to the end of its run."""
-    monkeypatch.setattr(attention, "RUN", 4)
-    held = attend(run, sees=lambda q, k, keys: k < min(keys, q // 4 * 4 + 4), keys=[7] * 7 + [5] * 5)
-    assert asked(run, attention.sees_the_future, held).fault == "no_mask"
-
-
 @pytest.mark.parametrize("shift, says", [(1, "each token also sees the next one"), (-1, "no token sees itself")])
 def test_a_mask_that_is_a_step_off(run, shift, says):
     keys = [7] * 7 + [5] * 5

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
+from torch.nn.functional import linear
 
 from tplab.align import align, align_decode, diagnose_all
 from tplab.align.check.verdict import CheckReport
@@ -18,7 +19,6 @@ from tplab.align.points import layout, point_names
 from tplab.align.recording import Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault, scenario
-from tplab.kernels.product import linear
 from tplab.patch import Patch, applied, original
 from tplab.ranks import logical_ranks, rank, world_size
 from tplab.shard import ShardPlan

@@ -11,10 +11,9 @@ from helpers.oracle import oracle_attention
 from tplab.cache import BlockPool, BlockTable, PagedKVCache, Segment
 from tplab.cache.paged import rope_parts
 from tplab.checkpoint import open_checkpoint
-from tplab.kernels.paged_attention import Paged
 from tplab.lesson import ContiguousKVCache
 from tplab.model import NoCache, load_model
-from tplab.model.attention import RUN, attend, causal_mask, runs
+from tplab.model.attention import attend
 from tplab.shard import RankShard, ShardPlan
 
 HEAD_DIM = 6
@@ -63,16 +62,10 @@ def test_paged_attention_equals_the_oracle(name, block_size, dtype):
         assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
 
 
-def test_runs_are_cut_at_multiples():
-    assert list(runs(120, 280, 128)) == [range(120, 128), range(128, 256), range(256, 384), range(384, 400)]
-    assert list(runs(128, 128, 128)) == [range(128, 256)] and list(runs(255, 1, 128)) == [range(255, 256)]
-    assert not list(runs(5, 0, 128)) and list(runs(9, 3, 5)) == [range(9, 10), range(10, 12)]
-
-
 @pytest.mark.parametrize("block_size", [3, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_long_prompts_are_read_in_runs(block_size, dtype):
-    """Whole, in chunks that end anywhere, and beside a decoding sequence; no run reads what is behind it."""
+def test_long_prompts_equal_the_oracle(block_size, dtype):
+    """Whole, in chunks that end anywhere, and beside a decoding sequence; nothing behind the last query is read."""
     shard, generator = SHARDS["cut group"], torch.Generator().manual_seed(1)
     pool = BlockPool(200, block_size)
     spare = [pool.get_new_block() for _ in range(20)]
@@ -90,22 +83,7 @@ def test_long_prompts_are_read_in_runs(block_size, dtype):
         oracle = oracle_attention(q, cache.k_cache[0], cache.v_cache[0], segments, shard.kv_for_q, HEAD_DIM ** -0.5)
         assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
         for _, keys, values, mask in context.batches(0, k, v):
-            assert mask.shape[2] <= RUN
-            if isinstance(keys, Paged):
-                assert keys.lengths == (~mask).sum() and mask.shape[2] == 1
-            else:
-                assert not mask[..., -1].all() and keys.shape == values.shape and keys.shape[2] == mask.shape[3]
-
-
-def test_a_forward_pass_without_a_cache_reads_in_runs_too():
-    q, k, v = (torch.randn(230, 3, HEAD_DIM, dtype=torch.float64) for _ in range(3))
-    ours = paged_attention(None, NoCache([150, 80]), q, k, v, SHARDS["own"])
-    for rows in (slice(0, 150), slice(150, 230)):
-        tokens = rows.stop - rows.start
-        whole = attend(*(t[rows].transpose(0, 1)[None] for t in (q, k, v)),
-                       causal_mask(torch.arange(tokens)[None], tokens), HEAD_DIM ** -0.5)
-        assert torch.equal(ours[rows], whole[0].transpose(0, 1))
-    assert max(mask.shape[2] for *_, mask in NoCache([150, 80]).batches(0, k, v)) == RUN
+            assert not mask[..., -1].all() and keys.shape == values.shape and keys.shape[2] == mask.shape[3]
 
 
 def test_a_neighbours_nan_stays_with_the_neighbour():
@@ -115,13 +93,6 @@ def test_a_neighbours_nan_stays_with_the_neighbour():
     segments = [Segment(0, 1, (3,), 1), Segment(4, 1, (1, 2, 4), 1)]
     q, k, v = (torch.randn(2, 3, HEAD_DIM) for _ in range(3))
     assert paged_attention(cache, cache.context(segments), q, k, v, shard).isfinite().all()
-
-
-def test_one_piece_is_read_without_a_copy():
-    cache = PagedKVCache(1, 8, 2, 3, HEAD_DIM)
-    k = torch.randn(1, 3, HEAD_DIM)
-    ((_, keys, _, _),) = cache.context([Segment(4, 1, (2, 3, 4), 1)]).batches(0, k, k)
-    assert keys.data_ptr() == cache.k_cache[0, 2].data_ptr() and keys.shape == (1, 3, 5, HEAD_DIM)
 
 
 def test_bytes_are_those_of_the_kv_heads():
@@ -198,9 +169,7 @@ def test_what_is_read_is_what_the_table_names_in_its_order(table):
     assert (cache.k_cache[0] >= 0).all() and (cache.v_cache[0] >= 1000).all(), "the other layer is untouched"
 
 
-@pytest.mark.parametrize("together", [0, 1 << 19])
-def test_long_sequences_are_read_one_by_one_with_the_same_result(together, monkeypatch):
-    monkeypatch.setattr("tplab.cache.paged.TOGETHER_BYTES", together)
+def test_sequences_are_read_one_by_one():
     shard, generator = SHARDS["grouped"], torch.Generator().manual_seed(3)
     cache = PagedKVCache(1, 12, 2, 2, HEAD_DIM)
     cache.k_cache.normal_(generator=generator)
@@ -210,19 +179,11 @@ def test_long_sequences_are_read_one_by_one_with_the_same_result(together, monke
                 Segment(0, 1, (8,), 1)]
     q, k, v = (torch.randn(6, heads, HEAD_DIM, generator=generator) for heads in (4, 2, 2))
     context = cache.context(segments)
-    assert len(context.reads) == (4 if together == 0 else 2)
+    assert [rows for rows, *_ in context.reads] == [slice(0, 1), slice(1, 4), slice(4, 5), slice(5, 6)]
     assert context.slots == [[3], [5, 8, 9], [14], [16]] and context.slot_mapping.tolist() == [3, 5, 8, 9, 14, 16]
     ours = paged_attention(cache, context, q, k, v, shard)
     oracle = oracle_attention(q, cache.k_cache[0], cache.v_cache[0], segments, shard.kv_for_q, HEAD_DIM ** -0.5)
     assert (ours - oracle).abs().max() <= 1e-6
-
-
-@pytest.mark.parametrize("keys,reads", [(4, 1), (5, 2)])
-def test_so_many_bytes_are_still_read_together(keys, reads, monkeypatch):
-    """K and V of four keys of two heads, in float32."""
-    monkeypatch.setattr("tplab.cache.paged.TOGETHER_BYTES", 2 * 4 * 2 * HEAD_DIM * 4)
-    segments = [Segment(keys - 1, 1, (0, 1, 2), 1), Segment(0, 1, (4,), 1)]
-    assert len(PagedKVCache(1, 6, 2, 2, HEAD_DIM).context([*segments, segments[1]]).reads) == reads
 
 
 @pytest.mark.parametrize("segment,parts", [

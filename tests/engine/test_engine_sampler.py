@@ -173,11 +173,10 @@ def test_only_rows_that_need_it_are_gathered(monkeypatch):
         gathered.append(part.clone())
         return part
 
-    model = SimpleNamespace(shard=SimpleNamespace(vocab=range(40)), config=SimpleNamespace(vocab_size=40),
-                            gather_logits=gather)
-    logical_ranks(1, sample, model, logits, draws)
+    lm_head = SimpleNamespace(rows=range(40), num_embeddings=40, gather=gather)
+    logical_ranks(1, sample, lm_head, logits, draws)
     assert len(gathered) == 1 and torch.equal(gathered[0], logits[[2, 3]])
-    logical_ranks(1, sample, model, logits[:2], draws[:2])
+    logical_ranks(1, sample, lm_head, logits[:2], draws[:2])
     assert len(gathered) == 1
 
 

@@ -11,7 +11,6 @@ from tplab.engine import EngineError, sampler
 from tplab.engine.runner import drop_runners, execute_model, has_runner, load_runner
 from tplab.engine.step import SamplingMetadata, ScheduledRequest, SchedulerOutput
 from tplab.llm import LLM, SamplingParams
-from tplab.model import LoadStats
 from tplab.patch import Patch
 from tplab.ranks import RankError, rank, state
 
@@ -25,13 +24,11 @@ def told(engine):
     return {part.request_id: part for part in engine.executor.told[-1].requests}
 
 
-def test_a_load_forgets_what_nobody_needs_and_says_what_it_costs(monkeypatch):
-    made = SimpleNamespace(model=SimpleNamespace(load_stats=LoadStats(5, 6)),
-                           cache=SimpleNamespace(nbytes=7, bytes_per_token=8))
-    monkeypatch.setattr("tplab.engine.runner.ModelRunner", lambda *arguments: made if arguments == (1, 2) else None)
+def test_a_load_forgets_what_nobody_needs_and_says_what_it_costs():
+    made = SimpleNamespace(load_stats={"bytes_read": 5})
     state["engine a"] = "a runner"
-    assert load_runner("engine b", ["engine a"], 1, 2) == {
-        "bytes_read": 5, "parameter_bytes": 6, "cache_bytes": 7, "cache_bytes_per_token": 8}
+    found = load_runner("engine b", ["engine a"], 1, 2, make=lambda *given: made if given == (1, 2) else None)
+    assert found == {"bytes_read": 5}
     assert not has_runner("engine a") and state.pop("engine b") is made
 
 

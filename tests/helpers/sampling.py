@@ -13,9 +13,8 @@ def on_ranks(tp, logits, draws):
 
     def on_rank():
         here = parts[rank()]
-        model = SimpleNamespace(
-            shard=SimpleNamespace(vocab=here), config=SimpleNamespace(vocab_size=logits.shape[-1]),
-            gather_logits=lambda part: all_gather(part, dim=-1, sizes=[len(p) for p in parts]))
-        return sample(model, logits[:, here.start:here.stop], draws)
+        lm_head = SimpleNamespace(rows=here, num_embeddings=logits.shape[-1],
+                                  gather=lambda part: all_gather(part, dim=-1, sizes=[len(p) for p in parts]))
+        return sample(lm_head, logits[:, here.start:here.stop], draws)
 
     return logical_ranks(tp, on_rank)

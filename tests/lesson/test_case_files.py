@@ -14,7 +14,6 @@ from tplab import lesson
 from tplab.align import floors
 from tplab.checkpoint import open_checkpoint
 from tplab.faults.cases import CASES, NOWHERE, code_at, places
-from tplab.kernels import product
 from tplab.lab.batch import FOLDER
 from tplab.lab.case_sections import _imported, sections, solution_code
 from tplab.lab.glossary import _LINK
@@ -25,6 +24,7 @@ from tplab.lesson.cases.sealed import CaseError
 from tplab.lesson.cases.threads import one_thread_if_small
 from tplab.lesson.mine import NotYet
 from tplab.patch import original
+from tplab.shard import linear
 
 each_case = pytest.mark.parametrize("file", CASES.values(), ids=list(CASES))
 
@@ -134,9 +134,9 @@ def test_a_case_that_needs_ranks_says_so(ckpt):
 
 
 def test_what_a_solution_imports_is_called_as_its_file_calls_it():
-    lines = _imported(product)
-    assert lines["np"] == "import numpy as np" and lines["F"] == "from torch.nn import functional as F"
-    assert lines["nn"] == "from torch import nn" and lines["json"] == "import json" and "numpy" not in lines
+    lines = _imported(linear)
+    assert lines["F"] == "from torch.nn import functional as F" and lines["torch"] == "import torch"
+    assert lines["nn"] == "from torch import nn" and "functional" not in lines
 
 
 @pytest.mark.parametrize("least, heads, wanted, ranks", [
@@ -212,11 +212,15 @@ def test_the_form_says_what_the_call_says_and_its_right_answer_is_kept_for_the_r
 
 @pytest.mark.parametrize("width, threads", [(512, 1), (4096, 2)])
 def test_a_small_model_is_judged_on_one_thread(width, threads):
-    with product.torch_threads(2):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
         with pytest.raises(KeyError), one_thread_if_small(SimpleNamespace(hidden_size=512, intermediate_size=width)):
             assert torch.get_num_threads() == threads
             raise KeyError
         assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_code_at_a_place_is_what_stands_there_now():

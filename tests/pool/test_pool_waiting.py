@@ -8,22 +8,21 @@ import torch
 
 from tplab import RankPool
 from tplab.bench.steps import busy_process
-from tplab.kernels.graph import Recording
 from tplab.pool import waiting
 from tplab.pool.cores import available_cores
-from tplab.pool.waiting import FEW, MANY, Lack
+from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention, SpinBudget
 from tplab.ranks import all_reduce, rank
 from tplab.ranks.context import current
 
 
 def test_a_lack_is_felt_over_a_tenth_of_a_second_and_longer_than_it_began(monkeypatch):
     now = [0, 0]
-    monkeypatch.setattr(Lack, "_read", lambda self: tuple(now))
-    lack = Lack()
+    monkeypatch.setattr(Contention, "_read", lambda self: tuple(now))
+    contention = Contention()
 
     def after(ran, lacked):  # milliseconds
         now[0], now[1] = now[0] + int(ran * 1e6), now[1] + int(lacked * 1e6)
-        return lack.is_felt()
+        return contention.measure()
 
     assert not after(92, 8), "a driver that wakes between steps"
     assert not after(10, 30), "one bad moment: the window is not over"
@@ -40,60 +39,51 @@ def test_without_the_kernels_count_there_is_no_lack(monkeypatch):
         raise FileNotFoundError
 
     monkeypatch.setattr(waiting.os, "open", refused)
-    lack = Lack()
-    assert not lack.is_felt() and lack.before == (0, 0)
+    contention = Contention()
+    assert not contention.measure() and contention.before == (0, 0)
 
 
 def looks():
-    return current().looks
+    return current().spin
 
 
 def test_one_rank_without_a_core_makes_all_look_less():
     def feel(felt):
         here = felt and rank() == 1
-        current().lack.is_felt = lambda: here
+        current().contention.measure = lambda: here
 
     with RankPool(3) as pool:
-        for felt, expected in ((True, FEW), (False, MANY)):
+        for felt, expected in ((True, SHORT_SPIN), (False, LONG_SPIN)):
             pool.run(feel, felt)
             pool.run(looks)  # says it, when others may have asked already
             assert pool.run(looks) == [expected] * 3
 
 
-def test_collectives_look_as_often_as_that(pool):
-    """In one call, and from a graph that was recorded before; then with Python; then a rank sleeps and is woken."""
-
-    ever = waiting.Looks(1 << 40, 1 << 40)
-
-    @torch.inference_mode()
-    def meet(looks, repeated):
-        group, x, slept, helped = current(), torch.ones(16), [], []
-        group.looks = ever  # who sleeps here, and has been woken, may not have run yet when the next meeting begins
-        with Recording() as recording:
-            all_reduce(x)
-        group.looks, sleep, finish = looks, group._sleep, group._finish
+def test_a_rank_sleeps_when_its_spin_budget_is_spent(pool):
+    """And is woken by the late one."""
+    def meet(spin):
+        group, x, slept = current(), torch.ones(16), []
+        group.spin, sleep = spin, group._sleep
         group._sleep = lambda *where: slept.append(where) or sleep(*where)
-        group._finish = lambda piece: helped.append(piece) or finish(piece)
         try:
             if rank():
                 time.sleep(0.05)
-            recording.graph.replay() if repeated else all_reduce(x)
+            all_reduce(x)
         finally:
-            del group._sleep, group._finish
-        return x[0].item(), bool(slept), bool(helped)
+            del group._sleep
+        return x[0].item(), bool(slept)
 
-    for repeated in (False, True):
-        assert pool.run(meet, FEW, repeated) == [(4.0, True, repeated), (4.0, False, repeated)]
-        assert pool.run(meet, ever, repeated) == [(4.0, False, False)] * 2
+    assert pool.run(meet, SHORT_SPIN) == [(2.0, True), (2.0, False)]
+    assert pool.run(meet, SpinBudget(1 << 40, 1 << 40)) == [(2.0, False)] * 2
 
 
-@pytest.mark.skipif(not Lack().before[0], reason="this system does not count it")
+@pytest.mark.skipif(not Contention().before[0], reason="this system does not count it")
 def test_beside_busy_processes_ranks_look_less_until_these_are_gone():
     def compute():
         end = time.process_time() + 0.02
         while time.process_time() < end:
             pass
-        return current().looks
+        return current().spin
 
     def until(pool, expected):
         limit = time.monotonic() + 60
@@ -104,5 +94,5 @@ def test_beside_busy_processes_ranks_look_less_until_these_are_gone():
         with ExitStack() as busy:
             for _ in range(2 * available_cores()):
                 busy.enter_context(busy_process())
-            until(pool, FEW)
-        until(pool, MANY)
+            until(pool, SHORT_SPIN)
+        until(pool, LONG_SPIN)

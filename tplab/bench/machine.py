@@ -3,9 +3,7 @@
 All ranks work at the same time, as they do in a step, so what they share (memory, caches, the processor's clock) is
 shared in the measurement too. The engine's own functions are timed: its product, its attention, its all-reduce, and
 the whole engine on a model so small that nothing but Python is left. Python takes twice as long where weights have just
-swept it out of the processor's caches, so that model's weights sweep them too, and their own time is taken off. Steps
-that decode are repeated from graphs where weights are large enough (:mod:`tplab.engine.step_graph`): their cost beside
-what is counted is timed on a second model, with weights that are.
+swept it out of the processor's caches, so that model's weights sweep them too, and their own time is taken off.
 """
 
 import statistics
@@ -17,15 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch.nn import functional as F
 
 from tplab.bench.amounts import Part, attention_amount, mlp_amount
 from tplab.bench.steps import decode_seconds, prompt_seconds
 from tplab.cache import PagedKVCache, Segment
 from tplab.checkpoint.random_weights import write_random
-from tplab.engine.step_graph import may_be_repeated
-from tplab.kernels.graph import Recording
-from tplab.kernels.product import empty_weight, linear, pack
 from tplab.llm.llm import LLM
 from tplab.model.attention import TensorParallelAttention
 from tplab.model.mlp import TensorParallelMLP
@@ -125,8 +120,6 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         python = _python(alone, columns, {n: max(alone.run(_sweep, columns, n, dtype)) for n in SEQUENCES}, dtype)
         meetings = _python(pool, columns, together, dtype) if tp > 1 else python
         small, large = (max(pool.run(_reduce, size)) for size in MESSAGES)
-        repeated = (_repeated(pool, small if tp > 1 else 0.0, swept, dtype)
-                    if may_be_repeated(config, whole, dtype) else None)
     low, high = LAYERS
     # A difference of two times that others disturb may come out negative; a cost may not.
     layer, crowd = (max(0.0, python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
@@ -140,8 +133,7 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
         reduce_latency=max(small, (met - layer * turns) / 2) if tp > 1 else 0.0,
         reduce_byte=max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0]) if tp > 1 else 0.0,
         layer=layer, sequence=max(0.0, crowd - layer) / (SEQUENCES[1] - SEQUENCES[0]),
-        step=max(0.0, meetings.step[low, 1] - met), request=max(0.0, meetings.answer - meetings.step[low, 1]),
-        repeated=repeated)
+        step=max(0.0, meetings.step[low, 1] - met), request=max(0.0, meetings.answer - meetings.step[low, 1]))
 
 
 def _layer_bytes(config, shard, dtype: torch.dtype) -> int:
@@ -193,21 +185,11 @@ def _arithmetic(config, plan: ShardPlan, dtype: torch.dtype) -> dict:
 def _products(weights: list[torch.Tensor], rows: int, dtype: torch.dtype) -> float:
     """Seconds of a product of so many rows with each weight; without Python, where steps are repeated without it."""
     x = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=dtype) for weight in weights}
-    return _timed(_repeatable(lambda: [linear(x[weight.shape[1]], weight) for weight in weights]))
-
-
-def _repeatable(work: Callable[[], object]) -> Callable[[], object]:
-    """The same without Python, if it can be repeated so."""
-    work()  # as a step, it is recorded when functions have been made
-    with Recording() as recording:
-        work()
-    return recording.graph.replay if recording.graph else work
+    return _timed(lambda: [F.linear(x[weight.shape[1]], weight) for weight in weights])
 
 
 def _packed(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    weight = nn.Parameter(empty_weight(out_features, in_features, dtype).fill_(0.01), requires_grad=False)
-    pack(weight)
-    return weight
+    return torch.full((out_features, in_features), 0.01, dtype=dtype)
 
 
 def _attention(config, plan: ShardPlan, dtype: torch.dtype, queries: int, keys: int, sequences: int = 1) -> float:
@@ -227,7 +209,7 @@ def _attention(config, plan: ShardPlan, dtype: torch.dtype, queries: int, keys: 
     def attend() -> list[torch.Tensor]:
         return [one.attend_all(q, k, k, context) for one in attentions]
 
-    return _timed(_repeatable(attend) if queries == 1 else attend) / layers
+    return _timed(attend) / layers
 
 
 def _between(config, plan: ShardPlan, dtype: torch.dtype, rows: int) -> float:
@@ -244,7 +226,7 @@ def _between(config, plan: ShardPlan, dtype: torch.dtype, rows: int) -> float:
     def layers() -> None:
         for x, q, k, gate_up in sets:
             norm(x), attention.apply_rope(q, k, turns, turns), x + x
-            norm(x), mlp.activate(*mlp.gate_up_proj.split(gate_up)), x + x
+            norm(x), mlp.act(gate_up), x + x
 
     return _timed(layers) / len(sets)
 
@@ -272,20 +254,6 @@ def _python(pool: RankPool, columns: int, products: dict[int, float], dtype: tor
                 if layers == LAYERS[0]:
                     answer = min(prompt_seconds(llm, 1) for _ in range(4)) - layers * products[1]
     return Python(step, answer)
-
-
-def _repeated(pool: RankPool, latency: float, swept: int, dtype: torch.dtype) -> Repeated:
-    """Of a model of few layers, each of which sweeps so many bytes through the caches of a rank."""
-    size, hidden = pool.size, WIDE * pool.size
-    columns, turns = max(WIDE, swept // (3 * hidden * dtype.itemsize)), max(1, size / available_cores())
-    with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
-        model = write_random(Path(folder, "wide"), num_hidden_layers=FEW_LAYERS, intermediate_size=columns * size,
-                             **TINY | dict(hidden_size=hidden, num_attention_heads=4 * size, num_key_value_heads=size))
-        with LLM(str(model), size, dtype, pool=pool, enable_prefix_caching=False) as llm:
-            whole = {n: min(decode_seconds(llm, n, CONTEXT) for _ in range(4)) for n in SEQUENCES}
-    beside = {n: turns * max(pool.run(_sweep, columns, n, dtype, hidden, FEW_LAYERS)) + 2 * latency for n in SEQUENCES}
-    alone, crowd = (max(0.0, whole[n] - FEW_LAYERS * beside[n]) for n in SEQUENCES)
-    return Repeated(alone, max(0.0, crowd - alone) / (SEQUENCES[1] - SEQUENCES[0]), latency)
 
 
 @torch.inference_mode()

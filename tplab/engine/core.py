@@ -14,7 +14,7 @@ from tplab.engine.strict import StrictChecks
 
 
 class Engine:
-    """Steps sequences over an executor: something that loads a model on ranks, and executes steps there."""
+    """Steps sequences over a :class:`tplab.llm.executor.Executor`: it has a model on ranks and executes steps there."""
 
     def __init__(self, executor, config: EngineConfig):
         self.executor, self.config = executor, config

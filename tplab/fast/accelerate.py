@@ -1,4 +1,4 @@
-"""``accelerate(runner)``: the same steps from the same weights, as compiled code. Nothing below this room knows of it."""
+"""``accelerate(runner)``: the same steps from the same weights, as compiled code."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,11 +18,12 @@ from tplab.pool.shared_memory import SharedMemoryGroup
 from tplab.ranks.context import current
 from tplab.ranks.oplog import ALL_REDUCE
 
+
 def accelerate(runner: ModelRunner) -> None:
     """Make a loaded runner of a pool's rank quick: from now on it takes the fast path wherever nobody looks inside.
 
-    The model must be one that :func:`tplab.fast.why_not` has nothing against. On logical ranks, under torchrun, and where
-    something was patched while it was loaded, the reference goes on.
+    The model must be one that :func:`tplab.fast.why_not` has nothing against. On logical ranks, under torchrun, and
+    where something was patched while it was loaded, the reference goes on.
     """
     if isinstance(current(), SharedMemoryGroup) and not patch.in_force():
         fast = FastModel(runner)
@@ -176,7 +177,7 @@ class FastModel:
                      np.array(group.step_at),
                      np.array([[shared.slot_offset(rank, parity) // 4 for parity in (0, 1)] for rank in size]),
                      np.array([shared.log_offset(rank) // 8 for rank in size]), np.array(record),
-                     np.array([group.step, group.log.seq, group.epoch, group.looks.first, 0]),
+                     np.array([group.step, group.log.seq, group.epoch, group.spin.compiled, 0]),
                      np.zeros(8 * threads, np.int64))
 
 

@@ -115,7 +115,7 @@ def all_reduce(partial, partial_row, rows, hidden, step, seq, thread, ranks):
             add(partial[row * partial_row:row * partial_row + size], hidden[row])
         return step
     at, numbers = 0, ranks.numbers
-    fit = _SLOT // size // threads * threads  # rows in a slot, so that a row belongs to one thread in all parts of a step
+    fit = _SLOT // size // threads * threads  # rows in a slot; a row belongs to one thread in all parts of a step
     for top in range(0, rows, fit):
         step += 1
         bottom, mine = min(rows, top + fit), ranks.slots[ranks.rank, step % 2]

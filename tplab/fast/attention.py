@@ -1,8 +1,8 @@
 """Attention over a paged cache (PagedAttention, arXiv:2309.06180): keys and values are read where the cache holds them.
 
-The cache of a layer is flat, ``[slots, kv_heads, head_dim]``; ``table`` says which blocks a sequence has. Sequences with
-one new token are read in place; for longer parts of a prompt, keys and values become packed weights, and attention is
-two products with a softmax in between, for ``TILE`` positions at a time.
+The cache of a layer is flat, ``[slots, kv_heads, head_dim]``; ``table`` says which blocks a sequence has. Sequences
+with one new token are read in place; for longer parts of a prompt, keys and values become packed weights, and attention
+is two products with a softmax in between, for ``TILE`` positions at a time.
 """
 
 import numpy as np
@@ -76,8 +76,8 @@ def tiled_attention(q, first_head, group, start, first, last, k_packed, v_packed
                     x, x_words, scores, y):
     """Positions ``first`` to ``last`` of a sequence whose row 0 of ``q`` is position ``start``: at most ``TILE``.
 
-    ``q`` and ``y`` are ``[rows, heads, head_dim]`` in float32; ``x`` and ``scores`` are memory for the work; ``x_words``
-    is the memory of ``x`` as words.
+    ``q`` and ``y`` are ``[rows, heads, head_dim]`` in float32; ``x`` and ``scores`` are memory for the work;
+    ``x_words`` is the memory of ``x`` as words.
     """
     head_dim, rows = q.shape[2], (last - first) * group
     width = k_steps * per_word

@@ -9,8 +9,8 @@ import numba
 from numba import njit
 from numba.core import caching, config
 
-from tplab.fast import cpu
 from tplab.checkpoint.names import cache_dir
+from tplab.fast import cpu
 
 # Sums may be added up in another order, so that loops become vectors; NaN and infinity mean what they always do.
 _MATH = {"reassoc", "contract", "arcp", "nsz"}

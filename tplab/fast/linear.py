@@ -71,9 +71,9 @@ def unpack_weight(packed: np.ndarray, outputs: int, inputs: int, dtype: torch.dt
 def linear(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):
     """Panels ``first``, ``first + by``, … before ``last`` of ``y = x @ weight.T``, in compiled code.
 
-    All arrays are flat: ``x`` has ``rows`` rows, ``x_row`` words apart, of which ``steps`` are used; ``y`` float32 rows,
-    ``y_row`` numbers apart. The weight's panels begin at ``at`` and are ``panel`` words apart. With tiles, ``x`` and
-    ``y`` have memory for a multiple of 16 rows.
+    All arrays are flat: ``x`` has ``rows`` rows, ``x_row`` words apart, of which ``steps`` are used; ``y`` float32
+    rows, ``y_row`` numbers apart. The weight's panels begin at ``at`` and are ``panel`` words apart. With tiles, ``x``
+    and ``y`` have memory for a multiple of 16 rows.
     """
 
 

@@ -1,5 +1,5 @@
-"""The few things that numba cannot say: sums that stay in vector registers, bfloat16 products, AMX tiles, words that two
-processes share. Each is one function; everything else in this room is plain Python that numba compiles.
+"""The few things that numba cannot say: sums that stay in vector registers, bfloat16 products, AMX tiles, words that
+two processes share. Each is one function; everything else in this room is plain Python that numba compiles.
 
 Arrays are flat; ``index`` counts their elements. Vectors have ``LANES`` float32 numbers.
 """

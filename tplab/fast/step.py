@@ -184,8 +184,9 @@ def attend(layer, shape, weights, batch, work, thread, threads):
             if count <= IN_PLACE:
                 for r in range(first_wanted, count):
                     if turn % threads == thread:
-                        paged_attention(q[r, first_q:first_q + group], batch.k[layer], batch.v[layer], shape.kv_heads, h,
-                                        table, shape.block_size, start + r + 1, shape.scaling, work.scores[thread])
+                        paged_attention(q[r, first_q:first_q + group], batch.k[layer], batch.v[layer],
+                                        shape.kv_heads, h, table, shape.block_size, start + r + 1, shape.scaling,
+                                        work.scores[thread])
                     turn += 1
                 continue
             is_packed = False

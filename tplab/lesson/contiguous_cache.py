@@ -41,8 +41,6 @@ class ContiguousKVCache:
 class ContiguousContext:
     """One step's view of a :class:`ContiguousKVCache`; ``positions`` are those of the flattened new tokens."""
 
-    logits_indices = None
-
     def __init__(self, cache: ContiguousKVCache, counts: Sequence[int]):
         self.cache = cache
         self.parts = [(i, cache.computed[i], count) for i, count in enumerate(counts) if count]

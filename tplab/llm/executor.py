@@ -1,24 +1,38 @@
-"""How a step reaches the ranks: the processes of a pool, or logical ranks in this process (or ``torchrun.py``'s).
-
-All do the same three things: load an engine's part of the model on every rank, run a step on every rank, forget it.
-"""
+"""How a step reaches the ranks: the processes of a pool, or logical ranks in this process (or ``torchrun.py``'s)."""
 
 import itertools
 import os
 import time
 import weakref
 from contextlib import suppress
+from typing import Protocol
 
 from tplab.engine.runner import drop_runners, execute_model, execute_steps_from_json, has_runner, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.fast import load_fast_runner
-from tplab.llm.ahead import StepsAhead
+from tplab.llm.multi_step import MultiStep
 from tplab.patch import in_force
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks, rank, state
 
 _numbers = itertools.count()
 _garbage = weakref.WeakKeyDictionary()  # pool -> keys of engines that were thrown away and that its ranks still hold
+
+
+class Executor(Protocol):
+    """What an engine asks of its ranks."""
+
+    def load(self, *arguments) -> list[dict]:
+        """Make a :class:`tplab.engine.runner.ModelRunner` of ``arguments`` on every rank; what each costs."""
+
+    def loaded(self) -> bool:
+        """Whether every rank has it."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
+        """One step on every rank; the ranks' answers, in rank order."""
+
+    def close(self) -> None:
+        """Forget it on every rank."""
 
 
 class PoolExecutor:
@@ -32,7 +46,7 @@ class PoolExecutor:
         self.size, self._pool = size, pool
         self.key = f"engine {os.getpid()}-{next(_numbers)}"
         self._loaded_on = self._finalizer = None
-        self._ahead, self._command = StepsAhead(), 0  # the pool's command that was this engine's last
+        self._multi_step, self._command = MultiStep(), 0  # the pool's command that was this engine's last
 
     @property
     def pool(self) -> RankPool:
@@ -40,7 +54,6 @@ class PoolExecutor:
         return self._pool or shared_pool(self.size)
 
     def load(self, *arguments) -> list[dict]:
-        """Make a :class:`ModelRunner` on every rank; what each costs."""
         pool = self.pool
         garbage = _garbage.setdefault(pool, [])
         if self._finalizer is not None:
@@ -55,7 +68,7 @@ class PoolExecutor:
         return found
 
     def loaded(self) -> bool:
-        """Whether every rank still has it: a rank that had to be restarted does not."""
+        """Whether every rank still has it: a rank that was restarted does not."""
         pool, was_last = self.pool, self._is_undisturbed()
         found = all(pool.run(has_runner, self.key))
         if found and was_last:
@@ -63,24 +76,23 @@ class PoolExecutor:
         return found
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank. Ranks may have computed it before: they go on by themselves as far as
-        ``num_lookahead_steps`` says. Whoever patches something, or looks at the ranks between two steps, finds no more
-        than he has asked for.
+        """One step on every rank. One call of the ranks may compute several, as far as ``num_lookahead_steps`` says;
+        not while something is patched, nor where the ranks have run something else since the last step.
         """
         alone = bool(in_force()) or not self._is_undisturbed()
         if alone:
-            self._ahead.drop()
-        found = self._ahead.take(scheduler_output)
+            self._multi_step.drop()
+        found = self._multi_step.take(scheduler_output)
         if found is not None:
             return found
-        pool, sent = self.pool, self._ahead.description(scheduler_output, alone)
+        pool, sent = self.pool, self._multi_step.description(scheduler_output, alone)
         begin = time.perf_counter()
         outputs = pool.run(execute_steps_from_json, self.key, sent.to_json())
         self._command = pool.number_of_runs
-        return self._ahead.keep(sent, outputs, time.perf_counter() - begin)
+        return self._multi_step.keep(sent, outputs, time.perf_counter() - begin)
 
     def _is_undisturbed(self) -> bool:
-        """Whether nobody has had the ranks do anything since."""
+        """Whether the ranks have run nothing else since."""
         pool = self.pool
         return pool is self._loaded_on and self._command == pool.number_of_runs
 
@@ -115,17 +127,13 @@ class LogicalExecutor:
         return logical_ranks(self.size, on_rank)
 
     def load(self, *arguments) -> list[dict]:
-        """Make a :class:`ModelRunner` for every rank; what each costs."""
         return self.run(load_runner, self.key, [], *arguments)
 
     def loaded(self) -> bool:
-        """Whether every rank has it."""
         return all(self.run(has_runner, self.key))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank."""
         return self.run(execute_model, self.key, scheduler_output)
 
     def close(self) -> None:
-        """Forget it."""
         self.states = [{} for _ in range(self.size)]

@@ -26,8 +26,8 @@ PRINTED = 4  # bytes that Python code has printed during the command
 STARTED = 5  # number of the last command this rank has begun
 STEP = 6  # data steps this rank has published in this epoch
 BIRTH = 7  # the epoch in which the process was started that may speak for this rank
-ASLEEP = 8  # 1 while the rank sleeps until another one publishes a step
-CROWDED = 9  # 1 while others want this rank's core
+SLEEPING = 8  # 1 while the rank sleeps until another one publishes a step
+CONTENDED = 9  # 1 while other processes want this rank's core
 BLOCK_WORDS = 64
 SLOT_BYTES = 256 * 1024  # one chunk of a tensor; two slots per rank, used in turn
 

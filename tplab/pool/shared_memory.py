@@ -9,16 +9,16 @@ import torch
 
 from tplab.pool.control_block import (
     ABANDONED,
-    ASLEEP,
     BLOCK_WORDS,
-    CROWDED,
+    CONTENDED,
     NUMBER,
+    SLEEPING,
     SLOT_BYTES,
     STEP,
     ControlBlock,
     fence,
 )
-from tplab.pool.waiting import FEW, MANY, Lack, sleep_while, wake
+from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention, sleep_while, wake
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group
 from tplab.ranks.oplog import SAME_FROM, SAME_TO
@@ -36,13 +36,13 @@ class SharedMemoryGroup(Group):
         self.strict = strict
         self.others = [r for r in range(self.size) if r != rank]
         self.step_at = [BLOCK_WORDS * (r + 1) + STEP for r in range(self.size)]
-        self.asleep_at = [BLOCK_WORDS * (r + 1) + ASLEEP for r in range(self.size)]
-        self.crowded_at = [BLOCK_WORDS * (r + 1) + CROWDED for r in range(self.size)]
+        self.sleeping_at = [BLOCK_WORDS * (r + 1) + SLEEPING for r in range(self.size)]
+        self.contended_at = [BLOCK_WORDS * (r + 1) + CONTENDED for r in range(self.size)]
         self.epoch = self.step = self.checked = 0
         with torch.inference_mode(False):
             self.memory = torch.frombuffer(control.map, dtype=torch.uint8)
         self.views = {}
-        self.lack, self.looks = Lack(), MANY
+        self.contention, self.spin = Contention(), LONG_SPIN
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -51,9 +51,10 @@ class SharedMemoryGroup(Group):
         self.log.clear()
 
     def begin_command(self) -> None:
-        """Find out whether others want the cores. All ranks are asked: one that waits for another has a core."""
-        self.words[self.crowded_at[self.rank]] = self.lack.is_felt()
-        self.looks = FEW if any(self.words[at] for at in self.crowded_at) else MANY
+        """Find out whether other processes want the cores. All ranks are asked: one that waits for another has a core.
+        """
+        self.words[self.contended_at[self.rank]] = self.contention.measure()
+        self.spin = SHORT_SPIN if any(self.words[at] for at in self.contended_at) else LONG_SPIN
 
     @property
     def command(self) -> int:
@@ -96,9 +97,9 @@ class SharedMemoryGroup(Group):
 
     def _publish(self, step):
         self.words[self.step_at[self.rank]] = step
-        fence()  # whoever has not said by now that it sleeps will see the step before it does
+        fence()  # a rank that has not said by now that it sleeps sees the step before it does
         for other in self.others:
-            if self.words[self.asleep_at[other]]:
+            if self.words[self.sleeping_at[other]]:
                 wake(self._address(self.step_at[self.rank]))
                 break
 
@@ -110,18 +111,18 @@ class SharedMemoryGroup(Group):
                 if words[ABANDONED] >= self.epoch:
                     raise Abandoned
                 looks += 1
-                if looks > self.looks.then:
+                if looks > self.spin.python:
                     self._sleep(at, step)
 
     def _sleep(self, at, step):
-        asleep = self.asleep_at[self.rank]
-        self.words[asleep] = 1
+        sleeping = self.sleeping_at[self.rank]
+        self.words[sleeping] = 1
         try:
             fence()
             if (seen := self.words[at]) < step:
                 sleep_while(self._address(at), seen, _LOOK_UP)
         finally:
-            self.words[asleep] = 0
+            self.words[sleeping] = 0
 
     def _address(self, word):
         return self.memory.data_ptr() + 8 * word

@@ -1,11 +1,11 @@
-"""How a rank waits for another one: it looks again and again, then sleeps until a word of shared memory changes.
+"""How a rank waits for another one: it spins for a while, then sleeps until a word of shared memory changes.
 
-Waking a rank takes the kernel up to 70 microseconds, so ranks that compute the same on cores of their own look for half
-a millisecond. But where others want these cores too, the scheduler gives a core's time to who looks and not to the rank
-that could go on; after a sleep it is the waiter's turn sooner. SmolLM2 on two ranks decoded in bfloat16 at 44 tokens/s
-beside a busy process with many looks, and at 81 with few; without that process few looks cost a fifth.
+To wake a sleeping rank takes the kernel up to 70 microseconds, so ranks on cores of their own spin for half a
+millisecond. Where other processes want these cores too, spinning keeps a core from the rank that could go on, and the
+spin budget is short. SmolLM2 on two ranks decoded in bfloat16 at 44 tokens/s beside a busy process with the long
+budget, and at 81 with the short one; without that process the short one costs a fifth.
 
-To sleep is Linux's futex, called as it is. Where there is none, a rank naps between two looks.
+The sleep is Linux's futex, called as it is. Where there is none, a rank sleeps for a moment between two looks.
 """
 
 import ctypes
@@ -22,27 +22,27 @@ _NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform
 _syscall = ctypes.CDLL(None).syscall if _NUMBER else None
 
 
-class Looks(NamedTuple):
-    """How often to look whether another rank is there, before a sleep.
+class SpinBudget(NamedTuple):
+    """How often a rank looks whether another one is there, before it sleeps.
 
     Attributes:
-        first: without Python, with a pause of the processor's after each: 2,000 take up to 0.1 ms.
-        then: with it.
+        compiled: in compiled code, with a pause of the processor's after each look: 2,000 take up to 0.1 ms.
+        python: in Python.
     """
 
-    first: int
-    then: int
+    compiled: int
+    python: int
 
 
-MANY, FEW = Looks(2000, 3000), Looks(30, 10)
+LONG_SPIN, SHORT_SPIN = SpinBudget(2000, 3000), SpinBudget(30, 10)
 _WINDOW = 1e8  # nanoseconds in which a rank wanted a core: once in some hundred steps, the system takes it for 10 ms
 _BEGINS, _STAYS = 0.2, 0.1  # of them without one: 0.01 to 0.08 where it is quiet, 0.2 to 0.5 beside a busy process
 
 
-class Lack:
+class Contention:
     """Whether the calling thread was ready to run and had no core for much of the time, as Linux counts it.
 
-    Where it does not, or not for us, there is never a lack.
+    Where Linux does not count it, there is never contention.
     """
 
     def __init__(self):
@@ -50,7 +50,7 @@ class Lack:
             self.file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         except OSError:
             self.file = None
-        self.felt, self.before = False, self._read()
+        self.is_high, self.before = False, self._read()
 
     def _read(self) -> tuple[int, int]:
         """Nanoseconds on a core, and nanoseconds of waiting for one."""
@@ -59,13 +59,13 @@ class Lack:
         ran, waited, _ = map(int, os.pread(self.file, 100, 0).split())
         return ran, waited
 
-    def is_felt(self) -> bool:
-        """Whether there was one in the last whole tenth of a second in which a core was wanted."""
-        ran, lacked = self._read()
-        wanted, lack = ran + lacked - sum(self.before), lacked - self.before[1]
+    def measure(self) -> bool:
+        """Whether it was high in the last whole tenth of a second in which a core was wanted."""
+        ran, waited = self._read()
+        wanted, lost = ran + waited - sum(self.before), waited - self.before[1]
         if wanted >= _WINDOW:
-            self.felt, self.before = lack > (_STAYS if self.felt else _BEGINS) * wanted, (ran, lacked)
-        return self.felt
+            self.is_high, self.before = lost > (_STAYS if self.is_high else _BEGINS) * wanted, (ran, waited)
+        return self.is_high
 
 
 class _Time(ctypes.Structure):

@@ -1,6 +1,6 @@
 """Hypotheses about attention itself: q, k and v are right, what was made of them is not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -8,7 +8,6 @@ from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.registry import hypothesis
 from tplab.align.diagnose.wrong import attention, explains
-from tplab.model.attention import LONG_RUN, RUN
 
 
 def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -26,19 +25,12 @@ def keys_and_values(case: Case, prompt: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def sees_all(case: Case) -> bool:
-    """Whether the rows that had later keys beside them saw these, too: all of them, or those that lay in their run of
-    queries. (A decoding row has none, but its batch may have padding, which no rule knows.)"""
-    return _sees(case, lambda positions, keys: keys) or any(_sees(
-        case, lambda positions, keys, run=run: torch.minimum(keys, positions // run * run + run))
-        for run in (RUN, LONG_RUN))
-
-
-def _sees(case: Case, how_many: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-    """Whether each row saw the first ``how_many(its position, how many keys there were)`` keys."""
+    """Whether the rows that had later keys beside them saw these, too. (A decoding row has none, but its batch may have
+    padding, which no rule knows.)"""
     checked = False
     for prompt, ours, positions, q in prompts(case):
         k, v = keys_and_values(case, prompt)
-        keys = how_many(positions, case.num_keys(prompt))
+        keys = case.num_keys(prompt)
         rows = keys > positions + 1
         visible = torch.arange(len(k))[None] < keys[rows][:, None]
         if rows.any() and not case.fits(ours[rows], attend(q[rows], k, v, visible, case.scaling)):

@@ -118,8 +118,6 @@ def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -
 class _Step:
     """The attention context of one sequence's step on a learner's cache."""
 
-    logits_indices = None
-
     def __init__(self, cache, start: int, count: int):
         self.cache, self.start, self.count = cache, start, count
         self.lengths = [(count, start + count)]

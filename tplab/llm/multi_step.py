@@ -1,9 +1,7 @@
-"""Steps that the ranks have computed before the scheduler asks for them, as vLLM's ``num_scheduler_steps`` once did.
+"""Multi-step scheduling, as vLLM's ``num_scheduler_steps`` once was: one call computes several decode steps.
 
-From a step to the next one the ranks know all that they need, as long as nobody comes and nobody goes. The driver's
-process, its description of the step and two ways between processes are what they wait for then; for several steps at
-once they do so once. SmolLM2 in bfloat16 on two ranks, a step one by one, by fours, by eights: 11.3, 10.4, 10.4 ms with
-16 sequences, 5.2, 4.7, 4.6 with one.
+From a step to the next one the ranks know all that they need, as long as no request comes or ends. For several steps at
+once, the ranks wait once for the driver's process, its description of the step, and the way there and back.
 """
 
 from collections import deque
@@ -11,10 +9,10 @@ from collections.abc import Iterable
 
 from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 
-LONGEST = 0.1  # seconds for which ranks may compute without being asked: who comes meanwhile waits so long
+LONGEST = 0.1  # seconds of one call at most: a request that comes meanwhile waits so long
 
 
-class StepsAhead:
+class MultiStep:
     """What the ranks have computed beyond the last step that was asked for, and how far they may go."""
 
     def __init__(self):

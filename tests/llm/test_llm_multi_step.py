@@ -14,9 +14,10 @@ from helpers.engine import EOS, TokenRanks, make_engine, one_at_a_time
 from tplab.cache import Segment
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError
-from tplab.engine.runner import ModelRunner, execute_steps_from_json, has_runner, load_runner
+from tplab.engine.runner import ModelRunner, execute_steps_from_json, has_runner
 from tplab.engine.step import ModelRunnerOutput, SamplingMetadata, ScheduledRequest, SchedulerOutput
-from tplab.llm import LLM, SamplingParams, ahead
+from tplab.fast import load_fast_runner
+from tplab.llm import LLM, SamplingParams, multi_step
 from tplab.llm.executor import PoolExecutor
 from tplab.patch import Patch, applied
 from tplab.pool import RankPool
@@ -40,7 +41,7 @@ class PretendedPool:
     def run(self, fn, key, *arguments, timeout=None):
         self.number_of_runs += 1
         if fn is not execute_steps_from_json:
-            assert fn in (has_runner, load_runner)
+            assert fn in (has_runner, load_fast_runner)
             return [True] * self.size
         step = SchedulerOutput.from_json(arguments[0])
         self.told.append(step)
@@ -52,7 +53,7 @@ class PretendedPool:
         return [list(of_rank) for of_rank in zip(*found, strict=True)]
 
 
-def ahead_engine(steps=4, **options) -> Engine:
+def multi_step_engine(steps=4, **options) -> Engine:
     engine = make_engine(num_scheduler_steps=steps, **options)
     pool = PretendedPool(engine.executor)
     engine.executor = PoolExecutor(engine.executor.size, pool)
@@ -83,7 +84,7 @@ ENDLESS = next([n // 11, n % 11] for n in range(121) if len(one_at_a_time([n // 
                                              (9, [1, 2, 4, 5])])
 def test_so_many_steps_for_a_call(steps, expected):
     """The prompt is a call of its own. They go further with each call that went well, and never past the end."""
-    engine = ahead_engine(steps)
+    engine = multi_step_engine(steps)
     sequence = engine.add(ENDLESS, params())
     finish(engine)
     assert sequence.output_token_ids == one_at_a_time(ENDLESS, 12) and calls(engine) == expected
@@ -95,7 +96,7 @@ def test_so_many_steps_for_a_call(steps, expected):
 def test_whoever_comes_and_goes_gets_his_tokens(seed):
     """Requests of any length at any time, few blocks, shared beginnings, ends of all kinds, other work on the ranks."""
     rnd = random.Random(seed)
-    engine = ahead_engine(rnd.choice([2, 4, 8]), num_blocks=rnd.choice([12, 20, 64]), max_num_seqs=rnd.choice([2, 5]),
+    engine = multi_step_engine(rnd.choice([2, 4, 8]), num_blocks=rnd.choice([12, 20, 64]), max_num_seqs=rnd.choice([2, 5]),
                           ranks=2, enable_prefix_caching=rnd.random() < 0.5, strict=seed % 3 == 0)
     beginning, wanted = [rnd.randrange(11) for _ in range(9)], {}
     for _ in range(120):
@@ -124,7 +125,7 @@ def test_whoever_comes_and_goes_gets_his_tokens(seed):
 
 def started(steps=4, **options):
     """Two sequences that decode, for which three steps have been computed that nobody has asked for."""
-    engine = ahead_engine(steps, **options)
+    engine = multi_step_engine(steps, **options)
     sequences = [engine.add([3, 1, 4], params(40)), engine.add([1, 5], params(40))]
     while not calls(engine) or calls(engine)[-1] < steps:
         engine.step()
@@ -161,7 +162,7 @@ def test_what_was_computed_is_forgotten(what):
             engine.step(), engine.step()
             assert calls(engine)[before:] == [1, 1, 1], "as long as it is in force"
             del calls(engine)[before:-1]
-            engine.executor._ahead.most = 1
+            engine.executor._multi_step.most = 1
     for _ in range(7):
         engine.step()
     assert calls(engine)[before:] == [1, 2, 4, 4], "and further again by and by"
@@ -197,7 +198,7 @@ def description(start=8, position=6, blocks=(4, 6, 9), token_ids=(), ids=(1, 2))
     ids=str)
 def test_only_what_was_computed_is_handed_out(asked, answer):
     """And only to those who ask."""
-    steps = ahead.StepsAhead()
+    steps = multi_step.MultiStep()
     second = [ModelRunnerOutput({1: 5, 2: 6}, {1: "of 1", 2: "of 2"}, [[3], [4]], (1, 2))] * 2
     first = steps.keep(description(), [[ModelRunnerOutput({1: 3, 2: 4}, {}), each] for each in second], 0.1)
     assert first == [ModelRunnerOutput({1: 3, 2: 4}, {})] * 2
@@ -222,11 +223,11 @@ def test_a_look_at_the_ranks_forgets_nothing_unless_they_were_disturbed():
 def test_no_further_than_a_tenth_of_a_second(monkeypatch):
     readings = itertools.count()
     monkeypatch.setattr("tplab.llm.executor.time", SimpleNamespace(perf_counter=lambda: next(readings) / 25))
-    engine = ahead_engine(8)
+    engine = multi_step_engine(8)
     engine.add([3], params(30))
     finish(engine)
     assert max(calls(engine)) > 2, "0.04 s for a call"
-    monkeypatch.setattr(ahead, "LONGEST", 0.07)
+    monkeypatch.setattr(multi_step, "LONGEST", 0.07)
     engine.add([3], params(30))
     finish(engine)
     assert calls(engine)[-29:] == [1] * 29, "two steps would take longer"
@@ -271,7 +272,7 @@ def test_a_prompt_is_read_without_looking_ahead():
 
 
 def test_blocks_allocated_before_are_counted_when_they_are_used():
-    engine = ahead_engine(8)
+    engine = multi_step_engine(8)
     sequence = engine.add([1, 2, 3], params(4))
     finish(engine)
     alone = make_engine().add([1, 2, 3], params(4))
@@ -305,8 +306,7 @@ def seen(outputs):
 
 
 def test_the_same_answers_in_fewer_calls(pool):
-    with LLM("fable", 2, pool=pool, enable_prefix_caching=False) as llm:
-        assert llm.engine.config.num_scheduler_steps == 1, "small weights: no step is repeated"
+    with LLM("fable", 2, pool=pool, enable_prefix_caching=False, num_scheduler_steps=1) as llm:
         begin = pool.number_of_runs
         right = seen(llm.generate(PROMPTS, PARAMS))
         one_by_one = pool.number_of_runs - begin
@@ -327,7 +327,7 @@ def test_the_same_answers_in_fewer_calls(pool):
     [{1: 5, 2: 6}, {1: 5}], [{}]], ids=str)
 def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
     """For what is not drawn, the logits are NaN. Three more steps are allowed."""
-    draws, asked, expected = iter(drawn), [], []
+    draws, asked = iter(drawn), []
     runner = object.__new__(ModelRunner)
     runner.config = SimpleNamespace(eos_token_ids=(EOS, 10))
 
@@ -336,10 +336,9 @@ def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
         runner.drawn = next(draws)
         return ModelRunnerOutput(runner.drawn, {}, nan=tuple({1, 2} - set(runner.drawn)))
 
-    runner.execute_model, runner.graphs = execute_model, SimpleNamespace(expect_another=lambda: expected.append(1))
+    runner.execute_model = execute_model
     step = description(token_ids=(2,))
     assert [output.sampled_token_ids for output in runner.execute_steps(step)] == drawn
-    assert len(expected) == len(drawn) - 1, "graphs need not look again whether all is as it was"
     assert [(s.step_number, s.num_lookahead_steps, s.requests[1].segment.start, s.requests[1].sampling.position,
              s.requests[1].token_ids) for s in asked] == [
         (7 + n, 3 - n, 8 + n, 6 + n, () if n else (2,)) for n in range(len(drawn))]
@@ -349,7 +348,7 @@ def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
                                           ({"logical": True}, 1), ({"dtype": "float64"}, 1),
                                           ({"patches": ["no_mask"]}, 1), ({"num_scheduler_steps": 2}, 2)],
                          ids=str)
-def test_by_itself_only_where_steps_are_repeated(tmp_path, pool, given, steps):
+def test_several_steps_a_call_on_the_fast_path_alone(tmp_path, pool, given, steps):
     folder = make_checkpoint(tmp_path, "llama", hidden=512, heads=8, head_dim=64, inter=512, layers=1)
     executor = {} if given.get("logical") else {"pool": pool}
     with LLM(str(folder), 2, **executor, **given) as llm:
