@@ -143,47 +143,6 @@ def test_attention_is_that_of_the_last_tokens_of_sequences_layer_by_layer(querie
         assert found == [pytest.approx((mine / (mine + keys - queries)).tolist())] * sequences
 
 
-def test_work_is_repeated_without_python_where_it_can_be():
-    x, calls = torch.ones(2, 32), []
-
-    def work():
-        calls.append(1)
-        return [x + x]
-
-    again = machine._repeatable(work)
-    assert len(calls) == 2, "recorded the second time"
-    assert again() is None and len(calls) == 2
-    sine = machine._repeatable(lambda: calls.append(1) or [x.sin()])
-    assert sine()[0].shape == x.shape and len(calls) == 5
-
-
-@pytest.mark.parametrize("size, columns", [(1, 1024), (3, 341)])
-def test_what_a_repeated_step_costs_beside_what_is_counted(size, columns, monkeypatch):
-    asked = []
-
-    class Engine:
-        def __init__(self, folder, tp, dtype, pool, enable_prefix_caching):
-            config = open_checkpoint(folder).config
-            assert (tp, dtype, pool.size, enable_prefix_caching) == (size, torch.float64, size, False)
-            assert (config.num_layers, config.hidden_size) == (2, 256 * size)
-            assert (config.num_heads, config.num_kv_heads) == (4 * size, size), "few of them: attention is counted"
-            assert config.intermediate_size == size * max(256, (6 << 20) // (3 * 256 * size * 8))
-
-        __enter__, __exit__ = Threads.__enter__, Threads.__exit__
-
-    def sweep(fn, given, rows, dtype, hidden, layers):
-        assert (fn, given, hidden, layers) == (machine._sweep, columns, 256 * size, 2)
-        return [0.5 * rows + number for number in range(size)]
-
-    monkeypatch.setattr(machine, "LLM", Engine)
-    monkeypatch.setattr(machine, "available_cores", lambda: 2)
-    monkeypatch.setattr(machine, "decode_seconds", lambda llm, n, context: (asked.append(n), 100.0 * n + len(asked))[1])
-    found = machine._repeated(SimpleNamespace(size=size, run=sweep), 0.25, 6 << 20, torch.float64)
-    turns = max(1, size / 2)  # three ranks on two cores
-    alone, crowd = (100.0 * n + first - 2 * (turns * (0.5 * n + size - 1) + 0.5) for n, first in ((1, 1), (16, 5)))
-    assert found == (alone, (crowd - alone) / 15, 0.25) and asked == [1] * 4 + [16] * 4, "the best of four"
-
-
 def test_a_message_has_so_many_bytes_and_python_is_timed_on_models_of_one_and_nine_layers(monkeypatch):
     sent, asked = [], []
     monkeypatch.setattr(machine, "all_reduce", lambda tensor: sent.append(tensor.nbytes) or True)

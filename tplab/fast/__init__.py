@@ -25,10 +25,11 @@ def why_not(config, dtype: torch.dtype) -> str | None:
 
 def load_fast_runner(key: str, forget: list[str], *arguments) -> dict:
     """On a rank: :func:`tplab.engine.runner.load_runner`, of a runner that is quick where it can be."""
-    return load_runner(key, forget, *arguments, make=_make)
+    return load_runner(key, forget, *arguments, make=make_runner)
 
 
-def _make(ckpt, plan, config) -> ModelRunner:
+def make_runner(ckpt, plan, config) -> ModelRunner:
+    """On a rank: a loaded runner, accelerated where that can be and ``config`` allows it."""
     runner = ModelRunner(ckpt, plan, config)
     if not (config.enforce_eager or config.strict or why_not(ckpt.config, config.dtype)):
         from tplab.fast.accelerate import accelerate

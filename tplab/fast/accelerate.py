@@ -123,6 +123,10 @@ class FastModel:
         logits = work.logits[:len(wanted) * linear.panels(self.shape.vocab) * WIDTH].reshape(len(wanted), -1)
         return torch.from_numpy(logits[:len(rows), :self.shape.vocab])
 
+    def hidden(self, rows: int) -> torch.Tensor:
+        """What the last layer gave for the ``rows`` wanted rows of the last step, ``[rows, hidden]``."""
+        return torch.from_numpy(self.memory.hidden[:rows])
+
     def _batch(self, ids, positions, segments, wanted) -> Batch:
         slots, blocks = [], len(self.cache.k_cache[0])
         tables = np.zeros((len(segments), max(len(segment.block_ids) for segment in segments)), np.int64)
