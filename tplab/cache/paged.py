@@ -99,16 +99,33 @@ class PagedContext:
         self.slot_mapping = torch.tensor([slot for slots in self.slots for slot in slots])
         self.reads = list(self._reads())
 
-    def _reads(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """``(rows, slots to read, mask)`` per sequence."""
-        row, size = 0, self.cache.block_size
-        for segment in self.segments:
-            keys = visible_length(segment.start, segment.count)
-            table = torch.tensor(segment.block_ids[:blocks_needed(keys, size)])
-            slots = (table[:, None] * size + torch.arange(size)).flatten()[:keys]
-            positions = torch.arange(segment.start, segment.start + segment.count)
-            yield slice(row, row + segment.count), slots, causal_mask(positions[None], keys)
-            row += segment.count
+    def _reads(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """``(rows, slots to read, mask)`` per batch: parts of prompts one by one, sequences that decode together."""
+        ends = torch.tensor([segment.count for segment in self.segments]).cumsum(0)
+        decoding = [i for i, segment in enumerate(self.segments) if segment.count == 1]
+        for i, (end, segment) in enumerate(zip(ends, self.segments)):
+            if segment.count > 1:
+                yield torch.arange(end - segment.count, end), *self._batch([i])
+        if decoding:
+            yield ends[decoding] - 1, *self._batch(decoding)
+
+    def _batch(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[batch, keys]`` slots of sequences with equally many new tokens, and the mask.
+
+        Shorter sequences are filled up with their own last slot, which the mask hides; never with another sequence's.
+        """
+        segments = [self.segments[i] for i in indices]
+        keys = [visible_length(segment.start, segment.count) for segment in segments]
+        slots = torch.stack([self._slots(segment, n)[torch.arange(max(keys)).clamp_(max=n - 1)]
+                             for segment, n in zip(segments, keys)])
+        positions = torch.tensor([range(segment.start, segment.start + segment.count) for segment in segments])
+        return slots, causal_mask(positions, max(keys))
+
+    def _slots(self, segment: Segment, keys: int) -> torch.Tensor:
+        """A sequence's first ``keys`` slots, through its table."""
+        size = self.cache.block_size
+        table = torch.tensor(segment.block_ids[:blocks_needed(keys, size)])
+        return (table[:, None] * size + torch.arange(size)).flatten()[:keys]
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Write the new keys and values through the slots, read everything visible through the tables."""
@@ -120,5 +137,5 @@ class PagedContext:
 
 
 def read_cache(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """One sequence's keys or values, ``[1, kv heads here, keys, head_dim]``, from ``[num_slots, kv heads here, …]``."""
-    return cache.index_select(0, slots).transpose(0, 1)[None]
+    """``[batch, kv heads here, keys, head_dim]``: what stands in the ``[batch, keys]`` slots."""
+    return cache[slots].transpose(1, 2)
