@@ -11,8 +11,9 @@ from tplab.align.local import Weights
 from tplab.align.operations import SUMS
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport, Evidence, PointDiff, compare
+from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
 from tplab.checkpoint import Checkpoint
+from tplab.errors import TplabError
 from tplab.patch import Patch
 from tplab.shard import ShardPlan
 
@@ -39,25 +40,33 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
         keys == whole[s] for (s, _), keys in zip(recording.places, recording.num_keys))
     points, evidence, broken_layer = [], {}, None
     for name in recorded_points(recording, ckpt):
-        shards, right = recording.points[name], theirs.pop(name)
-        if judged:
-            local[name] = judged.diff(name)
-        measured = _relative(right, exact.pop(name)) if exact else float("inf")
-        ours, spread, held = whole_point(name, shards)
-        if judged and shards[0] and shards[0].kind == "partial" and local[name].inside:
-            ours = _with_bias(name, ours, right, ckpt)
-        if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
-            right = right[:, held]
-        point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
-        points.append(_by_local(point, local[name], broken) if judged else point)
-        broken = broken or judged is not None and not local[name].inside
-        layer = name.rpartition(".")[0]
-        if layer and broken_layer is None:
-            # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
-            evidence = {kept: value for kept, value in evidence.items() if kept.rpartition(".")[0] in ("", layer)}
-            broken_layer = layer if not points[-1].inside else None
-        if layer in ("", broken_layer) or broken_layer is None:
-            evidence[name] = Evidence(ours, right, [shard and shard.tensor for shard in shards])
+        try:
+            shards, right = recording.points[name], theirs.pop(name)
+            if judged:
+                local[name] = judged.diff(name)
+            measured = _relative(right, exact.pop(name)) if exact else float("inf")
+            ours, spread, held = whole_point(name, shards)
+            if judged and shards[0] and shards[0].kind == "partial" and local[name].inside:
+                ours = _with_bias(name, ours, right, ckpt)
+            if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
+                right = right[:, held]
+            point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
+            points.append(_by_local(point, local[name], broken) if judged else point)
+            broken = broken or judged is not None and not local[name].inside
+            layer = name.rpartition(".")[0]
+            if layer and broken_layer is None:
+                # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
+                evidence = {kept: value for kept, value in evidence.items()
+                            if kept.rpartition(".")[0] in ("", layer)}
+                broken_layer = layer if not points[-1].inside else None
+            if layer in ("", broken_layer) or broken_layer is None:
+                evidence[name] = Evidence(ours, right, [shard and shard.tensor for shard in shards])
+        except Exception as error:
+            if not by_local or isinstance(error, TplabError):
+                raise
+            more["failed"] = internal_error(name, error)  # the last door of a check: what was found until then stays
+            local.pop(name, None)
+            break
     computed = None if plain else [[p for s, p in recording.places if s == number] for number in whole]
     report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, checkpoint=ckpt,
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)

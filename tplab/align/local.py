@@ -86,6 +86,11 @@ class LocalFrame(Operations):
                 return shard.indices
         return getattr(self.plan.ranks[rank], how)
 
+    def holders(self, name: str) -> Sequence[int]:
+        """The ranks that hold the layer of a point."""
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        return self.recording.holders.get(int(layer), self.ranks) if layer else self.ranks
+
     # Values.
 
     def value(self, name: str, rank: int) -> torch.Tensor:
@@ -111,7 +116,8 @@ class LocalFrame(Operations):
         own = self.indices(name, rank)
         if tuple(own) == tuple(wanted):
             return self.value(name, rank)
-        where = {index: (r, i) for r in (*reversed(self.ranks), rank) for i, index in enumerate(self.indices(name, r))}
+        where = {index: (r, i) for r in (*reversed(self.holders(name)), rank)
+                 for i, index in enumerate(self.indices(name, r))}
         nothing = torch.full_like(self.value(name, rank)[:, :1], float("nan")).squeeze(1)
         found = ((self.value(name, where[index][0])[:, where[index][1]] if index in where else nothing)
                  for index in wanted)

@@ -166,11 +166,11 @@ class Operations:
     def summands(self, at: str, part: str, rank: int) -> list[int]:
         """The ranks whose summands make up the whole, seen from ``rank``: itself if it holds all columns, otherwise
         every rank that adds columns of its own."""
-        columns = {r: set(self._columns(at, part, r)) for r in self.ranks}
-        if all(columns[rank] >= other for other in columns.values()):
+        columns = {r: set(self._columns(at, part, r)) for r in self.holders(at)}
+        if all(set(self._columns(at, part, rank)) >= other for other in columns.values()):
             return [rank]
         chosen, covered = [], set()
-        for r in self.ranks:
+        for r in columns:
             if columns[r] - covered:
                 chosen.append(r)
                 covered |= columns[r]

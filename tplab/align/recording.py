@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tplab.errors import TplabError
+from tplab.shard import ShardPlan
 
 
 class PlacementError(TplabError):
@@ -59,6 +60,12 @@ class Recording:
         contradictions: what is wrong whatever the values are: ranks that were given other token ids, heads or columns
             that no rank holds. A healthy engine has none.
         parameters: per rank, checkpoint name → :class:`Parameter`; None for a rank that recorded none.
+        plan: what each rank holds by the plan's rule, stage by stage of a pipeline.
+        lost: the outputs of layers that did not run, as the next layer got them.
+        holders: the ranks that hold a layer, where not all do.
+        doubts: where the engine's positions, taken for right, would give other texts.
+        unjudged: what of the run could not be looked at.
+        warnings: what a right engine may do, and what can follow.
     """
 
     world_size: int
@@ -74,3 +81,9 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
     parameters: list[dict[str, Parameter] | None] = field(default_factory=list)
+    plan: ShardPlan | None = None
+    lost: set[str] = field(default_factory=set)
+    holders: dict[int, list[int]] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)

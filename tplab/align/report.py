@@ -1,6 +1,7 @@
 """The report of one alignment: every trace point's difference, where it starts, what the next tokens are."""
 
 import json
+import traceback
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -60,6 +61,13 @@ def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: floa
     return PointDiff(name, layout(name), tuple(ours.shape), max_abs, mean_abs, max_abs / scale if scale else max_abs,
                      nan, inf, ours.numel(), spread, good, min(relative_floor(dtype, decode),
                                                                max(TIMES * measured, LOCAL[dtype])))
+
+
+def internal_error(where: str, error: Exception) -> str:
+    """An error of this room in one line, for a report about it."""
+    frame, what = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())[:200]
+    return (f"internal error at {where}: {type(error).__name__}: {what} ({Path(frame.filename).name}, line "
+            f"{frame.lineno}); please report it with the recording")
 
 
 class Evidence(NamedTuple):

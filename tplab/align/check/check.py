@@ -3,13 +3,20 @@
 import os
 from collections.abc import Mapping
 
+import torch
+
 from tplab.align.check.folder import read_recorded
+from tplab.align.check.models import one_model
 from tplab.align.check.notes import once
 from tplab.align.check.place import place
+from tplab.align.check.recorded import Recorded
 from tplab.align.check.verdict import CheckReport
 from tplab.align.check.weights import wrong_parameters
 from tplab.align.judge import judge
+from tplab.align.recording import Recording
+from tplab.align.report import internal_error
 from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.errors import TplabError
 from tplab.shard import ShardPlan
 
 
@@ -31,13 +38,33 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         CheckpointError, ShardPlanError: as for :func:`tplab.align.align`.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    recorded = read_recorded(folder)
-    plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
-    recording = place(recorded, ckpt, dict(names) if names else None)
-    gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
+    recorded = one_model(read_recorded(folder), ckpt)
+    names = dict(names) if names else None
+    report = _judged(recorded, ckpt, names)
+    if report.guilty and report.recording.doubts:
+        other = _judged(recorded, ckpt, names, trusted=True)
+        if set(other.guilty) < set(report.guilty):  # an engine whose positions are right explains more
+            other.recording.notes += [f"positions taken for right: {doubt}" for doubt in other.recording.doubts]
+            return other
+    return report
+
+
+def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, trusted: bool = False) -> CheckReport:
     ended = [(found.rank, call.index, call.status + (call.last and f", in {call.last}"))
              for found in recorded.ranks if found is not None for call in found.calls if call.status != "done"]
     stopped = [one for one in ended if one[2].startswith("failed")]
-    return judge(recording, ckpt, plan, by_local=True, kind=CheckReport, folder=str(folder),
-                 broken_off=(*gone, *once(one for one in ended if one not in stopped)), stopped=tuple(once(stopped)),
-                 parameters=wrong_parameters(recording, ckpt))
+    gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
+    facts = dict(folder=str(recorded.folder), stopped=tuple(once(stopped)),
+                 broken_off=(*gone, *once(one for one in ended if one not in stopped)))
+    try:
+        recording = place(recorded, ckpt, names, trusted)
+        report = judge(recording, ckpt, recording.plan, by_local=True, kind=CheckReport, **facts)
+        report.parameters = wrong_parameters(recording, ckpt)
+    except TplabError:
+        raise
+    except Exception as error:  # the last door: whatever an engine has recorded, its user gets an answer
+        nothing = Recording(recorded.world_size, [], [], [], [], {}, torch.float32)
+        report = CheckReport(ckpt.name, ShardPlan.from_config(ckpt.config, 1), nothing.dtype, [], [], {},
+                             checkpoint=ckpt, recording=nothing, **facts)
+        report.failed = internal_error("the placement", error)
+    return report

@@ -4,7 +4,7 @@ from functools import cached_property
 
 import torch
 
-from tplab.align.arithmetic import activation
+from tplab.align.arithmetic import activation, rotated
 from tplab.align.check.names import place_of, role_of
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE
 from tplab.align.reference import hf_model, hf_trace
@@ -55,6 +55,11 @@ class Evidence:
     def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
         """``q``, ``k`` or ``v`` of ``x``: ``[rows, heads, head_dim]``."""
         return self.projection(layer, which, x).unflatten(1, (-1, self.config.head_dim))
+
+    def rope(self, x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        """``x [rows, heads, head_dim]`` rotated to these positions."""
+        tables = Rotary(self.config.hf)(torch.empty(0), torch.tensor(positions), [len(positions)])
+        return rotated(self.config.model_type, x.float(), *tables)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]`` of the last norm's output."""

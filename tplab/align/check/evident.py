@@ -62,7 +62,7 @@ def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: So
     """What a module does, as a role of :mod:`tplab.align.check.names`."""
     rank = sources.complete(leaving)[0]
     y, (layer, _) = sources.rows(leaving, rank, FEW), place_of(leaving.name)
-    if y is None:
+    if y is None or not y.numel():
         return None
     hidden, evidence = shares.config.hidden_size, shares.evidence
     if entering is None:
@@ -128,7 +128,8 @@ def _equals(sources: Sources, shares: Shares, source: Source, name: str) -> bool
     ranks = sources.complete(source)
     if name == "logits":
         seen = {rank: sources.logits(source, rank, FEW) for rank in ranks}
-        if any(found is None or found[1].shape[1] * shares.size < shares.config.vocab_size for found in seen.values()):
+        least = shares.config.vocab_size / shares.seat(ranks[0])[1] if ranks else 0
+        if any(found is None or found[1].shape[1] < least for found in seen.values()):
             return False
         return bool(seen) and all(shares.vote("vocab", tensor, shares.reference.logits(places), rank)
                                   for rank, (places, tensor) in seen.items())
@@ -138,8 +139,9 @@ def _equals(sources: Sources, shares: Shares, source: Source, name: str) -> bool
     kind = layout(name)
     if kind == "partial":
         outs = [sources.rows(source, rank, FEW) for rank in ranks]
-        return len(ranks) == shares.size > 1 and all(out is not None and out.shape == true.shape for out in outs) and (
-            layouts.near(sum(out.float() for out in outs), true))
+        same = all(out is not None and out.shape == true.shape for out in outs)
+        return len(ranks) == shares.seat(ranks[0])[1] > 1 and same and layouts.near(sum(out.float() for out in outs),
+                                                                                    true)
     for rank in ranks:
         if kind == "replicated":
             tensor = sources.rows(source, rank, FEW)

@@ -49,7 +49,7 @@ class Fused:
         planned = {part: [self.shares.planned[group][rank]] for part, group in self.groups.items()}
         if len(planned) == 2:
             for part, group in self.groups.items():
-                planned[part] += candidates(self.shares.totals[group], count // 2, rank, self.shares.size)
+                planned[part] += candidates(self.shares.totals[group], count // 2, *self.shares.seat(rank))
         return [tuple(i if i == PADDING else section[i] for section, part in zip(self.sections.values(), share)
                       for i in part) for share in zip(*planned.values())]
 
@@ -66,9 +66,9 @@ def columns_in(shares) -> Fused:
 
 def split(shares, fused: Fused) -> Split:
     """Find the cut of a fused output, rank by rank."""
-    widths, votes, seen = [None] * shares.size, [], None
+    widths, votes, seen = [None] * shares.sources.world_size, [], None
     for at in shares.sampled:
-        vote = [None] * shares.size
+        vote = [None] * shares.sources.world_size
         for source in shares.sources.of(at + fused.name)[:1]:
             for rank in shares.sources.complete(source):
                 rows = shares.sources.rows(source, rank, FEW)
@@ -78,7 +78,7 @@ def split(shares, fused: Fused) -> Split:
                     vote[rank] = None if x is None else fused.labels(rows, x, int(at.split(".")[1]), rank)
         votes.append(vote)
     if seen is None:
-        return Split([None] * shares.size, widths)
+        return Split([None] * shares.sources.world_size, widths)
     found = agreed(votes)
     parts: list[dict | None] = []
     sentences, wrong = [], []

@@ -8,6 +8,7 @@ head on its own rank, keys and values alike. Otherwise the plan's rule stands, a
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -75,6 +76,22 @@ def fit(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices], sear
     return found if fits(found) else None
 
 
+def order_in_heads(local: torch.Tensor, full: torch.Tensor) -> torch.Tensor | None:
+    """Where in each head of ``local [rows, heads, head_dim]`` the numbers of a head of ``full`` stand, if all its heads
+    are heads of ``full`` in one order of their numbers; the usual orders first."""
+    dim = local.shape[-1]
+    plain = torch.arange(dim)
+    orders = [plain, plain.view(-1, 2).T.flatten(), plain.view(2, -1).T.flatten()] if dim % 2 == 0 else [plain]
+    rows = local.flatten(1).isfinite().all(1) & full.flatten(1).isfinite().all(1)
+    if rows.sum() > 3:
+        first = local[rows][:, 0].float().T  # [head_dim, rows]
+        for head in full[rows].float().unbind(1):
+            nearest = torch.cdist(head.T.contiguous(), first.contiguous()).argmin(1)
+            if nearest.unique().numel() == dim and near(first[nearest].to(local.dtype), head.T):
+                orders.append(nearest)
+    return next((order for order in orders if fit(local[..., order], full, []) is not None), None)
+
+
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a recorded tensor is this one but for rounding; what is no number on both sides is equal."""
     if a.shape != b.shape:
@@ -93,8 +110,9 @@ def agreed(votes: list[list[Indices | None]]) -> list[Indices | None]:
 
 
 def decide(what: str, counts: list[int | None], plan: list[Indices], found: list[Indices | None], total: int,
-           flaw: Callable[[Sequence[Indices | None]], str], starts: list[int] | None = None) -> Layout:
-    """The layout of one dimension.
+           flaw: Callable[[Sequence[Indices | None]], str], starts: list[int] | None = None,
+           ranks: Sequence[int] = range(1 << 20)) -> Layout:
+    """The layout of one dimension, over the ranks of one pipeline stage.
 
     Args:
         what: ``"query heads"``, for the sentences.
@@ -103,7 +121,9 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
         found: what fits, per rank.
         flaw: takes the indices per rank, says why they are no layout at all; ``""`` if they are one.
         starts: where each rank's share would begin, if nothing but numbers spoke.
+        ranks: their numbers, for the sentences.
     """
+    _spans = partial(_shares, ranks)
     here = [rank for rank, count in enumerate(counts) if count is not None]
     as_planned = all(counts[rank] == len(plan[rank]) for rank in here)
     seen = [found[rank] if counts[rank] is not None else None for rank in range(len(counts))]
@@ -127,7 +147,7 @@ def decide(what: str, counts: list[int | None], plan: list[Indices], found: list
         shares = [candidates(total, size, rank, len(counts))[0] if rank in here else None
                   for rank in range(len(counts))]
         return Layout(tuple(shares), f"{what} in equal shares, the last one padded ({_spans(shares)}), by their number")
-    sizes = ", ".join(f"rank {rank} has {counts[rank]}" for rank in here)
+    sizes = ", ".join(f"rank {ranks[rank]} has {counts[rank]}" for rank in here)
     filled = [count or len(plan[rank]) for rank, count in enumerate(counts)]
     starts = starts or [sum(filled[:rank]) for rank in range(len(counts))]
     shares = [tuple(range(starts[rank], starts[rank] + counts[rank])) if rank in here else None
@@ -155,9 +175,10 @@ def not_a_partition(indices: Sequence[Indices | None], total: int) -> str:
     return " and ".join(flaws)
 
 
-def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group: int) -> str:
+def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group: int,
+                ranks: Sequence[int] = range(1 << 20)) -> str:
     """Which rank lacks the KV head of one of its query heads, or holds one twice; ``""`` if none does."""
-    for rank, (held, heads) in enumerate(zip(kv, q)):
+    for rank, held, heads in zip(ranks, kv, q):
         if held is not None and heads is not None:
             read = sorted({head // group for head in heads if head != PADDING})
             if not set(read) <= set(held):
@@ -167,8 +188,8 @@ def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group
     return ""
 
 
-def _spans(indices: Sequence[Indices | None]) -> str:
-    return "; ".join(f"rank {rank}: {span(items)}" for rank, items in enumerate(indices) if items is not None)
+def _shares(ranks: Sequence[int], indices: Sequence[Indices | None]) -> str:
+    return "; ".join(f"rank {rank}: {span(items)}" for rank, items in zip(ranks, indices) if items is not None)
 
 
 def span(indices: Sequence[int]) -> str:

@@ -142,7 +142,11 @@ def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str,
             yield Claim(point, entry, OVERRIDE)
         elif entry.kind == "tensor" and (point := _named_point(entry.name)):
             yield Claim(point, entry, NAMED)
-    for visit in visits(entries):
+    found = visits(entries)
+    adapted = {f"{visit.name}.base_layer" for visit in found if visit.outs}  # LoRA's: the whole is what counts
+    for visit in found:
+        if visit.name in adapted:
+            continue
         layer, rest = place_of(visit.name)
         half = 0
         if visit.name in shared:

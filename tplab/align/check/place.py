@@ -10,10 +10,10 @@ import torch
 
 from tplab.align.check.evidence import TABLES, Tables
 from tplab.align.check.evident import learn
-from tplab.align.check.layouts import PADDING, Layout, span
+from tplab.align.check.layouts import PADDING, Layout, near, span
 from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.shares import GROUPS, Shares
-from tplab.align.check.sources import SAMPLE, SHAPE, WHOLE, Source, Sources
+from tplab.align.check.sources import FEW, SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
 from tplab.align.check.weights import parameters_of
 from tplab.align.gather import whole_point
@@ -25,27 +25,41 @@ from tplab.shard import ShardPlan
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
-def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None) -> Recording:
+def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, trusted: bool = False) -> Recording:
     """Find out what was recorded: which tensor is which point, which token each row, what each rank holds of it.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
         names: ``{pattern: point}`` for what the conventions do not know, as
             :func:`tplab.align.check.overrides.check_names` describes.
+        trusted: take positions for right, as :class:`tplab.align.check.rows.Texts` does.
 
     Raises:
         PlacementError: nothing was recorded, of another checkpoint, or without token ids; ``names`` are wrong.
         ShardPlanError: this model cannot be dealt out over that many ranks.
     """
-    plan = ShardPlan.from_config(ckpt.config, recorded.world_size)
-    sources = Sources(recorded, ckpt.config, names)
+    sources = Sources(recorded, ckpt.config, names, trusted)
+    plan = staged(ckpt.config, sources.stages)
     shares = Shares(sources, ckpt, plan)
     learnt = learn(sources, shares)
     parameters, unknown = parameters_of(recorded, shares)
     found = _Placing(sources, shares, learnt).recording()
+    found.plan, found.doubts = plan, list(dict.fromkeys(sources.texts.doubts))
+    found.unjudged = sources.texts.unjudged
+    found.holders = {layer: stage for stage in sources.stages for layer in sources.layers_of(*stage)}
     found.parameters, found.unplaced = parameters, found.unplaced + [
         f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
     return found
+
+
+def staged(config, stages: list[list[int]]) -> ShardPlan:
+    """What each rank holds, where those of one pipeline stage share its layers."""
+    if len(stages) == 1:
+        return ShardPlan.from_config(config, len(stages[0]))
+    plans = {tuple(stage): ShardPlan.from_config(config, len(stage)) for stage in stages}
+    shards = {rank: replace(own, rank=rank) for stage, plan in plans.items() for rank, own in zip(stage, plan.ranks)}
+    return replace(next(iter(plans.values())), tensor_parallel_size=len(shards),
+                   ranks=tuple(shards[rank] for rank in sorted(shards)))
 
 
 class _Points(Mapping):
@@ -90,10 +104,12 @@ class _Placing:
         self.points = _Points(sources.world_size)
         self.dtypes: Counter = Counter()
         self.assumed: dict[str, str] = {}
+        self.lost: list[int] = []  # layers that nobody ran
         self.unplaced: dict[tuple[str, str], list[int]] = {}  # what and why, without the layer → the layers
 
     def recording(self) -> Recording:
         logit_places = self.sources.places
+        self._find_lost_layers()
         for name in point_names(self.config.num_layers, self.config.qk_norm):
             at, _, point = name.rpartition(".")
             if point == "mlp_act":
@@ -117,7 +133,8 @@ class _Placing:
             assumed=self.assumed, unplaced=[self._listed(f"{what}: {why}", layers) for (what, why), layers
                                              in self.unplaced.items() if why != TABLES],
             notes=sources.notes + [f"{TABLES}: {'; '.join(tables)}"] * bool(tables),
-            contradictions=sources.contradictions + self.shares.contradictions)
+            contradictions=sources.contradictions + self.shares.contradictions,
+            lost={f"layers.{layer}.output" for layer in self.lost})
 
     def _keep(self, name: str, source: Source, sentence: str, build: Callable[[], dict[int, Shard]]) -> None:
         self.points.builders[name] = build
@@ -234,10 +251,32 @@ class _Placing:
         if layer is not None and layer not in layers:
             layers.append(layer)
 
+    def _find_lost_layers(self) -> None:
+        """Layers that nobody ran: nothing of them was recorded, and the layer behind was given what the one before them
+        put out."""
+        recorded = [-1, *sorted(self.sources.layers_of(*self.sources.ranks)), self.config.num_layers]
+        for before, behind in zip(recorded, recorded[1:]):
+            ends = [self._first(f"layers.{layer}.output" if layer >= 0 else "embed") for layer in (before, behind - 1)]
+            if behind - before > 1 and None not in ends and near(*ends):
+                lost = list(range(before + 1, behind))
+                self.lost += lost
+                source = f"layer {before}" if before >= 0 else "the embedding"
+                target = f"layer {behind}" if behind < self.config.num_layers else "the last norm"
+                self.shares.contradictions.append(f"layer{'s' * (len(lost) > 1)} {span(lost)} ran on no rank: {target} "
+                                                  f"was given what {source} put out")
+
+    def _first(self, name: str) -> torch.Tensor | None:
+        """A replicated point's first rows on the first rank that has it."""
+        return next((rows for source in self.sums.sources_of(name) for rank in self.sources.complete(source)[:1]
+                     if (rows := self.sources.rows(source, rank, FEW)) is not None), None)
+
     def _name_unclaimed(self) -> None:
         tables = Tables(self.sources, self.config)
         for source in self.sources.unclaimed():
-            self._leave_out(source, TABLES if tables.known(source) else "no point that the conventions know")
+            parts = source.name.lower().split(".")
+            adapter = "base_layer" in parts or any(part.startswith("lora_") for part in parts)
+            self._leave_out(source, "part of an adapted layer" if adapter else TABLES if tables.known(source) else
+                            "no point that the conventions know")
 
     @staticmethod
     def _listed(what: str, layers: list[int]) -> str:

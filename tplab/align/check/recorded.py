@@ -101,3 +101,4 @@ class Recorded:
     folder: Path
     world_size: int
     ranks: tuple[RecordedRank | None, ...]
+    notes: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import torch
 from tplab.align.recording import PlacementError
 
 _ID_NAMES = ("input_ids", "ids", "tokens", "token_ids", "idx", "input", "x", "0", "")
+_MASKS = ("attention_mask", "padding_mask", "attn_mask", "mask")
 
 
 @dataclass
@@ -36,54 +37,91 @@ class CallRows:
         """All rows, padding included."""
         return self.batch * self.tokens
 
+    def pad(self, size: int) -> None:
+        """Count ``size`` rows: those behind the ones that were said are padding."""
+        self.batch, self.tokens = (1, size) if self.batch == 1 else (size // self.tokens, self.tokens)
+
 
 class Texts:
-    """The sequences as they grow from call to call."""
+    """The sequences as they grow from call to call.
 
-    def __init__(self):
+    Tokens follow one another as they come, and positions are judged; or positions are ``trusted`` to say where tokens
+    stand: what a draft put there is rejected, and a text that does not begin at 0 begins with another one's tokens.
+    """
+
+    def __init__(self, trusted: bool = False):
+        self.trusted, self.index = trusted, 0
         self.ids: list[list[int]] = []
+        self.begun: list[list[int]] = []  # per sequence and token, where the call that computed it last began
         self.by_label: dict[int, int] = {}  # the engine's own number of a sequence → ours
         self.notes: list[str] = []
-        self.again: dict[int, list[int]] = {}  # calls that computed known tokens once more, and how many
+        self.again: dict[int, dict[int, int]] = {}  # call → text → how many known tokens were computed once more
+        self.headless: dict[int, int] = {}  # sequences whose first tokens nobody recorded, and how many these are
+        self.alone: dict[int, int | None] = {}  # sequences of one token beside longer ones, and the call of the first
+        self.unjudged: list[str] = []  # texts that cannot be looked at, one sentence each
+        self.doubts: list[str] = []  # where trusted positions would give other texts
 
     def add_call(self, index: int, input_ids: torch.Tensor, positions: torch.Tensor | None,
-                 sequences: list[int] | None) -> CallRows:
+                 sequences: list[int] | None, mask: torch.Tensor | None = None) -> CallRows:
         """Say which token each row of a call is; the texts grow by the new ones.
 
         Args:
             input_ids: ``[tokens]`` of one or several texts, or ``[batch, tokens]``; negative ids are padding.
             positions: ``[tokens]`` or ``[batch, tokens]``, as the engine counts them; negative ones are padding.
-            sequences: the engine's own number of the text of each row, or of each line of the batch.
+            sequences: the engine's own number of the text of each row, or of each line of the batch; negative ones
+                are padding.
+            mask: ``[batch, past and new tokens]``, 0 where there is padding.
         """
         if input_ids.dim() not in (1, 2):
             raise PlacementError(f"call {index}: token ids of shape {list(input_ids.shape)}; they are [tokens] or "
                                  "[batch, tokens]")
         batch, tokens = (1, len(input_ids)) if input_ids.dim() == 1 else input_ids.shape
+        self.index = index
         call = CallRows(index, batch, tokens)
         ids = input_ids.reshape(-1).tolist()
         said = _spread(positions, batch, tokens)
         if positions is not None and said is None:
             self.notes.append(f"call {index}: positions of shape {list(positions.shape)} do not belong to ids of shape "
                               f"{list(input_ids.shape)}; they were ignored")
-        real = [row for row, token in enumerate(ids) if token >= 0 and (said is None or said[row] >= 0)]
+        labels = sequences if sequences is not None and len(sequences) == call.size else None
+        seen = [True] * call.size
+        if mask is not None and mask.dim() == 2 and len(mask) == batch and mask.shape[1] >= tokens:
+            seen = mask[:, mask.shape[1] - tokens:].reshape(-1).bool().tolist()
+        real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and (said is None or said[row] >= 0)
+                and (labels is None or labels[row] >= 0)]
         free = set(range(len(self.ids)))
         declared = []
         for label, run in self._runs(call, real, said, sequences, input_ids.dim() > 1):
             text = [ids[row] for row in run]
             begin = None if said is None else said[run[0]]
-            number, start = self._find(text, begin, label, free, index)
+            number, start = self._find(text, begin, label, free)
             free.discard(number)
-            known = self.ids[number]
+            if start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1:  # it may well be padding
+                self.alone.setdefault(number, index)
+            else:
+                self.alone[number] = None
+            known, end = self.ids[number], start + len(text)
             if start < len(known):
-                self.again.setdefault(index, []).append(len(known) - start)
-            known[start:start + len(text)] = text
+                self.again.setdefault(index, {})[number] = min(len(known), end) - start
+            if known[start:end] != text[:len(known) - start]:  # what was drafted and rejected stood there
+                del known[start:], self.begun[number][start:]
+            known[start:end] = text
+            self.begun[number][start:end] = [start] * len(text)
             call.rows += run
             call.places += [(number, start + i) for i in range(len(run))]
             call.ends.append(run[-1])
-            call.keys += [start + len(run)] * len(run)
+            call.keys += [end] * len(run)
             declared += [] if said is None else [said[row] for row in run]
         call.declared = None if said is None else declared
         return call
+
+    def settle(self) -> None:
+        """After the last call: which texts are no texts, and what that leaves in doubt."""
+        for number, index in self.alone.items():
+            if index is not None:
+                self.doubts.append(f"call {index}: a token alone at position 0 may be padding")
+                if self.trusted:
+                    self.headless[number] = 1
 
     def _runs(self, call: CallRows, real: list[int], said: list[int] | None, sequences: list[int] | None,
               lines: bool) -> list[tuple[int | None, list[int]]]:
@@ -98,7 +136,8 @@ class Texts:
                 raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.batch} lines of "
                                      f"{call.tokens} tokens; give one for each line or one for each token")
             found = [[row for row in real if row // call.tokens == line] for line in range(call.batch)]
-            return [(sequences[line] if sequences else None, run) for line, run in enumerate(found) if run]
+            return [(sequences[line] if sequences else None, run) for line, run in enumerate(found)
+                    if run and not (sequences and sequences[line] < 0)]
         if sequences is not None:
             raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.size} tokens; give "
                                  "one for each token")
@@ -112,16 +151,15 @@ class Texts:
                 runs.append([row])
         return [(None, run) for run in runs]
 
-    def _find(self, text: list[int], begin: int | None, label: int | None, free: set[int], index: int
+    def _find(self, text: list[int], begin: int | None, label: int | None, free: set[int]
               ) -> tuple[int, int]:
         """Which sequence some new tokens belong to and at which position they start; a new one if to none."""
         if label is not None:
             if label not in self.by_label:
-                self._check_begin(text, begin, index)
-                self.by_label[label] = self._new()
-                return self.by_label[label], 0
+                self.by_label[label], start = self._new(text, begin)
+                return self.by_label[label], start
             number = self.by_label[label]
-            return number, self._start(self.ids[number], text, begin)
+            return number, self._start(number, text, begin)
         candidates = [n for n in sorted(free) if n not in self.by_label.values()]
         again = [n for n in candidates if len(text) > 1 and begin in (None, 0)
                  and text[:len(self.ids[n])] == self.ids[n][:len(text)]]
@@ -129,29 +167,52 @@ class Texts:
             return again[0], 0
         if len(text) == 1 or begin:
             exact = [n for n in candidates if len(self.ids[n]) == begin]
-            if exact or (candidates and (len(text) == 1 or len(candidates) == 1)):
-                number = (exact or candidates)[0]
-                return number, len(self.ids[number])
-        self._check_begin(text, begin, index)
-        if begin:
-            self.notes.append(f"call {index}: a text begins at position {begin}; the tokens before it were not "
-                              "recorded, so it is taken as one that begins here")
-        return self._new(), 0
+            back = [n for n in candidates if self.trusted and begin and self._start(n, text, begin) == begin]
+            if exact or back or (candidates and (len(text) == 1 or len(candidates) == 1)):
+                number = (exact or back or candidates)[0]
+                return number, self._start(number, text, begin)
+        return self._new(text, begin)
 
-    @staticmethod
-    def _check_begin(text: list[int], begin: int | None, index: int) -> None:
-        if len(text) == 1 and begin:
-            raise PlacementError(f"call {index}: a single token at position {begin} goes on with a text of which "
-                                 "nothing was recorded; begin with the call of the prompt (calls= keeps its ids)")
+    def _start(self, number: int, text: list[int], begin: int | None) -> int:
+        """Where tokens of a known text go: behind it; from its start if it comes once more; or where they were said to
+        begin, if positions are trusted and those that stood there can have been drafted: in no text's first call, and
+        not as the first token of their call."""
+        known, begun = self.ids[number], self.begun[number]
+        if len(text) > 1 and begin in (None, 0) and text[:len(known)] == known[:len(text)]:
+            return 0
+        if begin is None or not self.headless.get(number, 0) <= begin < len(known):
+            return len(known)
+        drafted = 0 < begun[begin] < begin or text == known[begin:begin + len(text)]
+        if not drafted and not begin == 0 < len(text) == len(known) == 1:  # padding, said to be a text of its own
+            return len(known)
+        self.doubts.append(f"call {self.index} begins at position {begin} of a text of {len(known)} tokens")
+        return begin if self.trusted else len(known)
 
-    @staticmethod
-    def _start(known: list[int], text: list[int], begin: int | None) -> int:
-        again = len(text) > 1 and begin in (None, 0) and text[:len(known)] == known[:len(text)]
-        return 0 if again else len(known)
-
-    def _new(self) -> int:
+    def _new(self, text: list[int], begin: int | None) -> tuple[int, int]:
+        """A sequence that nobody knew: its number, and where its first tokens stand."""
         self.ids.append([])
-        return len(self.ids) - 1
+        self.begun.append([])
+        number = len(self.ids) - 1
+        if not begin:
+            return number, 0
+        if not self.trusted:
+            if len(text) == 1:
+                raise PlacementError(f"call {self.index}: a single token at position {begin} goes on with a text of "
+                                     "which nothing was recorded; begin with the call of the prompt (calls= keeps its "
+                                     "ids)")
+            self.doubts.append(f"call {self.index}: a text begins at position {begin}")
+            self.notes.append(f"call {self.index}: a text begins at position {begin}; the tokens before it were not "
+                              "recorded, so it is taken as one that begins here")
+            return number, 0
+        before = {tuple(other[:begin]) for n, other in enumerate(self.ids) if len(other) >= begin
+                  and n not in self.headless}
+        if len(before) != 1:
+            self.headless[number] = begin
+            self.unjudged.append(f"call {self.index}: a text goes on at position {begin}; what stands before it was "
+                                 "not recorded, so its rows were not judged; record the call that computed it, too")
+        self.ids[number] = list(before.pop()) if len(before) == 1 else [0] * begin
+        self.begun[number] = [0] * begin
+        return number, begin
 
 
 def _spread(positions: torch.Tensor | None, batch: int, tokens: int) -> list[int] | None:
@@ -171,17 +232,23 @@ def _counts_up(entry, ids: torch.Tensor) -> bool:
     return not found[0] and all(b in (0, a + 1) for a, b in zip(found, found[1:]))
 
 
-def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Token ids and positions of a recorded call: those said, else those seen at the door of the outermost module."""
-    ids, positions = call.input_ids, call.positions
+def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Token ids, positions and attention mask ``[batch, tokens so far]`` of a call: those said, else those seen at the
+    door of the outermost module."""
+    ids, positions, mask, door = call.input_ids, call.positions, None, None
     for entry in call.entries:
-        if entry.kind == "in" and not (entry.dtype.is_floating_point or entry.dtype.is_complex
-                                       or entry.dtype == torch.bool) and len(entry.shape) in (1, 2):
+        door = entry.name if door is None or ids is None else door
+        if entry.name != door:
+            break  # what comes later is about inner modules
+        if entry.kind == "in" and not (entry.dtype.is_floating_point or entry.dtype.is_complex) and len(
+                entry.shape) in (1, 2):
             name = entry.path.rpartition(".")[2]
-            if ids is None and name in _ID_NAMES:
+            if name in _MASKS:
+                mask = entry.tensor() if mask is None and len(entry.shape) == 2 else mask
+            elif entry.dtype == torch.bool:
+                continue
+            elif ids is None and name in _ID_NAMES:
                 ids = entry.tensor()
             elif positions is None and ids is not None and ("pos" in name or _counts_up(entry, ids)):
                 positions = entry.tensor()
-        elif ids is not None:
-            break  # what comes later is about inner modules
-    return ids, positions
+    return ids, positions, mask

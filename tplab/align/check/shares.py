@@ -12,7 +12,7 @@ from tplab.align.check.evidence import Evidence, Reference
 from tplab.align.check.fused import Split, columns_in, heads_in, split
 from tplab.align.check.layouts import Indices, Layout
 from tplab.align.check.names import FUSED
-from tplab.align.check.sources import FEW, WHOLE, Source, Sources
+from tplab.align.check.sources import FEW, SAMPLE, WHOLE, Source, Sources
 from tplab.align.operations import as_index
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
@@ -40,7 +40,7 @@ class Shares:
 
     def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan):
         self.sources, self.ckpt, self.config = sources, ckpt, ckpt.config
-        self.size, config = sources.world_size, ckpt.config
+        self.stages, config = sources.stages, ckpt.config
         self.evidence, self.reference = Evidence(ckpt), Reference(ckpt, sources)
         self.totals = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads,
                        "mlp": config.intermediate_size, "vocab": config.vocab_size}
@@ -52,15 +52,73 @@ class Shares:
 
     @cached_property
     def sampled(self) -> list[str]:
-        """The layers that are asked: the first, the middle and the last of those that were recorded."""
-        layers = self.sources.layers()
-        asked = {layers[at] for at in (0, len(layers) // 2, -1)} if layers else ()
+        """The layers that are asked: the first, the middle and the last of those that each stage recorded."""
+        found = (sorted(self.sources.layers_of(*stage)) for stage in self.stages)
+        asked = {layers[at] for layers in found for at in (0, len(layers) // 2, -1) if layers}
         return [f"layers.{layer}." for layer in sorted(asked)]
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """A rank's place among those of its pipeline stage, and how many these are."""
+        stage = next(stage for stage in self.stages if rank in stage)
+        return stage.index(rank), len(stage)
+
+    # The order of the numbers in a head.
+
+    @cached_property
+    def orders(self) -> dict[str, torch.Tensor]:
+        """Where a head's numbers stand in another order than Hugging Face's, the same for q and k: ``"q"``, ``"k"``,
+        ``"q_rope"``, ``"k_rope"`` → where in the engine's head each of Hugging Face's numbers stands.
+
+        Such an order is a layout (rows of q and k permuted for a rotation in pairs) if what is made of it is right.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for at in self.sampled[:1]:
+            before = [self._order(at, part) for part in "qk"]
+            if before[0] is not None and before[1] is not None and torch.equal(*before):
+                found |= dict(zip("qk", before))
+            behind = [self._order(at, f"{part}_rope", found.get(part)) for part in "qk"]
+            seen = [any(self._raw(f"{at}{part}_rope", FEW)) for part in "qk"]
+            if behind[0] is not None and behind[1] is not None and torch.equal(*behind):
+                found |= {"q_rope": behind[0], "k_rope": behind[1]}
+            elif found and any(seen):
+                return {}  # the rotation does not know of the order: that is a bug
+            for held in islice(self._raw(f"{at}attn", FEW), 1) if found else ():
+                full = self.reference.point(f"{at}attn")
+                if full is None or any(self.vote("q", x, full, rank) is None for rank, x in held.tensors.items()):
+                    return {}
+        return {point: order for point, order in found.items() if not torch.equal(order, order.sort().values)}
+
+    def _order(self, at: str, point: str, before: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The order of one point's heads on the first rank that has it; ``before``: that of the point it is made from.
+        """
+        part, layer = point[0], int(at.split(".")[1])
+        for held in islice(self._raw(at + point, FEW), 1):
+            rank, local = next(iter(held.tensors.items()))
+            if point == part:
+                x = self.own_input(held.source, f"{at}input_norm", rank)
+                full = None if x is None else self.evidence.heads(layer, part, x)
+            else:
+                made_of = f"{at}{part}_norm" if self.config.qk_norm else at + part
+                full = next((inner.tensors[rank] for inner in self._raw(made_of, FEW) if rank in inner.tensors), None)
+                if full is not None:
+                    full = self.evidence.rope(full if before is None else full[..., before],
+                                              [position for _, position in self.sources.places[:SAMPLE]])
+            return None if full is None else layouts.order_in_heads(local, full)
+        return None
 
     # What a source holds.
 
     def held(self, name: str, look: str = WHOLE) -> Iterator[Held]:
-        """All that can be taken for a point of heads or columns, the strongest claim first."""
+        """All that can be taken for a point of heads or columns, the strongest claim first; numbers in Hugging Face's
+        order."""
+        point = name.rpartition(".")[2]
+        order = self.orders.get(point.removesuffix("_norm")) if point[0] in "qk" else None
+        for held in self._raw(name, look):
+            yield held if order is None else held._replace(
+                tensors={rank: tensor[..., order] for rank, tensor in held.tensors.items()},
+                sentence=f"{held.sentence}the numbers of a head in an order of their own, as what follows knows; ")
+
+    def _raw(self, name: str, look: str) -> Iterator[Held]:
         at, _, point = name.rpartition(".")
         found = [(source.strength, partial(self._of, source, name, look)) for source in self.sources.of(name)]
         if fused := _FUSED.get(point):
@@ -111,19 +169,20 @@ class Shares:
     # Votes.
 
     def vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int) -> Indices | None:
-        shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], local.shape[1], rank, self.size)]
+        shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], local.shape[1], *self.seat(rank))]
         return layouts.fit(local, full, shares, search=which != "vocab")
 
     def vote_by_weight(self, which: str, rank: int, local: torch.Tensor, full: torch.Tensor) -> None:
         """What a recorded weight says about a dimension, for :attr:`layouts` to ask where no activation does."""
-        counts, found = self._by_weight.setdefault(which, ([None] * self.size, [None] * self.size))
+        nothing = [None] * self.sources.world_size
+        counts, found = self._by_weight.setdefault(which, (nothing, nothing[:]))
         counts[rank], found[rank] = local.shape[1], self.vote(which, local, full, rank)
 
     def _votes(self, which: str, points: tuple[str, ...]) -> tuple[list[int | None], list[Indices | None]]:
         """How many each rank holds, and which the values say."""
-        counts, votes, guesses = [None] * self.size, [], []
+        counts, votes, guesses = [None] * self.sources.world_size, [], []
         for at in self.sampled:
-            vote, guess = [None] * self.size, [None] * self.size
+            vote, guess = [None] * self.sources.world_size, [None] * self.sources.world_size
             for point in points:
                 for held in islice(self.held(at + point, FEW), 1):
                     for rank, tensor in held.tensors.items():
@@ -135,8 +194,8 @@ class Shares:
                             guess[rank] = self.vote(which, tensor, full, rank)
             votes.append(vote)
             guesses.append(guess)
-        found = layouts.agreed(votes)
-        return counts, [own if own is not None else other for own, other in zip(found, layouts.agreed(guesses))]
+        found, guessed = (layouts.agreed(seen) or [None] * len(counts) for seen in (votes, guesses))
+        return counts, [own if own is not None else other for own, other in zip(found, guessed)]
 
     def _expected(self, at: str, point: str, source: Source, rank: int) -> torch.Tensor | None:
         """``[rows, all items, …]`` of a point from the rank's own input; None if that does not say it."""
@@ -161,8 +220,7 @@ class Shares:
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """The decision for each dimension."""
-        config, planned = self.config, self.planned
-        group = config.num_heads // config.num_kv_heads
+        planned = self.planned
         counts, found = {}, {}
         for which in ("q", "k", "v"):
             counts[which], found[which] = self._votes(which, _MEMBERS[which])
@@ -180,30 +238,46 @@ class Shares:
                     if not seen or len(set(seen)) < len(seen):
                         counts[which][rank], found[which][rank] = len(planned[which][rank]), None
 
-        def flaw_of_q(q) -> str:
-            unserved = [layouts.not_serving(kv, q, group) for kv in (found["k"], planned["k"]) if None not in kv]
-            return layouts.not_a_partition(q, config.num_heads) or min(unserved, key=len)
+        parts = [self._decided(stage, counts, found) for stage in self.stages]
+        whole = {}
+        for which in parts[0]:
+            indices: list = [None] * self.sources.world_size
+            for stage, part in zip(self.stages, parts):
+                for rank, own in zip(stage, part[which].indices):
+                    indices[rank] = own
+            sentences = dict.fromkeys(part[which].sentence for part in parts if part[which].sentence)
+            whole[which] = Layout(tuple(indices), "; ".join(sentences))
+            self.contradictions += [part[which].contradiction for part in parts if part[which].contradiction]
+        return whole
 
-        done = {"q": self._decide("q", counts, found, flaw_of_q)}
+    def _decided(self, stage: list[int], counts: dict, found: dict) -> dict[str, Layout]:
+        """The decisions for the ranks of one pipeline stage, which share what there is among them."""
+        counts, found, planned = ({which: [of[which][rank] for rank in stage] for which in of}
+                                  for of in (counts, found, self.planned))
+        group = self.config.num_heads // self.config.num_kv_heads
+
+        def decide(which: str, flaw, starts: list[int] | None = None) -> Layout:
+            if not any(counts[which]):
+                return Layout(tuple(planned[which]), "")
+            return layouts.decide(_WHAT[which], counts[which], planned[which], found[which], self.totals[which], flaw,
+                                  starts, stage)
+
+        def flaw_of_q(q) -> str:
+            unserved = [layouts.not_serving(kv, q, group, stage) for kv in (found["k"], planned["k"]) if None not in kv]
+            return layouts.not_a_partition(q, self.config.num_heads) or min(unserved, key=len)
+
+        done = {"q": decide("q", flaw_of_q)}
         starts = [heads[0] // group if heads else 0 for heads in done["q"].indices]
-        flaw_of_k = partial(layouts.not_serving, q=done["q"].indices, group=group)
-        done["k"] = self._decide("k", counts, found, flaw_of_k, starts)
-        done["v"] = self._decide("v", counts, found, lambda v: flaw_of_k(v) or (
+        flaw_of_k = partial(layouts.not_serving, q=done["q"].indices, group=group, ranks=stage)
+        done["k"] = decide("k", flaw_of_k, starts)
+        done["v"] = decide("v", lambda v: flaw_of_k(v) or (
             "" if tuple(v) == done["k"].indices else "the keys are dealt out otherwise"), starts)
         for which in ("mlp", "vocab"):
-            done[which] = self._decide(which, counts, found,
-                                       partial(layouts.not_a_partition, total=self.totals[which]))
-        self.contradictions += [decision.contradiction for decision in done.values() if decision.contradiction]
+            done[which] = decide(which, partial(layouts.not_a_partition, total=self.totals[which]))
         return done
 
-    def _decide(self, which: str, counts: dict, found: dict, flaw, starts: list[int] | None = None) -> Layout:
-        if not any(counts[which]):
-            return Layout(tuple(self.planned[which]), "")
-        return layouts.decide(_WHAT[which], counts[which], self.planned[which], found[which], self.totals[which], flaw,
-                              starts)
-
     def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
-        counts, found = [None] * self.size, [None] * self.size
+        counts, found = [None] * self.sources.world_size, [None] * self.sources.world_size
         for source in self.sources.of("logits")[:1]:
             for rank in self.sources.complete(source):
                 if (logits := self.sources.logits(source, rank, FEW)) is None:

@@ -54,9 +54,9 @@ class Sources:
         places, num_keys, declared: as in :class:`tplab.align.recording.Recording`.
     """
 
-    def __init__(self, recorded, config, names):
+    def __init__(self, recorded, config, names, trusted: bool = False):
         self.config, self.world_size = config, recorded.world_size
-        self.notes: list[str] = []
+        self.notes: list[str] = list(recorded.notes)
         self.contradictions: list[str] = []
         self.ranks = [rank for rank, known in enumerate(recorded.ranks) if known is not None]
         if not self.ranks:
@@ -67,16 +67,18 @@ class Sources:
         self.recorded = {rank: {call.index: call for call in recorded.ranks[rank].calls} for rank in self.ranks}
         self._names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
                                           for entry in call.entries})
-        self.texts = Texts()
+        self.texts = Texts(trusted)
         self._read_calls(recorded)
+        self.stages = self._find_stages()
+        self._check_rows()
         self._order_rows()
         if self.calls and not self.places:
             raise PlacementError("every token is padding (a negative id or position): no row says anything" if any(
                 call.size for call in self.calls) else "no call that was recorded is about a token")
         self._check_sizes([entry for calls in self.recorded.values() for index in self.used
                            for entry in calls[index].entries])
-        self._check_rows()
         self.claim()
+        self._check_parallel()
 
     def _read_calls(self, recorded) -> None:
         numbers = sorted({index for calls in self.recorded.values() for index in calls})
@@ -93,7 +95,7 @@ class Sources:
         self.calls = []
         for index in numbers:
             seen = {rank: call_inputs(calls[index]) for rank, calls in self.recorded.items() if index in calls}
-            known = {rank: ids for rank, (ids, _) in seen.items() if ids is not None}
+            known = {rank: ids for rank, (ids, _, _) in seen.items() if ids is not None}
             if not known:
                 if index in self.used:
                     raise PlacementError(f"call {index} says nothing about its token ids: rec.inputs(input_ids, "
@@ -107,20 +109,42 @@ class Sources:
             if (known[first] >= self.config.vocab_size).any():
                 raise PlacementError(f"call {index}: token id {int(known[first].max())} is not in the checkpoint's "
                                      f"vocabulary: 0 to {self.config.vocab_size - 1}")
-            said = {rank: positions for rank, (_, positions) in seen.items() if positions is not None}
+            said = {rank: positions for rank, (_, positions, _) in seen.items() if positions is not None}
             for rank, positions in said.items():
                 if not torch.equal(positions, said[min(said)]):
                     self.contradictions.append(f"call {index}: rank {rank} was given other positions than rank "
                                                f"{min(said)}: {_short(positions)}, not {_short(said[min(said)])}")
             sequences = self.recorded[first][index].sequences
-            call = self.texts.add_call(index, known[first], said[min(said)] if said else None, sequences)
+            mask = next((mask for *_, mask in seen.values() if mask is not None), None)
+            call = self.texts.add_call(index, known[first], said[min(said)] if said else None, sequences, mask)
             if index in self.used:
                 self.calls.append(call)
+        self.texts.settle()
         self.notes += self.texts.notes
-        if again := self.texts.again:
-            tokens = sum(map(sum, again.values()))
-            self.notes.append(f"calls {span(list(again))} computed {tokens} tokens once more that earlier calls had "
-                              "computed: nothing was read from a cache")
+        again = {call: tokens for call, of in self.texts.again.items()
+                 if (tokens := sum(n for text, n in of.items() if text not in self.texts.headless))}
+        if again:
+            self.notes.append(f"calls {span(list(again))} computed {sum(again.values())} tokens once more that earlier "
+                              "calls had computed" + ": nothing was read from a cache" * (not self.texts.trusted))
+
+    def _check_parallel(self) -> None:
+        """Ranks that hold all of a layer each, and were given other tokens from the start, are no tensor parallelism.
+        """
+        first = {rank: call_inputs(calls[self.used[0]]) for rank, calls in self.recorded.items()} if self.used else {}
+        ids = {rank: ids for rank, (ids, _, _) in first.items() if ids is not None}
+        other = next((rank for rank in ids if not torch.equal(ids[rank], ids[min(ids)])), None)
+        if other is None or sorted(ids[other].flatten().tolist()) == sorted(ids[min(ids)].flatten().tolist()):
+            return
+        totals = {"q": self.config.q_size, "mlp_act": self.config.intermediate_size}
+        for name, total in totals.items():
+            found = [self._points.get(f"layers.{layer}.{name}", {}).values() for layer in range(self.config.num_layers)]
+            if any(entry.shape[-1] == total for sources in found for source in sources
+                   for (rank, _), entry in source.entries.items() if rank == other):
+                positions = first[other][1]
+                how = "data" if positions is None or not positions.flatten()[0] else "context"
+                raise PlacementError(f"{how} parallelism: rank {other} holds whole layers and was given other tokens "
+                                     f"than rank {min(ids)} from the start; check compares ranks that compute the same "
+                                     "tokens: record one rank alone, with rank=0 and world_size=1, on a whole text")
 
     def _order_rows(self) -> None:
         last: dict[tuple[int, int], tuple[int, int, int | None, tuple[int, int]]] = {}
@@ -130,7 +154,10 @@ class Sources:
                 declared = None if call.declared is None else call.declared[i]
                 last[place] = offset + row, keys, declared, (number, row)
             offset += call.size
-        self.places = sorted(last)
+        texts = self.texts
+        last = {place: found for place, found in last.items() if place[0] not in texts.headless
+                and place[1] < len(texts.ids[place[0]])}
+        self.places, self._known = sorted(last), last.keys()
         self._index = torch.tensor([last[place][0] for place in self.places], dtype=torch.long)
         self._origins = [last[place][3] for place in self.places]
         self._in_order = torch.equal(self._index, torch.arange(len(self._index)))
@@ -179,22 +206,45 @@ class Sources:
 
     def _check_rows(self) -> None:
         for call in self.calls:
-            rows = Counter(math.prod(entry.shape[:-1]) for calls in self.recorded.values() for entry in
-                           calls[call.index].entries if entry.shape[-1:] == (self.config.hidden_size,)
-                           and entry.dtype.is_floating_point)
-            if rows and not rows.keys() & {call.size, len(call.ends)}:
-                usual = rows.most_common(1)[0][0]
+            entries = [entry for calls in self.recorded.values() for entry in calls[call.index].entries]
+            rows = Counter(math.prod(entry.shape[:-1]) for entry in entries if entry.dtype.is_floating_point
+                           and entry.shape[-1:] == (self.config.hidden_size,))
+            if not rows or rows.keys() & {call.size, len(call.ends)}:
+                continue
+            usual = rows.most_common(1)[0][0]
+            ids = self.recorded[self.ranks[0]][call.index].input_ids
+            given = (entry.tensor().flatten() for entry in entries if math.prod(entry.shape) == usual > call.size
+                     and not (entry.dtype.is_floating_point or entry.dtype.is_complex))
+            if ids is None or usual % call.tokens or not any(
+                    torch.equal(tensor[:call.size].long(), ids.flatten()) for tensor in given):
                 raise PlacementError(f"call {call.index} was said to be about {call.size} token ids, but what was "
                                      f"recorded in it has {usual} rows; rec.inputs(input_ids, positions) must be given "
                                      "the ids of the call that follows")
+            call.pad(usual)
 
     def of(self, point: str) -> list[Source]:
         """The claims for a point, in the order of :meth:`rank_of`."""
         return sorted((s for s in self._points.get(point, {}).values() if self.complete(s)), key=self.rank_of)
 
-    def layers(self) -> list[int]:
-        """The layers for which anything was claimed."""
-        return sorted({int(point.split(".")[1]) for point in self._points if point.startswith("layers.")})
+    def layers_of(self, *ranks: int) -> set[int]:
+        """The layers of which these ranks recorded anything."""
+        return {layer for rank in ranks if rank in self.recorded for index in self.used
+                for entry in self.recorded[rank][index].entries if (layer := place_of(entry.name)[0]) is not None}
+
+    def _find_stages(self) -> list[list[int]]:
+        """The ranks that share their layers, by pipeline stage; all of them where there are no stages."""
+        held = {rank: self.layers_of(rank) for rank in self.ranks}
+        stages: list[list[int]] = []
+        for rank in sorted(held, key=lambda rank: (-len(held[rank]), rank)):  # one that stopped early has fewer
+            own = next((stage for stage in stages if held[rank] <= held[stage[0]]), None)
+            own.append(rank) if own and (held[rank] or len(stages) == 1) else stages.append([rank])
+        if len(stages) < 2:
+            return [list(range(self.world_size))]
+        runs = Counter(layer for stage in stages for layer in held[stage[0]])
+        if twice := sorted(layer for layer, times in runs.items() if times > 1):
+            self.contradictions.append(f"layer{'s' * (len(twice) > 1)} {span(twice)} of the model run in more than one "
+                                       "stage of the pipeline")
+        return sorted(map(sorted, stages)) + [[rank] for rank in range(self.world_size) if rank not in held]
 
     def rank_of(self, source: Source) -> tuple:
         """How good a claim is: overrides first, then what all ranks have, then the strongest, then the earliest."""
@@ -247,11 +297,11 @@ class Sources:
         for tensor, call in zip(found, self.calls):
             if tensor is None:
                 return None
-            where = dict(zip(call.rows, call.places))
+            where = {row: place for row, place in zip(call.rows, call.places) if place in self._known}
             if len(tensor) == call.size:
                 last.update({place: tensor[row] for row, place in where.items()})
             else:
-                last.update({where[row]: tensor[i] for i, row in enumerate(call.ends)})
+                last.update({where[row]: tensor[i] for i, row in enumerate(call.ends) if row in where})
         if not last or len({len(row) for row in last.values()}) != 1:
             return None
         places = sorted(last)[:SAMPLE if look == FEW else None]

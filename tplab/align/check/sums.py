@@ -45,7 +45,8 @@ class Sums:
 
     def _looks_partial(self, source: Source, which: str, at: str) -> bool:
         ranks = self.sources.complete(source)
-        if self.shares.size == 1:
+        size = self.shares.seat(ranks[0])[1]
+        if size == 1:
             return False
         outs = {rank: self.sources.rows(source, rank, FEW) for rank in ranks}
         if any(out is None for out in outs.values()):
@@ -56,7 +57,7 @@ class Sums:
         if any(summand is None for summand in own.values()):
             return len(ranks) > 1 and not _any_pair(outs)
         bias = self.shares.evidence.bias(int(at.split(".")[1]), which)
-        added = [0.0] if bias is None else [0.0, bias, bias / self.shares.size]
+        added = [0.0] if bias is None else [0.0, bias, bias / size]
         mine = [any(near(outs[rank], own[rank] + more) for more in added) for rank in ranks]
         if all(mine):
             return True
@@ -91,8 +92,10 @@ class Sums:
     def _is_masked(self, source: Source) -> bool:
         """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
         ids = [self.sources.texts.ids[number][position] for number, position in self.sources.places[:SAMPLE]]
-        outs = [self.sources.rows(source, rank, FEW) for rank in self.sources.complete(source)]
-        if self.shares.size == 1 or any(out is None or out.shape[1] != self.shares.config.hidden_size for out in outs):
+        ranks = self.sources.complete(source)
+        outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
+        hidden = self.shares.config.hidden_size
+        if self.shares.seat(ranks[0])[1] == 1 or any(out is None or out.shape[1] != hidden for out in outs):
             return False
         table = self.shares.evidence.weight(EMBEDDING)[ids]
         masked = [[not row.any() for row in out] for out in outs]

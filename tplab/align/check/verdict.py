@@ -4,11 +4,17 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+import torch
+
+from tplab.align.check.ordinary import Ordinary
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.floors import SHORT
-from tplab.align.report import AlignReport
+from tplab.align.guilty import Judge
+from tplab.align.report import AlignReport, internal_error
 
 GROWN = 10  # so many floors of float32 rounding can grow in an engine whose modules are all right
+_WEIGHTED = ("embed", "q", "k", "v", "gate", "up", "o_partial", "mlp_partial", "logits")  # points that a matrix makes
+_LOOKED = " Looked for and not found:"
 
 
 @dataclass(repr=False)
@@ -23,10 +29,56 @@ class CheckReport(AlignReport):
     broken_off: tuple[str, ...] = ()  # ranks without a recording, calls of which the end is not there
     stopped: tuple[str, ...] = ()  # calls in which the engine raised an error
     parameters: dict[str, str] = field(default_factory=dict)  # recorded weights that are not the checkpoint's
+    failed: str = ""  # an error of the lab's own, and where; what was found before it stands
 
     @cached_property
     def diagnoses(self) -> list[Diagnosis]:
-        return super().diagnoses if self.guilty or self.recording.contradictions else []
+        if not (self.guilty or self.recording.contradictions):
+            return []
+        try:
+            return super().diagnoses
+        except Exception as error:  # the last door: which points are guilty is known nevertheless
+            self.failed = self.failed or internal_error("the diagnosis", error)
+            return [Diagnosis(None, f"{', '.join(self.guilty[:4])} and what follows: no diagnosis.",
+                              next(iter(self.guilty), "layout"), points=tuple(self.guilty))]
+
+    @cached_property
+    def ordinary(self) -> dict[str, str]:
+        """Guilty points that a right engine may have: name → what it did ("TF32 products")."""
+        found = {}
+        try:
+            asked = Ordinary(self)
+            with torch.inference_mode():
+                for name in super().guilty:
+                    if what := asked.explains(name):
+                        found[name] = what
+        except Exception as error:  # the last door: then these points are guilty
+            self.failed = self.failed or internal_error("the ordinary set-ups", error)
+        return found
+
+    @cached_property
+    def foreign(self) -> bool:
+        """Whether no weight is this checkpoint's: nothing that a matrix makes is like what it should be."""
+        made = [name for name in self.local if name.rpartition(".")[2] in _WEIGHTED]
+        if len(made) < 3 or any(self.local[name].inside for name in made):
+            return False
+        judge = Judge(self.recording, self.checkpoint, self.plan)
+        with torch.inference_mode():
+            return all(_likeness(judge, name) < 0.5 for name in made)
+
+    @cached_property
+    def guilty(self) -> list[str]:
+        if self.foreign:
+            return []
+        return [name for name in super().guilty if name not in self.ordinary and name not in self.recording.lost]
+
+    @cached_property
+    def quantised(self) -> bool:
+        """Whether all that is wrong has no name, and is what eight bits of unknown scales would leave."""
+        if not self.guilty or self.dtype in SHORT or any(one.fault for one in self.diagnoses):
+            return False
+        with torch.inference_mode():
+            return Ordinary(self).noisy(self.guilty)
 
     @property
     def ok(self) -> bool:
@@ -35,21 +87,45 @@ class CheckReport(AlignReport):
     @property
     def verdict(self) -> str:
         """``"bug"``: something is wrong; ``"clean"``: nothing of what can be seen is, up to the end of every call."""
-        if self.guilty or self.parameters or self.recording.contradictions or self.stopped:
+        if self.recording.contradictions or self.stopped or self.parameters and not self.foreign:
+            return "bug"
+        if self.guilty and not self.quantised:
             return "bug"
         return "cannot tell" if self.open_questions else "clean"
 
     @property
     def open_questions(self) -> list[str]:
         """Why nothing wrong was seen does not mean that nothing is."""
-        found = list(self.broken_off)
-        if not self.points:
+        found = [self.failed] * bool(self.failed) + list(self.broken_off) + self.recording.unjudged
+        if self.foreign:
+            found.append(f"no weight is this checkpoint's: the engine runs another one than {self.model}, or loaded "
+                         "none")
+        elif not self.points and not self.failed:
             found.append("no point of the model was recorded")
-        elif all(diff.unknown for diff in self.local.values()):
+        elif self.points and all(diff.unknown for diff in self.local.values()):
             found.append("there is nothing but NaN and infinity")
+        if self.guilty and self.quantised:
+            found.append("what is off is so at random and by as much as eight bits leave: weights or a cache of eight "
+                         "bits, with scales that the numbers do not tell")
         far = [p for p in self.points if self.dtype not in SHORT and not max(p.relative, 0) <= GROWN * p.floor]
-        if far and not self.guilty:
+        if far and not self.guilty and not self.ordinary and not self.foreign:
             found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its inputs")
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a right engine may do, and what can follow from it."""
+        found, of = list(self.recording.warnings), {}
+        for name, what in self.ordinary.items():
+            of.setdefault(what, []).append(name)
+        for what, names in of.items():
+            worst = max(self.local[name].relative for name in names)
+            found.append(f"{what}: {Diagnosis(None, '', points=tuple(names)).where}; off by up to {worst:.0e} "
+                         "there, and so is what follows")
+        apart = next((p for p in self.points if p.spread > 0 and self.local[p.name].inside), None)
+        if apart and not self.guilty and not self.foreign:
+            found.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "
+                         "draw their tokens themselves can draw different ones")
         return found
 
     def inherits(self, name: str) -> bool:
@@ -69,6 +145,8 @@ class CheckReport(AlignReport):
     def says(self, name: str) -> str:
         """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"not judged"`` or nothing."""
         local = self.local[name]
+        if name in self.ordinary:
+            return self.ordinary[name]
         if local.perhaps_from:
             return f"guilty, or inherits from where {local.perhaps_from} has its error"
         if local.guilty:
@@ -76,24 +154,30 @@ class CheckReport(AlignReport):
             return "guilty" + f" (rank {', '.join(map(str, local.guilty))})" * some
         return "only NaN came in" if local.unknown else "inherits" if self.inherits(name) else ""
 
-    def summary(self) -> str:
-        """The verdict, the bugs by name, what was not seen."""
+    def summary(self, verbose: bool = False) -> str:
+        """The verdict, the bugs by name, what was not seen; ``verbose``: what was looked for, too, and all tensors that
+        are no points."""
         seen, ends = len(self.points), [name for name in ("embed", "logits") if name not in self.local]
         rows = len(self.recording.places)
         lines = [f"{self.folder} as {self.model}: {self.recording.world_size} rank"
                  f"{'s' * (self.recording.world_size > 1)}, {str(self.dtype).removeprefix('torch.')}, {rows} rows, "
                  f"{seen} points" + f" without {' and '.join(ends)}" * bool(ends)]
         heirs, many = sum(self.inherits(point.name) for point in self.points), len(self.guilty)
-        lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would",
-                      "bug": f"not clean: {many} guilty point{'s' * (many != 1)}, {heirs} more inherit"
-                             f"{'s' * (heirs == 1)} an error",
-                      "cannot tell": "cannot tell"}[self.verdict])
-        lines += self.diagnosis_lines()
-        lines += [f"weights: {name}: {what}" for name, what in self.parameters.items()]
+        counted = f": {many} guilty point{'s' * (many != 1)}, {heirs} more inherit{'s' * (heirs == 1)} an error"
+        lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would"
+                      + ", but for what the warning says" * bool(self.ordinary),
+                      "bug": f"not clean{counted if many else ''}", "cannot tell": "cannot tell"}[self.verdict])
+        lines += [line if verbose else line.partition(_LOOKED)[0] for line in self.diagnosis_lines()]
+        lines += [f"weights: {name}: {what}" for name, what in self.parameters.items() if not self.foreign]
         lines += [f"stopped: {what}" for what in self.stopped]
         lines += [f"open: {what}" for what in self.open_questions]
-        lines += [f"note: {what}" for what in (*self.recording.notes, *(f"not placed: {x}" for x in
-                                                                        self.recording.unplaced))]
+        lines += [f"warning: {what}" for what in self.warnings]
+        lines += [f"note: {what}" for what in self.recording.notes]
+        if verbose:
+            lines += [f"not placed: {what}" for what in self.recording.unplaced]
+        elif many := len(self.recording.unplaced):
+            lines.append(f"note: {many} kind{'s' * (many > 1)} of tensors not placed: {self.recording.unplaced[0]}"
+                         + "; …" * (many > 1))
         return "\n".join(lines)
 
     def point_lines(self) -> str:
@@ -115,7 +199,16 @@ class CheckReport(AlignReport):
         """As :meth:`AlignReport.to_dict`, with what only a check knows."""
         return super().to_dict() | {
             "folder": self.folder, "verdict": self.verdict, "parameters": self.parameters,
-            "diagnoses": [asdict(one) for one in self.diagnoses],
+            "diagnoses": [asdict(one) for one in self.diagnoses], "warnings": self.warnings,
             "local": [asdict(diff) | {"says": self.says(diff.name)} for diff in self.local.values()],
             "assumed": self.recording.assumed, "unplaced": self.recording.unplaced, "notes": self.recording.notes,
             "contradictions": self.recording.contradictions, "open": self.open_questions}
+
+
+def _likeness(judge: Judge, name: str) -> float:
+    """The correlation of a point with what it should be, on the first rank that has it."""
+    judge.enter(name)
+    rank = next(rank for rank, shard in enumerate(judge.recording.points[name]) if shard is not None)
+    should = judge.frame.expected(name, rank).flatten().double().nan_to_num(0, 0, 0)
+    held = judge.recording.points[name][rank].tensor.flatten().double().nan_to_num(0, 0, 0)
+    return (held @ should / (held.norm() * should.norm()).clamp(min=1e-30)).item()

@@ -93,6 +93,8 @@ def _pieces(shares: Shares, name: str, entry, rank: int) -> Iterator[tuple[str, 
         module = "mlp" if _group(part) == "mlp" else "self_attn"
         dim = 1 if _group(part) == "mlp" else shares.config.head_dim
         target = f"{at}{module}.{part}_proj.{kind}"
+        if part in shares.orders:
+            rows = rows.unflatten(0, (-1, dim))[:, shares.orders[part]].flatten(0, 1)
         if shares.evidence.weight(target) is not None:
             yield target, _share(rows, 0, shares.layouts[_group(part)].indices[rank], dim)
     if role in _ROWS:
@@ -108,7 +110,7 @@ def _pieces(shares: Shares, name: str, entry, rank: int) -> Iterator[tuple[str, 
     elif role in ("embed", "head") and kind == "weight":
         target, tensor = EMBEDDING if role == "embed" else HEAD, entry.tensor()
         full, total = shares.evidence.weight(target), shares.totals["vocab"]
-        usual = [shares.planned["vocab"][rank], *candidates(total, len(tensor), rank, shares.size)]
+        usual = [shares.planned["vocab"][rank], *candidates(total, len(tensor), *shares.seat(rank))]
         columns = (w[:, :_COLUMNS].T[..., None] for w in (tensor, full)) if tensor.dim() == 2 else ()
         yield target, _share(tensor, 0, (tensor.dim() == 2 and fit(*columns, usual, search=False)) or usual[0], 1)
 

@@ -1,0 +1,178 @@
+"""What a right engine may do although its numbers are not those of full precision: products of few digits (TF32),
+8-bit weights, an 8-bit cache. Each is recomputed; only what explains a point's rows to rounding counts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tplab.align.guilty import Judge
+from tplab.align.local import LocalFrame
+from tplab.align.points import layout
+
+LEFT = 0.1  # of a difference, the part that an explanation may leave: values that fell on the other side of a rounding
+_PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to TF32's 10 bits, as a GPU does before it multiplies."""
+    bits = x.to(torch.float32).contiguous().view(torch.int32)
+    return ((bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fff).view(torch.float32).to(x.dtype)
+
+
+def as_dtype(dtype: torch.dtype, x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Stored as ``x / scale`` in a narrow floating-point dtype, and read again."""
+    largest = torch.finfo(dtype).max
+    return (x / scale).clamp(-largest, largest).to(torch.float32).to(dtype).to(x.dtype) * scale
+
+
+def _largest(x: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
+    return x.abs().amax(dim, keepdim=True).clamp(min=1e-12)
+
+
+def as_int8(dim: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+    """Stored as whole numbers up to 127, one scale for all that lies along ``dim``."""
+    scale = _largest(x, dim) / 127
+    return (x / scale).round() * scale
+
+
+def as_fp8(dim: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+    """Stored as float8_e4m3fn, one scale for all that lies along ``dim``."""
+    return as_dtype(torch.float8_e4m3fn, x, _largest(x, dim) / 448)
+
+
+def in_groups(size: int, rounding: Rounding, x: torch.Tensor) -> torch.Tensor:
+    """``rounding`` along the last dimension, group by group of ``size`` columns."""
+    return rounding(x.unflatten(-1, (-1, size))).flatten(-2) if x.shape[-1] % size == 0 else x
+
+
+PRODUCTS = {"TF32 products": tf32, "bfloat16 products": partial(as_dtype, torch.bfloat16),
+            "float16 products": partial(as_dtype, torch.float16)}
+WEIGHTS = {"int8 weights, a scale for each row": partial(as_int8, (-1,)),
+           "int8 weights, one scale": partial(as_int8, (-2, -1)),
+           "fp8 weights, a scale for each row": partial(as_fp8, (-1,)),
+           "fp8 weights, one scale": partial(as_fp8, (-2, -1)),
+           "fp8 weights without a scale": partial(as_dtype, torch.float8_e4m3fn)}
+WEIGHTS |= {f"int8 weights, a scale for each {size} columns": partial(in_groups, size, partial(as_int8, (-1,)))
+            for size in (16, 32, 64, 128)}
+CACHES = {f"a cache in {name}, scale {scale:g}": partial(as_dtype, dtype, scale=scale)
+          for name, dtype in (("fp8 (e4m3)", torch.float8_e4m3fn), ("fp8 (e5m2)", torch.float8_e5m2))
+          for scale in (1.0, 0.5, 0.25, 0.125, 0.0625, 2.0)}
+CACHES |= {f"a cache in {name}, a scale for each {what}": partial(rounding, dim) for name, rounding in (
+    ("int8", as_int8), ("fp8 (e4m3)", as_fp8)) for what, dim in (("token and head", (-1,)), ("token", (-2, -1)),
+                                                                  ("head", (0, -1)), ("tensor", (0, 1, 2)))}
+
+
+class _Rounded(TorchFunctionMode):
+    """While it is entered, products have rounded operands; or a rounded second one only."""
+
+    def __init__(self, rounding: Rounding, weights_only: bool):
+        super().__init__()
+        self.rounding, self.weights_only = rounding, weights_only
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in _PRODUCTS and not (self.weights_only and function is not F.linear):
+            with torch._C.DisableTorchFunction():
+                a = args[0] if self.weights_only else self.rounding(args[0])
+                args = (a, self.rounding(args[1]), *args[2:])
+        return function(*args, **(kwargs or {}))
+
+
+class _Cached(LocalFrame):
+    """A local frame in which attention reads rounded keys and values."""
+
+    rounding: Rounding
+
+    def value(self, name: str, rank: int) -> torch.Tensor:
+        found = super().value(name, rank)
+        return self.rounding(found) if name.endswith((".k_rope", ".v")) else found
+
+
+class Ordinary:
+    """Explains guilty points one after the other, in the order of the forward pass."""
+
+    def __init__(self, report):
+        self.report, self.recording, self.checkpoint = report, report.recording, report.checkpoint
+        self.right = Judge(report.recording, report.checkpoint, report.plan)
+        self.found: list[str] = []  # what explained a point before is asked first
+        self.missed = 0  # points that nothing explained; after a few, no more are asked
+
+    def explains(self, name: str) -> str | None:
+        """What makes a guilty point right after all; None if nothing that this room knows does."""
+        if self.missed > 6 and not self.found:
+            return None
+        self.right.enter(name)
+        point = name.rpartition(".")[2]
+        off = {rank: self._off(name, rank) for rank in self.report.local[name].guilty}
+        if not off or not all(_noise(diff, right) for diff, right in off.values()):
+            return None
+        caches = point in ("attn", "k_rope", "v")
+        left: dict[str, float] = {}
+        for what in dict.fromkeys((*self.found, *PRODUCTS, *(CACHES if caches else WEIGHTS))):
+            left[what] = max(self._left(what, name, rank, *off[rank]) for rank in off)
+            if left[what] <= 1e-5:
+                break
+        best = min(left, key=left.get)
+        if left[best] <= LEFT:
+            self.found = [best, *(what for what in self.found if what != best)]
+            return best
+        self.missed += 1
+        return None
+
+    def noisy(self, names: list[str]) -> bool:
+        """Whether points are off by what eight bits leave, at random, and in every layer that has them."""
+        kinds = {name.rpartition(".")[2] for name in names}
+        alike = [name for name in self.report.local if name.rpartition(".")[2] in kinds]
+        if set(alike) != set(names) or not kinds <= {"q", "k", "v", "attn", "o_partial", "o_proj", "gate", "up",
+                                                     "mlp_act", "mlp_partial", "mlp", "logits"}:
+            return False
+        for name in names:
+            self.right.enter(name)
+            if not all(_noise(*self._off(name, rank), 5e-3) for rank in self.report.local[name].guilty):
+                return False
+        return True
+
+    def _off(self, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        held, right = self.recording.points[name][rank].tensor, self.right.frame.expected(name, rank)
+        return (held.to(right.dtype) - right).flatten(1), right.flatten(1)
+
+    def _left(self, what: str, name: str, rank: int, off: torch.Tensor, right: torch.Tensor) -> float:
+        """How much of the difference an explanation leaves; rows that are right as they are need none."""
+        changed = self._made(what, name, rank)
+        if changed is None:
+            return float("inf")
+        left = off + right - changed.flatten(1)
+        scale = right.abs().amax(1).clamp(min=1e-30)
+        wrong = off.abs().amax(1) > self.right.tolerance(name, rank, 1.0) * scale
+        if not wrong.any() or not (left[wrong].norm(dim=1) <= 0.5 * off[wrong].norm(dim=1)).all():
+            return float("inf")
+        return (left[wrong].norm() / off[wrong].norm()).item()
+
+    def _made(self, what: str, name: str, rank: int) -> torch.Tensor | None:
+        """What a point would be."""
+        dtype = self.right.frame.dtype
+        if what in CACHES:
+            rounding = CACHES[what]
+            if name.endswith((".k_rope", ".v")):
+                return rounding(self.right.frame.expected(name, rank))
+            frame = _Cached(self.recording, self.checkpoint, self.report.plan, dtype)
+            frame.rounding = rounding
+            frame.enter(self.right.layer)
+            return frame.expected(name, rank)
+        if layout(name) == "replicated" and name.endswith("norm") or name == "embed":
+            return None
+        with _Rounded(PRODUCTS.get(what) or WEIGHTS[what], what in WEIGHTS):
+            frame = LocalFrame(self.recording, self.checkpoint, self.report.plan, dtype)
+            frame.enter(self.right.layer)
+            return frame.expected(name, rank)
+
+
+def _noise(off: torch.Tensor, right: torch.Tensor, least: float = 0.0) -> bool:
+    """Whether a difference is small beside what it should be, and no multiple of it."""
+    size = right.norm()
+    return bool(off.isfinite().all() and least * size <= off.norm() <= 0.2 * size
+                and (off * right).sum().abs() <= 0.8 * off.norm() * size)
