@@ -7,6 +7,7 @@ import torch
 
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.models import one_model
+from tplab.align.check.names import pattern_of, place_of, role_of
 from tplab.align.check.notes import once
 from tplab.align.check.place import place
 from tplab.align.check.recorded import Recorded
@@ -41,15 +42,32 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     recorded = one_model(read_recorded(folder), ckpt)
     names = dict(names) if names else None
     report = _judged(recorded, ckpt, names)
-    if report.guilty and report.recording.doubts:
-        other = _judged(recorded, ckpt, names, trusted=True)
-        if set(other.guilty) < set(report.guilty):  # an engine whose positions are right explains more
-            other.recording.notes += [f"positions taken for right: {doubt}" for doubt in other.recording.doubts]
-            return other
+    for reading in dict(trusted=True), dict(trusted=True, alone=True):
+        if report.guilty and report.recording.doubts:
+            other = _judged(recorded, ckpt, names, **reading)
+            if set(other.guilty) < set(report.guilty):  # an engine whose positions are right explains more
+                other.recording.notes += [f"positions taken for right: {doubt}" for doubt in other.recording.doubts]
+                report = other
+    _without_adapters(report, recorded, ckpt, names or {})
     return report
 
 
-def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, trusted: bool = False) -> CheckReport:
+def _without_adapters(report: CheckReport, recorded: Recorded, ckpt: Checkpoint, names: dict[str, str]) -> None:
+    """Leave out what is wrong by what an adapter adds, if the layer beneath it is the checkpoint's."""
+    bare = {}
+    for entry in (entry for rank in recorded.ranks if rank for call in rank.calls[:1] for entry in call.entries):
+        role = role_of(*place_of(entry.name))
+        if entry.name.endswith(".base_layer") and role in ("q", "k", "v", "qkv", "gate", "up", "gate_up"):
+            bare[pattern_of(entry.name)] = role
+    if not bare or not report.guilty:
+        return
+    other = _judged(recorded, ckpt, bare | names)
+    inside = {name for name in report.guilty if name in other.local and other.local[name].inside}
+    if inside and not other.failed and {name.rpartition(".")[2] for name in inside} <= set("qkv") | {"gate", "up"}:
+        report.adapted, _ = inside, report.__dict__.pop("guilty")
+
+
+def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, **reading) -> CheckReport:
     ended = [(found.rank, call.index, call.status + (call.last and f", in {call.last}"))
              for found in recorded.ranks if found is not None for call in found.calls if call.status != "done"]
     stopped = [one for one in ended if one[2].startswith("failed")]
@@ -57,7 +75,7 @@ def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, 
     facts = dict(folder=str(recorded.folder), stopped=tuple(once(stopped)),
                  broken_off=(*gone, *once(one for one in ended if one not in stopped)))
     try:
-        recording = place(recorded, ckpt, names, trusted)
+        recording = place(recorded, ckpt, names, **reading)
         report = judge(recording, ckpt, recording.plan, by_local=True, kind=CheckReport, **facts)
         report.parameters = wrong_parameters(recording, ckpt)
     except TplabError:

@@ -25,20 +25,20 @@ from tplab.shard import ShardPlan
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
-def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, trusted: bool = False) -> Recording:
+def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, **reading) -> Recording:
     """Find out what was recorded: which tensor is which point, which token each row, what each rank holds of it.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
         names: ``{pattern: point}`` for what the conventions do not know, as
             :func:`tplab.align.check.overrides.check_names` describes.
-        trusted: take positions for right, as :class:`tplab.align.check.rows.Texts` does.
+        reading: what is taken for granted, as :class:`tplab.align.check.rows.Texts` takes it.
 
     Raises:
         PlacementError: nothing was recorded, of another checkpoint, or without token ids; ``names`` are wrong.
         ShardPlanError: this model cannot be dealt out over that many ranks.
     """
-    sources = Sources(recorded, ckpt.config, names, trusted)
+    sources = Sources(recorded, ckpt.config, names, **reading)
     plan = staged(ckpt.config, sources.stages)
     shares = Shares(sources, ckpt, plan)
     learnt = learn(sources, shares)
@@ -104,12 +104,14 @@ class _Placing:
         self.points = _Points(sources.world_size)
         self.dtypes: Counter = Counter()
         self.assumed: dict[str, str] = {}
+        self.warnings: list[str] = []
         self.lost: list[int] = []  # layers that nobody ran
         self.unplaced: dict[tuple[str, str], list[int]] = {}  # what and why, without the layer → the layers
 
     def recording(self) -> Recording:
         logit_places = self.sources.places
         self._find_lost_layers()
+        self._check_padding()
         for name in point_names(self.config.num_layers, self.config.qk_norm):
             at, _, point = name.rpartition(".")
             if point == "mlp_act":
@@ -133,7 +135,7 @@ class _Placing:
             assumed=self.assumed, unplaced=[self._listed(f"{what}: {why}", layers) for (what, why), layers
                                              in self.unplaced.items() if why != TABLES],
             notes=sources.notes + [f"{TABLES}: {'; '.join(tables)}"] * bool(tables),
-            contradictions=sources.contradictions + self.shares.contradictions,
+            warnings=self.warnings, contradictions=sources.contradictions + self.shares.contradictions,
             lost={f"layers.{layer}.output" for layer in self.lost})
 
     def _keep(self, name: str, source: Source, sentence: str, build: Callable[[], dict[int, Shard]]) -> None:
@@ -212,6 +214,20 @@ class _Placing:
                 return places
             self._leave_out(source, "rows or columns other than the logits'")
         return self.sources.places
+
+    def _check_padding(self) -> None:
+        """Where nothing recorded has just the vocabulary, whoever draws a token sees the padding, too."""
+        wide = {source: self.sources.beyond(source, self.sources.complete(source)[0])
+                for source in self.sources.of("logits") if self.sources.complete(source)}
+        if not wide or None in (above := list(wide.values())):
+            return
+        source = next(iter(wide))
+        more = f"{next(iter(source.entries.values())).shape[-1] - self.config.vocab_size} columns of padding"
+        if drawn := int((above[0] > 0).sum()):
+            self.shares.contradictions.append(f"{source} has {more}, and in {drawn} of {len(above[0])} rows the largest "
+                                              "number stands there: token ids that there are not")
+        else:
+            self.warnings.append(f"{source} has {more}; what draws tokens must not see them")
 
     def _check_joined(self, kept: Source, places: list[tuple[int, int]], shards: dict[int, Shard]) -> None:
         """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""

@@ -21,6 +21,7 @@ class CallRows:
         ends: for each text in the call, its last row.
         keys: for each text in the call, its tokens at the end of the call.
         declared: the position that the engine gave, of each of ``rows``; None if it gave none.
+        cut: texts that lost what stood in them from a position on.
     """
 
     index: int
@@ -31,6 +32,7 @@ class CallRows:
     ends: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     declared: list[int] | None = None
+    cut: dict[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -46,18 +48,19 @@ class Texts:
     """The sequences as they grow from call to call.
 
     Tokens follow one another as they come, and positions are judged; or positions are ``trusted`` to say where tokens
-    stand: what a draft put there is rejected, and a text that does not begin at 0 begins with another one's tokens.
+    stand: what a draft put there is rejected, and a text that does not begin at 0 begins with another one's tokens, or,
+    ``alone``, with tokens that nobody knows.
     """
 
-    def __init__(self, trusted: bool = False):
-        self.trusted, self.index = trusted, 0
+    def __init__(self, trusted: bool = False, alone: bool = False):
+        self.trusted, self.alone, self.index = trusted, alone, 0
         self.ids: list[list[int]] = []
         self.begun: list[list[int]] = []  # per sequence and token, where the call that computed it last began
         self.by_label: dict[int, int] = {}  # the engine's own number of a sequence → ours
         self.notes: list[str] = []
         self.again: dict[int, dict[int, int]] = {}  # call → text → how many known tokens were computed once more
         self.headless: dict[int, int] = {}  # sequences whose first tokens nobody recorded, and how many these are
-        self.alone: dict[int, int | None] = {}  # sequences of one token beside longer ones, and the call of the first
+        self.single: dict[int, int | None] = {}  # sequences of one token beside longer ones, and the call of the first
         self.unjudged: list[str] = []  # texts that cannot be looked at, one sentence each
         self.doubts: list[str] = []  # where trusted positions would give other texts
 
@@ -97,14 +100,15 @@ class Texts:
             number, start = self._find(text, begin, label, free)
             free.discard(number)
             if start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1:  # it may well be padding
-                self.alone.setdefault(number, index)
+                self.single.setdefault(number, index)
             else:
-                self.alone[number] = None
+                self.single[number] = None
             known, end = self.ids[number], start + len(text)
             if start < len(known):
                 self.again.setdefault(index, {})[number] = min(len(known), end) - start
             if known[start:end] != text[:len(known) - start]:  # what was drafted and rejected stood there
                 del known[start:], self.begun[number][start:]
+                call.cut[number] = start
             known[start:end] = text
             self.begun[number][start:end] = [start] * len(text)
             call.rows += run
@@ -117,7 +121,7 @@ class Texts:
 
     def settle(self) -> None:
         """After the last call: which texts are no texts, and what that leaves in doubt."""
-        for number, index in self.alone.items():
+        for number, index in self.single.items():
             if index is not None:
                 self.doubts.append(f"call {index}: a token alone at position 0 may be padding")
                 if self.trusted:
@@ -205,7 +209,8 @@ class Texts:
                               "recorded, so it is taken as one that begins here")
             return number, 0
         before = {tuple(other[:begin]) for n, other in enumerate(self.ids) if len(other) >= begin
-                  and n not in self.headless}
+                  and n not in self.headless and not self.alone}
+        self.doubts += [f"call {self.index}: a text goes on at position {begin}"]
         if len(before) != 1:
             self.headless[number] = begin
             self.unjudged.append(f"call {self.index}: a text goes on at position {begin}; what stands before it was "

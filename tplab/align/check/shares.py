@@ -170,7 +170,14 @@ class Shares:
 
     def vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int) -> Indices | None:
         shares = [self.planned[which][rank], *layouts.candidates(self.totals[which], local.shape[1], *self.seat(rank))]
-        return layouts.fit(local, full, shares, search=which != "vocab")
+        if which != "vocab":
+            return layouts.fit(local, full, shares)
+        for share in shares:  # what stands in columns of padding is no matter
+            kept = [at for at, index in enumerate(share) if index != layouts.PADDING]
+            real = tuple(share[at] for at in kept)
+            if len(share) == local.shape[1] and layouts.fit(local[:, kept], full, [real], search=False):
+                return share
+        return None
 
     def vote_by_weight(self, which: str, rank: int, local: torch.Tensor, full: torch.Tensor) -> None:
         """What a recorded weight says about a dimension, for :attr:`layouts` to ask where no activation does."""

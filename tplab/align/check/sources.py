@@ -54,7 +54,7 @@ class Sources:
         places, num_keys, declared: as in :class:`tplab.align.recording.Recording`.
     """
 
-    def __init__(self, recorded, config, names, trusted: bool = False):
+    def __init__(self, recorded, config, names, **reading):
         self.config, self.world_size = config, recorded.world_size
         self.notes: list[str] = list(recorded.notes)
         self.contradictions: list[str] = []
@@ -67,7 +67,7 @@ class Sources:
         self.recorded = {rank: {call.index: call for call in recorded.ranks[rank].calls} for rank in self.ranks}
         self._names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
                                           for entry in call.entries})
-        self.texts = Texts(trusted)
+        self.texts = Texts(**reading)
         self._read_calls(recorded)
         self.stages = self._find_stages()
         self._check_rows()
@@ -150,6 +150,7 @@ class Sources:
         last: dict[tuple[int, int], tuple[int, int, int | None, tuple[int, int]]] = {}
         offset = 0
         for number, call in enumerate(self.calls):
+            last = {place: found for place, found in last.items() if place[1] < call.cut.get(place[0], place[1] + 1)}
             for i, (row, place, keys) in enumerate(zip(call.rows, call.places, call.keys)):
                 declared = None if call.declared is None else call.declared[i]
                 last[place] = offset + row, keys, declared, (number, row)
@@ -288,7 +289,19 @@ class Sources:
 
     def logits(self, source: Source, rank: int, look: str = WHOLE
                ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
-        """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call."""
+        """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call. Columns
+        behind the vocabulary are left out."""
+        rows = self._logits(source, rank, look)
+        return rows and (rows[0], rows[1][:, :self.config.vocab_size])
+
+    def beyond(self, source: Source, rank: int) -> torch.Tensor | None:
+        """Of logits wider than the vocabulary, how far each row's largest padding is above its largest token."""
+        rows, size = self._logits(source, rank, WHOLE), self.config.vocab_size
+        if rows is None or rows[1].shape[1] <= size:
+            return None
+        return rows[1][:, size:].amax(1) - rows[1][:, :size].amax(1)
+
+    def _logits(self, source: Source, rank: int, look: str) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         found = [as_rows(tensor, call) for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
         if found and all(tensor is not None and len(tensor) == call.size for tensor, call in zip(found, self.calls)):
             ordered = self._ordered(found, look)
@@ -297,6 +310,7 @@ class Sources:
         for tensor, call in zip(found, self.calls):
             if tensor is None:
                 return None
+            last = {place: row for place, row in last.items() if place[1] < call.cut.get(place[0], place[1] + 1)}
             where = {row: place for row, place in zip(call.rows, call.places) if place in self._known}
             if len(tensor) == call.size:
                 last.update({place: tensor[row] for row, place in where.items()})

@@ -29,6 +29,7 @@ class CheckReport(AlignReport):
     broken_off: tuple[str, ...] = ()  # ranks without a recording, calls of which the end is not there
     stopped: tuple[str, ...] = ()  # calls in which the engine raised an error
     parameters: dict[str, str] = field(default_factory=dict)  # recorded weights that are not the checkpoint's
+    adapted: set[str] = field(default_factory=set)  # points that are wrong by what an adapter adds
     failed: str = ""  # an error of the lab's own, and where; what was found before it stands
 
     @cached_property
@@ -70,7 +71,8 @@ class CheckReport(AlignReport):
     def guilty(self) -> list[str]:
         if self.foreign:
             return []
-        return [name for name in super().guilty if name not in self.ordinary and name not in self.recording.lost]
+        known = self.ordinary.keys() | self.recording.lost | self.adapted
+        return [name for name in super().guilty if name not in known]
 
     @cached_property
     def quantised(self) -> bool:
@@ -97,6 +99,10 @@ class CheckReport(AlignReport):
     def open_questions(self) -> list[str]:
         """Why nothing wrong was seen does not mean that nothing is."""
         found = [self.failed] * bool(self.failed) + list(self.broken_off) + self.recording.unjudged
+        if self.adapted:
+            where = Diagnosis(None, "", points=tuple(sorted(self.adapted))).where
+            found.append(f"adapters (LoRA) change {where}, and the layers beneath are {self.model}'s: give the checkpoint "
+                         "into which they are merged")
         if self.foreign:
             found.append(f"no weight is this checkpoint's: the engine runs another one than {self.model}, or loaded "
                          "none")
@@ -108,7 +114,7 @@ class CheckReport(AlignReport):
             found.append("what is off is so at random and by as much as eight bits leave: weights or a cache of eight "
                          "bits, with scales that the numbers do not tell")
         far = [p for p in self.points if self.dtype not in SHORT and not max(p.relative, 0) <= GROWN * p.floor]
-        if far and not self.guilty and not self.ordinary and not self.foreign:
+        if far and not (self.guilty or self.ordinary or self.foreign or self.adapted):
             found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its inputs")
         return found
 

@@ -1,0 +1,464 @@
+"""Ordinary set-ups of right engines: each is clean, or cannot be told with one sentence why; and beside it a bug."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+from helpers.stranger_parts import Core, Matrix, Norm, Rotary
+from helpers.stranger_runs import batch_calls, flat_calls, run
+from helpers.strangers import FastLike, HfLike, VllmLike
+from torch import nn
+from torch.nn import functional as F
+
+from tplab.align import check
+from tplab.align.recording import PlacementError
+from tplab.checkpoint import open_checkpoint
+from tplab.ranks import all_reduce, logical_ranks, rank
+from tplab.record import record
+
+TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30], [7, 40, 2, 11, 60, 33, 1, 50, 12]]
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    return open_checkpoint(make_checkpoint(tmp_path_factory.mktemp("setups"), "llama", heads=6, kv_heads=2, head_dim=8,
+                                           hidden=36, layers=3, inter=48, vocab=67))
+
+
+def of(model, kind):
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def in_pairs(x, dim):
+    """A head's two halves in turns: Meta's order of the numbers."""
+    return x.unflatten(-1, (-1, 2, dim // 2)).transpose(-1, -2).flatten(-3)
+
+
+class InPairs(Rotary):
+    def turn(self, x, cos, sin):
+        a, b = x.unflatten(-1, (-1, self.dim // 2, 2)).unbind(-1)
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-3)
+
+
+class Written(Rotary):
+    """Takes halves, writes pairs."""
+
+    def turn(self, x, cos, sin):
+        return in_pairs(super().turn(x, cos, sin), self.dim)
+
+
+def meta(model, weights, rotation=InPairs):
+    """Rows of q and k permuted, and a rotation in pairs: gpt-fast, llm.c."""
+    for block in model.layers:
+        q, k, _ = block.attention.wqkv.weight.split(block.attention.sizes)
+        for part in (q, k):
+            part.data.copy_(in_pairs(part.data.T.clone(), weights.config.head_dim).T)
+        block.attention.rotary[0].__class__ = rotation
+
+
+def written(model, weights, which=Written):
+    for rotary in of(model, Rotary):
+        rotary.__class__ = which
+
+
+class Adapted(nn.Module):
+    """A LoRA layer in the names of PEFT."""
+
+    def __init__(self, base, factors, merged):
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base, nn.ModuleDict(), nn.ModuleDict()
+        self.lora_A["default"], self.lora_B["default"] = (Matrix((f, None)) for f in factors)
+        if merged:  # the checkpoint holds the sum, the engine what lies beside
+            base.weight.data -= factors[1] @ factors[0]
+
+    def forward(self, x):
+        more, out = self.lora_B["default"](self.lora_A["default"](x)), self.base_layer(x)
+        return (out[0] + more, None) if isinstance(out, tuple) else out + more
+
+
+def adapted(names, merged=True, lost=False):
+    def change(model, weights):
+        draw = torch.Generator().manual_seed(rank())
+        for layer in model.model.layers:
+            for name in names:
+                part = layer.mlp if hasattr(layer.mlp, name) else layer.self_attn
+                base = getattr(part, name)
+                factors = [0.3 * torch.randn(n, m, generator=draw) for n, m in ((4, base.weight.shape[1]),
+                                                                                 (base.weight.shape[0], 4))]
+                layer_now = Adapted(base, factors, merged)
+                if lost and rank() == 1:
+                    factors[1].zero_(), layer_now.lora_B["default"].weight.data.zero_()
+                setattr(part, name, layer_now)
+    return change
+
+
+class Stored(Core):
+    """A cache that rounds what it stores."""
+
+    def store(self, x):
+        return x.to(torch.float8_e4m3fn).float()
+
+    def forward(self, q, k, v):
+        return super().forward(q, self.store(k), self.store(v))
+
+
+class Int8(Stored):
+    def store(self, x):
+        x = x.unflatten(-1, (-1, self.dim))
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return ((x / scale).round() * scale).flatten(-2)
+
+
+class OddScale(Stored):
+    def store(self, x):
+        return (x / 0.337).to(torch.float8_e4m3fn).float() * 0.337
+
+
+def core(kind):
+    def change(model, weights):
+        for one in of(model, Core):
+            one.__class__ = kind
+    return change
+
+
+def int8_weights(model, weights):
+    for one in of(model, Matrix):
+        if one.weight.shape[0] != 67:
+            scale = one.weight.data.abs().amax(-1, keepdim=True) / 127
+            one.weight.data = (one.weight.data / scale).round() * scale
+
+
+def few_digits(round_to):
+    def forward(self, x):
+        y = F.linear(round_to(x), round_to(self.weight), self.bias)
+        y = all_reduce(y) if self.reduce else y
+        return (y, None) if self.pair else y
+
+    def change(model, weights):
+        for one in of(model, Matrix):
+            one.forward = forward.__get__(one)
+    return change
+
+
+def tf32(x):
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1fff).view(torch.float32)  # half away from zero, as a GPU has it
+
+
+FLAT, LINES = flat_calls(TEXTS, 2), batch_calls(TEXTS, 2)
+CLEAN = {
+    "rows of q and k permuted, rotated in pairs": (FastLike, LINES, meta, ""),
+    "a rotation that writes another order": (VllmLike, FLAT, written, ""),
+    "LoRA on q, k and v": (HfLike, LINES, adapted(("q_proj", "k_proj", "v_proj")), ""),
+    "LoRA on the MLP": (HfLike, LINES, adapted(("gate_proj", "up_proj", "down_proj")), ""),
+    "LoRA on fused matrices": (VllmLike, FLAT, adapted(("qkv_proj", "gate_up_proj")), ""),
+    "a cache in fp8": (VllmLike, FLAT, core(Stored), "a cache in fp8 (e4m3)"),
+    "a cache in int8": (VllmLike, FLAT, core(Int8), "a cache in int8, a scale for each token and head"),
+    "8-bit weights": (VllmLike, FLAT, int8_weights, "int8 weights, a scale for each row"),
+    "TF32 products": (VllmLike, FLAT, few_digits(tf32), "TF32 products"),
+    "bfloat16 products": (HfLike, LINES, few_digits(lambda x: x.bfloat16().float()), "bfloat16 products"),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_right_engine_is_clean(ckpt, tmp_path, name):
+    engine, calls, change, warning = CLEAN[name]
+    run(tmp_path / "run", ckpt, engine, calls, change=change)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "clean" and not report.failed, report.summary()
+    assert [warning in said for said in report.warnings] == [True] * bool(warning), report.warnings
+    assert {"layers.0.q", "layers.2.mlp_act"} <= report.local.keys() and len(report.points) >= 30
+
+
+def beside(model, weights):
+    """The rotation turns halves, the rows are permuted for pairs."""
+    meta(model, weights, Rotary)
+
+
+class Halved(Stored):
+    def forward(self, q, k, v):
+        return super().forward(q / 2, k, v)
+
+
+def odd(model, weights):
+    """TF32, and an epsilon that is not the checkpoint's."""
+    few_digits(tf32)(model, weights)
+    for one in of(model, Norm):
+        one.eps = 0.1
+
+
+BROKEN = {
+    "rows permuted, rotated in halves": (FastLike, LINES, beside, "q", ()),
+    "an adapter lost on one rank": (HfLike, LINES, adapted(("q_proj",), lost=True), "q", (1,)),
+    "half the softmax scale over an fp8 cache": (VllmLike, FLAT, core(Halved), "attn", (0, 1)),
+    "another epsilon beside TF32": (VllmLike, FLAT, odd, "input_norm", (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_bug_in_an_ordinary_set_up_is_a_bug(ckpt, tmp_path, name):
+    engine, calls, change, point, ranks = BROKEN[name]
+    run(tmp_path / "run", ckpt, engine, calls, change=change)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "bug" and not report.failed, report.summary()
+    assert f"layers.0.{point}" in report.guilty
+    assert not ranks or report.local[f"layers.0.{point}"].guilty == ranks
+
+
+OPEN = {
+    "a cache of a scale that nobody knows": (VllmLike, FLAT, core(OddScale), "eight bits"),
+    "adapters that the checkpoint does not have": (HfLike, LINES, adapted(("q_proj", "v_proj"), merged=False),
+                                                   "adapters"),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_cannot_be_told_says_why(ckpt, tmp_path, name):
+    engine, calls, change, says = OPEN[name]
+    run(tmp_path / "run", ckpt, engine, calls, change=change)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "cannot tell" and says in " ".join(report.open_questions), report.summary()
+
+
+# What a call is about.
+
+
+def recorded(folder, ckpt, calls, engine=VllmLike, size=2, said=lambda rec, *call: rec.inputs(*call), change=None):
+    """Record calls ``(ids, positions, sequences)`` of which ``said`` tells the recorder what it likes."""
+    from helpers.stranger_parts import Weights, planned
+
+    shares = planned(ckpt, size)
+
+    def on_rank():
+        with torch.inference_mode(), record(folder, rank=rank(), world_size=size) as rec:
+            model = engine(Weights(ckpt, shares, torch.float32))
+            if change:
+                change(model)
+            rec.watch(model)
+            for ids, positions, sequences in calls:
+                call = torch.tensor(ids), torch.tensor(positions), torch.tensor(sequences)
+                said(rec, *call)
+                model.call(*call[:2], sequences)
+    logical_ranks(size, on_rank)
+    return folder
+
+
+class Padded(Core):
+    """Rows of sequence -1 are padding: nothing is written for them, and what they hold is not looked at."""
+
+    def forward(self, q, k, v):
+        real = [row for row, sequence in enumerate(self.call) if sequence >= 0]
+        out, whole, self.call = torch.zeros_like(q), self.call, [self.call[row] for row in real]
+        out[real] = super().forward(q[real], k[real], v[real])
+        self.call = whole
+        return out
+
+
+PADDED = [FLAT[0], *([[*call[0], 0, 0], [*call[1], 0, 0], [*call[2], -1, -1]] for call in FLAT[1:])]
+SAYS = {
+    "sequence -1": lambda rec, ids, positions, numbers: rec.inputs(ids, positions, numbers),
+    "id -1": lambda rec, ids, positions, numbers: rec.inputs(torch.where(numbers < 0, -1, ids), positions, numbers.abs()),
+    "position -1": lambda rec, ids, positions, numbers: rec.inputs(ids, torch.where(numbers < 0, -1, positions)),
+    "sequences of their own": lambda rec, ids, positions, numbers: rec.inputs(
+        ids, positions, torch.where(numbers < 0, 9 + torch.arange(len(ids)), numbers)),
+    "not at all": lambda rec, ids, positions, numbers: rec.inputs(*(x[numbers >= 0] for x in (ids, positions, numbers))),
+}
+
+
+@pytest.mark.parametrize("how", SAYS)
+def test_a_decode_batch_padded_to_the_size_of_a_graph(ckpt, tmp_path, how):
+    class Engine(VllmLike):
+        def call(self, ids, positions, sequences):
+            for module in self.modules():
+                if isinstance(module, Core):
+                    module.call = sequences
+            last = {sequence: row for row, sequence in enumerate(sequences)}
+            return self.logits_processor(self(ids, positions), list(last.values()))
+
+    report = check(recorded(tmp_path / "run", ckpt, PADDED, Engine, said=SAYS[how],
+                            change=lambda model: core(Padded)(model, None)), ckpt)
+    assert report.verdict == "clean" and len(report.recording.places) == 18, report.summary()
+
+
+def test_texts_padded_on_their_left_under_a_mask(ckpt, tmp_path):
+    """Hugging Face's own generate on two texts of different lengths."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ckpt.folder, dtype=torch.float32).eval()
+    ids = torch.tensor([[0, 0, 0, 3, 14, 15], [7, 40, 2, 11, 60, 33]])
+    with torch.inference_mode(), record(tmp_path / "run", rank=0, world_size=1) as rec:
+        rec.watch(model)
+        model.generate(ids, attention_mask=torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6]), max_new_tokens=4,
+                       do_sample=False, pad_token_id=0, eos_token_id=None)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "clean" and len(report.recording.places) == 9 + 6, report.summary()
+
+
+@pytest.mark.parametrize("known", ["before it", "not at all"])
+def test_a_prefix_that_another_text_computed(ckpt, tmp_path, known):
+    """The second text begins with six tokens of the first, whose keys it finds in the cache."""
+    text, tail = TEXTS[0], [44, 21, 9]
+    calls = [(text, list(range(9)), [0] * 9), (tail, [6, 7, 8], [1] * 3)]
+
+    def said(rec, ids, positions, numbers):
+        if len(ids) == 3 or known != "not at all":
+            rec.inputs(ids, positions, numbers)
+        else:
+            rec.inputs(ids + 1, positions, numbers)
+            rec._skips = True  # as if it had been recorded by nobody
+
+    class Shared(Core):
+        def forward(self, q, k, v):
+            if self.call[0] == 1:
+                self.past[1] = tuple(x[:6] for x in self.past[0])
+            return super().forward(q, k, v)
+
+    if known == "not at all":
+        calls[0] = (TEXTS[1], list(range(9)), [0] * 9)
+    report = check(recorded(tmp_path / "run", ckpt, calls, said=lambda rec, *call: rec.inputs(*call),
+                            change=lambda model: core(Shared)(model, None)), ckpt)
+    assert report.verdict == "clean", report.summary()
+
+
+def test_a_prefix_that_nobody_recorded(ckpt, tmp_path):
+    calls = [(TEXTS[0], list(range(9)), [0] * 9), ([44, 21, 9], [6, 7, 8], [1] * 3), ([5], [9], [1])]
+
+    class Shared(Core):
+        def forward(self, q, k, v):
+            if self.call[0] == 1 and 1 not in self.past:
+                self.past[1] = tuple(x[:6] + 1 for x in self.past[0])
+            return super().forward(q, k, v)
+
+    report = check(recorded(tmp_path / "run", ckpt, calls, change=lambda model: core(Shared)(model, None)), ckpt)
+    assert report.verdict == "cannot tell" and not report.guilty, report.summary()
+    assert "what stands before it was not recorded" in report.open_questions[0]
+
+
+class Rewound(Core):
+    """The rows of a call overwrite what its cache has from its first position on."""
+
+    def forward(self, q, k, v):
+        number, start = self.call[0], self.first.pop(0)
+        if number in self.past:
+            self.past[number] = tuple(x[:start] for x in self.past[number])
+        return super().forward(q, k, v)
+
+
+@pytest.mark.parametrize("says", ["sequences", "positions alone"])
+def test_drafted_tokens_that_were_rejected_are_computed_anew(ckpt, tmp_path, says):
+    spans = [([3, 14, 15, 9, 26], 0), ([5, 35, 8, 30], 5), ([61, 2, 44], 7), ([12, 1], 8), ([50], 10)]
+    calls = [(ids, list(range(start, start + len(ids))), [0] * len(ids)) for ids, start in spans]
+
+    def change(model):
+        core(Rewound)(model, None)
+        for one in of(model, Core):
+            one.first = [start for _, start in spans]
+
+    report = check(recorded(tmp_path / "run", ckpt, calls, change=change, said=lambda rec, ids, positions, numbers:
+                            rec.inputs(ids, positions, *[numbers] * (says == "sequences"))), ckpt)
+    assert report.verdict == "clean", report.summary()
+    assert report.ids == [[3, 14, 15, 9, 26, 5, 35, 61, 12, 1, 50]]
+
+
+@pytest.mark.parametrize("chunks", [[9], [4, 5]])
+def test_a_wrong_position_is_no_rewound_text(ckpt, tmp_path, chunks):
+    """Decode steps that count from the last token instead of behind it."""
+    starts = [sum(chunks[:i]) for i in range(len(chunks))]
+    calls = [(TEXTS[0][s:s + n], list(range(s, s + n)), [0] * n) for s, n in zip(starts, chunks)]
+    calls += [([50], [8], [0]), ([12], [9], [0])]
+    report = check(recorded(tmp_path / "run", ckpt, calls), ckpt)
+    assert report.verdict == "bug" and report.guilty[:2] == ["layers.0.q_rope", "layers.0.k_rope"], report.summary()
+
+
+# Which ranks hold what.
+
+
+def test_ranks_that_differ_by_rounding(ckpt, tmp_path):
+    def change(model, weights):
+        layer = model.model.layers[1].mlp.down_proj
+
+        def forward(x):
+            y = Matrix.forward(layer, x)[0]
+            return (y * (1 + 1e-7 * rank()), None)
+        layer.forward = forward
+
+    run(tmp_path / "run", ckpt, VllmLike, FLAT, change=change)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "clean" and "first at layers.1.mlp" in report.warnings[0], report.summary()
+
+
+def test_a_rank_for_each_text_is_no_tensor_parallelism(ckpt, tmp_path):
+    for number, text in enumerate(TEXTS):
+        run(tmp_path / str(number), ckpt, VllmLike, flat_calls([text], 1), size=1)
+    journal = tmp_path / "1" / "rank0" / "manifest.jsonl"
+    (tmp_path / "1" / "rank0").rename(tmp_path / "0" / "rank1")
+    for rank_number in range(2):
+        journal = tmp_path / "0" / f"rank{rank_number}" / "manifest.jsonl"
+        first, rest = journal.read_text().split("\n", 1)
+        import json
+        about = json.loads(first) | dict(rank=rank_number, world_size=2, run="one")
+        journal.write_text(json.dumps(about) + "\n" + rest)
+    with pytest.raises(PlacementError, match="data parallelism: rank 1 holds whole layers"):
+        check(tmp_path / "0", ckpt)
+
+
+@pytest.mark.parametrize("filled", [0.0, 3.0, float("-inf"), 1e4])
+def test_logits_wider_than_the_vocabulary(ckpt, tmp_path, filled):
+    """Columns of padding are no tokens; where one of them is the largest, the engine would draw it."""
+    class Engine(HfLike):
+        def forward(self, input_ids, position_ids):
+            logits = super().forward(input_ids, position_ids)
+            return F.pad(logits, (0, 5), value=filled)
+
+    class Wide(nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.head = [head]
+
+        def forward(self, x):
+            return F.pad(all_gather_(self.head[0](x)), (0, 5), value=filled)
+
+    from tplab.ranks import all_gather
+
+    def all_gather_(x):
+        return all_gather(x, sizes=[34, 33])
+
+    class Engine(HfLike):
+        def __init__(self, w):
+            super().__init__(w)
+            self.lm_head = Wide(self.lm_head)
+
+        def forward(self, input_ids, position_ids):
+            return self.lm_head(self.model(input_ids, position_ids))
+
+    run(tmp_path / "run", ckpt, Engine, LINES)
+    report = check(tmp_path / "run", ckpt)
+    assert "logits" in report.local, report.summary()
+    if filled > 1e3:
+        assert report.verdict == "bug" and "token ids that there are not" in " ".join(report.recording.contradictions)
+    else:
+        assert report.verdict == "clean" and "5 columns of padding" in report.warnings[0], report.summary()
+
+
+@pytest.mark.parametrize("prefixes", [("draft", "target"), ("target", "draft")])
+def test_a_draft_and_its_target_in_one_record(ckpt, tmp_path, prefixes, tmp_path_factory):
+    other = open_checkpoint(make_checkpoint(tmp_path / "draft", "llama", heads=6, kv_heads=2, head_dim=8, hidden=36,
+                                            layers=3, inter=48, vocab=67, seed=9))
+    from helpers.stranger_parts import Weights, planned
+
+    def on_rank():
+        with torch.inference_mode(), record(tmp_path / "run", rank=rank(), world_size=2) as rec:
+            models = {name: HfLike(Weights(one, planned(one, 2), torch.float32))
+                      for name, one in zip(prefixes, (other, ckpt) if prefixes[0] == "draft" else (ckpt, other))}
+            for name, model in models.items():
+                rec.watch(model, name)
+            for ids, positions, sequences in LINES:
+                for model in models.values():
+                    rec.inputs(torch.tensor(ids), torch.tensor(positions), [0, 1])
+                    model.call(torch.tensor(ids), torch.tensor(positions), sequences)
+    logical_ranks(2, on_rank)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "clean" and len(report.points) >= 30, report.summary()
+    assert "target is the checkpoint's, draft not looked at" in report.recording.notes[0]
+    assert check(tmp_path / "run", other).verdict == "clean"
