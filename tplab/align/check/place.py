@@ -224,8 +224,8 @@ class _Placing:
         source = next(iter(wide))
         more = f"{next(iter(source.entries.values())).shape[-1] - self.config.vocab_size} columns of padding"
         if drawn := int((above[0] > 0).sum()):
-            self.shares.contradictions.append(f"{source} has {more}, and in {drawn} of {len(above[0])} rows the largest "
-                                              "number stands there: token ids that there are not")
+            self.shares.contradictions.append(f"{source} has {more}, and in {drawn} of {len(above[0])} rows the "
+                                              "largest number stands there: token ids that there are not")
         else:
             self.warnings.append(f"{source} has {more}; what draws tokens must not see them")
 

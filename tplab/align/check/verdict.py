@@ -101,8 +101,8 @@ class CheckReport(AlignReport):
         found = [self.failed] * bool(self.failed) + list(self.broken_off) + self.recording.unjudged
         if self.adapted:
             where = Diagnosis(None, "", points=tuple(sorted(self.adapted))).where
-            found.append(f"adapters (LoRA) change {where}, and the layers beneath are {self.model}'s: give the checkpoint "
-                         "into which they are merged")
+            found.append(f"adapters (LoRA) change {where}, and the layers beneath are {self.model}'s: give the "
+                         "checkpoint into which they are merged")
         if self.foreign:
             found.append(f"no weight is this checkpoint's: the engine runs another one than {self.model}, or loaded "
                          "none")
