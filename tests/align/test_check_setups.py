@@ -1,11 +1,11 @@
 """Ordinary set-ups of right engines: each is clean, or cannot be told with one sentence why; and beside it a bug."""
 
-from types import SimpleNamespace
+import json
 
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_parts import Core, Matrix, Norm, Rotary
+from helpers.stranger_parts import Core, Matrix, Norm, Rotary, Weights, planned
 from helpers.stranger_runs import batch_calls, flat_calls, run
 from helpers.strangers import FastLike, HfLike, VllmLike
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tplab.align import check
 from tplab.align.recording import PlacementError
 from tplab.checkpoint import open_checkpoint
-from tplab.ranks import all_reduce, logical_ranks, rank
+from tplab.ranks import all_gather, all_reduce, logical_ranks, rank
 from tplab.record import record
 
 TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30], [7, 40, 2, 11, 60, 33, 1, 50, 12]]
@@ -226,8 +226,6 @@ def test_what_cannot_be_told_says_why(ckpt, tmp_path, name):
 
 def recorded(folder, ckpt, calls, engine=VllmLike, size=2, said=lambda rec, *call: rec.inputs(*call), change=None):
     """Record calls ``(ids, positions, sequences)`` of which ``said`` tells the recorder what it likes."""
-    from helpers.stranger_parts import Weights, planned
-
     shares = planned(ckpt, size)
 
     def on_rank():
@@ -258,11 +256,11 @@ class Padded(Core):
 PADDED = [FLAT[0], *([[*call[0], 0, 0], [*call[1], 0, 0], [*call[2], -1, -1]] for call in FLAT[1:])]
 SAYS = {
     "sequence -1": lambda rec, ids, positions, numbers: rec.inputs(ids, positions, numbers),
-    "id -1": lambda rec, ids, positions, numbers: rec.inputs(torch.where(numbers < 0, -1, ids), positions, numbers.abs()),
-    "position -1": lambda rec, ids, positions, numbers: rec.inputs(ids, torch.where(numbers < 0, -1, positions)),
+    "id -1": lambda rec, ids, positions, numbers: rec.inputs(ids.where(numbers >= 0, -1), positions, numbers.abs()),
+    "position -1": lambda rec, ids, positions, numbers: rec.inputs(ids, positions.where(numbers >= 0, -1)),
     "sequences of their own": lambda rec, ids, positions, numbers: rec.inputs(
         ids, positions, torch.where(numbers < 0, 9 + torch.arange(len(ids)), numbers)),
-    "not at all": lambda rec, ids, positions, numbers: rec.inputs(*(x[numbers >= 0] for x in (ids, positions, numbers))),
+    "not at all": lambda rec, *call: rec.inputs(*(x[call[2] >= 0] for x in call)),
 }
 
 
@@ -295,42 +293,31 @@ def test_texts_padded_on_their_left_under_a_mask(ckpt, tmp_path):
     assert report.verdict == "clean" and len(report.recording.places) == 9 + 6, report.summary()
 
 
-@pytest.mark.parametrize("known", ["before it", "not at all"])
-def test_a_prefix_that_another_text_computed(ckpt, tmp_path, known):
-    """The second text begins with six tokens of the first, whose keys it finds in the cache."""
-    text, tail = TEXTS[0], [44, 21, 9]
-    calls = [(text, list(range(9)), [0] * 9), (tail, [6, 7, 8], [1] * 3)]
+class Shared(Core):
+    """The second text finds six keys of the first in the cache, or keys that nobody recorded."""
 
-    def said(rec, ids, positions, numbers):
-        if len(ids) == 3 or known != "not at all":
-            rec.inputs(ids, positions, numbers)
-        else:
-            rec.inputs(ids + 1, positions, numbers)
-            rec._skips = True  # as if it had been recorded by nobody
+    more = 0
 
-    class Shared(Core):
-        def forward(self, q, k, v):
-            if self.call[0] == 1:
-                self.past[1] = tuple(x[:6] for x in self.past[0])
-            return super().forward(q, k, v)
+    def forward(self, q, k, v):
+        if self.call[0] == 1 and 1 not in self.past:
+            self.past[1] = tuple(x[:6] + self.more for x in self.past[0])
+        return super().forward(q, k, v)
 
-    if known == "not at all":
-        calls[0] = (TEXTS[1], list(range(9)), [0] * 9)
-    report = check(recorded(tmp_path / "run", ckpt, calls, said=lambda rec, *call: rec.inputs(*call),
-                            change=lambda model: core(Shared)(model, None)), ckpt)
-    assert report.verdict == "clean", report.summary()
+
+PREFIXED = [(TEXTS[0], list(range(9)), [0] * 9), ([44, 21, 9], [6, 7, 8], [1] * 3), ([5], [9], [1])]
+
+
+def test_a_prefix_that_another_text_computed(ckpt, tmp_path):
+    report = check(recorded(tmp_path / "run", ckpt, PREFIXED, change=lambda model: core(Shared)(model, None)), ckpt)
+    assert report.verdict == "clean" and len(report.recording.places) == 13, report.summary()
+    assert report.ids[1] == [*TEXTS[0][:6], 44, 21, 9, 5]
 
 
 def test_a_prefix_that_nobody_recorded(ckpt, tmp_path):
-    calls = [(TEXTS[0], list(range(9)), [0] * 9), ([44, 21, 9], [6, 7, 8], [1] * 3), ([5], [9], [1])]
+    class Unknown(Shared):
+        more = 1
 
-    class Shared(Core):
-        def forward(self, q, k, v):
-            if self.call[0] == 1 and 1 not in self.past:
-                self.past[1] = tuple(x[:6] + 1 for x in self.past[0])
-            return super().forward(q, k, v)
-
-    report = check(recorded(tmp_path / "run", ckpt, calls, change=lambda model: core(Shared)(model, None)), ckpt)
+    report = check(recorded(tmp_path / "run", ckpt, PREFIXED, change=lambda model: core(Unknown)(model, None)), ckpt)
     assert report.verdict == "cannot tell" and not report.guilty, report.summary()
     assert "what stands before it was not recorded" in report.open_questions[0]
 
@@ -396,33 +383,65 @@ def test_a_rank_for_each_text_is_no_tensor_parallelism(ckpt, tmp_path):
     for rank_number in range(2):
         journal = tmp_path / "0" / f"rank{rank_number}" / "manifest.jsonl"
         first, rest = journal.read_text().split("\n", 1)
-        import json
         about = json.loads(first) | dict(rank=rank_number, world_size=2, run="one")
         journal.write_text(json.dumps(about) + "\n" + rest)
     with pytest.raises(PlacementError, match="data parallelism: rank 1 holds whole layers"):
         check(tmp_path / "0", ckpt)
 
 
+class Staged(HfLike):
+    """Each rank holds some layers, whole; the hidden states go from rank to rank."""
+
+    held = ((0, 1), (2,))
+
+    def __init__(self, w):
+        super().__init__(w)
+        self.model.layers = nn.ModuleDict({str(i): self.model.layers[i] for i in self.held[rank()]})
+        for module, name in ((self.model, "embed_tokens") if rank() else (self.model, "norm"), (self, "lm_head")):
+            if rank() == 0 or module is self.model:
+                delattr(module, name)
+
+    def forward(self, input_ids, position_ids):
+        passed = torch.zeros(*input_ids.shape, 36)
+        for stage in range(2):
+            if stage == rank():
+                passed = passed if rank() else self.model.embed_tokens(input_ids)
+                for layer in self.model.layers.values():
+                    passed = layer(passed, position_ids=position_ids)
+            passed = all_reduce(passed if stage == rank() else torch.zeros_like(passed))
+        return self.lm_head(self.model.norm(passed)) if rank() else None
+
+
+def halved_in_layer_2(model, weights):
+    if "2" in model.model.layers:
+        model.model.layers["2"].mlp.act_fn.forward = lambda x: F.silu(x) / 2
+
+
+class Gap(Staged):
+    held = ((0,), (2,))
+
+
+@pytest.mark.parametrize("engine, change, guilty, says", [
+    (Staged, lambda model, weights: None, [], ""), (Staged, halved_in_layer_2, ["layers.2.mlp_act"], ""),
+    (Gap, lambda model, weights: None, [], "layer 1 ran on no rank: layer 2 was given what layer 0 put out")])
+def test_stages_of_a_pipeline(ckpt, tmp_path, monkeypatch, engine, change, guilty, says):
+    monkeypatch.setattr("helpers.strangers.all_reduce", lambda x: x)
+    run(tmp_path / "run", ckpt, engine, LINES, shares=planned(ckpt, 1) * 2, change=change)
+    report = check(tmp_path / "run", ckpt)
+    assert report.guilty == guilty and report.recording.contradictions == [says] * bool(says), report.summary()
+    assert report.verdict == ("bug" if guilty or says else "clean")
+
+
 @pytest.mark.parametrize("filled", [0.0, 3.0, float("-inf"), 1e4])
 def test_logits_wider_than_the_vocabulary(ckpt, tmp_path, filled):
     """Columns of padding are no tokens; where one of them is the largest, the engine would draw it."""
-    class Engine(HfLike):
-        def forward(self, input_ids, position_ids):
-            logits = super().forward(input_ids, position_ids)
-            return F.pad(logits, (0, 5), value=filled)
-
     class Wide(nn.Module):
         def __init__(self, head):
             super().__init__()
             self.head = [head]
 
         def forward(self, x):
-            return F.pad(all_gather_(self.head[0](x)), (0, 5), value=filled)
-
-    from tplab.ranks import all_gather
-
-    def all_gather_(x):
-        return all_gather(x, sizes=[34, 33])
+            return F.pad(all_gather(self.head[0](x), sizes=[34, 33]), (0, 5), value=filled)
 
     class Engine(HfLike):
         def __init__(self, w):
@@ -445,8 +464,6 @@ def test_logits_wider_than_the_vocabulary(ckpt, tmp_path, filled):
 def test_a_draft_and_its_target_in_one_record(ckpt, tmp_path, prefixes, tmp_path_factory):
     other = open_checkpoint(make_checkpoint(tmp_path / "draft", "llama", heads=6, kv_heads=2, head_dim=8, hidden=36,
                                             layers=3, inter=48, vocab=67, seed=9))
-    from helpers.stranger_parts import Weights, planned
-
     def on_rank():
         with torch.inference_mode(), record(tmp_path / "run", rank=rank(), world_size=2) as rec:
             models = {name: HfLike(Weights(one, planned(one, 2), torch.float32))

@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -189,8 +189,9 @@ class AlignReport:
         """A pandas table of the points; without ``every_layer``, the layers' outputs and the ends of the model only."""
         import pandas as pd
 
-        return pd.DataFrame([asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
-                             in ("embed", "output", "norm", "logits")]).set_index("name")
+        found = [asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
+                 in ("embed", "output", "norm", "logits")]
+        return pd.DataFrame(found, columns=[column.name for column in fields(PointDiff)]).set_index("name")
 
     def __repr__(self) -> str:
         first = self.first_divergence

@@ -170,7 +170,7 @@ def _named_point(name: str) -> str | None:
 
 
 def _floats(entries: list) -> list:
-    return [entry for entry in entries if entry.dtype.is_floating_point]
+    return [entry for entry in entries if entry.dtype.is_floating_point and len(entry.shape) > 1]
 
 
 def _by_role(visit: Visit, layer: int | None, role: str | None, sizes: Sizes, half: int) -> Iterator[Claim]:

@@ -223,7 +223,7 @@ def test_a_sequence_with_a_number_goes_on_or_comes_again():
     texts = Texts()
     add(texts, [1, 2], sequences=[9, 9])
     assert add(texts, [3], sequences=[9]).places == [(0, 2)] and texts.ids == [[1, 2, 3]] and not texts.again
-    assert add(texts, [1, 2, 3, 4], sequences=[9] * 4).places[0] == (0, 0) and texts.again == {0: [3]}
+    assert add(texts, [1, 2, 3, 4], sequences=[9] * 4).places[0] == (0, 0) and texts.again == {0: {0: 3}}
     assert add(texts, [1, 2], [4, 5], [9, 9]).places == [(0, 4), (0, 5)], "said to begin behind"
     assert add(texts, [1], sequences=[9]).places == [(0, 6)], "one token is never the text once more"
 
@@ -250,15 +250,16 @@ def test_positions_of_any_shape(shape, spread):
 
 def test_the_inputs_of_a_call_are_those_at_its_door():
     def entry(path, tensor, kind="in"):
-        return Some(kind=kind, path=path, dtype=tensor.dtype, shape=tensor.shape, tensor=lambda: tensor)
+        return Some(name="inner" * (path in ("x", "positions")), kind=kind, path=path, dtype=tensor.dtype,
+                    shape=tensor.shape, tensor=lambda: tensor)
     ids, positions, flags = torch.tensor([3, 4]), torch.tensor([0, 1]), torch.tensor([True, True])
     door = [entry("attention_mask", flags), entry("input_ids", ids), entry("position_ids", positions)]
     inner = [entry("x", torch.ones(2, 4)), entry("positions", positions + 5)]
 
     def asked(*entries, given=(None, None)):
-        return call_inputs(Some(input_ids=given[0], positions=given[1], entries=entries))
-    assert asked(*door, *inner) == (ids, positions) and asked(*inner) == (None, None)
-    assert asked(door[1], *inner) == (ids, None) and asked(entry("cache", ids), door[1])[0] is ids
+        return call_inputs(Some(input_ids=given[0], positions=given[1], entries=entries))[:2]
+    assert asked(*door, *inner) == (ids, positions) and asked(inner[0]) == (None, None)
+    assert asked(door[1], inner[0]) == (ids, None) and asked(entry("cache", ids), door[1])[0] is ids
     assert asked(*door, given=(positions, None))[0] is positions and asked(*door, given=(None, ids))[1] is ids
     assert asked(entry("input_ids", torch.ones(1, 1, 2).long()))[0] is None
 
