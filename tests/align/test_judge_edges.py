@@ -198,9 +198,10 @@ def point(name="layers.0.q", relative=0.0, nan=0, inf=0, inside=True, floor=2e-5
 
 def report(points=None, local=None, dtype=F32, **more):
     recording = Some(contradictions=more.pop("contradictions", []), points={}, places=[(0, 0)], world_size=2,
-                     notes=[], unplaced=[], assumed={})
+                     notes=[], unplaced=[], assumed={}, lost=set(), unjudged=[], warnings=[])
     found = CheckReport("m", None, dtype, [[1]], [point()] if points is None else points, {}, recording=recording,
                         **more)
+    found.ordinary, found.foreign, found.quantised = {}, False, False
     found.local = local if local is not None else {p.name: LocalDiff(p.name, 0.0, 0, 2e-5, ()) for p in found.points}
     return found
 
@@ -262,7 +263,7 @@ def test_how_far_one_tensor_is_from_another():
 
 def frame(points, plan=((0, 1), (2,))):
     found = object.__new__(LocalFrame)
-    found.recording, found.dtype, found.ranks = Some(points=points), F64, range(len(plan))
+    found.recording, found.dtype, found.ranks = Some(points=points, holders={}), F64, range(len(plan))
     found.plan = Some(ranks=[Some(q_heads=share, mlp=share, vocab=share) for share in plan])
     found._values, found._indices = {}, {}
     found.expected = lambda name, rank: torch.full((1, len(plan[rank]), 1), 10.0 + rank, dtype=F64)

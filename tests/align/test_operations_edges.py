@@ -32,8 +32,8 @@ def frame(points=None, tp=2, weights=None, heads=4, kv_heads=2, dim=2, **recordi
                  kv_heads=range(min(rank * kv, kv_heads - kv), min(rank * kv, kv_heads - kv) + kv),
                  mlp=range(3 * rank, 3 * rank + 3)) for rank in range(tp)]
     vars(found).update(
-        recording=Some(points=points or {}, **given), config=Some(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads,
-                                                                 num_layers=2, rms_norm_eps=1e-6),
+        recording=Some(points=points or {}, holders={}, **given),
+        config=Some(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, num_layers=2, rms_norm_eps=1e-6),
         plan=Some(ranks=plan), dtype=F64, ranks=range(tp), weights=Held(weights or {}), _values={}, _once={}, _hf={},
         _indices={}, positions=torch.tensor([position for _, position in given["places"]], dtype=torch.long), ckpt=None)
     return found
