@@ -20,6 +20,11 @@ def all_reduce(x):
     return x
 
 
+@torch.inference_mode()
+def apply_weight(x, weight, bias=None):
+    return F.linear(x, weight, bias)
+
+
 def share(total):
     """This rank's part of `total` heads or features: the first one, and how many."""
     size = total // tp_size()
@@ -50,7 +55,7 @@ class ColumnParallelLinear(nn.Module):
         param.data.copy_(loaded.narrow(0, self.first, param.shape[0]))
 
     def forward(self, x):
-        return F.linear(x, self.weight, self.bias)
+        return apply_weight(x, self.weight, self.bias)
 
 
 def shard_weight(loaded, start, size, hidden_size):
@@ -59,6 +64,14 @@ def shard_weight(loaded, start, size, hidden_size):
         return loaded.narrow(0, start, size)
     loaded = loaded.reshape(hidden_size, -1)  # [hidden_size, heads * head_size]
     return loaded.narrow(1, start, size).t()
+
+
+def write_shard(fused, offset, shard):
+    """Put this rank's part of q, k or v into its place in the fused weight or bias."""
+    if fused.dim() == 1:
+        fused.narrow(0, offset, shard.shape[0]).copy_(shard)
+    else:  # [hidden_size, heads * head_size]: q, k and v are columns
+        fused.view(shard.shape[1], -1).narrow(1, offset, shard.shape[0]).copy_(shard.t())
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -77,7 +90,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         part = "qkv".index(shard_id)
         first_head = self.first_head if shard_id == "q" else self.first_kv_head
         shard = shard_weight(loaded, first_head * self.head_size, self.sizes[part], param.shape[-1])
-        param.data.narrow(0, sum(self.sizes[:part]), self.sizes[part]).copy_(shard)
+        write_shard(param.data, sum(self.sizes[:part]), shard)
 
     def split(self, qkv):
         """[batch, tokens, features] -> q, k and v as [batch, heads, tokens, head_size]."""
@@ -97,7 +110,7 @@ class RowParallelLinear(nn.Module):
         param.data.copy_(loaded if loaded.dim() == 1 else loaded.narrow(1, self.first, param.shape[1]))
 
     def forward(self, x):
-        out = all_reduce(F.linear(x, self.weight))
+        out = all_reduce(apply_weight(x, self.weight))
         return out if self.bias is None else out + self.bias
 
 
