@@ -49,6 +49,13 @@ def record_run(folder, input_ids, cures, out):
     lesson.with_cures(cures, write)
 
 
+def gradients(folder, input_ids):
+    """On a rank: call the engine outside of inference mode; ``{parameter: whether it has a gradient}``."""
+    engine = patient_zero.load(folder)
+    engine(torch.tensor([input_ids]))[0].sum().backward()
+    return {name: param.grad is not None for name, param in engine.named_parameters()}
+
+
 def _examine(folder, input_ids):
     engine = patient_zero.load(folder)
     seen = SimpleNamespace(self_test=_text_of(engine.self_test, input_ids),
