@@ -168,7 +168,8 @@ def _read(case: Case, pair, own: torch.Tensor) -> dict[int, int]:
         at, held = right(case, rank), case.shard("attn", rank)
         guesses = {kv: attention(at, heads=pair(heads)) for kv, heads in every.items()}
         for local, head in enumerate(at.indices("attn")):
-            gaps = {kv: distance(held[:, local], guess[:, local]) for kv, guess in guesses.items()}
+            gaps = {kv: distance(*(case.looked_at(x[:, local]) for x in (held, guess)))
+                    for kv, guess in guesses.items()}
             reads[head] = min(gaps, key=lambda kv: (gaps[kv] > case.tolerance, kv != own[head], gaps[kv]))
             if gaps[reads[head]] > case.tolerance:
                 return {}

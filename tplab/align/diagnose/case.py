@@ -2,10 +2,11 @@
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,7 @@ class Diagnosis:
     numbers: dict[str, float] = field(default_factory=dict)  # the evidence by name
     lookalikes: tuple[str, ...] = ()  # other faults of the museum that leave exactly the same numbers
     points: tuple[str, ...] = ()  # all trace points that it explains
+    scope: str = ""  # of which rows it holds, in words ("in decode calls only"); empty if of all
 
     @property
     def ok(self) -> bool:
@@ -54,6 +56,13 @@ class Diagnosis:
         return self.sentence
 
 
+class Scope(NamedTuple):
+    """Some rows of a run, in which a bug may stand alone."""
+
+    words: str  # "in decode calls only"
+    rows: torch.Tensor  # [rows] boolean
+
+
 class Case:
     """One guilty point of a run: what was computed there, and what it should be given what the engine had before it.
 
@@ -69,6 +78,8 @@ class Case:
         self.first = report[name]
         self.layer, _, self.point = name.rpartition(".")
         self.ops: tuple[str, ...] = (self.point,)  # those that a hypothesis is to take for wrong
+        self.scope: torch.Tensor | None = None  # the rows in which they are to be taken for wrong; None: all
+        self.compared: torch.Tensor | None = None  # the rows that are to be explained; None: all
         self.judge.enter(name)
         self.frame = self.judge.frame
         # Which positions of each prompt the rows of the tensors stand for: all, unless the decode path was aligned.
@@ -170,6 +181,50 @@ class Case:
         vars(other).update(ops=ops, tolerance=self.tolerance, wrong_ranks=self.wrong_ranks)  # computed once for all
         return other
 
+    def within(self, scope: torch.Tensor, alone: bool = False) -> "Case":
+        """The same case, for a mistake in the rows of ``scope`` only. ``alone``: the other rows are not looked at, for
+        what is wrong with them is another one."""
+        other = copy.copy(self)
+        vars(other).update(scope=scope, compared=scope if alone else None, tolerance=self.tolerance,
+                           wrong_ranks=self.wrong_ranks)
+        return other
+
+    @cached_property
+    def guilty_rows(self) -> torch.Tensor:
+        """Which rows are wrong on any rank, ``[rows]`` boolean."""
+        off = torch.zeros(len(self.places), dtype=torch.bool)
+        for rank in self.wrong_ranks:
+            held, should = (x.double().flatten(1) for x in (self.shard(self.point, rank), self.right(self.point, rank)))
+            scale = should.abs().amax(1)
+            limit = self.judge.tolerance(self.first.name, rank) * scale.clamp(min=1e-4 * scale.max().item())
+            off |= ~((held - should).abs().amax(1) <= limit)
+        return off
+
+    def scopes(self) -> Iterator[Scope]:
+        """The kinds of rows that hold all that is wrong and not all rows: of decode calls, of the calls of several
+        tokens, of first or of later chunks, of one sequence, from a position on, between two."""
+        guilty, sequences = self.guilty_rows, torch.tensor([s for s, _ in self.places])
+        keys_of = dict(zip(self.recording.places, self.recording.num_keys))
+        calls = [(s, keys_of[s, p]) for s, p in self.places]
+        begins: dict[tuple[int, int], int] = {}
+        for call, (_, position) in zip(calls, self.places):
+            begins[call] = min(position, begins.get(call, position))
+        alone = torch.tensor([place in self.decoded for place in self.places])
+        later = torch.tensor([begins[call] > 0 for call in calls]) & ~alone
+        first, last = (int(x) for x in self.positions[guilty].aminmax()) if guilty.any() else (0, 0)
+        found = [Scope("in decode calls only", alone), Scope("in calls of several tokens only", ~alone),
+                 Scope("in later chunks only", later), Scope("in first calls only", ~later & ~alone)]
+        found += [Scope(f"in sequence {s} only", sequences == s) for s in sequences[guilty].unique().tolist()]
+        found += [Scope(f"from position {first} on", self.positions >= first),
+                  Scope(f"at positions {first} to {last}", (self.positions >= first) & (self.positions <= last)),
+                  Scope(f"in {int(guilty.sum())} of {len(guilty)} rows, the first at position {first} of sequence "
+                        f"{int(sequences[guilty][0]) if guilty.any() else 0}", guilty)]
+        seen: list[torch.Tensor] = []
+        for scope in found:
+            if not scope.rows.all() and not any(torch.equal(scope.rows, other) for other in seen):
+                seen.append(scope.rows)
+                yield scope
+
     @property
     def op(self) -> str:
         """The op that hypotheses are asked about: the point's own, or one before it whose point was not recorded."""
@@ -197,10 +252,15 @@ class Case:
         off = ((self.shard(self.point, rank) - should).abs().max() / should.abs().max().clamp(min=1e-30)).item()
         return off if off == off else float("inf")
 
+    def looked_at(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor in which a mistake is looked for."""
+        return tensor if self.scope is None or len(tensor) != len(self.scope) else tensor[self.scope]
+
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
         """Whether rounding explains the rest, when ``tensor`` is taken for ``guess``; never if either is not finite."""
         if tensor.shape != guess.shape or not (torch.isfinite(tensor).all() and torch.isfinite(guess).all()):
             return False
+        tensor, guess = self.looked_at(tensor), self.looked_at(guess)
         gap = (tensor.double() - guess.double()).abs().max().item()
         return gap <= self.tolerance * max(guess.double().abs().max().item(), 1e-30)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from tplab.align.diagnose.anything import traits
-from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.case import Case, Diagnosis, Scope
 from tplab.align.diagnose.registry import COST, ERROR, Hypothesis, hypotheses
 from tplab.align.diagnose.wrong import compound, sources
 from tplab.align.guilty import Judge, unseen_before
@@ -38,7 +38,8 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
         return next(_fitting(COST, found), Diagnosis(
             None, "Nothing is wrong: every trace point is inside the rounding floor."))
     if found.guilty:
-        return _explain(case := Case(found)) or _unknown(case)
+        case = Case(found)
+        return (_explained(case) or [_unknown(case)])[0]
     return next(_fitting(COST, found), None) or _rounding(found)
 
 
@@ -59,22 +60,52 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     judge, explained = Judge(report.recording, report.checkpoint, report.plan), defaultdict(list)
     for name in report.guilty:
         case = Case(report, name, judge)
-        one = _explain(case, explained[_short(name)])
-        if one is None and (report.local[name].perhaps_from or found and name == "embed"):
+        here = _explained(case, explained[_short(name)])
+        if not here and (report.local[name].perhaps_from or found and name == "embed"):
             continue  # with ranks that were given other ids, the embedding cannot be right
-        one = one or _unknown(case)
-        if one.fault in MISPLACED:
-            return [replace(one, points=tuple(report.guilty))]
-        for i, known in enumerate(found):
-            both = tuple(fault for fault in known.names if fault in one.names)
-            if both or (known.names == one.names and _short(known.point) == _short(name)):
-                better = known if known.fault in both or not both else one
-                lookalikes = tuple(fault for fault in both if fault != better.fault)
-                found[i] = replace(better, lookalikes=lookalikes, points=(*known.points, name))
-                break
-        else:
-            found.append(replace(one, points=(name,)))
+        for one in here or [_unknown(case)]:
+            if one.fault in MISPLACED:
+                return [replace(one, points=tuple(report.guilty))]
+            _add(found, one, name)
     return found
+
+
+def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
+    """A diagnosis of the point ``name`` beside those found before: with the same bug's, if it is among them."""
+    for i, known in enumerate(found):
+        both = tuple(fault for fault in known.names if fault in one.names)
+        alike = both or known.names == one.names and _short(known.point) == _short(name)
+        if alike and (known.scope == one.scope or both and "" in (known.scope, one.scope)):
+            better = known if known.fault in both or not both else one
+            lookalikes = tuple(fault for fault in both if fault != better.fault)
+            found[i] = replace(better, lookalikes=lookalikes, points=(*known.points, name),
+                               scope=known.scope or one.scope)
+            return
+    found.append(replace(one, points=(name,)))
+
+
+def _explained(case: Case, explained: list[Hypothesis] | None = None) -> list[Diagnosis]:
+    """What explains a case: one bug in all rows or in some, or two in rows that do not overlap."""
+    if (one := _explain(case, explained)) is not None and one.fault:
+        return [one]
+    guilty, scopes = case.guilty_rows, list(case.scopes())
+    for scope in scopes:
+        if (guilty <= scope.rows).all() and (found := _explain(case.within(scope.rows))) and found.fault:
+            return [_in(scope, found)]
+    for scope in scopes[:2] if len(list(compound(case))) > 1 else ():
+        # What keys one call made are seen in the others' rows, too.
+        if (found := _explain(case.within(scope.rows))) and found.fault:
+            return [_in(scope, found)]
+    apart = [(scope, _explain(case.within(scope.rows, alone=True))) for scope in scopes[:2]
+             if (guilty & scope.rows).any() and not (guilty <= scope.rows).all()]
+    found = [_in(scope, one) for scope, one in apart if one and one.fault]
+    return found or ([one] if one else [])
+
+
+def _in(scope: Scope, found: Diagnosis) -> Diagnosis:
+    """The same bug in some rows; one that says itself in which keeps its words."""
+    return found if found.scope else replace(found, sentence=f"{found.sentence} So it is {scope.words}.",
+                                             scope=scope.words)
 
 
 def _contradictions(report: AlignReport) -> list[Diagnosis]:

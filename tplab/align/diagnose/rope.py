@@ -92,7 +92,7 @@ def other_positions(case: Case) -> Diagnosis | None:
                               "position n - 1.", **numbers)
     if decoding and not used[wrong].any():
         return case.diagnosis("decode_position_restarted", f"Counted from 0 again: {says}. A decode step's position is "
-                              "the number of tokens before it.", **numbers)
+                              "the number of tokens before it.", "rope_missing", "rope_swallowed", **numbers)
     prompts = [row for row in range(len(used)) if row not in set(decoded) and case.positions[row]]
     if decoded and wrong.tolist() == prompts and not used[wrong].any():
         return case.diagnosis("rope_missing", f"{case.point} equals {case.point[0]} where several tokens came at once; "

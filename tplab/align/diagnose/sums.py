@@ -1,5 +1,7 @@
 """Hypotheses about partial sums and all-reduces."""
 
+from dataclasses import replace
+
 import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
@@ -16,6 +18,21 @@ def bias_on_every_rank(case: Case) -> Diagnosis | None:
         return case.diagnosis("row_bias_everywhere", "The sum of the ranks' parts is too large by the same vector for "
                               f"every token: {times:.2f} times the bias of {module}. It belongs to the sum, so one "
                               "rank adds it.", times=times)
+
+
+@hypothesis("o_partial", "mlp_partial")
+def reduced_in_some_calls(case: Case) -> Diagnosis | None:
+    """Is it the sum of all ranks already, in some rows, and each rank's own summand in the others?"""
+    if case.scope is None or case.op != case.point:
+        return None
+    parts = [right(case, rank).expected(case.op) for rank in range(case.recording.world_size)]
+    if len(parts) > 1 and explains(case, lambda at, op: sum(parts[1:], parts[0])):
+        words = next((other.words for other in case.scopes() if torch.equal(other.rows, ~case.scope)),
+                     "in the other rows only")
+        found = case.diagnosis("all_reduce_missing", f"{case.op} is the sum of all ranks' summands in some rows, and "
+                               f"each rank's own summand in the others: the all-reduce is missing {words}.",
+                               "all_reduce_dropped")
+        return replace(found, scope=words)
 
 
 @hypothesis("o_proj", "mlp")

@@ -96,7 +96,14 @@ class _Altered(LocalFrame):
         layer, _, point = name.rpartition(".")
         if layer != self.case.layer or point not in self.wrong:
             return super().expected(name, rank)
-        return self.wrong[point](OnRank(self.case, rank, self), point)
+        guess, scope = self.wrong[point](OnRank(self.case, rank, self), point), self.case.scope
+        if scope is None:
+            return guess
+        should = super().expected(name, rank)
+        if guess.shape != should.shape:
+            return torch.full_like(should, float("nan"))
+        rows = scope if point != "logits" or len(scope) == len(should) else scope[self.logit_rows]
+        return torch.where(rows.view(-1, *[1] * (should.dim() - 1)), guess, should)
 
 
 def right(case: Case, rank: int) -> OnRank:
@@ -135,7 +142,10 @@ def misfit(case: Case, wrong: Wrong, ranks: Sequence[int] | None = None) -> floa
     infinite for NaN."""
     frame, gaps = _Altered(case, dict.fromkeys(case.ops, wrong)), []
     for rank in case.wrong_ranks if ranks is None else ranks:
-        gaps.append(distance(case.shard(case.point, rank), OnRank(case, rank, frame)(case.point)))
+        held, guess = case.shard(case.point, rank), OnRank(case, rank, frame)(case.point)
+        if case.compared is not None and len(held) == len(guess):
+            held, guess = held[case.compared], guess[case.compared]
+        gaps.append(distance(held, guess))
         if gaps[-1] > 1:
             break  # far off: the other ranks cannot make it better
     return max(gaps, default=float("inf"))
