@@ -286,7 +286,7 @@ def test_the_ranks_are_asked_whether_they_have_the_model_where_they_may_have_los
     number = llm.add_request(A, LONG)
     llm.step(), llm.step()
     assert len(asked) == 4, "and whenever time may have passed"
-    with llm.requests.turn():
+    with llm.requests.locked():
         llm._step()
         assert len(asked) == 4, "not within a call"
         with monkeypatch.context() as patched, pytest.raises(RankError):

@@ -71,7 +71,7 @@ def test_tokens_of_several_steps_are_counted_until_their_caller_looks(llm):
     (first, other), inbox = llm._add_all(["A", "B"], greedy(2))
     counts = []
     for _ in range(2):
-        with llm.requests.turn():
+        with llm.requests.locked():
             llm.requests.step()
             counts.append(dict(inbox))
     assert counts == [{first: 1, other: 1}, {first: 2, other: 2}] and not llm.has_unfinished_requests

@@ -96,7 +96,7 @@ class LLM:
 
     def close(self) -> None:
         """End all requests and forget the model on every rank. Can be called twice."""
-        with self.requests.turn():
+        with self.requests.locked():
             if not self.closed:
                 self.closed = True
                 self.requests.clear()
@@ -171,7 +171,7 @@ class LLM:
         except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
             raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
                                f"{' '.join(str(error).split()) or type(error).__name__}") from error
-        with self.requests.turn():  # a tokenizer serves one thread at a time
+        with self.requests.locked():  # a tokenizer serves one thread at a time
             return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
 
     def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
@@ -189,7 +189,7 @@ class LLM:
 
         for chunks in self._drive(requests, inbox, False, chunk):
             yield from (chunk for chunk in chunks if chunk.text or chunk.output.finished)
-            self.requests.unsure = True
+            self.requests.ranks_may_be_stale = True
 
     def _drive(self, requests: list[Request], inbox: Inbox, use_tqdm: bool | None, look) -> Iterator[list]:
         """Until ``requests`` are done: what ``look`` sees of those that changed. Steps only if none has yet."""
@@ -197,7 +197,7 @@ class LLM:
         with Progress(len(unfinished), use_tqdm) as progress:
             try:
                 while unfinished or inbox:
-                    with self.requests.turn():
+                    with self.requests.locked():
                         self._refuse_closed()
                         if not inbox:
                             self._step(requests)
@@ -222,7 +222,7 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to hand out."""
-        with self.requests.turn():
+        with self.requests.locked():
             return bool(self.requests.unfinished or self.requests.for_step)
 
     def step(self) -> list[RequestOutput]:
@@ -232,10 +232,10 @@ class LLM:
             Outputs of those requests of :meth:`add_request` that got a token or ended since the last call, in this step
             or in steps of a :meth:`generate` or :meth:`stream` in between; each once, as it is now.
         """
-        with self.requests.turn():
+        with self.requests.locked():
             self._refuse_closed()
             if self.requests.unfinished:
-                self.requests.unsure = True
+                self.requests.ranks_may_be_stale = True
                 self._step()
             changed = list(self.requests.for_step)
             self.requests.for_step.clear()
@@ -243,7 +243,7 @@ class LLM:
 
     def abort(self, request_id: int) -> RequestOutput:
         """End an unfinished request now; what it has so far. Its blocks are free at once. RequestError for others."""
-        with self.requests.turn():
+        with self.requests.locked():
             request = self.requests.abort(request_id)
             self.requests.for_step.pop(request, None)  # handed out here
             return request.output()
@@ -252,7 +252,7 @@ class LLM:
 
     def _add_all(self, prompts, sampling_params, inbox: Inbox | None = None) -> tuple[list[Request], Inbox]:
         inbox = {} if inbox is None else inbox
-        with self.requests.turn():
+        with self.requests.locked():
             self._refuse_closed()
             requests = []
             for prompt, params in parse_prompts(prompts, sampling_params):
@@ -275,7 +275,7 @@ class LLM:
         """One step for everybody, on behalf of the caller of ``requests``."""
         try:
             with applied(*self.patches):
-                if self.requests.unsure and not self.engine.executor.loaded():
+                if self.requests.ranks_may_be_stale and not self.engine.executor.loaded():
                     self._load()
                     self.engine.recompute()
                 self.requests.step()

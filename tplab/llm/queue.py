@@ -20,23 +20,23 @@ class RequestQueue:
     requests, and puts each one that changed into the inbox of the caller that added it. So nobody misses a token, or
     the end, that came in somebody else's step.
 
-    Everything but :meth:`abandon` happens within a :meth:`turn`.
+    Everything but :meth:`abandon` happens while :meth:`locked`.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.unfinished: dict[int, Request] = {}
         self.for_step: Inbox = {}  # of those who call LLM.add_request and LLM.step
-        self.unsure = True  # since the last step, ranks may have been restarted, and have lost the model
+        self.ranks_may_be_stale = True  # since the last step, ranks may have been restarted, and have lost the model
         self._inboxes: dict[int, Inbox] = {}
         self._abandoned: deque[Request] = deque()
         self._gate, self._lock, self._owner = threading.Lock(), threading.RLock(), None
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The right to touch requests and engine. Threads get it in the order in which they ask for it.
+    def locked(self) -> Iterator[None]:
+        """The lock on requests and engine. Threads get it in the order in which they ask for it.
 
-        Raises EngineError if this thread has it (a signal handler or a patch calls the LLM in the middle of a step).
+        Raises EngineError if this thread holds it (a signal handler or a patch calls the LLM in the middle of a step).
         """
         if self._owner == threading.get_ident():
             raise EngineError("this LLM is in the middle of a call of the same thread; call it again when that is over")
@@ -54,14 +54,14 @@ class RequestQueue:
         """Queue a request; what becomes of it is reported to ``inbox``."""
         request.sequence = self.engine.add(request.prompt_token_ids, request.params)
         self.unfinished[request.request_id], self._inboxes[request.request_id] = request, inbox
-        self.unsure = True
+        self.ranks_may_be_stale = True
 
     def step(self) -> None:
         """One step for everybody's requests. Errors as in :meth:`Engine.step`; no token is lost by them."""
-        self.unsure = True
+        self.ranks_may_be_stale = True
         try:
             self.engine.step()
-            self.unsure = False
+            self.ranks_may_be_stale = False
         finally:
             # Also when it failed: in its last check, say, after the tokens had been taken in.
             for request in list(self.unfinished.values()):
@@ -83,7 +83,7 @@ class RequestQueue:
         """Nobody wants these any more: end those that are unfinished.
 
         It never raises and never waits, since a stream can be thrown away at any moment, by the garbage collector in
-        the middle of another caller's step too: then they end when the next turn begins.
+        the middle of another caller's step too: then they end when the lock is taken next.
         """
         self._abandoned.extend(requests)
         if self._owner != threading.get_ident() and self._lock.acquire(blocking=False):

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tplab.patch import applied
 from tplab.pool import capture, control_block, transfer
 from tplab.pool.control_block import ControlBlock, fence
+from tplab.pool.pinning import pin_threads
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
-from tplab.pool.spread import spread
 from tplab.ranks import context
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
 
@@ -151,7 +151,7 @@ class _Rank:
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
                 if time.monotonic() - begin > _REST:
-                    spread(self.spec.rank)
+                    pin_threads(self.spec.rank)
                 continue
             done = command.number
             if command.kind == control_block.DROP:

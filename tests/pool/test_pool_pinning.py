@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tplab.pool import RankPool, available_cores, spread, worker
+from tplab.pool import RankPool, available_cores, pinning, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process chooses its cores here")
 EVERYWHERE = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -33,15 +33,15 @@ def let_go(pool):
     return [cores for rank in pool.run(wait) for cores in rank]
 
 
-def after_each_rest(rest, held=spread.HELD):
+def after_each_rest(rest, held=pinning.HELD):
     """On a rank: how long a rest is."""
-    worker._REST, spread.HELD = rest, held
+    worker._REST, pinning.HELD = rest, held
 
 
 def compute_beside(count):
     """On a rank: so many more threads that compute for it."""
     for _ in range(count):
-        threading.Thread(target=threading.Event().wait, name=spread.COMPUTES, daemon=True).start()
+        threading.Thread(target=threading.Event().wait, name=pinning.COMPUTES, daemon=True).start()
 
 
 @pytest.mark.skipif(len(EVERYWHERE) < 2, reason="one core: nobody can be beside it")
@@ -64,7 +64,7 @@ def test_after_a_rest_everybody_begins_on_a_core_of_its_own_and_goes_on_where_it
 
 
 def test_a_pause_is_a_rest_and_commands_one_after_the_other_are_none():
-    assert worker._REST < spread.HELD < 1.0
+    assert worker._REST < pinning.HELD < 1.0
     with RankPool(2) as pool:
         pool.run(after_each_rest, 1e9)
         assert pool.run(held) == [set(), set()]
@@ -95,7 +95,7 @@ def test_threads_that_were_given_their_cores_keep_them():
     def bound(core):
         compute_beside(1)
         os.sched_setaffinity(0, [core])  # as a learner does, or GOMP_CPU_AFFINITY with each
-        spread.spread(1)
+        pinning.pin_threads(1)
         return os.sched_getaffinity(0), of_threads()
 
     core = max(EVERYWHERE)
@@ -108,18 +108,18 @@ def test_threads_that_were_given_their_cores_keep_them():
 def test_who_has_gone_need_not_be_let_go():
     threads = [1 << 22, 0]  # the first is beyond any that the system gives
     before = os.sched_getaffinity(0)
-    spread._release(threads, sorted(before))
+    pinning._release(threads, sorted(before))
     assert os.sched_getaffinity(0) == before
 
 
 def test_where_no_process_chooses_its_cores_nothing_happens(monkeypatch):
-    monkeypatch.setattr(spread, "_threads", lambda: pytest.fail("nobody needs to be asked"))
-    monkeypatch.setattr(spread, "libc", object())
-    spread.spread(0)
+    monkeypatch.setattr(pinning, "_threads", lambda: pytest.fail("nobody needs to be asked"))
+    monkeypatch.setattr(pinning, "libc", object())
+    pinning.pin_threads(0)
     monkeypatch.undo()
-    monkeypatch.setattr(spread, "_threads", lambda: pytest.fail("nobody needs to be asked"))
+    monkeypatch.setattr(pinning, "_threads", lambda: pytest.fail("nobody needs to be asked"))
     monkeypatch.delattr(os, "sched_setaffinity")
-    spread.spread(0)
+    pinning.pin_threads(0)
 
 
 def test_there_are_as_many_cores_as_this_process_may_use():

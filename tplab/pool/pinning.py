@@ -17,7 +17,7 @@ COMPUTES = "compute"  # the names of threads that compute for a rank begin so
 HELD = 0.1  # seconds until the kernel chooses again: beside a busy process it chooses better
 
 
-def spread(rank: int) -> None:
+def pin_threads(rank: int) -> None:
     """Hold each thread that computes for ``rank`` on a core of its own for :data:`HELD` seconds.
 
     Nothing happens to threads that were given their cores, or where the system has no such calls (macOS).
