@@ -7,8 +7,10 @@ knows nothing of it. A patch is picklable when its replacement is (cloudpickle t
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 
 from tplab.checks import shown
@@ -34,18 +36,17 @@ class Patch:
 
 @dataclass
 class _Place:
-    """A name that is replaced right now: what stood there, and the layers in force, the last one on top."""
+    """A name that is replaced right now, and what stood there."""
 
     owner: object
     name: str
     original: object
     inherited: bool
-    layers: list["_Layer"] = field(default_factory=list)
 
-    def settle(self) -> None:
-        """Put what must stand at the name there. May be done again at any time."""
-        if self.layers:
-            setattr(self.owner, self.name, _like(self.original, self.layers[-1].patch.replacement))
+    def put(self, patch: Patch | None) -> None:
+        """Have the patch's replacement stand at the name; the original if there is none."""
+        if patch is not None:
+            setattr(self.owner, self.name, _like(self.original, patch.replacement))
         elif not self.inherited:
             setattr(self.owner, self.name, self.original)
         elif self.name in vars(self.owner):
@@ -53,40 +54,39 @@ class _Place:
 
 
 @dataclass(eq=False)
-class _Layer:
-    """One use of a patch; two threads' uses of the same patch are two layers."""
+class _Block:
+    """One ``with`` block, which lasts as long as its ``holder`` is there, and ``over`` is not said before."""
 
-    patch: Patch
-    place: _Place | None = None
+    patches: dict[tuple[int, str], Patch] = field(default_factory=dict)  # by the place of each; of two the last one
+    holder: Callable = lambda: None  # a weak reference
+    over: bool = False
 
-    def put(self) -> None:
-        """Bring it into force. Wherever this is cut short, `take` puts things right."""
-        target = self.patch.target
-        _check_call(target, original(target), self.patch.replacement)
-        with _lock:
-            self.place = place = _place(target)
-            _places[id(place.owner), place.name] = place
-            place.layers.append(self)
-            place.settle()
-
-    def take(self) -> None:
-        """Undo it, as far as it has come; may be done again."""
-        with _lock:
-            place = self.place
-            if place is None:
-                return
-            if self in place.layers:
-                place.layers.remove(self)
-            if _places.get(key := (id(place.owner), place.name)) is place:
-                place.settle()
-                if not place.layers:
-                    del _places[key]
+    def is_alive(self) -> bool:
+        return not self.over and self.holder() is not None
 
 
 # Logical ranks are threads of one process: each applies the same patches, and the first one to finish must not take
 # them away from the others.
 _lock = threading.RLock()
+_blocks: list[_Block] = []  # in the order in which they were entered
 _places: dict[tuple[int, str], _Place] = {}
+
+
+def _settle() -> dict[tuple[int, str], Patch]:
+    """Have stand at each name what the blocks that are alive say; returns that.
+
+    An interrupt may cut it short at any moment: the next call does all of it again.
+    """
+    with _lock:
+        _blocks[:] = [block for block in _blocks if block.is_alive()]
+        wanted = {}
+        for block in _blocks:
+            wanted.update(block.patches)
+        for key, place in list(_places.items()):
+            place.put(wanted.get(key))
+            if key not in wanted:
+                del _places[key]
+        return wanted
 
 
 def _like(original, replacement: Callable):
@@ -99,41 +99,39 @@ def _find(target: str):
     parts = target.split(".")
     if parts[0] != "tplab":
         raise PatchError(f"only names below 'tplab' can be patched, not {target!r}")
-    for cut in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:cut])
-        try:
-            owner = import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (name + ".").startswith(error.name + "."):
-                raise
-            continue
-        for part in parts[cut:-1]:
-            owner = getattr(owner, part, None)
-        if owner is None or not callable(getattr(owner, parts[-1], None)):
-            raise PatchError(f"there is no function {target!r}; {name} has "
-                             + ", ".join(sorted(n for n, v in vars(owner or import_module(name)).items()
-                                                if inspect.isfunction(v))))
-        return owner, parts[-1]
-    raise PatchError(f"there is no module on the way to {target!r}")
+    owner = module = import_module(parts[0])
+    for i, part in enumerate(parts[1:-1], 2):
+        if owner is module and hasattr(module, "__path__"):
+            try:
+                owner = module = import_module(name := ".".join(parts[:i]))
+                continue
+            except ModuleNotFoundError as error:
+                if error.name != name:
+                    raise
+        owner = getattr(owner, part, None)
+    if owner is None or not callable(getattr(owner, parts[-1], None)):
+        raise PatchError(f"there is no function {target!r}; {module.__name__} has " + ", ".join(
+            sorted(n for n, v in vars(owner or module).items() if inspect.isfunction(v))))
+    return owner, parts[-1]
 
 
-def _place(target: str) -> _Place:
+def _place(target: str) -> tuple[tuple[int, str], _Place]:
     owner, name = _find(target)
-    known = _places.get((id(owner), name))
-    return known or _Place(owner, name, inspect.getattr_static(owner, name), name not in vars(owner))
+    known = _places.get(key := (id(owner), name))
+    return key, known or _Place(owner, name, inspect.getattr_static(owner, name), name not in vars(owner))
 
 
 def original(target: str) -> Callable:
     """The function that ``target`` names in the clean engine, whether or not a patch stands there now."""
     with _lock:
-        right = _place(target).original
+        right = _place(target)[1].original
     return right.__func__ if isinstance(right, (staticmethod, classmethod)) else right
 
 
 def in_force() -> tuple[Patch, ...]:
     """The patches that stand in this process now, one per replaced name. A pool sends them along with every run."""
     with _lock:
-        return tuple(place.layers[-1].patch for place in _places.values() if place.layers)
+        return tuple(_settle().values()) if _places else ()
 
 
 def _check_call(target: str, right: Callable, replacement: Callable) -> None:
@@ -168,31 +166,61 @@ def as_patches(patches) -> tuple[Patch, ...]:
     return tuple(found)
 
 
+class _Exit:
+    """``__exit__`` as the ``with`` statement takes it before it enters: made then, and held by nobody else.
+
+    So it goes with the block, also where an interrupt comes before the first line of a Python ``__exit__``.
+    """
+
+    def __get__(self, one: "applied | None", kind: type) -> Callable:
+        if one is None:  # `contextlib.ExitStack` asks the class
+            return lambda one, *exc: _leave(one._entered.pop(), *exc)
+        block = _Block()
+        leave = partial(_leave, block)
+        block.holder = weakref.ref(leave)
+        one._offered[threading.get_ident()] = block
+        return leave
+
+
+def _leave(block: _Block, *exc) -> None:
+    block.over = True
+    try:
+        _settle()
+    except BaseException:  # an interrupt: what it cut short is done now
+        _settle()
+        raise
+
+
 class applied:
     """Apply every patch of ``patchables`` (as :func:`as_patches` takes them) and undo them all on the way out.
 
     May be entered by several threads of a process at once, as logical ranks do: a name is clean again when the last
-    of them has left. An interrupt that comes while patches are applied or undone leaves none behind. Raises
-    PatchError if a target does not exist, or a replacement's parameters do not fit.
+    of them has left. What is in force follows from the ``with`` blocks that are alive: an interrupt at any moment
+    leaves nothing behind that the next entry, run or `in_force` would not undo. Raises PatchError if a target does
+    not exist, or a replacement's parameters do not fit.
     """
 
+    __exit__ = _Exit()
+
     def __init__(self, *patchables):
-        self._layers = [_Layer(patch) for patch in as_patches(patchables)]
+        self._patches = as_patches(patchables)
+        self._offered: dict[int, _Block] = {}  # by thread: to the `with` statement that is about to enter
+        self._entered: list[_Block] = []  # by an ExitStack, which holds this object instead
 
     def __enter__(self) -> None:
+        block = self._offered.pop(threading.get_ident(), None)
+        if block is None or not block.is_alive():  # an interrupt may have come before a `with` could enter
+            block = _Block(holder=weakref.ref(self))
+            self._entered.append(block)
         try:
-            for layer in self._layers:
-                layer.put()
+            with _lock:
+                _settle()
+                for patch in self._patches:
+                    key, place = _place(patch.target)
+                    _check_call(patch.target, original(patch.target), patch.replacement)
+                    _places[key], block.patches[key] = place, patch
+                _blocks.append(block)
+                _settle()
         except BaseException:
-            self.__exit__()
+            _leave(block)
             raise
-
-    def __exit__(self, *exc) -> None:
-        try:
-            self._undo()
-        finally:  # again, for an interrupt may have cut it short
-            self._undo()
-
-    def _undo(self) -> None:
-        for layer in reversed(self._layers):
-            layer.take()
