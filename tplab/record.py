@@ -16,9 +16,11 @@ import json
 import re
 import sys
 import threading
+import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +31,8 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 _ROOM = 1 << 16  # bytes kept free for a file's header; a call with more tensors goes on in a further file
-_thread = threading.local()  # .records: whether this thread records already
+_thread = threading.local()  # .record: a weak reference to what this thread records with
+_compiled, _recorders = threading.Lock(), []  # those that watch; the first has the stance of torch.compile
 _begun = Counter()  # how often this process has begun to record rank N into a folder of this name
 
 
@@ -41,9 +44,12 @@ class record(AbstractContextManager):
     """Keep what one rank computes in ``folder/rankN``: a journal, and the tensors as safetensors, call by call.
 
     A call begins with :meth:`inputs`, or when a watched model runs again. All is written as it happens, so an engine
-    that hangs or is killed half way leaves a folder that can be read; no rank waits for another. Modules under
-    torch.compile run uncompiled meanwhile. SmolLM2-135M on 2 ranks in float32 costs each rank 0.48 GB and 1.0 s of CPU
-    time for 512 tokens (the forward pass itself takes 1.5 s), 1.2 MB and 0.05 s for a decode step.
+    that hangs or is killed half way leaves a folder that can be read; no rank waits for another. What cannot be kept is
+    said and never read: meta and fake tensors, quantised ones of a class of their own, what runs under vmap. Modules
+    under torch.compile run uncompiled meanwhile. A replayed CUDA graph calls no module, so nothing of it is seen: run
+    the engine eagerly (vLLM: ``enforce_eager``); a call in which no watched module ran is said. SmolLM2-135M on 2 ranks
+    in float32 costs each rank 0.48 GB and 1.0 s of CPU time for 512 tokens (the forward pass itself takes 1.5 s),
+    1.2 MB and 0.05 s for a decode step.
 
     Args:
         layers: keep only these layers (``[0, 1]``); what belongs to no layer is always kept.
@@ -55,10 +61,12 @@ class record(AbstractContextManager):
                  calls: int | Iterable[int] | None = None, max_bytes: int | None = None):
         if not 0 <= rank < world_size:
             raise RecordError(f"there is no rank {rank} of {world_size}; ranks count from 0 to world_size - 1")
-        if getattr(_thread, "records", False):
+        if (current := getattr(_thread, "record", lambda: None)()) and not current._ended:
             raise RecordError("this thread records already; watch several models in one record(...)")
-        self._layers = None if layers is None else sorted(layers)
-        self._calls = None if calls is None else range(calls) if isinstance(calls, int) else sorted(calls)
+        self._layers = _numbers("layers", layers)
+        self._calls = range(calls) if type(calls) is int else _numbers("calls", calls)
+        if max_bytes is not None and type(max_bytes) is not int:
+            raise RecordError(f"max_bytes must be a whole number of bytes, not {max_bytes!r}")
         self._folder = Path(folder) / f"rank{rank}"
         try:
             self._folder.mkdir(parents=True)
@@ -66,14 +74,16 @@ class record(AbstractContextManager):
             raise RecordError(f"{folder} holds rank {rank} of an earlier run; record into a new folder") from None
         self._max_bytes, self._bytes, self._names, self._exit = max_bytes, 0, set(), ExitStack()
         self._call, self._skips, self._running, self._weights = -1, False, None, _Files(self, "parameters")
+        self._lock, self._ended, self._ran, self._watched = threading.RLock(), False, True, False
+        weakref.finalize(self, self._exit.close)  # of a recorder that is dropped without an end
         self._journal = self._exit.enter_context(open(self._folder / "manifest.jsonl", "xb"))
         self._line(format="tplab-record", version=VERSION, run=_run(self._folder), rank=int(rank),
                    world_size=int(world_size), torch=torch.__version__)
-        _thread.records = True
+        _thread.record = weakref.ref(self)
 
     def __exit__(self, kind=None, error=None, traceback=None):
-        with self._exit:
-            _thread.records = False
+        with self._exit, self._lock:
+            self._ended = True
             self._weights.close()
             self._end(error)
 
@@ -81,40 +91,59 @@ class record(AbstractContextManager):
         """Record inputs and outputs of ``model`` and all its submodules under their dotted names, behind ``prefix``."""
         if not isinstance(model, torch.nn.Module):
             raise RecordError(f"watch() takes a torch.nn.Module, not {type(model).__name__}; tensor() takes the rest")
-        if "torch._dynamo" in sys.modules:
-            self._exit.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(model, torch.jit.ScriptModule):
+            raise RecordError("a ScriptModule runs its modules without hooks; watch the module that it was made from")
+        if not self._watched:
+            self._exit.enter_context(_eager())
+        self._watched = True
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         for name, module in model.named_modules(prefix=prefix):
             if not hasattr(module, "_orig_mod"):
                 name = self._new("module", name)
-                before, after = partial(self._before, name, module is model), partial(self._after, name)
+                before = partial(_call, weakref.WeakMethod(self._before), name, module is model)
+                after = partial(_call, weakref.WeakMethod(self._after), name)
                 self._exit.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 self._exit.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def inputs(self, input_ids, positions=None, sequences=None) -> None:
-        """Begin a call, and say what it is about: token ids and their positions, ``[tokens]`` or ``[batch, tokens]``,
-        and the number of the sequence that each row of the batch, or each token of flat ids, belongs to."""
+        """Begin a call, and say what it is about.
+
+        Args:
+            input_ids: of every row that the modules get, ``[tokens]`` or ``[batch, tokens]``; -1 is padding.
+            positions: each token's place in its text, from 0; -1 is padding. A decode step says that of its new token.
+            sequences: the number of the text that each line of the batch, or each token of flat ids, belongs to, the
+                same from call to call; -1 is padding.
+        """
         given = dict(input_ids=input_ids, positions=positions, sequences=sequences)
-        given = {name: torch.as_tensor(value) for name, value in given.items() if value is not None}
+        try:
+            given = {name: torch.as_tensor(value) for name, value in given.items() if value is not None}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RecordError(f"input_ids, positions and sequences must be whole numbers in lines of one length (-1 is "
+                              f"padding), or flat: {error}") from None
         for name, value in given.items():
             if value.numel() and not DTYPES.get(value.dtype, "").startswith(("I", "U")):
                 raise RecordError(f"{name} must be whole numbers, not {value.dtype}")
-        self._begin(**{name: value.tolist() for name, value in given.items()})
+        with self._lock:
+            self._begin(**{name: value.tolist() for name, value in given.items()})
+            self._ran = not self._watched
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Record what no module computes, such as ``"layers.3.self_attn.q_rope"``."""
-        if self._call < 0:
-            self._begin()
-        if not self._skips:
-            self._keep(name, "tensor", self._count["tensor", name], "", tensor)
-        self._count["tensor", name] += 1
+        with self._lock:
+            if self._call < 0:
+                self._begin()
+            self._ran = True
+            if not self._skips:
+                self._keep(name, "tensor", self._count["tensor", name], "", tensor)
+            self._count["tensor", name] += 1
 
     def parameters(self, model: torch.nn.Module | Mapping[str, torch.Tensor], prefix: str = "") -> None:
         """Keep the weights and buffers that this rank holds, so that loading and slicing can be checked too."""
         if isinstance(model, torch.nn.Module):
             model = dict([*model.named_parameters("", True, False), *model.named_buffers("", True, False)])  # all names
-        for name, tensor in model.items():
-            self._keep(self._new("parameter", f"{prefix}.{name}" if prefix else name), "parameter", 0, "", tensor)
+        with self._lock:
+            for name, tensor in model.items():
+                self._keep(self._new("parameter", f"{prefix}.{name}" if prefix else name), "parameter", 0, "", tensor)
 
     def _new(self, kind, name):
         name = re.sub(r"\b_orig_mod\.|\._orig_mod$", "", name)
@@ -124,21 +153,27 @@ class record(AbstractContextManager):
         return name
 
     def _before(self, name, root, module, args, kwargs):
-        if self._call < 0 or root and self._running in (None, name) and self._count[name]:
-            self._begin()
-        if root and self._running is None:
-            self._running = name  # a watched model within it begins no call
-        self._open[name].append(self._count[name])
-        if not self._skips:
-            self._line(event="enter", name=name)
-            self._keep(name, "in", self._count[name], type(module).__name__, dict(enumerate(args)) | kwargs)
-        self._count[name] += 1
+        with self._lock:
+            self._ran = True
+            if self._call < 0 or root and self._running in (None, name) and self._count[name]:
+                self._begin()
+            if root and self._running is None:
+                self._running = name  # a watched model within it begins no call
+            self._open[name, threading.get_ident()].append((self._count[name], sys.exc_info()[1]))
+            if not self._skips:
+                self._line(event="enter", name=name)
+                self._keep(name, "in", self._count[name], type(module).__name__, dict(enumerate(args)) | kwargs)
+            self._count[name] += 1
 
     def _after(self, name, module, args, kwargs, output):
-        self._running = None if name == self._running else self._running
-        if self._open[name] and not self._skips:  # it was entered in this call
-            self._keep(name, "out", self._open[name].pop(), type(module).__name__, output)
-            self._line(event="leave", name=name, error=sys.exc_info()[1] if output is None else None)
+        with self._lock:
+            self._running = None if name == self._running else self._running
+            entered = self._call >= 0 and self._open[name, threading.get_ident()]
+            if entered and not self._skips:  # in this call
+                nth, known = entered.pop()
+                error = sys.exc_info()[1] if output is None else None
+                self._keep(name, "out", nth, type(module).__name__, output)
+                self._line(event="leave", name=name, error=None if error is known else error)
 
     def _begin(self, **said):
         self._end()
@@ -150,7 +185,10 @@ class record(AbstractContextManager):
     def _end(self, error=None):
         if self._call >= 0:
             self._files.close()
-            self._line(event="end", error=error)
+            if not self._ran and error is None and not self._skips:
+                warnings.warn(f"record: no watched module ran in call {self._call}; a replayed graph calls none: run "
+                              "the engine eagerly while it is recorded", stacklevel=3)
+            self._line(event="end", error=error, **({} if self._ran else {"ran": False}))
 
     def _keep(self, name, kind, nth, module_class, value):
         layer = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
@@ -182,7 +220,7 @@ class _Files:
     def put(self, about, tensor):
         """The tensor's number in its file, or None if max_bytes forbids it."""
         label = about["name"] if self.stem == "parameters" else " ".join(map(str, about.values()))
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         data = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b"").cast("B")
         if self.file is None or self.used + 6 * len(label) + 400 > _ROOM:
             self.close()
@@ -234,11 +272,54 @@ def _tensors(value, path="", depth=0):
 
 def _plain(tensor):
     """(The tensor's values in order, on the CPU, ""); or (None, why there are none)."""
-    for unwrap in ("detach", "to_local", "wait"):  # of a DTensor, this rank's share; what a collective is to give
-        tensor = getattr(tensor, unwrap)() if hasattr(tensor, unwrap) else tensor
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
-        return None, f"{tensor.dtype} in layout {tensor.layout} on {tensor.device} cannot be kept"
-    return tensor.cpu().contiguous().resolve_conj().resolve_neg(), ""
+    kind = type(tensor).__name__
+    try:
+        for unwrap in ("detach", "to_local", "wait"):  # of a DTensor, this rank's share; what a collective is to give
+            tensor = getattr(tensor, unwrap)() if hasattr(tensor, unwrap) else tensor
+        if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+            return None, f"{tensor.dtype} in layout {tensor.layout} on {tensor.device} cannot be kept"
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None, "what runs while a CUDA graph is captured cannot be kept"
+        plain = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+        if plain.numel() and not plain.data_ptr():  # it wraps others, or holds nothing
+            raise TypeError("it has no memory of its own")
+        return plain, ""
+    except Exception as error:  # whatever a tensor's class does not do: the engine goes on
+        return None, f"{kind} cannot be kept: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+def _numbers(name, given):
+    """A sorted list of whole numbers; None if nothing was given."""
+    if given is None:
+        return None
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        given = list(given)
+        if all(type(number) is int for number in given):
+            return sorted(given)
+    raise RecordError(f"{name} must be whole numbers, such as [0, 1], not {given!r}")
+
+
+@contextmanager
+def _eager():
+    """Compiled modules run uncompiled while any thread of the process records: hooks cannot be compiled whole."""
+    with _compiled:
+        try:
+            _recorders.append(torch.compiler.set_stance("force_eager") if not _recorders else None)
+        except ImportError:  # without numpy, say: then nothing can be compiled
+            _recorders.append(None)
+    try:
+        yield
+    finally:
+        with _compiled:
+            stance = _recorders.pop(-1 if len(_recorders) > 1 else 0)
+            if stance is not None:
+                stance.__exit__(None, None, None)
+
+
+def _call(method, *given):
+    """Call a hook of a recorder that may be gone."""
+    if method := method():
+        method(*given)
 
 
 def _run(folder):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tplab.align.check.folder import read_recorded
+from tplab.align.check.folder import NOTHING_RAN, read_recorded
 from tplab.align.check.models import one_model
 from tplab.align.check.names import pattern_of, place_of, role_of
 from tplab.align.check.notes import once
@@ -72,8 +72,10 @@ def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, 
              for found in recorded.ranks if found is not None for call in found.calls if call.status != "done"]
     stopped = [one for one in ended if one[2].startswith("failed")]
     gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
+    unseen = once((found.rank, call.index, NOTHING_RAN) for found in recorded.ranks if found is not None
+                  for call in found.calls if NOTHING_RAN in call.left_out)
     facts = dict(folder=str(recorded.folder), stopped=tuple(once(stopped)),
-                 broken_off=(*gone, *once(one for one in ended if one not in stopped)))
+                 broken_off=(*gone, *unseen, *once(one for one in ended if one not in stopped)))
     try:
         recording = place(recorded, ckpt, names, **reading)
         report = judge(recording, ckpt, recording.plan, by_local=True, kind=CheckReport, **facts)

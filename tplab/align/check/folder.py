@@ -21,6 +21,8 @@ __all__ = ["Call", "Entry", "Recorded", "RecordedRank", "RecordingError", "read_
 
 _DTYPES = {stored: dtype for dtype, stored in DTYPES.items()}
 _MANIFEST = "manifest.jsonl"
+NOTHING_RAN = ("no watched module ran in this call; a replayed graph (CUDA graphs, torch.compile) calls none: record "
+               "the engine while it runs eagerly")
 _MAX_MANIFEST = 1 << 28  # bytes: some 1,000 decode steps of a model of 30 layers
 _MAX_WORLD = 4096
 
@@ -71,6 +73,7 @@ class _Draft:
         self.parts, self.entries, self.known = [], [], set()
         self.last, self.stack, self.raised, self.left = "", [], [], {}
         self.said, self.skipped = (None, None, None), False
+        self.unseen = False
 
     def begin(self, file: str, room: int) -> None:
         expected = f"{self.stem}{f'.{len(self.parts)}' if self.parts else ''}.safetensors"
@@ -117,7 +120,7 @@ class _Draft:
                                          f"{shown(header.get(name))} and {shown(expected.get(name))}")
 
     def sentences(self) -> tuple[str, ...]:
-        return ("calls=: this call",) * self.skipped + tuple(
+        return ("calls=: this call",) * self.skipped + (NOTHING_RAN,) * self.unseen + tuple(
             f"{why}: {count} tensor{'s' * (count > 1)}, the first of them {first}" for why, (first, count) in
             self.left.items())
 
@@ -243,7 +246,7 @@ class _RankReader:
         left[why] = first, count + 1
 
     def _end(self, line):
-        self._draft(False)
+        self._draft(False).unseen = line.get("ran") is False
         self._finish("done" if line.get("error") is None else f"failed: {_error(line)}")
 
     def _finish(self, status):
