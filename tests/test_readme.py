@@ -41,14 +41,15 @@ def stored_staircase():
 
 
 def make_verdict():
-    """What the command says of patient zero with a right mask, recorded on two ranks."""
+    """What the command says of patient zero with a right mask and the right rows, recorded on two ranks."""
     from helpers.patient_zero import CURES, record_run
 
     from tplab import fable
     from tplab.checkpoint import open_checkpoint
     from tplab.pool import shared_pool
 
-    ckpt, cures = open_checkpoint("fable"), {name: CURES[name] for name in ("attention.apply_causal_mask",)}
+    ckpt = open_checkpoint("fable")
+    cures = {name: CURES[name] for name in ("attention.apply_causal_mask", "linear.shard_weight")}
     with tempfile.TemporaryDirectory() as folder:
         ids = ckpt.tokenizer()(fable.default_prompt()).input_ids
         shared_pool(2).run(record_run, ckpt.folder, ids, cures, f"{folder}/run")
@@ -81,7 +82,7 @@ def test_the_staircase_is_the_one_that_notebook_03_stores():
 def test_the_verdict_says_what_notebook_09_stores():
     lines = list(map(unescape, re.findall(r"<text[^>]*>([^<]*)<", read("notebooks/images/verdict.svg"))))
     stored = next("".join(output["text"]) for cell in cells("09_your_own_engine") for output in cell.get("outputs", ())
-                  if 'cures["attention.apply_causal_mask"] =' in "".join(cell["source"]) and "text" in output)
+                  if 'cures["linear.shard_weight"] =' in "".join(cell["source"]) and "text" in output)
     assert " ".join(stored.split()) in " ".join(" ".join(lines).split()), "changed? python tests/test_readme.py"
     assert lines[0].replace(NBSP, " ") == f"$ {COMMAND}"
 

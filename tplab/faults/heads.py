@@ -71,7 +71,7 @@ FAULTS = (
          "peak RSS. Count bytes instead.", "https://github.com/GeeeekExplorer/nano-vllm/pull/262"),
         ("mini-sglang took nearly ten minutes to load a 30B model through full tensors on every rank.",
          "https://github.com/sgl-project/mini-sglang/pull/101"),
-        first_point="load", notebook="06_full_tp_generate", needs=two_ranks,
+        first_point="load", notebook="07_sharded_loading", needs=two_ranks,
         more=(Patch("tplab.shard.embedding.column_shard", full_copy_on_every_rank),
               Patch("tplab.shard.linear.row_shard", full_copy_of_columns))),
 )

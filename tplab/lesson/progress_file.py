@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from tplab.errors import TplabError
 from tplab.files import write_file
-from tplab.show.tables import Table, table
+from tplab.show.tables import Folded, folded
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
 _LONGEST = 20_000  # characters of an answer's cell that are kept
@@ -98,8 +98,8 @@ def note(name: str, answer: Callable, passed: bool) -> None:
         print(f"(progress is not kept: {error})")
 
 
-def progress() -> Table:
-    """Every exercise and every case of the series with what became of it, as a table.
+def progress() -> Folded:
+    """Every exercise and every case of the series with what became of it, as a table folded away.
 
         >>> lesson.progress()
     """
@@ -111,7 +111,7 @@ def progress() -> Table:
     rows = [{"notebook": notebook, "exercise": name, "solved": kept.get(name, {}).get("solved", ""),
              "tries": kept.get(name, {}).get("tries", len(kept.get(name, {}).get("answers", ())) or "")}
             for name, notebook in named.items()]
-    return table(rows, index="notebook")
+    return folded(f"{sum(bool(row['solved']) for row in rows)} of {len(rows)} are solved", rows, index="notebook")
 
 
 def clear_progress() -> None:
