@@ -186,6 +186,25 @@ def test_prediction_sightings_and_takeaway_are_there(path):
 
 
 @each_notebook
+def test_numbers_in_prose_stand_in_the_outputs_too(path):
+    """Numbers of three digits and more, and decimals: what a text says of its measurements is held against them.
+
+    Not looked at: what is folded, what others measured (*In the wild*), and the case files' own texts.
+    """
+    cells = load(path).cells
+    shown = "".join(cell.source + output.get("text", "") + "".join(
+        text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+        for cell in cells if cell.cell_type == "code" for output in [{}, *cell.outputs])
+    shown = re.sub(r'base64,[^"]*', "", shown)
+    known = {number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", shown)}
+    said = "\n".join(cell.source.partition("## In the wild")[0] for cell in cells[1:]
+                     if cell.cell_type == "markdown" and not {"case", "solution"} & set(cell.metadata.get("tags", [])))
+    said = re.sub(r"<details>.*?</details>|```.*?```|`[^`]*`|\]\([^)]*\)|\$\$.*?\$\$", " ", said, flags=re.DOTALL)
+    numbers = {number.replace(",", "") for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])", said)}
+    assert not {number for number in numbers if len(number) > 2} - known
+
+
+@each_notebook
 def test_every_figure_has_a_text_alternative(path):
     blind = []
     for cell in code_cells(load(path)):

@@ -17,7 +17,7 @@ STREET = ["x [T, hidden]", "input_norm", "QKV, column parallel", "q k v [T, head
           "post_norm", "gate, up, column parallel", "act(gate) · up [T, columns here]", "down, row parallel: a summand",
           "ALL-REDUCE 2", "+ residual"]
 NUMBERS = [
-    ("max |Δ logits| at tp 1", "wrong on one rank already? then it is not communication: mask, dim 1, RoPE, cache, head"),
+    ("max |Δ logits| at tp 1", "wrong on one rank already? then not communication: mask, dim 1, RoPE, cache, head"),
     ("the first point off the floor", "what stands before it is right; the bug is between the two"),
     ("spread across ranks", "what must be equal on all ranks and is not: a sum that is missing, or dropped"),
     ("NaN, from which point on", "attention of the first layer: something multiplies 0 by -inf"),
