@@ -96,8 +96,9 @@ def test_so_many_steps_for_a_call(steps, expected):
 def test_whoever_comes_and_goes_gets_his_tokens(seed):
     """Requests of any length at any time, few blocks, shared beginnings, ends of all kinds, other work on the ranks."""
     rnd = random.Random(seed)
-    engine = multi_step_engine(rnd.choice([2, 4, 8]), num_blocks=rnd.choice([12, 20, 64]), max_num_seqs=rnd.choice([2, 5]),
-                          ranks=2, enable_prefix_caching=rnd.random() < 0.5, strict=seed % 3 == 0)
+    engine = multi_step_engine(rnd.choice([2, 4, 8]), num_blocks=rnd.choice([12, 20, 64]),
+                               max_num_seqs=rnd.choice([2, 5]), ranks=2,
+                               enable_prefix_caching=rnd.random() < 0.5, strict=seed % 3 == 0)
     beginning, wanted = [rnd.randrange(11) for _ in range(9)], {}
     for _ in range(120):
         if rnd.random() < 0.15 and len(wanted) < 12:
