@@ -65,6 +65,9 @@ def write_file(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_unprintable() -> None:
-    """From here on standard output writes ``?`` for what a terminal's encoding (latin-1, ASCII) does not have."""
-    if sys.stdout is not None:
+    """From here on standard output writes ``?`` for what a terminal's encoding (latin-1, ASCII) does not have.
+
+    Other streams, such as a notebook's, have no encoding that could be set.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
