@@ -58,7 +58,7 @@ BUSY = """
         if rank() == 0: time.sleep(100)
         all_reduce(torch.ones(1))
     def gloo():
-        dist.barrier() if rank() else dist.all_reduce(torch.ones(1))
+        dist.recv(torch.ones(1), 1 - rank())
     def holds_the_interpreter():
         sum(itertools.repeat(1))
     def stubborn():

@@ -67,14 +67,14 @@ def test_while_one_rank_waits_in_gloo(pool):
     def fn():
         if rank() == 0:
             time.sleep(30)
-        dist.all_reduce(torch.ones(2))
+        dist.recv(torch.ones(2), 0)
 
     assert interrupted(pool, fn) == [True, True]
 
 
 def test_while_all_are_stuck_in_gloo(pool):
     def fn():
-        dist.barrier() if rank() else dist.all_reduce(torch.ones(4))
+        (dist.barrier(async_op=True) if rank() else dist.all_reduce(torch.ones(4), async_op=True)).wait()
 
     assert interrupted(pool, fn) == [False, False]
 

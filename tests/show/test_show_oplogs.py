@@ -77,10 +77,10 @@ def test_only_the_rows_before_the_difference_are_drawn():
 
 
 def test_a_rank_in_a_loop_without_any_collective():
-    causes = [Cause(0, "waiting", "waits in torch.distributed.all_reduce at a.py, line 3"),
+    causes = [Cause(0, "waiting", "waits in dist.all_reduce at a.py, line 3"),
               Cause(1, "running", "is still running at a.py, line 4")]
     figure = show.op_logs(RankError("x", causes, [[call(1)], [call(1)]]))
-    assert "rank 0 waits in torch.distributed.all_reduce; rank 1 is still running" in figure.alt_text
+    assert "rank 0 waits in dist.all_reduce; rank 1 is still running" in figure.alt_text
     assert "line" not in figure.alt_text
 
 

@@ -48,7 +48,7 @@ def _in_code(r, frames, consequence):
     lines = learner_frames(frames)
     kind, text = "running", "is still running" + (f" at {lines[-1]}" if lines else ", in code that does not say where")
     if in_gloo(frames):
-        kind, text = "waiting", f"waits in torch.distributed.{gloo_call(frames)} at {lines[-1]}"
+        kind, text = "waiting", f"waits in dist.{gloo_call(frames)} at {lines[-1]}"
     return Cause(r, kind, text, lines, consequence=consequence)
 
 

@@ -21,7 +21,6 @@ from tplab.pool.control_block import (
 from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention, sleep_while, wake
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group
-from tplab.ranks.oplog import SAME_FROM, SAME_TO
 
 _LOOK_UP = 0.01  # seconds of sleep, for the parent may have given the run up
 
@@ -93,7 +92,6 @@ class SharedMemoryGroup(Group):
         fence()
         if self.checked != self.log.seq:
             self._compare()
-            self.checked = self.log.seq
 
     def _publish(self, step):
         self.words[self.step_at[self.rank]] = step
@@ -128,17 +126,16 @@ class SharedMemoryGroup(Group):
         return self.memory.data_ptr() + 8 * word
 
     def _compare(self):
-        """All ranks are in their collective number `seq` now: is it the same one?"""
-        at = self.log.at
-        mine = self.log.memory[at + SAME_FROM : at + SAME_TO]
-        for other in self.others:
-            if self.control.logs[other].memory[at + SAME_FROM : at + SAME_TO] != mine:
-                raise CollectiveMismatch.of(self._records())
-        if self.strict and len({(record.file, record.line) for record in self._records()}) > 1:
-            raise CollectiveMismatch.of(self._records(), "strict: the ranks meet from different lines")
+        """All ranks are in their collective number `seq` now: is it the same one, and were those that did not wait?"""
+        for seq in range(self.checked + 1, self.log.seq + 1):
+            self.checked = seq  # once: code may go on after the error
+            if len({log.signature(seq) for log in self.control.logs}) > 1:
+                raise CollectiveMismatch.of(self._records(seq))
+            if self.strict and len({(record.file, record.line) for record in self._records(seq)}) > 1:
+                raise CollectiveMismatch.of(self._records(seq), "strict: the ranks meet from different lines")
 
-    def _records(self):
-        return [log.record(self.log.seq) for log in self.control.logs]
+    def _records(self, seq):
+        return [log.record(seq) for log in self.control.logs]
 
     def _slots(self, parity, dtype, counts):
         key = (parity, dtype, counts)

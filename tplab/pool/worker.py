@@ -22,7 +22,7 @@ from tplab.pool.control_block import ControlBlock, fence
 from tplab.pool.pinning import pin_threads
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
-from tplab.ranks import context
+from tplab.ranks import context, raw_calls
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
 
 _REST = 0.03  # seconds without a command after which threads are woken where they should not be
@@ -65,7 +65,9 @@ def main(spec: Spec) -> None:
     # that Python would miss, and warn about, after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
-    _Rank(spec, control, output).serve()
+    rank = _Rank(spec, control, output)
+    with raw_calls.logged(rank.group):
+        rank.serve()
 
 
 def _keep_freed_memory() -> None:

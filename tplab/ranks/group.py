@@ -102,7 +102,7 @@ class Group:
         self._check_thread("barrier")
         self.log.enter(BARRIER, (), 0, 0, frame)
         if self.size > 1:
-            self.swap(_NOTHING)
+            self.swap(NOTHING)
         self.log.leave()
 
     def _enter(self, op, t, detail, frame, shape=None):
@@ -154,7 +154,7 @@ def add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
             flat.add_(part)
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+NOTHING = torch.empty(0, dtype=torch.uint8)
 _AS_IT_IS = nullcontext()
 
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier")
+OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier",
+       *(f"dist.{name}" for name in ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "gather",
+                                     "scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all",
+                                     "all_to_all_single", "barrier")))  # dist: torch.distributed
 ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER = 1, 2, 3, 4
 DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
@@ -34,7 +37,7 @@ ENTERED, LEFT = 1, 2
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One collective of one rank: `left` is False while the rank still waits in it. `detail` is `dim` or `src`."""
+    """One collective of one rank: `left` is False while the rank still waits in it. `detail` is `dim`, `src` or `dst`."""
 
     seq: int
     op: str
@@ -46,10 +49,14 @@ class OpRecord:
     left: bool
 
     def __str__(self):
-        if self.op == "barrier":
+        if self.op in ("barrier", "dist.barrier"):
             return self.op
-        extra = {"all_gather": f" dim {self.detail}", "broadcast": f" src {self.detail}"}.get(self.op, "")
+        extra = f" {_DETAILS[self.op]} {self.detail}" if self.op in _DETAILS else ""
         return f"{self.op} {list(self.shape)} {self.dtype}{extra}"
+
+
+_DETAILS = {"all_gather": "dim", "broadcast": "src", "dist.broadcast": "src", "dist.scatter": "src",
+            "dist.reduce": "dst", "dist.gather": "dst"}
 
 
 class OpLog:
