@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -135,12 +135,6 @@ def test_a_terminal_that_lacks_a_character_shows_another():
     ask = [sys.executable, "-m", "tplab", "faults", "qkv_order"]
     done = subprocess.run(ask, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=100)
     assert done.returncode == 0 and b"?" in done.stdout and done.stderr == b""
-
-
-def test_a_cell_of_a_notebook_can_run_a_command():
-    with redirect_stdout(io.StringIO()) as cell:  # as a kernel's stream: no file, no encoding to be set
-        assert not hasattr(cell, "reconfigure") and cli.main(["faults", "qkv_order"]) == 0
-    assert "qkv_order" in cell.getvalue()
 
 
 def test_a_working_folder_that_is_gone_is_one_line(tmp_path):

@@ -1,5 +1,7 @@
 """The command line's check, bench and plan: what is handed on, and what is said of words that do not fit."""
 
+import io
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -63,3 +65,9 @@ def test_where_the_bench_cannot_write_nothing_is_measured(option, tmp_path, caps
     monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: pytest.fail("it was measured"))
     code, _, said = run(f"bench curves {option} {tmp_path}/no/x.png", capsys)
     assert code == 2 and "there is no folder" in said
+
+
+def test_a_cell_of_a_notebook_can_run_a_command():
+    with redirect_stdout(io.StringIO()) as cell:  # as a kernel's stream: no file, no encoding to be set
+        assert not hasattr(cell, "reconfigure") and cli.main(["faults", "qkv_order"]) == 0
+    assert "qkv_order" in cell.getvalue()

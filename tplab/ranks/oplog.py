@@ -37,7 +37,7 @@ ENTERED, LEFT = 1, 2
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One collective of one rank: `left` is False while the rank still waits in it. `detail` is `dim`, `src` or `dst`."""
+    """One collective of one rank: `left` is False while the rank still waits in it. `detail`: dim, src or dst."""
 
     seq: int
     op: str

@@ -2,7 +2,7 @@
 
 Gloo does not compare what the ranks ask of it: where they differ, it hangs. So before the call all ranks compare their
 records, as in the lab's own collectives. An asynchronous call does not wait for that; the next collective compares its
-record too. Left out are point-to-point operations and groups of some of the ranks: the others have no record to compare.
+record too. Left out are point-to-point operations and groups of some of the ranks: the others have no such record.
 """
 
 import inspect
@@ -29,7 +29,7 @@ _MODULES = (dist, dist.distributed_c10d)  # both have the functions, and the sec
 
 @contextmanager
 def logged(group: Group):
-    """In the ``with`` block, calls of `torch.distributed` stand in the op log of ``group``, the group of this process."""
+    """In the ``with`` block, calls of `torch.distributed` stand in the op log of ``group``, this process's."""
     originals = {name: getattr(dist, name) for name in _TENSORS}
     _put({name: _with_record(name, fn, group) for name, fn in originals.items()})
     try:
