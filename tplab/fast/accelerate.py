@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from tplab import patch
-from tplab.cache import rope_parts, slot_mapping
+from tplab.cache import Segment, rope_parts, slot_mapping
 from tplab.engine.runner import ModelRunner
 from tplab.fast import linear
 from tplab.fast.all_reduce import Ranks
 from tplab.fast.attention import TILE
+from tplab.fast.compiled import compile_ahead
 from tplab.fast.simd import WIDTH
 from tplab.fast.step import IN_PLACE, Batch, Shape, Weights, Work, step
 from tplab.fast.untouched import Watch
@@ -70,6 +71,10 @@ class FastModel:
                       for outputs, inputs in self.sizes]
         self.memory = self.room = None
         self.threads = ThreadPoolExecutor(thread_name_prefix="compute")
+        self._pack()
+        batch = self._batch(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long),
+                            [Segment(0, 1, (0,), 1)], [0])
+        compile_ahead(step, self.shape, self.weights, batch, self._work(batch, 1), self._ranks(current(), 1), 0)
 
     def unpack(self) -> None:
         """Give the reference model its weights back."""

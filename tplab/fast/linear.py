@@ -64,8 +64,8 @@ def unpack_weight(packed: np.ndarray, outputs: int, inputs: int, dtype: torch.dt
     """The inverse of :func:`pack_weight`."""
     steps = padded(inputs, dtype) // per_word(dtype)
     words = torch.from_numpy(packed if dtype == torch.float32 else packed.view(np.int32))
-    full = words.view(-1, steps, WIDTH).transpose(1, 2).reshape(-1, steps)
-    return full.view(dtype)[:outputs, :inputs].contiguous()
+    full = words.view(-1, steps, WIDTH).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return full.view(-1, steps).view(dtype)[:outputs, :inputs].contiguous()
 
 
 def linear(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):

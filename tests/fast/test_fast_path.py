@@ -1,0 +1,240 @@
+"""Whole steps of the fast path on real ranks: their ends beside float64, and when the reference computes instead."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+
+from tplab import LLM, SamplingParams
+from tplab.align.fast_path import align_fast
+from tplab.cache import Segment
+from tplab.checkpoint import open_checkpoint
+from tplab.engine.config import EngineConfig
+from tplab.fast import make_runner
+from tplab.pool import RankPool
+from tplab.ranks import RankError, rank, state
+from tplab.shard import ShardPlan
+
+MODELS = {
+    "odd sizes, tied": {"model_type": "qwen2", "hidden": 36, "inter": 45, "vocab": 71, "tie": True},
+    "uneven heads": {"model_type": "llama", "heads": 9, "kv_heads": 3, "hidden": 63, "inter": 50, "head_dim": 10},
+    "few KV heads": {"model_type": "qwen2", "heads": 14, "kv_heads": 2, "hidden": 70, "head_dim": 6},
+    "q/k norm": {"model_type": "qwen3", "attention_bias": True, "head_dim": 12, "rope": "yarn"},
+    "all biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope": "llama3", "layers": 3},
+    "length of the prompt": {"model_type": "llama", "rope": "dynamic"},
+    "one KV head": {"model_type": "mistral", "heads": 6, "kv_heads": 1, "hidden": 48, "inter": 130, "layers": 1},
+}
+PROMPTS = [[(7 * i + j) % 60 + 1 for i in range(length)] for j, length in enumerate([11, 40, 23])]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def pool(request):
+    with RankPool(request.param) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dtype):
+    """Chunks of prompts and single tokens of three sequences: hidden states, logits, keys and values."""
+    report = align_fast(str(make_checkpoint(tmp_path, **MODELS[name])), PROMPTS, dtype=dtype,
+                        tensor_parallel_size=pool.size, pool=pool)
+    assert report.ok, str(report)
+    assert [diff.point for diff in report.diffs] == ["hidden", "logits", "k_cache", "v_cache"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ends_of_real_models(smollm2, pool, dtype):
+    for model in ("fable", smollm2):
+        report = align_fast(model, PROMPTS, dtype=dtype, tensor_parallel_size=pool.size, pool=pool)
+        assert report.ok, str(report)
+
+
+def tokens(given, pool, **options):
+    with LLM(given, pool.size, pool=pool, **options) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["uneven heads", "q/k norm", "all biases", "length of the prompt"])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 3}], ids=["whole", "chunked"])
+def test_greedy_tokens_are_the_references(tmp_path, pool, name, options):
+    """In float32, where rounding decides nothing: with chunks, blocks of another size, sequences that end."""
+    folder = str(make_checkpoint(tmp_path, **MODELS[name]))
+    assert tokens(folder, pool, **options) == tokens(folder, pool, enforce_eager=True, **options)
+
+
+# Who looks, or has changed something: the reference computes, on all ranks.
+
+
+def loaded(folder):
+    """On a rank: a fast runner with a cache of four blocks."""
+    ckpt = open_checkpoint(folder)
+    config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=64, block_size=16, num_blocks=4,
+                          tensor_parallel_size=2)
+    return make_runner(ckpt, ShardPlan.from_config(ckpt.config, 2), config)
+
+
+def a_step(runner, count=5):
+    ids = torch.arange(1, count + 1)
+    with torch.inference_mode():
+        return runner.forward(ids, torch.arange(count), [Segment(0, count, (1, 0), count)], [count - 1])
+
+
+def is_fast(runner) -> bool:
+    """Whether a step was computed by the fast path, which hands out no slots."""
+    return a_step(runner)[1] is None
+
+
+def a_hook(runner):
+    return runner.model.layers[1].mlp.register_forward_hook(lambda *given: None).remove
+
+
+def a_global_hook(runner):
+    return torch.nn.modules.module.register_module_forward_hook(lambda *given: None).remove
+
+
+def a_recording(runner):
+    from tplab.model.trace import recording
+
+    context = recording()
+    context.__enter__()
+    return partial(context.__exit__, None, None, None)
+
+
+def another_function(runner):
+    from tplab.model import attention
+
+    own = attention.attend
+    attention.attend = lambda *given, **named: own(*given, **named)
+    return partial(setattr, attention, "attend", own)
+
+
+def another_method(runner):
+    from tplab.model.mlp import TensorParallelMLP
+
+    own = TensorParallelMLP.forward
+    TensorParallelMLP.forward = lambda self, x: own(self, x)
+    return partial(setattr, TensorParallelMLP, "forward", own)
+
+
+def another_module(runner):
+    from copy import deepcopy
+
+    layer = runner.model.layers[0]
+    own, layer.mlp = layer.mlp, deepcopy(layer.mlp)
+    return partial(setattr, layer, "mlp", own)
+
+
+def another_parameter(runner):
+    norm = runner.model.norm
+    own, norm.weight = norm.weight, torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
+    return partial(setattr, norm, "weight", own)
+
+
+def an_attribute(runner):
+    attention = runner.model.layers[0].self_attn
+    own, attention.scaling = attention.scaling, attention.scaling * 1.0000001
+    return partial(setattr, attention, "scaling", own)
+
+
+def a_forward_of_its_own(runner):
+    mlp = runner.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    return partial(delattr, mlp, "forward")
+
+
+SPOILERS = [a_hook, a_global_hook, a_recording, another_function, another_method, another_module, another_parameter,
+            an_attribute, a_forward_of_its_own]
+
+
+@pytest.mark.parametrize("only_rank", [None, 1])
+@pytest.mark.parametrize("spoil", SPOILERS, ids=lambda spoil: spoil.__name__)
+def test_who_looks_inside_gets_the_reference_on_all_ranks(tmp_path, two, spoil, only_rank):
+    """Ranks agree at a command's first step, so each part is a command of its own."""
+    folder = str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"]))
+    two.run(_keep, folder)
+    assert two.run(_fast_kept) == [True, True]
+    right = two.run(_logits_kept)
+    two.run(_spoil_kept, spoil, only_rank)
+    assert two.run(_fast_kept) == [False, False]
+    for ours, its in zip(two.run(_logits_kept), right):
+        assert (ours - its).norm() <= 1e-5 * its.norm()
+    two.run(_end_kept)
+    assert two.run(_fast_kept) == [True, True]
+    two.run(_forget)
+
+
+def _keep(folder):
+    state["fast test"] = {"runner": loaded(folder)}
+
+
+def _kept_runner():
+    return state["fast test"]["runner"]
+
+
+def _fast_kept():
+    return is_fast(_kept_runner())
+
+
+def _logits_kept():
+    return a_step(_kept_runner())[0].clone()
+
+
+def _spoil_kept(spoil, only_rank):
+    if only_rank in (None, rank()):
+        state["fast test"]["end"] = spoil(_kept_runner())
+
+
+def _end_kept():
+    if end := state["fast test"].pop("end", None):
+        end()
+
+
+def _forget():
+    del state["fast test"]
+
+
+# A rank that does something else than the others' step.
+
+
+def _something_else(folder, what):
+    runner = loaded(folder)
+    a_step(runner)
+    if rank() == 1:
+        what()
+    else:
+        a_step(runner)
+
+
+def another_collective():
+    from tplab.ranks import all_reduce
+
+    all_reduce(torch.ones(3, 2))
+
+
+def an_error():
+    raise ValueError("rank 1 ends here")
+
+
+def death():
+    import os
+
+    os._exit(7)
+
+
+@pytest.mark.parametrize("what, message", [
+    (another_collective, r"rank 0 calls all_reduce \[5, 36\] .*; rank 1 calls all_reduce \[3, 2\]"),
+    (an_error, "rank 1 raised ValueError"), (death, "rank 1 died")], ids=lambda what: getattr(what, "__name__", ""))
+def test_a_rank_in_compiled_code_does_not_wait_for_ever(tmp_path, two, what, message):
+    folder = str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"]))
+    with pytest.raises(RankError, match=message):
+        two.run(_something_else, folder, what)
+    assert two.run(rank) == [0, 1]
