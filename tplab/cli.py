@@ -84,6 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
     one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
                      help="break the engine with these faults of the museum first")
+    one.add_argument("--fast", action="store_true", help="instead, compare the ends of the fast path with float64: "
+                     "hidden states, logits, keys and values")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
     one.add_argument("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
 
@@ -141,6 +143,8 @@ def align(chosen) -> int:
     from tplab.lesson import default_prompt
 
     broken = [fault(name) for name in chosen.fault]
+    if chosen.fast:
+        return _align_fast(chosen, prompt)
     ckpt = open_checkpoint(chosen.model)
     decoding = [one.name for one in broken if one.shows_in == "decode"]
     if prompt is not None or not decoding:
@@ -167,6 +171,20 @@ def align(chosen) -> int:
         report.to_json(chosen.json)
     if chosen.save is not None:
         report.save_logits(chosen.save)
+    return 0 if report.ok else 1
+
+
+def _align_fast(chosen, prompt) -> int:
+    from tplab.align import align_fast
+    from tplab.checkpoint import open_checkpoint
+    from tplab.lesson import default_prompt
+
+    if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
+        raise CommandError(f"--fast compares what nobody has broken, and writes no file: leave out --{unfit[0]}")
+    ckpt = open_checkpoint(chosen.model)
+    report = align_fast(ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp,
+                        dtype=chosen.dtype)
+    print(report)
     return 0 if report.ok else 1
 
 

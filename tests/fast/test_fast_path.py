@@ -2,12 +2,13 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab import LLM, SamplingParams
-from tplab.align.fast_path import align_fast
+from tplab.align import AlignError, align_fast
 from tplab.cache import Segment
 from tplab.checkpoint import open_checkpoint
 from tplab.engine.config import EngineConfig
@@ -238,3 +239,61 @@ def test_a_rank_in_compiled_code_does_not_wait_for_ever(tmp_path, two, what, mes
     with pytest.raises(RankError, match=message):
         two.run(_something_else, folder, what)
     assert two.run(rank) == [0, 1]
+
+
+# What align_fast would find.
+
+
+def _weight_off():
+    from tplab.fast import linear
+
+    own = linear.pack_weight
+    linear.pack_weight = lambda weight: own(weight * 1.0001)
+    return partial(setattr, linear, "pack_weight", own)
+
+
+def _positions_off_by_one():
+    from tplab.fast import accelerate
+
+    own = accelerate._rotation
+    accelerate._rotation = lambda *given: tuple(np.roll(table, -1, 0) for table in own(*given))
+    return partial(setattr, accelerate, "_rotation", own)
+
+
+def _scores_off():
+    from tplab.fast import accelerate
+
+    own = accelerate._shape
+    accelerate._shape = lambda *given: own(*given)._replace(scaling=own(*given).scaling * 1.001)
+    return partial(setattr, accelerate, "_shape", own)
+
+
+def _eps_off():
+    from tplab.fast import accelerate
+
+    own = accelerate._shape
+    accelerate._shape = lambda *given: own(*given)._replace(eps=own(*given).eps * 50)
+    return partial(setattr, accelerate, "_shape", own)
+
+
+def _break(mutate):
+    state["fast test"] = {"end": mutate()}
+
+
+@pytest.mark.parametrize("mutate", [_weight_off, _positions_off_by_one, _scores_off, _eps_off],
+                         ids=lambda mutate: mutate.__name__)
+def test_small_mistakes_are_too_far(two, mutate):
+    two.run(_break, mutate)
+    try:
+        report = align_fast("fable", PROMPTS, pool=two)
+        assert [diff.ok for diff in report.diffs] == [False] * 4
+        assert str(report).count("too far") == 4
+    finally:
+        two.run(_end_kept)
+
+
+def test_what_it_cannot_compare_is_said(two):
+    for given, message in [({"dtype": "float64"}, "float64 is the reference's alone"),
+                           ({"prompts": [1, 2]}, "three tokens or more"), ({"prompts": [[1] * 9, []]}, "empty")]:
+        with pytest.raises(AlignError, match=message):
+            align_fast("fable", **{"prompts": PROMPTS, "pool": two} | given)

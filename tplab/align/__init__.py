@@ -5,9 +5,10 @@ from tplab.align.check.verdict import CheckReport
 from tplab.align.decode import align_decode
 from tplab.align.diagnose import diagnose, diagnose_all
 from tplab.align.diagnose.case import Diagnosis
+from tplab.align.fast_path import FastReport, align_fast
 from tplab.align.reference import hf_greedy
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
 
-__all__ = ["AlignError", "AlignReport", "CheckReport", "Diagnosis", "Evidence", "PointDiff", "align", "align_decode",
-           "check", "diagnose", "diagnose_all", "hf_greedy", "reassemble"]
+__all__ = ["AlignError", "AlignReport", "CheckReport", "Diagnosis", "Evidence", "FastReport", "PointDiff", "align", "align_decode",
+           "align_fast", "check", "diagnose", "diagnose_all", "hf_greedy", "reassemble"]

@@ -13,7 +13,6 @@ import torch
 from tplab.align.run import AlignError, check_prompts, pool_for
 from tplab.cache import Segment, blocks_needed
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import shown, whole_number
 from tplab.engine.config import EngineConfig
 from tplab.engine.runner import ModelRunner
 from tplab.fast import make_runner, why_not
@@ -64,11 +63,11 @@ class FastReport:
         return "\n".join(lines)
 
 
-def align_fast(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tensor_parallel_size: int = 2,
+def align_fast(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2,
                dtype: str | torch.dtype = "float32", pool: RankPool | None = None) -> FastReport:
     """Compare the fast path with the reference, in ``dtype``, and both with the reference in float64.
 
-    The prompts are read together, in two chunks; their last ``new_tokens`` tokens are fed one at a time. Arguments and
+    The prompts are read together, in two chunks; their last tokens, up to eight, are fed one at a time. Arguments and
     errors are those of :func:`tplab.align.align_decode`.
 
     Raises:
@@ -79,13 +78,13 @@ def align_fast(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tensor_
     if reason := why_not(ckpt.config, dtype):
         raise AlignError(f"the fast path does not compute {ckpt.name}: {reason}")
     shortest = min(map(len, texts))
-    if whole_number(new_tokens, 1, shortest - 2) is None:
-        raise AlignError(f"the shortest prompt has {shortest} tokens; new_tokens must be a whole number from 1 to "
-                         f"{shortest - 2}, not {shown(new_tokens)}: write a longer prompt, or give another number")
+    if shortest < 3:
+        raise AlignError("each prompt needs three tokens or more: two chunks to read, and one to decode; the shortest "
+                         f"has {shortest}")
     config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)), block_size=BLOCK,
                           num_blocks=sum(blocks_needed(len(text), BLOCK) for text in texts), dtype=dtype,
                           tensor_parallel_size=tensor_parallel_size)
-    found = pool_for(tensor_parallel_size, pool).run(_on_rank, ckpt, plan, config, texts, new_tokens)
+    found = pool_for(tensor_parallel_size, pool).run(_on_rank, ckpt, plan, config, texts, min(8, shortest - 2))
     diffs = []
     for name in found[0]:
         fast, reference = (max(rank[name][way] for rank in found) for way in (0, 1))

@@ -12,9 +12,14 @@ from tplab.engine.runner import ModelRunner, load_runner
 SWITCH = "TPLAB_FAST"  # "0" in the environment: the reference computes everything
 
 
+def is_off() -> bool:
+    """Whether the environment turns the fast path off."""
+    return os.environ.get(SWITCH) == "0"
+
+
 def why_not(config, dtype: torch.dtype) -> str | None:
     """Why the reference computes a model of this :class:`tplab.checkpoint.ModelConfig`; None where this room does."""
-    if os.environ.get(SWITCH) == "0":
+    if is_off():
         return f"{SWITCH}=0 turns it off"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"{str(dtype).removeprefix('torch.')} is the reference's alone"

@@ -69,6 +69,18 @@ def packages(requirements=None):
                       "" if fits else REINSTALL)
 
 
+def fast_path():
+    """Which form of the fast path computes on this machine, and what it leaves to the reference."""
+    from tplab.fast import SWITCH, is_off
+
+    if is_off():
+        yield Finding(f"fast path: off, {SWITCH}=0; the reference computes everything")
+        return
+    from tplab.fast.cpu import form
+
+    yield Finding(f"fast path: {form()}; in float32 and bfloat16, while nothing is patched or traced")
+
+
 def kernel():
     """Whether the notebooks' kernel ``python3`` is this environment's Python."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
@@ -129,7 +141,7 @@ def _sum_of_ranks():
 def main():
     replace_unprintable()
     failed = False
-    for examine in (machine, packages, kernel, models, ranks):
+    for examine in (machine, packages, fast_path, kernel, models, ranks):
         for finding in examine():
             print(finding, flush=True)
             failed |= bool(finding.remedy) and finding.essential
