@@ -37,8 +37,6 @@ BAD = [
     ("align {model} --ids 1,2 --dtype float16", "'float16' is not one of float32, float64, bfloat16"),
     ("align {model} --ids 1,2 --fault nan_musk", "no fault 'nan_musk'; the museum has nan_mask"),
     ("align {model} --ids 1,2 --json {folder}", "is a folder"),
-    ("align {model} --ids 1,2,3 --fast --fault nan_mask", "leave out --fault"),
-    ("align {model} --ids 1,2 --fast", "three tokens or more"),
     ("align {model} --ids 1,2 --json {folder}/no/report.json", "there is no folder"),
     ("align {model} --ids 1,2 --save {folder}/no/l.safetensors", "there is no folder"),
     ("align {model} --ids 1,2 --save {folder}/link", "link is a link; give the name of a file"),

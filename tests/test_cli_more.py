@@ -71,3 +71,22 @@ def test_a_cell_of_a_notebook_can_run_a_command():
     with redirect_stdout(io.StringIO()) as cell:  # as a kernel's stream: no file, no encoding to be set
         assert not hasattr(cell, "reconfigure") and cli.main(["faults", "qkv_order"]) == 0
     assert "qkv_order" in cell.getvalue()
+
+
+@pytest.mark.parametrize("ok, code", [(True, 0), (False, 1)])
+def test_the_fast_paths_ends_are_an_exit_code(ok, code, capsys, monkeypatch):
+    class Report(SimpleNamespace):
+        def __str__(self):
+            return "its table"
+
+    asked = []
+    monkeypatch.setattr("tplab.align.align_fast", lambda *given, **options: asked.append(options) or Report(ok=ok))
+    assert run("align fable --ids 1,2,3 --tp 3 --dtype bfloat16 --fast", capsys) == (code, "its table\n", "")
+    assert asked == [{"tensor_parallel_size": 3, "dtype": "bfloat16"}]
+
+
+@pytest.mark.parametrize("more, words", [("--fault nan_mask", "leave out --fault"),
+                                         ("--json x.json", "leave out --json"), ("", "three tokens or more")])
+def test_what_does_not_fit_the_fast_path_is_said(more, words, capsys):
+    code, out, err = run(f"align fable --ids 1,2 --fast {more}", capsys)
+    assert (code, out) == (2, "") and words in err

@@ -57,9 +57,12 @@ def test_all_parts_of_the_tests_always_run_and_each_can_fail_them(monkeypatch, c
     assert sorted(shown.splitlines()[1 - 2 * len(ran)::2]) == sorted(f"== {part} ended ==" for part in ran)
 
 
-def test_every_file_of_tests_is_in_one_part():
+def test_every_file_of_tests_is_in_one_part_on_this_processor():
+    """Parts in other forms, which begin with settings of the environment, run some of them again."""
     def parts_of(file):
         for part, options in testing.PARTS.items():
+            if "=" in options[0]:
+                continue
             ignored = [word.removeprefix("--ignore=") for word in options if word.startswith("--ignore=")]
             if any(file.is_relative_to(ROOT / path) for path in options) and not any(
                     file.is_relative_to(ROOT / path) for path in ignored):
@@ -67,7 +70,8 @@ def test_every_file_of_tests_is_in_one_part():
 
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name != "browser"]
     assert len(files) > 100 and not {file: parts for file in files if len(parts := list(parts_of(file))) != 1}
-    assert all((ROOT / path).exists() for options in testing.PARTS.values() for path in options if path[0] != "-")
+    assert all((ROOT / path).exists() for options in testing.PARTS.values() for path in options
+               if path[0] != "-" and "=" not in path)
 
 
 @pytest.mark.parametrize("slow", ["unit tests", "notebooks with their solutions"])
@@ -118,6 +122,12 @@ def test_a_part_is_shown_as_it_comes_and_leaves_bytecode(tmp_path, monkeypatch):
     shown = []
     code, output = testing.run_part([str(tmp_path)], shown.append)
     assert code == 1 and "".join(shown) == output and shown[-1].startswith("=") and "1 failed" in shown[-1]
+
+
+def test_a_part_has_the_environment_that_it_names(tmp_path):
+    (tmp_path / "test_it.py").write_text("import os\ndef test_it(): assert os.environ['TPLAB_X1'] == '+a,b=c'\n")
+    assert testing.run_part(["TPLAB_X1=+a,b=c", "TPLAB_Y=", str(tmp_path)])[0] == 0
+    assert testing.run_part([str(tmp_path)])[0] == 1
 
 
 @pytest.mark.parametrize("said, threads", [(None, "1"), ("3", "3")])

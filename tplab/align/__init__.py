@@ -10,5 +10,5 @@ from tplab.align.reference import hf_greedy
 from tplab.align.report import AlignReport, Evidence, PointDiff
 from tplab.align.run import AlignError, align, reassemble
 
-__all__ = ["AlignError", "AlignReport", "CheckReport", "Diagnosis", "Evidence", "FastReport", "PointDiff", "align", "align_decode",
-           "align_fast", "check", "diagnose", "diagnose_all", "hf_greedy", "reassemble"]
+__all__ = ["AlignError", "AlignReport", "CheckReport", "Diagnosis", "Evidence", "FastReport", "PointDiff", "align",
+           "align_decode", "align_fast", "check", "diagnose", "diagnose_all", "hf_greedy", "reassemble"]

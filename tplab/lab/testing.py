@@ -10,6 +10,7 @@ first lane's output is shown as it comes, the other's between two parts of the f
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SOLVED = "tests/test_notebooks.py"
 # Taken by whichever lane is free. Each begins by importing torch and transformers, so there are few.
 APART = {"unit tests of align": ["tests/align"], "unit tests of the exercises": ["tests/lesson"]}
+# What is compiled for a processor is tested in three forms: for this one, held to AVX2 as on an older one, and off.
+OFF = ["TPLAB_FAST=0"]
+AVX2 = ["NUMBA_CPU_NAME=haswell", "NUMBA_CPU_FEATURES=+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,"
+        "+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX2",
+        "MKL_ENABLE_INSTRUCTIONS=AVX2"]
 # The first lane takes them from the front, the second from the back: the longest of each first.
 PARTS = {"unit tests": ["tests", *(f"--ignore={path}" for path in [SOLVED, *sum(APART.values(), [])])],
          **APART,
+         "engine, held to AVX2": [*AVX2, "tests/fast", "tests/engine", "tests/llm"],
+         "engine, with the fast path off": [*OFF, "tests/engine", "tests/llm"],
          "notebooks against their stored text": ["--nbval", "notebooks"],
          "notebooks with their solutions": [SOLVED]}
 
@@ -42,13 +50,17 @@ def pytest_command(options: list[str]) -> list[str]:
 
 
 def run_part(options: list[str], show: Callable[[str], object] = lambda line: None) -> tuple[int, str]:
-    """Pytest's exit code and its output, of which ``show`` gets each line as it comes."""
+    """Pytest's exit code and its output, of which ``show`` gets each line as it comes.
+
+    Options that begin like ``NAME=value`` are for the environment.
+    """
+    settings = [option for option in options if re.match("[A-Z0-9_]+=", option)]
     # Two lanes on two cores: with two threads each, what the ranks' results are compared with is computed on threads
     # that wait for each other most of the time.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **dict(setting.split("=", 1) for setting in settings)}
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    options = ["--color=yes"] * sys.stdout.isatty() + options
+    options = ["--color=yes"] * sys.stdout.isatty() + options[len(settings):]
     lines = []
     with subprocess.Popen(pytest_command(options), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace") as running:
