@@ -193,6 +193,16 @@ def test_the_kernel_is_this_python_or_another(program, ours, monkeypatch):
     assert bool(found.remedy) != ours
 
 
+def test_a_user_without_a_home_folder_is_told(monkeypatch):
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    (found,) = doctor.kernel()
+    assert "Could not determine home directory" in found.what and "HOME" in found.remedy and found.essential
+
+
 def test_no_kernel_broken_models_and_ranks_that_cannot_meet_have_a_remedy(monkeypatch):
     def missing(self, name):
         raise NoSuchKernel(name)

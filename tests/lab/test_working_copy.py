@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tplab.files import FileError
 from tplab.lab import working_copy
 
 
@@ -108,3 +109,14 @@ def test_what_is_said(folders, monkeypatch, capsys):
     assert "my_notebooks/a.ipynb is kept as you edited it" in capsys.readouterr().out
     (copies / working_copy.SEEN).write_text("{")
     assert "cannot be kept up to date" in working_copy.main()
+
+
+@pytest.mark.parametrize("damaged", ['{"a.ipynb": ["1', "[]", '{"a.ipynb": 3}', '{"a.ipynb": ["1", "2", "3"]}', "\xff"])
+def test_a_damaged_record_is_named_and_nothing_is_touched(damaged, folders):
+    originals, copies = folders
+    working_copy.refresh(*folders)
+    (copies / working_copy.SEEN).write_text(damaged, encoding="latin-1")
+    notebook(originals / "a.ipynb", "new_stub()")
+    with pytest.raises(FileError, match=rf"{copies}/.originals.json is damaged; delete it"):
+        working_copy.refresh(*folders)
+    assert "new_stub()" not in (copies / "a.ipynb").read_text()

@@ -1,8 +1,6 @@
-"""The fused copy of a checkpoint: the same model, and gone afterwards."""
+"""The fused copy of a checkpoint: the same model, in a folder that goes with its process."""
 
-import gc
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import os
 
 import torch
 from helpers.checkpoints import make_checkpoint
@@ -14,28 +12,19 @@ from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.headers import SINGLE
 from tplab.checkpoint.verify import SUMS
 from tplab.faults import fault
-from tplab.lesson import fused
+from tplab.pool.private_folder import folders_of
 
 
 def test_a_fused_copy_is_the_same_model_in_fewer_tensors():
     ckpt = open_checkpoint("fable")
     made = lesson.fused_copy(ckpt)
+    assert str(made.folder) in folders_of(os.getpid())
     assert (len(ckpt.tensors), len(made.tensors)) == (74, 44)
     assert made.tensors["model.layers.3.self_attn.qkv_proj.weight"].shape == (192, 128)
     assert reassemble(made, tensor_parallel_size=3, logical=True) == {}
     assert len(reassemble(made, logical=True, patches=[fault("fused_one_block")])) == 48
     apart, together = (align(one, [5, 6, 7], logical=True) for one in (ckpt, made))
     assert together.ok and torch.equal(apart.tp_logits, together.tp_logits)
-
-
-def test_it_goes_away_with_its_process():
-    """Not before, for somebody holds it; then by the standard library's own word for temporary folders."""
-    folder = lesson.fused_copy(open_checkpoint("fable")).folder
-    gc.collect()
-    held = fused._folders.pop()
-    assert isinstance(held, TemporaryDirectory) and held._finalizer.atexit and Path(held.name) == folder
-    assert (folder / "model.safetensors").is_file()
-    held.cleanup()
 
 
 def test_a_head_of_its_own_and_all_that_is_no_weight_go_along(tmp_path):

@@ -125,6 +125,15 @@ def counts(pool):
     }
 
 
+def kill(pool, who, runs, after):
+    """Once the next run has begun: before it, the pool would have a successor in place and the run would be a good one.
+    """
+    while pool.number_of_runs == runs:
+        time.sleep(0.001)
+    time.sleep(after)
+    os.kill(pool.pids[who], signal.SIGKILL)
+
+
 def settle(pool):
     for _ in range(2):
         assert pool.run(lambda: float(all_reduce(torch.ones(())))) == [float(pool.size)] * pool.size
@@ -148,7 +157,7 @@ def test_soak():
                     pool.run(loops, who, before)
             elif fault == "from outside":
                 pool.run(rank)  # the one that died before this has a successor only now
-                threading.Timer(choose.uniform(0, 0.05), os.kill, (pool.pids[who], signal.SIGKILL)).start()
+                threading.Thread(target=kill, args=(pool, who, pool.number_of_runs, choose.uniform(0, 0.05))).start()
                 with pytest.raises(RankError, match=rf"rank {who} died \(SIGKILL\)"):
                     pool.run(work, 1_000_000)
             elif fault is fine:

@@ -11,7 +11,7 @@ import pytest
 from tplab.model import attention
 from tplab.patch import Patch
 from tplab.pool import pool as pool_module
-from tplab.pool import worker
+from tplab.pool import private_folder, worker
 from tplab.pool.control_block import (
     ABANDONED,
     ANSWER_LENGTH,
@@ -186,7 +186,7 @@ def test_a_private_folder_is_ours_alone_and_goes_when_there_is_no_room(tmp_path,
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = pool_module._private_folder()
     assert os.stat(folder).st_mode & 0o777 == 0o700 and os.listdir(folder) == []
-    assert os.path.basename(folder).startswith(f"tplab-{os.getpid()}-")
+    assert private_folder.folders_of(os.getpid()) == [folder]
     (tmp_path / os.path.basename(folder) / "left").touch()
     pool_module._empty(folder)
     assert os.listdir(folder) == []

@@ -141,3 +141,29 @@ def test_a_temporary_folder_that_fills_up_while_the_pool_runs(hostile):
     assert hostile["took"] < 20
     assert hostile["without room"] == GOOD or "No space left on device" in hostile["without room"]
     assert hostile["again"] == GOOD
+
+
+def test_no_loopback(tmp_path):
+    code = """
+try:
+    RankPool(2)
+except RankError as error:
+    print(json.dumps(str(error)))
+"""
+    assert inside(tmp_path, "ip link set lo down", code) == (
+        "the ranks meet over the loopback interface, and it is down; bring it up: ip link set lo up")
+
+
+def test_a_temporary_folder_whose_name_is_too_long_for_a_socket(tmp_path):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    code = HELLO + """
+from multiprocessing import util
+with RankPool(2) as pool:
+    print(json.dumps([pool.run(fn), pool._folder, util.get_temp_dir()]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True,
+                          env={**os.environ, "TMPDIR": str(long), "PYTHONPATH": light_path(tmp_path)})
+    results, own, sockets = json.loads(done.stdout)
+    assert results == GOOD and own.startswith(f"{long}/tplab-") and len(sockets) < len(str(long))
+    assert not os.path.exists(sockets) and not os.path.exists(own)

@@ -91,6 +91,9 @@ def kernel():
     except NoSuchKernel:
         yield Finding("Jupyter has no kernel 'python3'", mend)
         return
+    except RuntimeError as error:
+        yield Finding(f"Jupyter cannot look for its kernels: {error}", "set HOME to a folder that you can write to")
+        return
     # ipykernel's own spec says just "python", which Jupyter reads as the Python that runs it.
     program = shutil.which(spec.argv[0]) or spec.argv[0]
     ours = spec.argv[0].startswith("python") or Path(program).parent == Path(sys.executable).parent
@@ -121,8 +124,9 @@ def ranks():
         with RankPool(2) as pool:
             sums = pool.run(_sum_of_ranks)
     except TplabError as error:
-        yield Finding(f"two ranks cannot work together: {error}", f"{PYTHON} -c 'import torch.distributed as d; "
-                      "print(d.is_gloo_available())' must print True; a firewall must let this machine talk to itself")
+        yield Finding(f"two ranks cannot work together: {error}", "mend what this names; if it names nothing: "
+                      f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True, and "
+                      "a firewall must let this machine talk to itself")
         return
     seconds = time.perf_counter() - started
     right = sums == [3.0, 3.0]

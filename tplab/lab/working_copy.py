@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tplab.errors import TplabError
-from tplab.files import write_file
+from tplab.files import FileError, write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 ORIGINALS, COPIES = ROOT / "notebooks", ROOT / "my_notebooks"
@@ -22,10 +22,10 @@ NOT_OURS = {".ipynb_checkpoints", "__pycache__"}
 def refresh(originals: Path, copies: Path) -> list[str]:
     """Bring ``copies`` up to date with the folder ``originals``; the names of those kept although theirs is newer.
 
-    Raises OSError or `FileError` if the copies cannot be written.
+    Raises OSError or `FileError` if the copies cannot be written, `FileError` if what was recorded cannot be read.
     """
     record, newer = copies / SEEN, []
-    seen = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    seen = _read(record) if record.exists() else {}
     for original in sorted(path for path in originals.rglob("*") if path.is_file()):
         parts = original.relative_to(originals)
         if NOT_OURS & set(parts.parts):
@@ -42,6 +42,15 @@ def refresh(originals: Path, copies: Path) -> list[str]:
         seen[name] = now
     write_file(record, lambda new: new.write_text(json.dumps(seen, indent=1), encoding="utf-8"))
     return newer
+
+
+def _read(record: Path) -> dict[str, list[str]]:
+    try:
+        seen = json.loads(record.read_text(encoding="utf-8"))
+        return {name: [edited, whole] for name, (edited, whole) in seen.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise FileError(f"{record} is damaged; delete it (copies that differ from their originals are kept as yours)"
+                        ) from None
 
 
 def _edited(path: Path) -> str:
@@ -62,7 +71,7 @@ def main() -> str | None:
     """Refresh, and say what was kept; a sentence if the copies cannot be written."""
     try:
         newer = refresh(ORIGINALS, COPIES)
-    except (OSError, ValueError, TplabError) as error:
+    except (OSError, TplabError) as error:
         return f"{COPIES.name}/ cannot be kept up to date: {error}"
     print(f"Your notebooks are in {COPIES.name}/; those in {ORIGINALS.name}/ stay as they are.")
     for name in newer:

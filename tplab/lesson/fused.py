@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -10,8 +9,7 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import INDEX, SINGLE
 from tplab.checkpoint.layout import by_parameter, read_part, tensor_parts
 from tplab.checkpoint.verify import SUMS
-
-_folders: list[TemporaryDirectory] = []  # they go when the process ends
+from tplab.pool.private_folder import make_folder
 
 
 def fused_copy(ckpt: Checkpoint) -> Checkpoint:
@@ -24,8 +22,7 @@ def fused_copy(ckpt: Checkpoint) -> Checkpoint:
     """
     from safetensors.torch import save_file
 
-    _folders.append(TemporaryDirectory(prefix="tplab-fused-"))
-    folder, tensors = Path(_folders[-1].name), {}
+    folder, tensors = Path(make_folder()), {}
     with ckpt.reader() as reader:
         for path, parts in by_parameter(tensor_parts(ckpt.config, ckpt.tensors)).items():
             name = path if path.startswith("lm_head.") else f"model.{path}"

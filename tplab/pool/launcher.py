@@ -5,9 +5,10 @@ The fork server is Python's own. It serves all pools of a process, so ranks star
 
 import os
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager, suppress
-from multiprocessing import current_process, forkserver, spawn
+from multiprocessing import current_process, forkserver, spawn, util
 
 import torch.multiprocessing as mp
 
@@ -16,6 +17,7 @@ from tplab.ranks.errors import RankError
 
 _PRELOAD = ["tplab.pool.before_imports", "torch", "cloudpickle", "tplab.pool.preload"]
 _NAME = "tplab-rank-"
+_LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's name has at most 107
 _lock = threading.Lock()
 
 
@@ -65,6 +67,7 @@ class _Start(threading.Thread):
         with _lock, _without_main():
             _find_server()
             if linux:
+                _make_socket_folder()
                 context.set_forkserver_preload(_PRELOAD)
             process.start()
         return process
@@ -90,6 +93,17 @@ def _find_server() -> None:
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(address), 0o700)  # multiprocessing listens there again, and removes it at exit
         forkserver._forkserver.__init__()
+
+
+def _make_socket_folder() -> None:
+    """multiprocessing's folder for its socket, under /tmp where TMPDIR is too long for a socket's name."""
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > _LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+        try:
+            util.get_temp_dir()  # made once, and removed at the end
+        finally:
+            tempfile.tempdir = usual
 
 
 @contextmanager

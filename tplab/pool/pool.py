@@ -3,7 +3,6 @@
 import atexit
 import itertools
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -14,8 +13,10 @@ from tplab.checks import shown, whole_number
 from tplab.patch import in_force
 from tplab.pool import capture, launcher, transfer
 from tplab.pool.control_block import ANSWERED, JOIN, PRINTED, RUN, SETUP, Command, ControlBlock
+from tplab.pool.private_folder import make_folder, remove_folder
 from tplab.pool.rank_process import RankProcess, end_all
 from tplab.pool.shared_file import SharedFile, no_room
+from tplab.pool.system_limits import too_few_threads, why_not
 from tplab.pool.watch import Watch
 from tplab.ranks import context
 from tplab.ranks.errors import RankError, seconds
@@ -39,6 +40,8 @@ class RankPool:
     def __init__(self, size: int = 2, timeout: float = 60.0, strict: bool = False):
         _refuse_inside_rank("RankPool")
         self.size = size = _pool_size(size)
+        if why := why_not(size):
+            raise RankError(why)
         self.timeout, self.strict, self.closed = seconds(timeout), strict, False
         self._lock, self._owner = threading.Lock(), None  # the thread that runs at the moment
         self._pid, self._made = os.getpid(), next(_births)
@@ -55,8 +58,10 @@ class RankPool:
             self._owner = threading.get_ident()
             self._ready()
             self._owner = None
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RankError) and (why := too_few_threads(size)):
+                raise RankError(why) from None
             raise
 
     def __enter__(self):
@@ -104,7 +109,7 @@ class RankPool:
             return
         self.closed = True
         end_all(getattr(self, "_processes", []))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
         _open_pools.discard(self)
         # A run in another thread sees its ranks die and leaves; only then may the memory go.
         waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
@@ -258,16 +263,16 @@ def _working_folder() -> str | None:
 
 
 def _private_folder() -> str:
-    """A folder of mode 0700 for gloo's rendezvous; its name tells whose it is (see `preload`)."""
+    """Where gloo's rendezvous is, with a little room in it."""
     folder = None
     try:
-        folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
+        folder = make_folder()
         with tempfile.NamedTemporaryFile(dir=folder) as probe:
             probe.write(bytes(64 * 1024))
         return folder
     except OSError as error:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
         raise no_room(error, folder) from None
 
 

@@ -7,13 +7,12 @@ notices it whatever its ranks are doing, removes what is left.
 
 import atexit
 import gc
-import glob
 import os
 import re
 import shutil
 import socket
 import sys
-import tempfile
+import time
 from contextlib import suppress
 
 import cloudpickle  # noqa: F401
@@ -23,6 +22,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import tplab.pool.worker  # noqa: F401
+from tplab.pool.private_folder import folders_of
 
 
 def _settle(listener_fd: int) -> None:
@@ -43,8 +43,13 @@ def _sweep(mine: int, parent: int, address: str) -> None:
     """
     if os.getpid() != mine:
         return  # a rank's end
+    end = time.monotonic() + 1.0  # its files are closed, which ends this process, a moment before it is gone
+    while os.getppid() == parent:
+        if time.monotonic() > end:
+            return  # it lives, and this process ends by an error
+        time.sleep(0.001)
     with suppress(OSError):  # there may be no temporary folder any more
-        for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"tplab-{parent}-*")):
+        for folder in folders_of(parent):
             shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         os.unlink(address)

@@ -13,8 +13,9 @@ from tplab.pool.control_block import STARTED
 from tplab.pool.cores import available_cores
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.worker import Spec
-from tplab.ranks.errors import Frame
+from tplab.ranks.errors import Frame, RankError
 
+_MOST_THREADS = 1024
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -24,10 +25,12 @@ def threads_per_rank(size: int) -> int:
     The one is left to this process and to others: threads that compute together wait for each other, and where one of
     them finds no core, so do the others (2 threads on 2 cores, of which one was busy: 0.5 to 0.6 of one thread's speed
     in SmolLM2's decoding, 0.6 to 0.8 with 16 sequences, 0.8 to 0.9 in a prompt of 512). ``OMP_NUM_THREADS``, where it
-    is set, says it for each rank, as under torchrun and in vLLM.
+    is set, says it for each rank, as under torchrun and in vLLM. Raises `RankError` if that is no possible number.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked):
+        if int(asked) > _MOST_THREADS:
+            raise RankError(f"OMP_NUM_THREADS is {asked}; a rank has 1 to {_MOST_THREADS} threads")
         return int(asked)
     return max(1, (available_cores() - 1) // size)
 

@@ -22,6 +22,7 @@ from tplab.pool.control_block import ControlBlock, fence
 from tplab.pool.pinning import pin_threads
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
+from tplab.pool.system_limits import LOOPBACK
 from tplab.ranks import context, raw_calls
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
 
@@ -64,7 +65,7 @@ def main(spec: Spec) -> None:
     # A rank starts no processes. What this changes is that the semaphores of its libraries (tqdm has one) have no name
     # that Python would miss, and warn about, after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     rank = _Rank(spec, control, output)
     with raw_calls.logged(rank.group):
         rank.serve()

@@ -1,0 +1,61 @@
+"""Temporary folders that go with the process that made them, also if it is killed.
+
+The name tells the process, and a lock on the folder tells that it lives: another one's number may mean nothing here,
+where containers or machines share a folder for temporary files.
+"""
+
+import atexit
+import fcntl
+import glob
+import os
+import re
+import shutil
+import tempfile
+from contextlib import suppress
+
+import psutil
+
+_locks = {}  # by folder: the open file that holds the lock
+
+
+def make_folder() -> str:
+    """A new folder of mode 0700, for this process and its ranks. Those of processes that were killed are removed."""
+    _remove_leftovers()
+    folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
+    _locks[folder] = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(_locks[folder], fcntl.LOCK_SH)
+    return folder
+
+
+def remove_folder(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder in _locks:
+        os.close(_locks.pop(folder))
+
+
+def folders_of(pid: int | str) -> list[str]:
+    """The folders that a process has made; ``*``: any process."""
+    return glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"tplab-{pid}-*"))
+
+
+def _remove_leftovers() -> None:
+    for folder in folders_of("*"):
+        number = re.match(r"tplab-(\d+)-", os.path.basename(folder))
+        with suppress(OSError):  # another user's, a folder in use, or another process has just removed it
+            if number and not psutil.pid_exists(int(number[1])):
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+                finally:
+                    os.close(lock)
+
+
+@atexit.register
+def _remove_all() -> None:
+    for folder in list(_locks):
+        remove_folder(folder)
+
+
+os.register_at_fork(after_in_child=_locks.clear)  # they are the parent's
