@@ -1,6 +1,7 @@
 """The command line's check, bench and plan: what is handed on, and what is said of words that do not fit."""
 
 import io
+import tomllib
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 
@@ -90,3 +91,11 @@ def test_the_fast_paths_ends_are_an_exit_code(ok, code, capsys, monkeypatch):
 def test_what_does_not_fit_the_fast_path_is_said(more, words, capsys):
     code, out, err = run(f"align fable --ids 1,2 --fast {more}", capsys)
     assert (code, out) == (2, "") and words in err
+
+
+@pytest.mark.parametrize("started, name", [("/bin/tplab", "tplab"), ("/tplab/__main__.py", "python -m tplab")])
+def test_the_installed_command_is_the_same_under_its_own_name(started, name, root, monkeypatch):
+    script = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]["tplab"]
+    assert script == f"{cli.main.__module__}:{cli.main.__name__}"
+    monkeypatch.setattr("sys.argv", [started])
+    assert cli.build_parser().prog == name

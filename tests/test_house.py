@@ -17,8 +17,8 @@ ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", 
          "cache", "engine", "fast", "llm", "align", "faults", "fable", "bench", "show", "lesson", "lab", "cli"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE"}
-# Needed to run the lab, though no file imports them.
-RUN_ONLY = {"ipykernel", "jupyterlab", "nbval", "ruff"}
+# Needed though no file imports them: to run the lab, and to test it.
+RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"nbval", "ruff"}
 
 
 def files_under_git():
@@ -77,26 +77,29 @@ def test_no_name_that_is_loaded_late_is_a_modules_name():
 
 
 def test_every_dependency_is_declared_and_every_declared_one_is_used():
+    def names(needs):
+        return {re.match(r"[\w.-]+", need).group().lower().replace("-", "_") for need in needs}
+
+    def used(files):
+        tops = {module.split(".")[0] for path in files for module in imported(path)} - set(sys.stdlib_module_names)
+        return {providers[top][0].lower().replace("-", "_") for top in tops if top in providers} - {"tplab"}
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.match(r"[\w.-]+", need).group().lower().replace("-", "_") for need in project["dependencies"]}
-    extra = {re.match(r"[\w.-]+", need).group().lower().replace("-", "_")
-             for needs in project["optional-dependencies"].values() for need in needs}
     providers = metadata.packages_distributions()
-    used = set()
-    for path in python_files("tplab", "tests"):
-        for module in imported(path):
-            top = module.split(".")[0]
-            if top not in sys.stdlib_module_names and top in providers:
-                used.add(providers[top][0].lower().replace("-", "_"))
-    assert used - declared - extra == {"tplab"}, "imported but not in pyproject.toml"
-    assert declared - used == RUN_ONLY, "in pyproject.toml but not imported"
+    declared, extras = names(project["dependencies"]), project["optional-dependencies"]
+    testing = ROOT / "tplab/lab/testing.py"  # what `launch test` runs
+    lab, tests = used(set(python_files("tplab")) - {testing}), used([*python_files("tests"), testing])
+    assert lab - declared == set(), "imported but not in pyproject.toml"
+    assert declared - lab == RUN_ONLY, "in pyproject.toml but not imported"
+    assert tests - declared <= names(extras["test"]) | names(extras["browser"]), "imported by tests only, so an extra"
+    assert names(extras["test"]) - tests == TEST_ONLY and not names(extras["test"]) & declared
 
 
 def test_conda_environment_installs_the_same_project():
     text = (ROOT / "environment.yml").read_text()
     needs = re.findall(r"^\s+- (\w.*)$", text.split("dependencies:")[1], re.MULTILINE)
     assert [need.split()[0] for need in needs] == ["python", "pip", "pip:"]
-    assert re.search(r"- pip:\n\s+- -e \.\n", text)
+    assert re.search(r"- pip:\n\s+- -e \.\[test\]\n", text)
 
 
 @pytest.mark.parametrize("name", ["launch", "pyproject.toml", "environment.yml", ".ci/run"])

@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    parser = _Parser(prog="python -m tplab",
+    called = "tplab" if os.path.basename(sys.argv[0]) == "tplab" else "python -m tplab"
+    parser = _Parser(prog=called,
                      description="Tensor-parallel LLM inference, measured against Hugging Face.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

@@ -178,6 +178,8 @@ def test_packages_are_those_of_this_machine_and_a_build_of_a_version_is_that_ver
     monkeypatch.setattr(metadata, "version", lambda name: {"torch": "2.13.0+cpu", "new": "3.0rc1"}[name])
     assert [bool(found.remedy) for found in doctor.packages(["torch==2.13.0", "new>=2", "new>=3", "torch"])] == [
         False, False, True, False]
+    (found,) = doctor.packages(["new>=4; extra == 'test'", "gone; extra == 'browser'"])
+    assert str(found).startswith("[note] new 3.0rc1 (required: >=4, for launch test)\n       -> ")
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch==1"] if name == "tplab" else [])
     (found,) = doctor.packages()
     assert str(found).startswith("[FAIL] torch 2.13.0+cpu (required: ==1)\n       -> ")

@@ -91,7 +91,7 @@ def test_what_is_installed_in_which_order(platform, driver, asks, fresh, calls, 
     monkeypatch.setattr(fresh, "has_nvidia_driver", lambda: driver)
     monkeypatch.setattr(fresh, "refuse_cuda_by_accident", lambda python: steps.append(["cuda?"]))
     look, new = ["-m", "pip", "--version"], ["-m", "pip", "install", "--quiet", "pip>=23.3"]
-    lab = ["-m", "pip", "install", "--editable", str(tmp_path)]
+    lab = ["-m", "pip", "install", "--editable", f"{tmp_path}[test]"]
     fresh.install("python")
     assert steps == [look, new, *([["cuda?"]] if asks else []), lab]
     steps.clear()

@@ -18,7 +18,7 @@ from tplab.files import replace_unprintable
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = shlex.quote(sys.executable)
-REINSTALL = f"{PYTHON} -m pip install --editable {shlex.quote(str(ROOT))}"
+REINSTALL = f"{PYTHON} -m pip install --editable {shlex.quote(f'{ROOT}[test]')}"
 FREE_MEMORY, FREE_DISK = 2e9, 2e9  # bytes: two ranks and Hugging Face's copy of smollm2 in fp32; its files and a run
 
 
@@ -50,23 +50,26 @@ def machine():
 
 
 def packages(requirements=None):
-    """Installed against required versions; ``requirements`` (``["torch==2.13.0"]``) are pyproject.toml's if None."""
+    """Installed against required versions; ``requirements`` (``["torch==2.13.0"]``) are pyproject.toml's if None.
+
+    Without what the extra ``test`` asks for, the lab works, and ``launch test`` does not.
+    """
     from packaging.requirements import Requirement
 
     if requirements is None:
         requirements = metadata.requires("tplab") or []
     for requirement in map(Requirement, requirements):
-        if requirement.marker and not requirement.marker.evaluate():
+        if requirement.marker and not requirement.marker.evaluate({"extra": "test"}):
             continue
+        essential = not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        wanted = f"(required: {requirement.specifier or 'any'}{'' if essential else ', for launch test'})"
         try:
             installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            yield Finding(f"{requirement.name} is not installed (required: {requirement.specifier or 'any'})",
-                          REINSTALL)
+            yield Finding(f"{requirement.name} is not installed {wanted}", REINSTALL, essential)
             continue
         fits = requirement.specifier.contains(installed, prereleases=True)
-        yield Finding(f"{requirement.name} {installed} (required: {requirement.specifier or 'any'})",
-                      "" if fits else REINSTALL)
+        yield Finding(f"{requirement.name} {installed} {wanted}", "" if fits else REINSTALL, essential)
 
 
 def fast_path():
