@@ -19,7 +19,7 @@ from tplab.bench.amounts import (
 )
 from tplab.bench.cost import CostError, predict, step_cost
 from tplab.bench.links import LINKS, linked_machine
-from tplab.bench.machine import Machine, Repeated
+from tplab.bench.machine import Machine
 from tplab.bench.shapes import SHAPES, shape_config
 from tplab.checkpoint import open_checkpoint
 from tplab.cli import main
@@ -36,8 +36,8 @@ CONFIG = SimpleNamespace(hidden_size=10, num_heads=3, num_kv_heads=1, head_dim=4
 PLAN = ShardPlan.from_config(CONFIG, 2)
 BF16 = torch.bfloat16
 PARTS = [Part(5, 1), Part(0, 3)]  # one sequence decodes its sixth token, one reads its first three
-ROUND = Machine("round", 2, {1: 1.0, 5: 3.0}, kv_byte=10.0, kv_head=6.0, score=0.5, value=0.25, reduce_latency=100.0,
-                reduce_byte=2.0, layer=1000.0, sequence=7.0, step=5000.0, request=1e6)
+ROUND = Machine("round", 2, {1: 1.0, 5: 3.0}, kv_byte=10.0, score=0.5, reduce_latency=100.0, reduce_byte=2.0,
+                sequence=7.0, step=5000.0, request=1e6)
 
 
 def test_the_counts_of_a_small_shape_by_hand():
@@ -45,7 +45,6 @@ def test_the_counts_of_a_small_shape_by_hand():
     amount = attention_amount(CONFIG, first, PARTS, BF16)
     assert amount.rows == 4 and amount.weights == 10 * (2 * 4 + 2 * 4) + 2 * 4 * 10  # q, k and v; then o
     assert amount.kv_bytes == (6 + 3) * 2 * 4 * 2, "six and three keys, and as many values, of 4 numbers of 2 bytes"
-    assert amount.kv_heads == 2 and attention_amount(CONFIG, second, PARTS[:1], BF16).kv_heads == 1, "per sequence"
     assert amount.scores == 4 * 2 * 4 * (1 * 6 + 3 * 3), "per head, query and key: 4 products and sums, twice"
     assert attention_amount(CONFIG, second, PARTS, BF16).weights == 10 * (4 + 2 * 4) + 4 * 10
     assert [mlp_amount(CONFIG, shard, 4).weights for shard in PLAN.ranks] == [3 * 10 * 3, 3 * 10 * 2]
@@ -83,52 +82,41 @@ def test_the_bytes_of_the_weights_are_those_that_a_rank_holds(name, monkeypatch)
 def test_a_step_by_hand_waits_for_its_slowest_rank():
     one = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
     assert one.products == 2 * (240 + 90) + 40, "one row: a second per weight, of rank 0, which holds more"
-    assert one.attention == 2 * (10 * 6 * 2 * 4 * 2 + 6), "decoding: by the bytes of keys and values, and their places"
+    assert one.attention == 2 * 10 * 6 * 2 * 4 * 2, "decoding: by the bytes of keys and values"
     assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).attention == 3 * one.attention
-    assert one.between == 0.25 * 2 * ((10 + 3 * 4) + (10 + 3))
-    assert one.meetings == 5 * (100 + 2 * 20) + (100 + 2 * 16) and one.python == 5000 + 2 * 1000
+    assert one.meetings == 5 * (100 + 2 * 20) + (100 + 2 * 16) and one.python == 5000
     assert one.total == sum(one)
     read = step_cost(CONFIG, PLAN, [Part(0, 3)], 1, BF16, ROUND)
     assert read.attention == 2 * 0.5 * 4 * 2 * 4 * 9, "a prompt: by its operations"
     assert read.products == (2 * 240 + 90) * 2.0 + 90 + 40, (
         "three rows lie half way between one and five; the last MLP and the head see one")
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).python == 5000 + 2 * (1000 + 2 * 7)
-    again = Machine(**{**vars(ROUND), "repeated": Repeated(600.0, 11.0, 3.0)})
-    repeated = step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, again)
-    assert repeated.python == 600 + 2 * 11, "per step, not per layer; ranks that repeat arrive together"
-    assert repeated.meetings == 5 * (3 + 2 * 60) + (3 + 2 * 48)
-    mixed = [Part(5, 1), Part(0, 3)]
-    assert step_cost(CONFIG, PLAN, mixed, 2, BF16, again) == step_cost(CONFIG, PLAN, mixed, 2, BF16, ROUND), "is not"
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).python == 5000 + 2 * 7
     begun = step_cost(CONFIG, PLAN, [Part(5, 1), Part(0, 1), Part(0, 2)], 3, BF16, ROUND).python
-    assert begun == 5000 + 2 * (1000 + 2 * 7) + 2e6, "two requests come"
+    assert begun == 5000 + 2 * 7 + 2e6, "two requests come"
 
 
 def test_each_phase_waits_for_its_own_slowest_and_a_mixed_step_counts_operations(monkeypatch):
     mixed = step_cost(CONFIG, PLAN, PARTS, 2, BF16, ROUND)
     assert mixed.attention == 2 * 0.5 * 4 * 2 * 4 * (1 * 6 + 3 * 3), "one that decodes and one that reads"
-    by_rank = [[cost.Amount(1, 10), cost.Amount(1, 2, kv_bytes=1)], [cost.Amount(1, 14), cost.Amount(1, 9, values=8)]]
+    by_rank = [[cost.Amount(1, 10), cost.Amount(1, 2, kv_bytes=1)], [cost.Amount(1, 14), cost.Amount(1, 11)]]
     monkeypatch.setattr(cost, "step_amount", lambda config, plan, rank, *rest: by_rank[rank])
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)[:3] == (14 + 2, 10, 0), "14 beside 10, 12 beside 11"
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)[:2] == (14 + 2, 10), "14 beside 10, 12 beside 11"
     crowded = Machine(**{**vars(ROUND), "places": 1})
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, crowded)[:3] == pytest.approx(
-        (24 + 2 * 23 / 12, 10 * 23 / 12, 0)), "as long as all of them, in the slowest one's parts"
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, crowded)[:2] == pytest.approx(
+        (24 + 2 * 23 / 12, 10 * 23 / 12)), "as long as all of them, in the slowest one's parts"
     roomy = Machine(**{**vars(ROUND), "places": 16})
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, roomy)[:3] == (16, 10, 0)
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, roomy)[:2] == (16, 10)
 
 
 def test_ranks_without_a_core_take_turns():
     crowded = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, Machine(**{**vars(ROUND), "places": 1}))
     apart = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
-    assert crowded.python == 5000 + 2 * apart.python - 2 * 5000
     amounts = [amount for shard in PLAN.ranks for amount in (
         *[attention_amount(CONFIG, shard, [Part(5, 1)], BF16), mlp_amount(CONFIG, shard, 1)] * 2,
         head_amount(CONFIG, shard, 1))]
-    assert sum(crowded[:3]) == pytest.approx(sum(a.weights + 10 * a.kv_bytes + 6 * a.kv_heads + 0.25 * a.values
-                                               for a in amounts))
-    assert sum(crowded[:3]) > sum(apart[:3])
-    assert crowded.meetings == apart.meetings, "they are measured with all ranks"
-    three = step_cost(CONFIG, ShardPlan.from_config(CONFIG, 3), [Part(5, 1)], 1, BF16, ROUND)
-    assert three.python == 5000 + 2 * 1000 * 1.5, "three ranks share two cores"
+    assert sum(crowded[:2]) == pytest.approx(sum(a.weights + 10 * a.kv_bytes for a in amounts))
+    assert sum(crowded[:2]) > sum(apart[:2])
+    assert crowded[2:] == apart[2:], "they are measured with all ranks"
 
 
 def test_one_rank_meets_nobody():
@@ -199,7 +187,7 @@ def test_an_h100_multiplies_for_nothing_until_the_ridge():
     assert machine.seconds_per_weight(3000) == pytest.approx(3000 * 2 / 989e12, rel=0.01, abs=0)
     assert machine.reduce_byte == 0
     assert machine.seconds_per_weight(1) == 2 / 3.35e12 == 2 * machine.kv_byte and machine.score == 1 / 989e12
-    assert (machine.name, machine.places, machine.layer, machine.step) == ("1 × H100, pcie", 1, 0, 0)
+    assert (machine.name, machine.places, machine.sequence, machine.step) == ("1 × H100, pcie", 1, 0, 0)
     assert linked_machine("pcie", 4, torch.float32).reduce_byte == 2 * 3 / 4 / 50e9
 
 

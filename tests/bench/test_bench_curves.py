@@ -8,7 +8,7 @@ from test_bench_parts import Pool
 
 from tplab import show
 from tplab.bench import curves
-from tplab.bench.machine import Machine, Repeated
+from tplab.bench.machine import Machine
 from tplab.checkpoint import open_checkpoint
 
 
@@ -31,8 +31,7 @@ def test_a_context_is_measured_where_the_answer_has_room_behind_it(longest, cont
 
 
 def test_curves_are_measured_beside_their_limit(monkeypatch):
-    machine = Machine("one", 2, {1: 1e-3}, kv_byte=1e-6, value=1.0, reduce_latency=1.0, reduce_byte=1.0, layer=1.0,
-                      sequence=1.0, step=1.0, kv_head=1.0, repeated=Repeated(1.0, 1.0, 1.0))
+    machine = Machine("one", 2, {1: 1e-3}, kv_byte=1e-6, reduce_latency=1.0, reduce_byte=1.0, sequence=1.0, step=1.0)
     monkeypatch.setattr(curves, "measure_machine", lambda config, size, dtype: machine)
     monkeypatch.setattr(curves, "decode_seconds", lambda llm, sequences, context: 0.5)
     monkeypatch.setattr(curves, "RankPool", Pool)

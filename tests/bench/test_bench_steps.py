@@ -29,7 +29,7 @@ def test_each_kind_of_step_is_run_as_it_is_counted(monkeypatch):
         llm.generate = noted
         found = steps.time_steps(llm, repeats=1)
     assert list(found) == list(kinds) == ["decode", "16 sequences", "prompt"] and min(found.values()) > 0
-    assert asked == [(1, 62, 4)] * 2 + [(16, 62, 4)] * 2 + [(1, 256, 1)] * 2, "one to warm up, one that counts"
+    assert asked == [(1, 62, 4), (16, 62, 4), (1, 256, 1)]
     assert list(kinds.values()) == [[(64, 1)], [(64, 1)] * 16, [(0, 256)]], "62 tokens, then the middle one of four"
 
 
@@ -42,17 +42,17 @@ def test_a_step_takes_what_lies_between_the_last_prompts_first_token_and_the_end
         return [SimpleNamespace(metrics=SimpleNamespace(time_to_first_token=seconds)) for seconds in (1.0, 8.5)]
 
     llm = SimpleNamespace(generate=generate)
-    assert steps.decode_seconds(llm, 2, 3) == (20 - 8.5) / 23 and steps.prompt_seconds(llm, 4) == 2.5
+    assert steps.decode_seconds(llm, 2, 3) == (20 - 8.5) / 23 and steps.prompt_seconds(llm, 1, 4) == 2.5
     assert asked == [([[2] * 3, [3] * 3], 24, 0, True), ([[2] * 4], 1, 0, True)], "other prompts, so none is cached"
 
 
-def test_the_first_run_warms_up_and_the_others_have_a_median(monkeypatch):
+def test_the_least_of_four_runs_counts(monkeypatch):
     took = iter([99, 1, 5, 2, 98, 6, 4, 3])
     monkeypatch.setattr(steps, "decode_seconds", lambda llm, sequences, context: next(took))
-    monkeypatch.setattr(steps, "prompt_seconds", lambda llm, length: length)
+    monkeypatch.setattr(steps, "prompt_seconds", lambda llm, prompts, length: prompts * length)
     config = SimpleNamespace(max_position_embeddings=100, hf=SimpleNamespace(rope_parameters={"rope_type": "default"}))
     found = steps.time_steps(SimpleNamespace(checkpoint=SimpleNamespace(config=config)))
-    assert found == {"decode": 2, "16 sequences": 4, "prompt": 50}, "a prompt of half the model's length at most"
+    assert found == {"decode": 1, "16 sequences": 3, "prompt": 50}, "a prompt of half the model's length at most"
 
 
 def test_a_busy_process_ends_with_its_parent():

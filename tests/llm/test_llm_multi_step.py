@@ -16,7 +16,7 @@ from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError
 from tplab.engine.runner import ModelRunner, execute_steps_from_json, has_runner
 from tplab.engine.step import ModelRunnerOutput, SamplingMetadata, ScheduledRequest, SchedulerOutput
-from tplab.fast import load_fast_runner
+from tplab.fast import SWITCH, load_fast_runner
 from tplab.llm import LLM, SamplingParams, multi_step
 from tplab.llm.executor import PoolExecutor
 from tplab.patch import Patch, applied
@@ -349,7 +349,8 @@ def test_a_rank_goes_on_until_all_are_at_an_end_or_one_cannot_draw(drawn):
                                           ({"logical": True}, 1), ({"dtype": "float64"}, 1),
                                           ({"patches": ["no_mask"]}, 1), ({"num_scheduler_steps": 2}, 2)],
                          ids=str)
-def test_several_steps_a_call_on_the_fast_path_alone(tmp_path, pool, given, steps):
+def test_several_steps_a_call_on_the_fast_path_alone(tmp_path, pool, given, steps, monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
     folder = make_checkpoint(tmp_path, "llama", hidden=512, heads=8, head_dim=64, inter=512, layers=1)
     executor = {} if given.get("logical") else {"pool": pool}
     with LLM(str(folder), 2, **executor, **given) as llm:

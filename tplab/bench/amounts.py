@@ -34,17 +34,13 @@ class Amount(NamedTuple):
     Attributes:
         rows, weights: rows that are multiplied, and numbers in the weights that they are multiplied with.
         kv_bytes: keys and values read.
-        kv_heads: in how many places they lie: a sequence's KV heads, of all sequences.
         scores: operations in attention, scores and weighted sums together.
-        values: numbers that pass through norms, rotations, activations and residual additions.
     """
 
     rows: int
     weights: int
     kv_bytes: int = 0
     scores: int = 0
-    values: int = 0
-    kv_heads: int = 0
 
     @property
     def operations(self) -> int:
@@ -62,14 +58,12 @@ def attention_amount(config, shard: RankShard, parts: Sequence[Part], dtype: tor
     keys = sum(part.keys for part in parts)
     return Amount(rows, config.hidden_size * (2 * q + 2 * kv) * config.head_dim,
                   keys * 2 * kv * config.head_dim * dtype.itemsize,
-                  4 * q * config.head_dim * sum(part.count * part.keys for part in parts),
-                  rows * (config.hidden_size + (q + kv) * config.head_dim), len(parts) * kv)
+                  4 * q * config.head_dim * sum(part.count * part.keys for part in parts))
 
 
 def mlp_amount(config, shard: RankShard, rows: int) -> Amount:
     """One layer's MLP on one rank: gate, up and down."""
-    columns = len(shard.mlp)
-    return Amount(rows, 3 * config.hidden_size * columns, values=rows * (config.hidden_size + columns))
+    return Amount(rows, 3 * config.hidden_size * len(shard.mlp))
 
 
 def head_amount(config, shard: RankShard, due: int) -> Amount:
@@ -79,7 +73,10 @@ def head_amount(config, shard: RankShard, due: int) -> Amount:
 
 def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: int, dtype: torch.dtype
                 ) -> list[Amount]:
-    """All phases of a step on one rank, in their order; without a row that gets a token there is none at the head."""
+    """All phases of a step on one rank, in their order; without a row that gets a token there is none at the head.
+
+    In the last layer, rows that get no token skip the MLP.
+    """
     shard, attention = plan.ranks[rank], attention_amount(config, plan.ranks[rank], parts, dtype)
     layer = [attention, mlp_amount(config, shard, attention.rows)]
     last = [attention, mlp_amount(config, shard, last_mlp_rows(due))]

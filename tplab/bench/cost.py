@@ -26,11 +26,12 @@ class CostError(EngineError):
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step, by what they are spent on."""
+    """Seconds of a step, by what they are spent on: products with all that is done to their rows, keys and values,
+    collectives, and the engine's Python.
+    """
 
     products: float
     attention: float
-    between: float
     meetings: float
     python: float
 
@@ -56,30 +57,22 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
     ranks = [step_amount(config, plan, rank, parts, due, dtype) for rank in range(tp)]
     decoding = all(part.count == 1 for part in parts)
     spent = [[_seconds(amount, machine, decoding) for amount in phases] for phases in ranks]
-    products = attention = between = 0.0
+    products = attention = 0.0
     for phase in zip(*spent):
         slowest = max(phase, key=sum)
         turns = max(1.0, sum(map(sum, phase)) / (machine.places * sum(slowest) or 1.0))
-        products, attention, between = (have + turns * more
-                                        for have, more in zip((products, attention, between), slowest))
-    turns = max(1.0, tp / machine.places)
+        products, attention = (have + turns * more for have, more in zip((products, attention), slowest))
     sizes = messages(config, parts, due, dtype) if tp > 1 else []
-    repeated = machine.repeated if decoding else None
-    latency = repeated.latency if repeated else machine.reduce_latency
-    meetings = sum(latency + size * machine.reduce_byte for size in sizes)
-    if repeated:
-        python = repeated.step + repeated.sequence * (len(parts) - 1)
-    else:
-        python = machine.step + config.num_layers * turns * (machine.layer + machine.sequence * (len(parts) - 1))
+    meetings = sum(machine.reduce_latency + size * machine.reduce_byte for size in sizes)
+    python = machine.step + machine.sequence * (len(parts) - 1)
     python += machine.request * sum(part.start == 0 for part in parts)
-    return StepCost(products, attention, between, meetings, python)
+    return StepCost(products, attention, meetings, python)
 
 
-def _seconds(amount: Amount, machine: Machine, decoding: bool) -> tuple[float, float, float]:
-    """One rank's seconds of one phase: products, attention, and what lies between."""
-    attention = (amount.kv_bytes * machine.kv_byte + amount.kv_heads * machine.kv_head if decoding
-                 else amount.scores * machine.score)
-    return amount.weights * machine.seconds_per_weight(amount.rows), attention, amount.values * machine.value
+def _seconds(amount: Amount, machine: Machine, decoding: bool) -> tuple[float, float]:
+    """One rank's seconds of one phase: products and attention."""
+    attention = amount.kv_bytes * machine.kv_byte if decoding else amount.scores * machine.score
+    return amount.weights * machine.seconds_per_weight(amount.rows), attention
 
 
 class _Counting:

@@ -17,7 +17,7 @@ BATCHES, CONTEXTS, SHORT = (1, 4, 16, 64), (128, 512, 1024, 2048, 4096), 64
 
 
 def bench_curves(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dict:
-    """Tokens per second on 1, 2, 4, … up to ``tp`` ranks, measured and at the limit: products and attention alone."""
+    """Tokens per second on 1, 2, 4, … up to ``tp`` ranks, measured and at the limit: layers alone, without meetings."""
     config, longest = ckpt.config, longest_sequence(ckpt.config)
     contexts = [n for n in CONTEXTS if n + TOKENS <= longest]
     sizes = [n for n in (1, 2, 4, 8, 16) if n < tp] + [tp]
@@ -25,8 +25,7 @@ def bench_curves(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dic
     show(f"curves, {model}, {dtype}: tokens/s while decoding, and the limit: products and attention of that machine")
     for size in sizes:
         plan, machine = ShardPlan.from_config(config, size), measure_machine(config, size, parse_dtype(dtype))
-        bare = replace(machine, kv_head=0.0, value=0.0, reduce_latency=0.0, reduce_byte=0.0, layer=0.0, sequence=0.0,
-                       step=0.0, repeated=None)
+        bare = replace(machine, reduce_latency=0.0, reduce_byte=0.0, sequence=0.0, step=0.0)
         with RankPool(size, timeout=600) as pool, LLM(
                 ckpt, size, dtype, pool=pool, max_num_seqs=max(BATCHES), enable_prefix_caching=False) as llm:
             for axis, points in (("sequences", [(n, SHORT) for n in BATCHES]),

@@ -1,62 +1,36 @@
 """What a machine can do, in the units in which :mod:`tplab.bench.cost` counts: measured here in some seconds.
 
-All ranks work at the same time, as they do in a step, so what they share (memory, caches, the processor's clock) is
-shared in the measurement too. The engine's own functions are timed: its product, its attention, its all-reduce, and
-the whole engine on a model so small that nothing but Python is left. Python takes twice as long where weights have just
-swept it out of the processor's caches, so that model's weights sweep them too, and their own time is taken off.
+The engine itself is timed, on models with random weights: one with layers of the given sizes, and tiny ones, which show
+what a step takes beside a model's work, and what a meeting of the ranks does. So whatever computes, the fast path or the
+reference, is measured as it is, with all that lies between its products.
 """
 
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from tplab.bench.amounts import Part, attention_amount, mlp_amount
-from tplab.bench.steps import decode_seconds, prompt_seconds
-from tplab.cache import PagedKVCache, Segment
+from tplab.bench.steps import CONTEXT, decode_seconds, prompt_seconds
 from tplab.checkpoint.random_weights import write_random
 from tplab.llm.llm import LLM
-from tplab.model.attention import TensorParallelAttention
-from tplab.model.mlp import TensorParallelMLP
-from tplab.model.norm import RMSNorm
 from tplab.pool import RankPool, available_cores
-from tplab.ranks import all_reduce, barrier, rank
+from tplab.ranks import all_reduce, barrier
 from tplab.shard import ShardPlan
 
-ROWS = (1, 4, 16, 64, 512)  # of the products that are timed
-FEW = 16  # up to so many rows, reading the weights is what a product costs, so all of them are read
-WORKING_SET = 1 << 28  # bytes of weights, or of keys and values, per rank, at most: beyond a cache of its own
-WIDEST = 4096  # of a wider matrix, so many rows and columns are timed
-KEYS = (64, 1088)  # of the sequences that one query each attends to
-BLOCK = 16
+DECODING, PROMPTS = (1, 4, 16), (64, 512)  # rows of the steps that are timed: of so many sequences, or of one prompt
+LONG = 960  # tokens before each of 4 sequences that decode, where many keys are read
+WORKING_SET = 1 << 28  # bytes of a rank's weights, at most: beyond a cache of its own
+WORDS = 1024  # of a vocabulary, so many are enough
+REPEATS = 3
 MESSAGES, IN_A_ROW = (1 << 10, 1 << 20), 20  # bytes of the all-reduces that are timed, and how many are at once
-LAYERS, SEQUENCES = (1, 9), (1, 16)  # of the models of which only Python is left, and how many decode in them
-FEW_LAYERS = 2  # of the model whose steps are repeated
-CONTEXT = 32  # behind prompts of so many tokens
-SWEPT = 1 << 22  # bytes of a layer's weights on one rank that sweep the caches, at most: twice a second-level cache
-TINY = dict(model_type="qwen2", hidden_size=64, num_attention_heads=8, num_key_value_heads=8, vocab_size=64,
-            tie_word_embeddings=True, max_position_embeddings=128)
-WIDE = 256  # numbers of a hidden state, for each rank, and at least as many columns of its MLP: large enough
-
-
-class Repeated(NamedTuple):
-    """Seconds of a step that is repeated from a graph, beside what is counted.
-
-    Attributes:
-        step: of Python, per step.
-        sequence: of Python, per step and further sequence.
-        latency: of an all-reduce: ranks that repeat arrive together.
-    """
-
-    step: float
-    sequence: float
-    latency: float
+TINY = dict(model_type="qwen2", hidden_size=64, intermediate_size=64, num_attention_heads=8, num_key_value_heads=8,
+            vocab_size=64)
+TINY_LAYERS = (1, 33)
 
 
 @dataclass(frozen=True)
@@ -66,32 +40,24 @@ class Machine:
     Attributes:
         name: for a table.
         places: how many ranks can work at the same time; more take turns.
-        weight: ``{rows: seconds per number}`` of a product's weight, from one row up.
+        weight: ``{rows: seconds per number}`` of a layer's weights, from one row up, with all that is done to a row.
         kv_byte: per byte of keys and values that a single query reads.
-        kv_head: of a single query, per KV head, beside that.
         score: per operation of attention where many queries meet many keys.
-        value: per number that passes through norms, rotations, activations and residual additions.
         reduce_latency, reduce_byte: of an all-reduce: whatever its size, and per byte of its message.
-        layer, sequence: of Python: per layer, and per layer and further sequence.
-        step: of Python, per step: scheduling, sending, sampling, answering.
-        request: of Python, per request: from the call to its first step, and from its last to the answer.
-        repeated: of steps in which all sequences decode, if they are repeated.
+        step, sequence: per step, and per step and further sequence: scheduling, sending, sampling, answering.
+        request: per request: from the call to its first step, and from its last to the answer.
     """
 
     name: str
     places: int
     weight: dict[int, float]
     kv_byte: float = 0.0
-    kv_head: float = 0.0
     score: float = 0.0
-    value: float = 0.0
     reduce_latency: float = 0.0
     reduce_byte: float = 0.0
-    layer: float = 0.0
-    sequence: float = 0.0
     step: float = 0.0
+    sequence: float = 0.0
     request: float = 0.0
-    repeated: Repeated | None = None
 
     def seconds_per_weight(self, rows: int) -> float:
         """In a product of ``rows`` rows: on straight lines between the entries, in proportion beyond the last."""
@@ -103,169 +69,126 @@ class Machine:
         return self.weight[low] + (self.weight[high] - self.weight[low]) * (rows - low) / (high - low)
 
 
+class Kind(NamedTuple):
+    """A step that is timed: ``sequences`` that decode behind ``length`` tokens, or that many prompts of it."""
+
+    what: str
+    sequences: int
+    length: int
+
+    def seconds(self, llm: LLM) -> float:
+        """The least of some: what disturbs a step makes it slower, never quicker."""
+        timed = decode_seconds if self.what == "decode" else prompt_seconds
+        return min(timed(llm, self.sequences, self.length) for _ in range(REPEATS))
+
+    @property
+    def parts(self) -> list[Part]:
+        """What the step computes."""
+        return [Part(self.length, 1) if self.what == "decode" else Part(0, self.length)] * self.sequences
+
+
+FEW_KEYS, MANY_KEYS = Kind("decode", 4, CONTEXT), Kind("decode", 4, LONG)
+ONE_PROMPT, SHORT_PROMPTS = Kind("prompt", 1, PROMPTS[1]), Kind("prompt", PROMPTS[1] // PROMPTS[0], PROMPTS[0])
+TIMED = {1: Kind("decode", 1, CONTEXT), 4: FEW_KEYS, 16: Kind("decode", 16, CONTEXT), 64: Kind("prompt", 1, PROMPTS[0]),
+         512: ONE_PROMPT}
+ALONE, CROWD, FIRST = Kind("decode", 1, CONTEXT), Kind("decode", 16, CONTEXT), Kind("prompt", 1, 1)
+
+
 def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     """This machine as ``tp`` ranks find it, with the sizes of a model (a :class:`tplab.checkpoint.ModelConfig`).
 
-    Products and attention are timed on no more ranks than there are cores: more would take turns, and how that
-    adds up is the model's business. Meetings are timed on all of them, for a meeting includes waking who waits.
+    Layers are timed on no more ranks than there are cores: more would take turns, and how that adds up is the model's
+    business. Meetings are timed on all of them, for a meeting includes waking who waits.
     """
     cores = available_cores()
-    plan, whole = (ShardPlan.from_config(config, size) for size in (min(tp, cores), tp))
-    swept = min(SWEPT, max(_layer_bytes(config, shard, dtype) for shard in whole.ranks))
-    columns, turns = max(1, swept // (3 * TINY["hidden_size"] * dtype.itemsize)), max(1, tp / cores)
-    with RankPool(plan.tensor_parallel_size, timeout=120) as pool:
-        seen = pool.run(_arithmetic, config, plan, dtype)
-        together = {n: turns * max(pool.run(_sweep, columns, n, dtype)) for n in SEQUENCES}
-    with RankPool(1, timeout=120) as alone, RankPool(tp, timeout=120) as pool:
-        python = _python(alone, columns, {n: max(alone.run(_sweep, columns, n, dtype)) for n in SEQUENCES}, dtype)
-        meetings = _python(pool, columns, together, dtype) if tp > 1 else python
-        small, large = (max(pool.run(_reduce, size)) for size in MESSAGES)
-    low, high = LAYERS
-    # A difference of two times that others disturb may come out negative; a cost may not.
-    layer, crowd = (max(0.0, python.step[high, n] - python.step[low, n]) / (high - low) for n in SEQUENCES)
-    met = (meetings.step[high, 1] - meetings.step[low, 1]) / (high - low)
-    return Machine(
-        f"this machine, {cores} core{'s' * (cores > 1)}", cores,
-        # All ranks were timed until the last one was done: that is the time of whoever had most to do.
-        {rows: min(one["weight"][rows] for one in seen) for rows in ROWS},
-        **{name: min(one[name] for one in seen) for name in ("kv_byte", "kv_head", "score", "value")},
-        # Ranks that have computed do not arrive together: what a meeting costs shows between layers.
-        reduce_latency=max(small, (met - layer * turns) / 2) if tp > 1 else 0.0,
-        reduce_byte=max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0]) if tp > 1 else 0.0,
-        layer=layer, sequence=max(0.0, crowd - layer) / (SEQUENCES[1] - SEQUENCES[0]),
-        step=max(0.0, meetings.step[low, 1] - met), request=max(0.0, meetings.answer - meetings.step[low, 1]))
+    plan = ShardPlan.from_config(config, min(tp, cores))
+    sizes, layers = _sizes(config, plan, dtype)
+    kinds, own, pools = [*TIMED.values(), MANY_KEYS, SHORT_PROMPTS], {}, {1, min(tp, cores), tp}
+    byte = 0.0
+    for size in sorted(pools):
+        with RankPool(size, timeout=120) as pool:
+            own[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST], dtype)
+                                  for count in TINY_LAYERS))
+            if size == tp > 1:
+                small, large = (max(pool.run(_reduce, count)) for count in MESSAGES)
+                byte = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
+            if size == plan.tensor_parallel_size:
+                seconds = _step_seconds(pool, sizes | {"num_hidden_layers": layers}, kinds, dtype)
+    latency = {size: max(0.0, found.layer - own[1].layer * max(1, size / cores)) / 2 for size, found in own.items()}
+    here = plan.tensor_parallel_size
+    meeting = (latency[here], byte) if here > 1 else (0.0, 0.0)
+    return Machine(f"this machine, {cores} core{'s' * (cores > 1)}", cores,
+                   **_per_unit(config, plan, dtype, layers, seconds, own[here], meeting),
+                   reduce_latency=latency[tp], reduce_byte=byte,
+                   step=own[tp].step, sequence=own[tp].sequence, request=own[tp].request)
 
 
-def _layer_bytes(config, shard, dtype: torch.dtype) -> int:
+class _Engine:
+    """What an engine takes beside a model's work, and a layer of almost none: steps of two tiny models.
+
+    A difference of two times that others disturb may come out negative; a cost may not.
+    """
+
+    def __init__(self, few: dict[Kind, float], many: dict[Kind, float]):
+        self.layer = max(0.0, many[ALONE] - few[ALONE]) / (TINY_LAYERS[1] - TINY_LAYERS[0])
+        self.step = few[ALONE]
+        self.sequence = max(0.0, few[CROWD] - few[ALONE]) / (CROWD.sequences - 1)
+        self.request = max(0.0, few[FIRST] - few[ALONE])
+
+    def seconds(self, kind: Kind) -> float:
+        """Its own of such a step."""
+        return self.step + self.sequence * (kind.sequences - 1) + self.request * kind.sequences * (kind.what != "decode")
+
+
+def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds: dict[Kind, float], own: _Engine,
+              meeting: tuple[float, float]) -> dict:
+    """Seconds per weight, per byte of the cache and per score, from steps of a model of ``layers`` on these ranks."""
+    busiest = {kind: max((attention_amount(config, shard, kind.parts, dtype) for shard in plan.ranks),
+                         key=lambda amount: amount.weights) for kind in seconds}
+    work = {kind: took - own.seconds(kind) for kind, took in seconds.items()}
+    keys = busiest[MANY_KEYS].kv_bytes - busiest[FEW_KEYS].kv_bytes
+    scores = busiest[ONE_PROMPT].scores - busiest[SHORT_PROMPTS].scores
+    kv_byte = max(0.0, work[MANY_KEYS] - work[FEW_KEYS]) / (layers * keys)
+    score = max(0.0, work[ONE_PROMPT] - work[SHORT_PROMPTS]) / (layers * scores)
+    found, weights = {}, layers * (busiest[FEW_KEYS].weights + max(
+        mlp_amount(config, shard, 1).weights for shard in plan.ranks))
+    for rows, kind in TIMED.items():
+        attention = (busiest[kind].kv_bytes * kv_byte if kind.what == "decode" else busiest[kind].scores * score)
+        latency, byte = meeting
+        met = 2 * (latency + byte * rows * config.hidden_size * dtype.itemsize)
+        # Where other processes disturb, what is taken off may come out as more than there is.
+        found[rows] = max(work[kind] - layers * (attention + met), seconds[kind] / 10) / weights
+    return {"weight": found, "kv_byte": kv_byte, "score": score}
+
+
+def _sizes(config, plan: ShardPlan, dtype: torch.dtype) -> tuple[dict, int]:
+    """A model with such layers and few words, as Hugging Face's fields; and as many of its layers as are timed."""
     one = [Part(0, 1)]
-    return dtype.itemsize * (attention_amount(config, shard, one, dtype).weights
-                             + mlp_amount(config, shard, 1).weights)
+    layer_bytes = dtype.itemsize * max(attention_amount(config, shard, one, dtype).weights
+                                       + mlp_amount(config, shard, 1).weights for shard in plan.ranks)
+    return dict(model_type=config.model_type, hidden_size=config.hidden_size, hidden_act=config.hidden_act,
+                intermediate_size=config.intermediate_size, num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim, vocab_size=WORDS
+                ), max(1, min(config.num_layers, WORKING_SET // layer_bytes))
 
 
-def _timed(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median seconds until ``work`` is done on all ranks, which begin together: cores that are alike differ in speed
-    from one moment to the next, and each phase of a step waits for whoever is slower this time.
-    """
-    work()
-    times = []
-    for _ in range(repeats):
-        barrier()
-        begin = time.perf_counter()
-        work()
-        barrier()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-@torch.inference_mode()
-def _arithmetic(config, plan: ShardPlan, dtype: torch.dtype) -> dict:
-    """On a rank: products of this model's shapes, attention of its heads, and what lies between them."""
-    shard, hidden = plan.ranks[rank()], min(config.hidden_size, WIDEST)
-    q, kv, d, columns = len(shard.q_heads), len(shard.kv_heads), config.head_dim, min(len(shard.mlp), WIDEST)
-    shapes = [(min((q + 2 * kv) * d, WIDEST), hidden), (hidden, min(q * d, WIDEST)), (2 * columns, hidden),
-              (hidden, columns)]
-    layer_bytes = sum(out * inputs for out, inputs in shapes) * dtype.itemsize
-    copies = max(1, min(config.num_layers, WORKING_SET // layer_bytes))
-    weights = [_packed(*shape, dtype) for _ in range(copies) for shape in shapes]
-    found: dict = {"weight": {}}
-    for rows in ROWS:
-        some = weights if rows <= FEW else weights[:len(shapes)]
-        found["weight"][rows] = _products(some, rows, dtype) / sum(weight.numel() for weight in some)
-    del weights, some
-    few, many = (_attention(config, plan, dtype, 1, keys, SEQUENCES[1]) / SEQUENCES[1] for keys in KEYS)
-    key = 2 * kv * d * dtype.itemsize  # bytes of a key and a value
-    found["kv_byte"] = max(0.0, many - few) / ((KEYS[1] - KEYS[0]) * key)
-    found["kv_head"] = max(0.0, few - found["kv_byte"] * KEYS[0] * key) / kv
-    found["score"] = _attention(config, plan, dtype, 512, 512) / (4 * q * d * 512 * 512)
-    passed = attention_amount(config, shard, [Part(0, 512)], dtype), mlp_amount(config, shard, 512)
-    found["value"] = _between(config, plan, dtype, 512) / sum(amount.values for amount in passed)
-    return found
-
-
-def _products(weights: list[torch.Tensor], rows: int, dtype: torch.dtype) -> float:
-    """Seconds of a product of so many rows with each weight; without Python, where steps are repeated without it."""
-    x = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=dtype) for weight in weights}
-    return _timed(lambda: [F.linear(x[weight.shape[1]], weight) for weight in weights])
-
-
-def _packed(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((out_features, in_features), 0.01, dtype=dtype)
-
-
-def _attention(config, plan: ShardPlan, dtype: torch.dtype, queries: int, keys: int, sequences: int = 1) -> float:
-    """Seconds of one layer's attention, projections apart: the last ``queries`` tokens of sequences of ``keys``; of as
-    many layers as a step has, for another one's keys and values are not in the processor's caches any more.
-    """
-    shard, blocks = plan.ranks[rank()], -(-keys // BLOCK)
-    layer_bytes = 2 * sequences * blocks * BLOCK * len(shard.kv_heads) * config.head_dim * dtype.itemsize
-    layers = max(1, min(config.num_layers, WORKING_SET // layer_bytes))
-    cache = PagedKVCache(layers, sequences * blocks, BLOCK, len(shard.kv_heads), config.head_dim, dtype)
-    context = cache.context([Segment(keys - queries, queries, range(n * blocks, (n + 1) * blocks), keys)
-                             for n in range(sequences)])
-    q, k = (torch.ones(sequences * queries, len(heads), config.head_dim, dtype=dtype)
-            for heads in (shard.q_heads, shard.kv_heads))
-    attentions = [TensorParallelAttention(config, plan, layer, dtype) for layer in range(layers)]
-
-    def attend() -> list[torch.Tensor]:
-        return [one.attend_all(q, k, k, context) for one in attentions]
-
-    return _timed(attend) / layers
-
-
-def _between(config, plan: ShardPlan, dtype: torch.dtype, rows: int) -> float:
-    """Seconds of what one layer computes beside products and attention: norms, rotation, activation, additions."""
-    attention, mlp = TensorParallelAttention(config, plan, 0, dtype), TensorParallelMLP(config, plan, 0, dtype)
-    norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-    norm.weight.fill_(1)
-    q, k = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads
-    sets = [[torch.ones(rows, *size, dtype=dtype) for size in (
-        (config.hidden_size,), (q, config.head_dim), (k, config.head_dim), (len(mlp.gate_up_proj.weight),))]
-        for _ in range(4)]  # more than stays in a cache, as behind real products
-    turns = torch.ones(1, rows, config.head_dim, dtype=dtype)
-
-    def layers() -> None:
-        for x, q, k, gate_up in sets:
-            norm(x), attention.apply_rope(q, k, turns, turns), x + x
-            norm(x), mlp.act(gate_up), x + x
-
-    return _timed(layers) / len(sets)
-
-
-class Python(NamedTuple):
-    """What Python takes, products apart: seconds per step, ``{(layers, sequences): ...}``, and until a request of one
-    step on the least layers has its answer.
-    """
-
-    step: dict[tuple[int, int], float]
-    answer: float
-
-
-def _python(pool: RankPool, columns: int, products: dict[int, float], dtype: torch.dtype) -> Python:
-    """Of models with so many MLP columns on each rank, whose products take ``{sequences: seconds per layer}``."""
-    step, answer = {}, 0.0
+def _step_seconds(pool: RankPool, sizes: dict, kinds: Sequence[Kind], dtype: torch.dtype) -> dict[Kind, float]:
+    longest = max(kind.length for kind in kinds) + 64
+    blocks = max(kind.sequences * -(-(kind.length + 64) // 16) for kind in kinds)
     with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
-        for layers in LAYERS:
-            tiny = write_random(Path(folder, str(layers)), num_hidden_layers=layers,
-                                intermediate_size=columns * pool.size, **TINY)
-            with LLM(str(tiny), pool.size, dtype, pool=pool, enable_prefix_caching=False) as llm:
-                for n in SEQUENCES:
-                    taken = min(decode_seconds(llm, n, CONTEXT) for _ in range(4))
-                    step[layers, n] = taken - layers * products[n]
-                if layers == LAYERS[0]:
-                    answer = min(prompt_seconds(llm, 1) for _ in range(4)) - layers * products[1]
-    return Python(step, answer)
-
-
-@torch.inference_mode()
-def _sweep(columns: int, rows: int, dtype: torch.dtype, hidden: int = TINY["hidden_size"],
-           layers: int = LAYERS[-1]) -> float:
-    """On a rank: seconds of the products with one layer's MLP, of which there are ``layers``: as many as in the model.
-    """
-    weights = [_packed(*shape, dtype) for _ in range(layers) for shape in ((2 * columns, hidden), (hidden, columns))]
-    return _products(weights, rows, dtype) / layers
+        made = write_random(Path(folder), tie_word_embeddings=True, max_position_embeddings=longest, **sizes)
+        with LLM(str(made), pool.size, dtype, pool=pool, num_blocks=blocks, max_num_batched_tokens=PROMPTS[-1],
+                 enable_prefix_caching=False) as llm:
+            return {kind: kind.seconds(llm) for kind in kinds}
 
 
 def _reduce(size: int) -> float:
-    """On a rank: median seconds of an all-reduce of ``size`` bytes, of many that follow each other, as in a step."""
-    t = torch.zeros(size // 4)
-    return (_timed(lambda: [all_reduce(t) for _ in range(IN_A_ROW)], 10) - _timed(lambda: None, 10)) / IN_A_ROW
+    """On a rank: seconds of an all-reduce of ``size`` bytes, of many that follow each other, as in a step."""
+    t, times = torch.zeros(size // 4), []
+    for _ in range(10):
+        barrier()
+        begin = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            all_reduce(t)
+        times.append((time.perf_counter() - begin) / IN_A_ROW)
+    return min(times)

@@ -1,6 +1,5 @@
 """Steps of the engine by the clock: one sequence decodes, sixteen do, a prompt is read."""
 
-import statistics
 import subprocess
 import sys
 import time
@@ -21,13 +20,13 @@ def step_kinds(config) -> dict[str, list[Part]]:
             "prompt": [Part(0, min(PROMPT, longest_sequence(config) // 2))]}
 
 
-def time_steps(llm: LLM, repeats: int = 3) -> dict[str, float]:
-    """``{kind: seconds of a step}`` of :func:`step_kinds`: the median, after one run that warms up."""
+def time_steps(llm: LLM, repeats: int = 4) -> dict[str, float]:
+    """``{kind: seconds of a step}`` of :func:`step_kinds`: the least of some; what disturbs one makes it slower."""
     found = {}
     for kind, parts in step_kinds(llm.checkpoint.config).items():
-        times = [prompt_seconds(llm, parts[0].count) if kind == "prompt"
-                 else decode_seconds(llm, len(parts), CONTEXT - TOKENS // 2) for _ in range(1 + repeats)]
-        found[kind] = statistics.median(times[1:])
+        times = [prompt_seconds(llm, 1, parts[0].count) if kind == "prompt"
+                 else decode_seconds(llm, len(parts), CONTEXT - TOKENS // 2) for _ in range(repeats)]
+        found[kind] = min(times)
     return found
 
 
@@ -40,10 +39,11 @@ def decode_seconds(llm: LLM, sequences: int, context: int) -> float:
     return (total - max(output.metrics.time_to_first_token for output in outputs)) / (TOKENS - 1)
 
 
-def prompt_seconds(llm: LLM, length: int) -> float:
-    """Seconds until a prompt of ``length`` tokens has its first token."""
+def prompt_seconds(llm: LLM, prompts: int, length: int) -> float:
+    """Seconds until so many prompts of ``length`` tokens have their first token."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     begin = time.perf_counter()
-    llm.generate([[2] * length], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    llm.generate([[2 + number] * length for number in range(prompts)], params, use_tqdm=False)
     return time.perf_counter() - begin
 
 

@@ -39,7 +39,8 @@ AVX2 = ["NUMBA_CPU_NAME=haswell", "NUMBA_CPU_FEATURES=+sse,+sse2,+sse3,+ssse3,+s
 # The first lane takes them from the front, the second from the back: the longest of each first.
 PARTS = {"unit tests": ["tests", *(f"--ignore={path}" for path in [SOLVED, *sum(APART.values(), [])])],
          **APART,
-         "engine, held to AVX2": [*AVX2, "tests/fast", "tests/engine", "tests/llm"],
+         "engine, held to AVX2": [*AVX2, "tests/fast", "tests/engine",
+                                  "--ignore=tests/fast/test_fast_compiled.py"],  # which asks for another processor, too
          "engine, with the fast path off": [*OFF, "tests/engine", "tests/llm"],
          "notebooks against their stored text": ["--nbval", "notebooks"],
          "notebooks with their solutions": [SOLVED]}
