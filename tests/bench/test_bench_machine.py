@@ -35,7 +35,8 @@ def simulated(tp, cores, monkeypatch, disturbed=0.0):
         turns, layers = max(1, pool.size / cores), sizes["num_hidden_layers"]
         latency = LATENCY if pool.size > 1 else 0.0
         if sizes["hidden_size"] == 64:
-            return {kind: own[kind] + (layers - 1) * (2 * latency + turns * 1e-6) - disturbed * layers for kind in kinds}
+            more = (layers - 1) * (2 * latency + turns * 1e-6) - disturbed * layers
+            return {kind: own[kind] + more for kind in kinds}
         made = machine.Machine("by hand", cores, WEIGHT, KV_BYTE, SCORE, latency, BYTE)
         plan, found = ShardPlan.from_config(FABLE, pool.size), {}
         for kind in kinds:

@@ -1,7 +1,7 @@
 """What a machine can do, in the units in which :mod:`tplab.bench.cost` counts: measured here in some seconds.
 
 The engine itself is timed, on models with random weights: one with layers of the given sizes, and tiny ones, which show
-what a step takes beside a model's work, and what a meeting of the ranks does. So whatever computes, the fast path or the
+what a step takes beside a model's work, and what a collective takes. So whatever computes, the fast path or the
 reference, is measured as it is, with all that lies between its products.
 """
 
@@ -137,7 +137,8 @@ class _Engine:
 
     def seconds(self, kind: Kind) -> float:
         """Its own of such a step."""
-        return self.step + self.sequence * (kind.sequences - 1) + self.request * kind.sequences * (kind.what != "decode")
+        come = kind.sequences if kind.what == "prompt" else 0
+        return self.step + self.sequence * (kind.sequences - 1) + self.request * come
 
 
 def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds: dict[Kind, float], own: _Engine,
