@@ -35,7 +35,7 @@ def let_go(pool):
 
 def after_each_rest(rest, held=pinning.HELD):
     """On a rank: how long a rest is."""
-    worker._REST, pinning.HELD = rest, held
+    worker._PAUSE, pinning.HELD = rest, held
 
 
 def compute_beside(count):
@@ -64,7 +64,7 @@ def test_after_a_rest_everybody_begins_on_a_core_of_its_own_and_goes_on_where_it
 
 
 def test_a_pause_is_a_rest_and_commands_one_after_the_other_are_none():
-    assert worker._REST < pinning.HELD < 1.0
+    assert worker._PAUSE < pinning.HELD < 1.0
     with RankPool(2) as pool:
         pool.run(after_each_rest, 1e9)
         assert pool.run(held) == [set(), set()]

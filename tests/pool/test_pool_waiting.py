@@ -1,4 +1,4 @@
-"""How long a rank looks for another one before it sleeps: a short while where others want the cores."""
+"""How long a rank spins for another one before it sleeps: for a short time under contention."""
 
 import time
 from contextlib import ExitStack
@@ -15,13 +15,13 @@ from tplab.ranks import all_reduce, rank
 from tplab.ranks.context import current
 
 
-def test_a_lack_is_felt_over_a_tenth_of_a_second_and_longer_than_it_began(monkeypatch):
+def test_contention_is_measured_over_a_tenth_of_a_second_and_ends_below_the_share_at_which_it_began(monkeypatch):
     now = [0, 0]
     monkeypatch.setattr(Contention, "_read", lambda self: tuple(now))
     contention = Contention()
 
-    def after(ran, lacked):  # milliseconds
-        now[0], now[1] = now[0] + int(ran * 1e6), now[1] + int(lacked * 1e6)
+    def after(ran, waited):  # milliseconds
+        now[0], now[1] = now[0] + int(ran * 1e6), now[1] + int(waited * 1e6)
         return contention.measure()
 
     assert not after(92, 8), "a driver that wakes between steps"
@@ -29,12 +29,12 @@ def test_a_lack_is_felt_over_a_tenth_of_a_second_and_longer_than_it_began(monkey
     assert not after(160, 10)
     assert after(75, 30), "beside a busy process"
     assert after(20, 0), "the window is not over"
-    assert after(72, 12), "few looks make the lack smaller"
+    assert after(72, 12), "short spins leave less contention"
     assert not after(95, 7)
-    assert not after(85, 17), "as much does not begin it"
+    assert not after(85, 17), "the same share does not begin it"
 
 
-def test_without_the_kernels_count_there_is_no_lack(monkeypatch):
+def test_without_the_kernels_count_there_is_no_contention(monkeypatch):
     def refused(*_):
         raise FileNotFoundError
 
@@ -43,20 +43,20 @@ def test_without_the_kernels_count_there_is_no_lack(monkeypatch):
     assert not contention.measure() and contention.before == (0, 0)
 
 
-def looks():
+def budget():
     return current().spin
 
 
-def test_one_rank_without_a_core_makes_all_look_less():
-    def feel(felt):
-        here = felt and rank() == 1
+def test_contention_of_one_rank_shortens_the_spin_budget_of_all():
+    def pretend(contention):
+        here = contention and rank() == 1
         current().contention.measure = lambda: here
 
     with RankPool(3) as pool:
-        for felt, expected in ((True, SHORT_SPIN), (False, LONG_SPIN)):
-            pool.run(feel, felt)
-            pool.run(looks)  # says it, when others may have asked already
-            assert pool.run(looks) == [expected] * 3
+        for contention, expected in ((True, SHORT_SPIN), (False, LONG_SPIN)):
+            pool.run(pretend, contention)
+            pool.run(budget)  # rank 1 may say so after the others have asked
+            assert pool.run(budget) == [expected] * 3
 
 
 def test_a_rank_sleeps_when_its_spin_budget_is_spent(pool):
@@ -78,21 +78,16 @@ def test_a_rank_sleeps_when_its_spin_budget_is_spent(pool):
 
 
 @pytest.mark.skipif(not Contention().before[0], reason="this system does not count it")
-def test_beside_busy_processes_ranks_look_less_until_these_are_gone():
+def test_beside_busy_processes_the_spin_budget_is_short():
     def compute():
         end = time.process_time() + 0.02
         while time.process_time() < end:
             pass
         return current().spin
 
-    def until(pool, expected):
+    with RankPool(2) as pool, ExitStack() as busy:
+        for _ in range(2 * available_cores()):
+            busy.enter_context(busy_process())
         limit = time.monotonic() + 60
-        while pool.run(compute) != [expected] * pool.size:
-            assert time.monotonic() < limit, f"never {expected}"
-
-    with RankPool(2) as pool:
-        with ExitStack() as busy:
-            for _ in range(2 * available_cores()):
-                busy.enter_context(busy_process())
-            until(pool, SHORT_SPIN)
-        until(pool, LONG_SPIN)
+        while pool.run(compute) != [SHORT_SPIN] * 2:
+            assert time.monotonic() < limit

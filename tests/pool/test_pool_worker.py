@@ -141,7 +141,7 @@ def test_a_signal_ends_the_call_and_nothing_else(rank, last, monkeypatch):
     def late(*_):
         raise Abandoned  # it arrived just as the function ended
 
-    monkeypatch.setattr(rank, "_obey", late, raising=False)
+    monkeypatch.setattr(rank, "_execute", late, raising=False)
     outcome, report = obey(rank, len, "abc")
     assert (outcome, report.kind, report.text) == (FAILED, "stopped", "stopped")
 

@@ -6,16 +6,16 @@ import torch
 from tplab.ranks import RankError, all_gather, all_reduce, broadcast, logical_ranks, op_log, rank
 from tplab.ranks.errors import Abandoned
 from tplab.ranks.group import Group
-from tplab.ranks.logical import _Meeting
+from tplab.ranks.logical import _Rendezvous
 
 
 def test_a_logical_rank_that_has_met_the_others_goes_on_though_one_has_failed_since():
-    meeting = _Meeting(2)
-    meeting.steps[1] = meeting.pieces[1][1] = 1
-    meeting.failed(1, ValueError())
-    assert meeting.meet(0, 0) == [0, 1]
+    rendezvous = _Rendezvous(2)
+    rendezvous.steps[1] = rendezvous.pieces[1][1] = 1
+    rendezvous.failed(1, ValueError())
+    assert rendezvous.exchange(0, 0) == [0, 1]
     with pytest.raises(Abandoned):
-        meeting.meet(0, 0)
+        rendezvous.exchange(0, 0)
 
 
 def test_pieces_longer_than_one_swap_takes(monkeypatch):

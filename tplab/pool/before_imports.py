@@ -1,13 +1,13 @@
-"""Loaded by the fork server before anything that takes long to import or brings numpy.
+"""The first module that the fork server imports, before numpy and before anything that takes long to import.
 
-numpy's BLAS computes on one thread in a rank, torch on its share of the cores: torch has a function for that
-(``torch.set_num_threads``), OpenBLAS reads the environment once, when it is loaded. And what the imports make stays, so
-nobody looks for garbage meanwhile: that alone takes a fifth of their time. `tplab.pool.preload`, loaded last, ends it.
-
-A rank's threads meet at the end of each product. GNU's OpenMP spins there for milliseconds: if one more process wants a
-core, whoever spins keeps the one that he waits for from running. With a thousand looks, then sleep, SmolLM2 decodes at
-28 tokens/s beside a busy process instead of 1.5 (one rank of two threads on two cores), and as quickly as before
-without one. `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY` in the environment say it otherwise.
+- OpenBLAS, numpy's library, gets one thread. It reads the environment once, when it is loaded. (The number of torch's
+  threads is set later, by ``torch.set_num_threads``.)
+- Garbage collection is off during the imports: nothing that they make is garbage, and the search takes a fifth of their
+  time. `tplab.pool.preload`, the last module, turns it on again.
+- Threads of GNU's OpenMP spin a thousand times at the end of a product, then sleep. By default they spin for
+  milliseconds, and beside another busy process the spinning threads keep the last one from its core: SmolLM2 then
+  decoded at 1.5 tokens/s, and at 28 with this setting (one rank of two threads on two cores). Without another process
+  the setting costs nothing. `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY` in the environment have precedence.
 """
 
 import gc

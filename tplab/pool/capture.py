@@ -1,7 +1,7 @@
-"""What a rank prints: caught in the rank, cut there, shown by the parent in rank order.
+"""What a rank prints: captured and cut in the rank, shown by the parent in rank order.
 
-ipykernel forwards a child's bare output only outside pytest, so a rank's output must reach the notebook through the
-parent, or Lab and nbval would show different text.
+ipykernel forwards what a child process prints only outside pytest. So a rank's output goes through the parent, or Lab
+and nbval would show different text.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ libc = ctypes.CDLL(None)
 
 
 class Output(io.BufferedIOBase):
-    """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the beginning, tells `note` every total."""
+    """The byte stream under a rank's `sys.stdout` and `sys.stderr`: keeps the first bytes, calls `note` with the total.
+    """
 
     def __init__(self, note):
         self.note = note
@@ -43,7 +44,7 @@ class Output(io.BufferedIOBase):
 
 
 def redirect(memory: SharedFile, note) -> Output:
-    """From here on everything this process prints, C libraries included, goes to `memory`."""
+    """From here on everything that this process prints, C libraries included, goes to `memory`."""
     flush()
     fcntl.fcntl(memory.fd, fcntl.F_SETFL, fcntl.fcntl(memory.fd, fcntl.F_GETFL) | os.O_APPEND)
     os.dup2(memory.fd, 1)
@@ -55,7 +56,7 @@ def redirect(memory: SharedFile, note) -> Output:
 
 
 def flush() -> None:
-    """Push out what C's stdio still holds back."""
+    """Write what C's stdio still has in its buffers."""
     libc.fflush(None)
 
 
@@ -67,14 +68,14 @@ class Reader:
         self.dropped = 0
 
     def trim(self) -> None:
-        """Throw away what exceeds any use, so that a flood from C code cannot fill the memory."""
+        """Drop all but the beginning of a very long output, so that C code cannot fill the memory."""
         length = self.memory.length()
         if length > 64 * SHOWN_BYTES:
             self.memory.truncate(SHOWN_BYTES)
             self.dropped += length - SHOWN_BYTES
 
     def take(self, printed: int) -> tuple[str, int]:
-        """Text since the last call, and how many bytes more there were; `printed`: bytes that Python code wrote."""
+        """The text since the last call, and how many more bytes there were; `printed`: bytes that Python code wrote."""
         length = self.memory.length()
         data = self.memory.get(min(length, SHOWN_BYTES))
         self.memory.truncate()
@@ -84,7 +85,7 @@ class Reader:
 
 
 def show(rank: int, text: str, missing: int) -> None:
-    """Print a rank's lines; of a progress bar, which overwrites its line, the last state."""
+    """Print a rank's lines; of a progress bar, which overwrites its line, only the last state."""
     for line in text.removesuffix("\n").split("\n") if text else ():
         print(f"[rank {rank}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}")
     if missing > 0:

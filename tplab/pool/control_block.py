@@ -1,7 +1,7 @@
 """The control block of a pool: one shared mapping that the parent and every rank read and write.
 
-Commands, answers, progress and the op logs are plain numbers at fixed places, so they can be read at any moment,
-also when a rank is stuck in C++ or dead, and an interrupted reader loses nothing: pipes carry only wake-up bytes.
+Commands, answers, progress and the op logs are plain numbers at fixed places. So they can be read at any moment, also
+when a rank is stuck in C++ or dead, and an interrupted reader loses nothing. Pipes carry only wake-up bytes.
 """
 
 import threading
@@ -10,22 +10,22 @@ from typing import NamedTuple
 from tplab.pool.shared_file import SharedFile
 from tplab.ranks.oplog import LOG_BYTES, OpLog
 
-JOIN, SETUP, RUN, DROP = 1, 2, 3, 4  # the parent's commands; DROP: close gloo's connections; it has no answer
+JOIN, SETUP, RUN, DROP = 1, 2, 3, 4  # the parent's commands; DROP closes gloo's connections and has no answer
 OK, FAILED = 1, 2  # outcomes of a command
 
 # Words of the pool's block.
-ABANDONED = 0  # ranks of this epoch, or an earlier one, leave every collective
+ABANDONED = 0  # ranks of this epoch and of earlier ones leave every collective
 NUMBER, KIND, EPOCH, LENGTH = 1, 2, 3, 4  # the current command; NUMBER is written last
 
 # Words of a rank's block.
-ANSWERED = 0  # number of the last command this rank has finished
+ANSWERED = 0  # number of the last command that this rank has finished
 OUTCOME = 1
 ANSWER_LENGTH = 2
 ANSWERED_AT = 3  # time.monotonic_ns
 PRINTED = 4  # bytes that Python code has printed during the command
-STARTED = 5  # number of the last command this rank has begun
-STEP = 6  # data steps this rank has published in this epoch
-BIRTH = 7  # the epoch in which the process was started that may speak for this rank
+STARTED = 5  # number of the last command that this rank has begun
+STEP = 6  # number of exchanges of data that this rank has published in this epoch
+BIRTH = 7  # the epoch in which this rank's process was started: an older process must end
 SLEEPING = 8  # 1 while the rank sleeps until another one publishes a step
 CONTENDED = 9  # 1 while other processes want this rank's core
 BLOCK_WORDS = 64
@@ -82,7 +82,7 @@ class ControlBlock:
                 return command
 
     def clear_rank(self, rank: int, birth: int) -> None:
-        """Make room for a process that takes the place of another."""
+        """Prepare the rank's block for a new process."""
         for name in range(BLOCK_WORDS):
             self.set_word(rank, name, 0)
         self.set_word(rank, BIRTH, birth)
@@ -108,9 +108,9 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses before this call against those after it.
+    """A memory fence: accesses before this call come before those after it, also on processors (ARM) that reorder them.
 
-    Python has no fence. Locks are: two acquisitions, one after the other, also on processors (ARM) that reorder writes.
+    Python has none. To take a lock twice has the same effect.
     """
     for _ in range(2):
         with _lock:

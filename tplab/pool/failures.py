@@ -1,4 +1,4 @@
-"""What went wrong in a command: from what a `Watch` knows to one `RankError`."""
+"""What went wrong in a command: one `RankError` from what a `Watch` has seen."""
 
 from tplab.pool import transfer
 from tplab.pool.control_block import ANSWERED_AT
@@ -9,7 +9,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 def failure(watch) -> RankError:
-    """Some rank raised or died: the first of them on top, ranks that only lost it marked as a consequence."""
+    """A rank raised or died: the first one on top; errors of ranks that only lost it are marked as a consequence."""
     if watch.pool.closed:
         watch.stop()
         return RankError("the pool was closed while it was running this")
@@ -23,14 +23,14 @@ def failure(watch) -> RankError:
 
 
 def skipped(watch) -> RankError:
-    """Some ranks have returned, and others wait in a collective for them."""
+    """Some ranks have returned, and others wait for them in a collective."""
     causes = _unfinished(watch) + _returned(watch)
     summary = "; ".join(f"rank {c.rank} {c.text}" for c in sorted(causes, key=lambda c: c.kind != "returned"))
     return _error(watch, summary, causes)
 
 
 def too_late(watch) -> RankError:
-    """The time is up: every rank's place, those that do not just wait for another one first."""
+    """The timeout has passed: where every rank is; those that do not wait for another one come first."""
     causes = sorted(_unfinished(watch) + _returned(watch), key=lambda cause: cause.rank)
     summary = f"not finished after {watch.timeout:g} s: " + "; ".join(f"rank {c.rank} {c.text}" for c in causes)
     return _error(watch, summary, sorted(causes, key=lambda cause: cause.kind != "running"))
@@ -72,7 +72,7 @@ def _finished(watch, r):
 
 
 def _death(watch, r):
-    """How and where a rank died; a rank killed from outside leaves its last collective only."""
+    """How and where a rank died. Of one that was killed from outside, only its last collective is known."""
     process, record = watch.processes[r], watch.last_op(r)
     frames = learner_frames(process.stack(crash=True))
     text = f"died ({process.death()})"
@@ -91,7 +91,7 @@ def _death(watch, r):
 def _error(watch, summary, causes, kind=RankError):
     dead = [r for r, status in enumerate(watch.status) if status == "dead"]
     watch.stop()
-    # Read when all ranks are at rest: logs that still grow would seem to differ.
+    # Read when no rank runs any more: logs that still grow would seem to differ.
     logs = [log.records(before) for log, before in zip(watch.control.logs, watch.before)]
     notes = []
     if watch.ended:
@@ -107,7 +107,7 @@ def _ranks(numbers) -> str:
 
 
 def _exception(pickled):
-    """The exception object, where its class is known here too; its text has come in any case."""
+    """The exception object, if its class can be imported here; its text is known in any case."""
     try:
         return None if pickled is None else transfer.loads(pickled)
     except Exception:

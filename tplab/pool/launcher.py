@@ -1,6 +1,7 @@
 """Starting rank processes with torch.multiprocessing: fork server with torch loaded on Linux, spawn elsewhere.
 
-The fork server is Python's own. It serves all pools of a process, so ranks start in milliseconds, and ends with it.
+The fork server is Python's own. All pools of a process share it, and it ends with the process. A rank starts in
+milliseconds.
 """
 
 import os
@@ -24,7 +25,7 @@ _lock = threading.Lock()
 def start(spec: worker.Spec):
     """Start one rank; returns its process object. The files of `spec` are closed here when they have been sent.
 
-    On a thread of its own, where no interrupt can cut it short: half a request would bring down the fork server.
+    This happens on a thread of its own, where no interrupt can cut it short: half a request would end the fork server.
     """
     task = _Start(spec)
     try:
@@ -40,7 +41,7 @@ def start(spec: worker.Spec):
 
 
 class _Start(threading.Thread):
-    """One start; if it is not wanted any more when it is done, the process goes again."""
+    """One start. If it is not wanted any more when it is done, the process is ended."""
 
     def __init__(self, spec):
         super().__init__(name=f"start of rank {spec.rank}", daemon=True)
@@ -74,7 +75,7 @@ class _Start(threading.Thread):
 
 
 def forget() -> None:
-    """In a fork of this process: leave the fork server to the parent, and start an own one when one is needed."""
+    """In a fork of this process: leave the fork server to the parent; the next start makes another one."""
     global _lock
     if (alive := forkserver._forkserver._forkserver_alive_fd) is not None:
         os.close(alive)
@@ -84,9 +85,9 @@ def forget() -> None:
 
 
 def _find_server() -> None:
-    """If a cleaner of temporary folders has taken the fork server's address, have the next start make another one.
+    """Have the next start make another fork server if this one's socket was removed from the temporary folder.
 
-    The old one stays to the end, for the ranks that it has started would end with it.
+    The old one must stay, or the ranks that it has started would end with it.
     """
     address = forkserver._forkserver._forkserver_address
     if address is not None and not os.path.exists(address):
@@ -108,10 +109,10 @@ def _make_socket_folder() -> None:
 
 @contextmanager
 def _without_main():
-    """Keep a rank from importing the learner's script, whose functions travel by value.
+    """Keep a rank from importing the learner's script; functions are sent by value.
 
-    multiprocessing runs the parent's main module again in every child, so a script without an
-    ``if __name__ == "__main__"`` guard would start pools from inside pools.
+    multiprocessing runs the parent's main module again in every child. A script without an
+    ``if __name__ == "__main__"`` guard would then start pools inside of pools.
     """
     vars(sys.modules["__main__"]).setdefault("__spec__", None)  # multiprocessing reads it; IPython's %reset deletes it
     prepare = spawn.get_preparation_data

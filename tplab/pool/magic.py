@@ -12,7 +12,7 @@ from tplab.pool.pool import latest_pool, shared_pool
 from tplab.ranks import context
 from tplab.ranks.errors import RankError, place
 
-# At hand in every cell without an import.
+# Names that every cell has without an import.
 _GIVEN = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
 _own_names = weakref.WeakKeyDictionary()  # pool -> names that cells have defined on its ranks
 
@@ -23,11 +23,11 @@ def load_ipython_extension(shell) -> None:
 
 
 def run_cell(shell, line: str, cell: str) -> None:
-    """Run `cell` on every rank of the pool made last, or of a shared one of two ranks.
+    """Run `cell` on every rank of the pool that was made last, or of a shared one of two ranks.
 
-    ``%%ranks 4`` takes the shared pool of four ranks, ``--timeout 5`` bounds the run in seconds. Each rank keeps its
-    own variables from cell to cell and has `torch` and the collectives at hand. A name that no cell has defined on the
-    ranks is taken from the notebook, where it has that name.
+    ``%%ranks 4`` takes the shared pool of four ranks; ``--timeout 5`` limits the run to five seconds. Each rank keeps
+    its own variables from cell to cell; `torch` and the collectives are imported. A name that no cell has defined on
+    the ranks has the value that it has in the notebook.
     """
     options = _parse(line)
     label = f"<%%ranks {_cell_name(shell)}>"
@@ -64,12 +64,12 @@ class _Cell:
 
     @property
     def __code__(self):
-        """Where a rank was that died without a word."""
+        """What an error shows for a rank that died without saying where."""
         return compile(self.source, self.label, "exec").replace(co_firstlineno=2)
 
 
 def _cell_name(shell) -> str:
-    """``In[3]``, as IPython calls the running cell; `execution_count` may be the next one's already."""
+    """``In[3]``, IPython's name of the running cell; `execution_count` may already be the next one's."""
     frame = sys._getframe()
     while frame is not None:
         if named := shell.compile.format_code_name(frame.f_code.co_filename):

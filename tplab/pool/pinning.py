@@ -1,9 +1,9 @@
-"""After a rest, the threads that compute begin on a core each.
+"""After a pause, the compute threads of the ranks start on one core each.
 
-Who is woken is put beside its waker where the kernel takes the other cores for busy, as Linux does in a virtual machine
-whose resting cores the host has lent to others. It takes tens of milliseconds until the host has given them back, and
-so long threads that wait for each other take turns on one core: a prompt of 64 tokens of SmolLM2 took 64 ms on one rank
-of two threads after a rest of 0.2 s, and 30 ms without one (bfloat16; one thread alone 42 ms).
+Linux wakes a thread on its waker's core if the other cores seem busy. In a virtual machine idle cores seem busy while
+the host has lent them to others; it takes tens of milliseconds to get them back. Until then, threads that wait for each
+other share one core: a prompt of 64 tokens of SmolLM2 took 64 ms on one rank of two threads after a pause of 0.2 s, and
+30 ms without a pause (bfloat16; one thread alone 42 ms).
 """
 
 import os
@@ -13,14 +13,14 @@ from threading import Timer
 
 from tplab.pool.capture import libc
 
-COMPUTES = "compute"  # the names of threads that compute for a rank begin so
-HELD = 0.1  # seconds until the kernel chooses again: beside a busy process it chooses better
+COMPUTES = "compute"  # the names of a rank's compute threads begin with this
+HELD = 0.1  # seconds until the kernel chooses again: beside a busy process its choice is the better one
 
 
 def pin_threads(rank: int) -> None:
-    """Hold each thread that computes for ``rank`` on a core of its own for :data:`HELD` seconds.
+    """Pin each compute thread of ``rank`` to a core of its own for :data:`HELD` seconds.
 
-    Nothing happens to threads that were given their cores, or where the system has no such calls (macOS).
+    Threads that somebody else has pinned are left alone. On systems without these calls (macOS) nothing happens.
     """
     if not hasattr(os, "sched_setaffinity") or not hasattr(libc, "gettid"):
         return
@@ -36,7 +36,7 @@ def pin_threads(rank: int) -> None:
 
 
 def _release(threads: list[int], cores: list[int]) -> None:
-    """They first, then the threads that were born to them meanwhile, which begin where they are held."""
+    """Unpin these threads, and then those that they have started meanwhile, which inherited their core."""
     for number in (*threads, *map(int, os.listdir("/proc/self/task"))):
         with suppress(ProcessLookupError):  # it has ended
             if len(os.sched_getaffinity(number)) == 1:
@@ -44,7 +44,7 @@ def _release(threads: list[int], cores: list[int]) -> None:
 
 
 def _threads() -> list[int]:
-    """The system's numbers of this thread and of those that compute with it."""
+    """The system's numbers of this thread and of the compute threads."""
     own = threading.get_ident()
     return [thread.native_id for thread in sorted(threading.enumerate(), key=lambda one: one.ident != own)
             if thread.ident == own or thread.name.startswith(COMPUTES)]

@@ -31,10 +31,11 @@ _shared = {}
 class RankPool:
     """`size` rank processes on this machine, with collectives between them.
 
-    ``pool.run(fn, *args)`` calls ``fn`` on every rank at once and returns their results in rank order. ``timeout`` is
-    the default bound of a run in seconds. ``strict=True`` also demands that ranks meet from the same source line.
-    A failed run raises `RankError` and leaves the pool usable; a rank that had to be ended starts afresh with an empty
-    `state`. Use as a context manager, or call `close`; ranks never outlive the process that made them.
+    ``pool.run(fn, *args)`` calls ``fn`` on all ranks at once and returns their results in rank order. ``timeout`` is
+    the longest that a run may take, in seconds, unless the run says otherwise. ``strict=True`` also requires that all
+    ranks call a collective from the same source line. A failed run raises `RankError`, and the pool can be used again;
+    a rank that had to be ended starts afresh with an empty `state`. Use it as a context manager, or call `close`. Ranks
+    never outlive the process that made them.
     """
 
     def __init__(self, size: int = 2, timeout: float = 60.0, strict: bool = False):
@@ -75,20 +76,20 @@ class RankPool:
 
     @property
     def pids(self) -> list[int | None]:
-        """Process numbers of the ranks, in rank order; None for one that the next run will start."""
+        """Process numbers of the ranks, in rank order; None for a rank that the next run will start."""
         return [None if process.dead() else process.child.pid for process in self._processes]
 
     @property
     def number_of_runs(self) -> int:
-        """How often the ranks were given something to do."""
+        """How many commands the ranks have been given."""
         return self._number
 
     def run(self, fn, *args, timeout: float | None = None, **kwargs) -> list:
         """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
 
         `fn` may be defined in a notebook cell. What the ranks print is printed here, in rank order. Patches that are in
-        force here (`tplab.patch.applied`) are in force on the ranks until `fn` has returned. Raises `RankError`
-        when any rank fails, when ranks disagree in a collective, or after `timeout` seconds (the pool's if None).
+        force here (`tplab.patch.applied`) are in force on the ranks until `fn` has returned. Raises `RankError` when a
+        rank fails, when the ranks' collectives differ, or after `timeout` seconds (None: the pool's).
         """
         _refuse_inside_rank("RankPool.run")
         self._refuse_unusable()
@@ -104,14 +105,14 @@ class RankPool:
                 self._owner = None
 
     def close(self) -> None:
-        """End the ranks and give everything back. Can be called twice."""
+        """End the ranks and free everything. Can be called twice."""
         if self.closed or self._pid != os.getpid():
             return
         self.closed = True
         end_all(getattr(self, "_processes", []))
         remove_folder(self._folder)
         _open_pools.discard(self)
-        # A run in another thread sees its ranks die and leaves; only then may the memory go.
+        # A run in another thread ends when its ranks have died; only then can the memory be freed.
         waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
         try:
             for process in getattr(self, "_processes", []):
@@ -155,7 +156,7 @@ class RankPool:
                 process.wake()
 
     def _ready(self):
-        """All ranks alive, in one epoch, looking for modules where this process does."""
+        """Have all ranks alive, in one epoch, and with this process's module path and working folder."""
         if self._fresh or any(process.dead() for process in self._processes):
             self._join()
         folder = _working_folder()
@@ -164,7 +165,7 @@ class RankPool:
             self._set_up = (list(sys.path), folder)
 
     def _join(self):
-        """Bring all ranks into a new epoch, dead ones started afresh."""
+        """Bring all ranks into a new epoch; dead ones are started afresh."""
         if self._watch is not None:
             self._watch.stop()  # an interrupt may have cut the last attempt short
         self._epoch += 1
@@ -173,19 +174,19 @@ class RankPool:
         dead = [process for process in self._processes if process.dead()]
         for process in dead:
             self._control.clear_rank(process.rank, self._epoch)
-        # Posted first: a rank that starts must find this command and no older one.
+        # Before the start: a new rank must find this command and no older one.
         self._post(JOIN)
         try:
             for process in dead:
                 process.start(self)
             Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
         except BaseException:
-            # Those that have not joined sit in gloo's rendezvous and wait for the missing ones.
+            # Those that have not joined wait in gloo's rendezvous for the others.
             end_all([m for m in self._processes if self._control.word(m.rank, ANSWERED) != self._number])
             raise
         finally:
             for process in self._processes:
-                process.reader.take(0)  # what libraries say while they start is no learner's output
+                process.reader.take(0)  # what libraries print while they start is not the learner's
         self._fresh = False
 
     def _print(self):
@@ -204,7 +205,7 @@ class RankPool:
 
 
 def shared_pool(size: int = 2) -> RankPool:
-    """The one open pool of `size` ranks of this process: made on first use, made again if it was closed."""
+    """This process's shared pool of `size` ranks: made on first use, and again if it was closed."""
     size = _pool_size(size)
     pool = _shared.get(size)
     if pool is None or pool.closed or pool._pid != os.getpid():
@@ -213,7 +214,7 @@ def shared_pool(size: int = 2) -> RankPool:
 
 
 def latest_pool() -> RankPool:
-    """The open pool made last, else a shared one of two ranks."""
+    """The open pool that was made last, else a shared one of two ranks."""
     latest = max((pool for pool in _open_pools if not pool.closed), key=lambda pool: pool._made, default=None)
     return latest or shared_pool(2)
 
@@ -225,7 +226,7 @@ def _close_all() -> None:
 
 
 def _disown() -> None:
-    """In a fork of this process: the ranks are the parent's, so let go of them without a word to them."""
+    """In a fork of this process: the ranks are the parent's; they must notice nothing."""
     for process in (process for pool in _open_pools for process in pool._processes):
         process.disown()
     if len(_open_pools):
@@ -259,11 +260,11 @@ def _working_folder() -> str | None:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        return None  # somebody removed it; the ranks stay where they are
+        return None  # it was removed; the ranks stay in theirs
 
 
 def _private_folder() -> str:
-    """Where gloo's rendezvous is, with a little room in it."""
+    """A folder for gloo's rendezvous. Raises `RankError` if there is no room for its small files."""
     folder = None
     try:
         folder = make_folder()
@@ -277,7 +278,7 @@ def _private_folder() -> str:
 
 
 def _empty(folder: str) -> None:
-    """Nothing of an earlier epoch's meeting place in it; made again if a cleaner of temporary folders has taken it."""
+    """Remove the files of an earlier epoch's rendezvous; make the folder again if something has removed it."""
     try:
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)

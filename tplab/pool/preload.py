@@ -1,8 +1,8 @@
-"""Loaded by the fork server before it forks ranks, and by nobody else.
+"""The last module that the fork server imports before it forks ranks; nothing else imports it.
 
-The modules below take seconds to import. Here that happens once, and each rank, also one that takes the place of a dead
-one, starts in some tens of milliseconds with all of them. And after a sudden end of the notebook this process, which
-notices it whatever its ranks are doing, removes what is left.
+The modules below take seconds to import. The fork server imports them once, and each rank, also one that replaces a
+dead one, starts with all of them in some tens of milliseconds. And when the notebook's process has ended, however it
+ended, the fork server removes the folders that are left.
 """
 
 import atexit
@@ -27,26 +27,26 @@ from tplab.pool.private_folder import folders_of
 
 def _settle(listener_fd: int) -> None:
     """In the fork server only."""
-    # Out of the notebook's process group: a kernel that is stopped the hard way has its whole group killed, and
-    # nobody could then remove its folders.
+    # Out of the notebook's process group: whoever kills a kernel kills its whole group, and this process must be there
+    # to remove the kernel's folders.
     os.setsid()
-    gc.freeze()  # garbage collection in a rank need not walk through what was imported, nor copy its pages
+    gc.freeze()  # garbage collection in a rank need not search what was imported, nor copy its pages
     gc.enable()
     with socket.socket(fileno=os.dup(listener_fd)) as listener:
         atexit.register(_sweep, os.getpid(), os.getppid(), listener.getsockname())
 
 
 def _sweep(mine: int, parent: int, address: str) -> None:
-    """The parent is gone: remove its folders, and end at once, upon which the kernel ends all ranks that are left.
+    """The parent has ended: remove its folders and end at once. The kernel then ends all ranks that are left.
 
-    (Taking down an interpreter with all of the above in it can take seconds on a busy machine.)
+    (An orderly end of an interpreter that has imported all of the above can take seconds on a busy machine.)
     """
     if os.getpid() != mine:
-        return  # a rank's end
-    end = time.monotonic() + 1.0  # its files are closed, which ends this process, a moment before it is gone
+        return  # a rank ends
+    end = time.monotonic() + 1.0  # the parent's files are closed, upon which this process ends, before it is gone
     while os.getppid() == parent:
         if time.monotonic() > end:
-            return  # it lives, and this process ends by an error
+            return  # the parent lives on; this process ends by an error
         time.sleep(0.001)
     with suppress(OSError):  # there may be no temporary folder any more
         for folder in folders_of(parent):
@@ -57,6 +57,6 @@ def _sweep(mine: int, parent: int, address: str) -> None:
     os._exit(0)
 
 
-# Any other process that imports this module, by accident or to read its documentation, stays as it is.
+# Nothing happens in any other process that imports this module, say to read its documentation.
 if _command := re.search(r"multiprocessing\.forkserver import main; main\((\d+),", " ".join(sys.orig_argv)):
     _settle(int(_command[1]))

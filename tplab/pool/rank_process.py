@@ -1,4 +1,4 @@
-"""The parent's side of one rank: its process, its files, the signals it understands."""
+"""The parent's side of one rank: its process, its files and its signals."""
 
 import os
 import re
@@ -20,12 +20,12 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def threads_per_rank(size: int) -> int:
-    """How many threads each of ``size`` ranks computes on: the cores but one, dealt out.
+    """The number of compute threads of each of ``size`` ranks: all cores but one, divided by ``size``.
 
-    The one is left to this process and to others: threads that compute together wait for each other, and where one of
-    them finds no core, so do the others (2 threads on 2 cores, of which one was busy: 0.5 to 0.6 of one thread's speed
-    in SmolLM2's decoding, 0.6 to 0.8 with 16 sequences, 0.8 to 0.9 in a prompt of 512). ``OMP_NUM_THREADS``, where it
-    is set, says it for each rank, as under torchrun and in vLLM. Raises `RankError` if that is no possible number.
+    One core is left for this process and others. The threads of a product wait for each other, so one that gets no core
+    delays all. (Two threads on two cores, one of them busy, against one thread: 0.5 to 0.6 of its speed in SmolLM2's
+    decoding, 0.6 to 0.8 with 16 sequences, 0.8 to 0.9 in a prompt of 512.) ``OMP_NUM_THREADS`` sets the number for each
+    rank, as under torchrun and in vLLM; raises `RankError` if it is out of range.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked):
@@ -36,7 +36,7 @@ def threads_per_rank(size: int) -> int:
 
 
 class RankProcess:
-    """One rank as seen from the parent."""
+    """One rank, for the parent."""
 
     def __init__(self, pool, rank: int):
         self.control, self.rank = pool._control, rank
@@ -61,10 +61,10 @@ class RankProcess:
         try:
             os.write(self.pipe.fileno(), b"w")
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has just died, which the sentinel tells better
+            pass  # it has just died, which the sentinel reports
 
     def drain(self) -> bool:
-        """Take in the wake-up bytes that the rank has sent; False at the end of the pipe."""
+        """Read the wake-up bytes that the rank has sent; False at the end of the pipe."""
         try:
             return bool(os.read(self.pipe.fileno(), 4096))
         except ConnectionResetError:  # it died with a wake-up of ours unread
@@ -74,7 +74,7 @@ class RankProcess:
         return self.child is None or not self.child.is_alive()
 
     def is_up(self) -> bool:
-        """Whether the process has come as far as taking commands; before that a signal would end it."""
+        """Whether the process takes commands already; before that a signal would end it."""
         return self.control.word(self.rank, STARTED) > 0 and not self.dead()
 
     def signal(self, number: int) -> None:
@@ -90,7 +90,7 @@ class RankProcess:
         return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
 
     def stack(self, crash: bool = False) -> list[Frame]:
-        """The lines that faulthandler has written, innermost last; with `crash` only those of a fatal error."""
+        """The stack that faulthandler has written, innermost line last; with `crash` only that of a fatal error."""
         text = self.stacks.get(self.stacks.length()).decode(errors="replace")
         if crash:
             text = text.partition("Fatal Python error")[2]
@@ -101,7 +101,7 @@ class RankProcess:
             end_all([self])
         if self.pipe is not None:
             self.pipe.close()
-        self.child = self.pipe = None  # never closed by name: an interrupt here would leave one that answers nothing
+        self.child = self.pipe = None  # no `close` of the process: an interrupt in it would leave an unusable object
 
     def disown(self) -> None:
         """In a fork of the parent: close this end of the pipe, and do not end the process when this one exits."""
@@ -126,9 +126,9 @@ def end_all(processes) -> None:
 
 
 def snapshot(processes) -> dict[int, list[Frame]]:
-    """Where these ranks are at this moment, innermost line last; an empty list for one that does not say.
+    """The stacks of these ranks at this moment, innermost line last; an empty list for one that does not answer.
 
-    faulthandler answers from a signal handler in C, so also when a rank is stuck in C++ with the GIL held.
+    faulthandler writes from a signal handler in C, so also when a rank is stuck in C++ and holds the GIL.
     """
     asked = [process for process in processes if process.is_up()]
     for process in asked:
@@ -153,7 +153,7 @@ def in_gloo(frames) -> bool:
 
 
 def gloo_call(frames) -> str:
-    """The function of `torch.distributed` that the stack went in by."""
+    """The function of `torch.distributed` that was called from outside of it."""
     inside = [frame.function for frame in frames if _DISTRIBUTED in frame.file]
     return next((name for name in inside if name != "wrapper"), inside[0])
 

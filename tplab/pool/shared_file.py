@@ -1,7 +1,7 @@
-"""Unnamed shared files: the memory that a pool and its ranks have in common.
+"""Unnamed shared files: the memory that a pool and its ranks share.
 
-On Linux they are `memfd`s, so neither a full ``/dev/shm`` nor a full temp folder can touch them, and nothing is left
-behind whatever happens. Elsewhere they are files in the pool's private folder, unlinked as soon as they are open.
+On Linux they are `memfd`s, which need no room in ``/dev/shm`` or in the temporary folder and leave nothing behind.
+Elsewhere they are files in the pool's private folder, unlinked as soon as they are open.
 """
 
 import mmap
@@ -13,7 +13,7 @@ from tplab.ranks.errors import RankError
 
 
 class SharedFile:
-    """A file that has no name. Pickled while a rank is being started, it arrives there as the same file."""
+    """A file that has no name. Pickled while a rank is being started, it is the same file there."""
 
     def __init__(self, label: str, folder: str, size: int = 0):
         if hasattr(os, "memfd_create"):
@@ -22,7 +22,7 @@ class SharedFile:
             try:
                 self.fd, path = tempfile.mkstemp(prefix=label, dir=folder)
                 os.unlink(path)
-                # Room is taken now: a file system that runs full later would kill a rank with SIGBUS in mid-write.
+                # The room is allocated now: on a file system that is full later, a write would end a rank by SIGBUS.
                 if size and hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self.fd, 0, size)
             except OSError as error:
@@ -34,14 +34,14 @@ class SharedFile:
         return _arrive, (reduction.DupFd(self.fd), self.size)
 
     def duplicate(self) -> "SharedFile":
-        """The same file under a descriptor of its own, which can be closed apart."""
+        """The same file under another descriptor, which can be closed by itself."""
         return _adopt(os.dup(self.fd), self.size)
 
     def map(self) -> mmap.mmap:
         return mmap.mmap(self.fd, self.size)
 
     def put(self, data: bytes) -> None:
-        """Replace what the file holds; the memory of a longer earlier content is given back."""
+        """Replace the content; memory that a longer one needed is freed."""
         os.ftruncate(self.fd, len(data))
         view, offset = memoryview(data), 0
         while offset < len(view):
@@ -74,7 +74,7 @@ class SharedFile:
 
 
 def no_room(error: OSError, folder: str | None) -> RankError:
-    """What to say when a temporary folder is missing, full or not ours to write."""
+    """The error for a temporary folder that is missing, full or not writable."""
     if folder is not None and error.filename is None:
         error.filename = folder
     return RankError(f"the ranks need a little room in a temporary folder and cannot have it: {error}. "

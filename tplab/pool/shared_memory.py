@@ -1,8 +1,8 @@
-"""The group of a pool's processes: pieces travel through shared memory.
+"""The group of a pool's processes, which exchange data through shared memory.
 
-An all-reduce of 4 KB between two ranks takes gloo several hundred microseconds (threads and sockets) and this some
-tens. Each rank has two slots and uses them in turn: a rank that has published step n + 1 has finished reading step n,
-so slot n may be written again at step n + 2 without any further signal.
+An all-reduce of 4 KB between two ranks takes some tens of microseconds; gloo, with threads and sockets, takes several
+hundred. Each rank has two slots and alternates between them. A rank that has published step n + 1 has finished reading
+step n, so the slot of step n can be written again at step n + 2 without another signal.
 """
 
 import torch
@@ -22,7 +22,7 @@ from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention, sleep_while, w
 from tplab.ranks.errors import Abandoned, CollectiveMismatch
 from tplab.ranks.group import Group
 
-_LOOK_UP = 0.01  # seconds of sleep, for the parent may have given the run up
+_LONGEST_SLEEP = 0.01  # seconds; then the rank looks whether the parent has ended the run
 
 
 class SharedMemoryGroup(Group):
@@ -50,14 +50,13 @@ class SharedMemoryGroup(Group):
         self.log.clear()
 
     def begin_command(self) -> None:
-        """Find out whether other processes want the cores. All ranks are asked: one that waits for another has a core.
-        """
+        """Choose the spin budget: a short one if any rank has met contention, for one that waits always has a core."""
         self.words[self.contended_at[self.rank]] = self.contention.measure()
         self.spin = SHORT_SPIN if any(self.words[at] for at in self.contended_at) else LONG_SPIN
 
     @property
     def command(self) -> int:
-        """The number of the pool's command that is being obeyed; each has the next one."""
+        """The number of the pool's command that is being executed."""
         return self.words[NUMBER]
 
     def chunk(self, dtype):
@@ -71,12 +70,12 @@ class SharedMemoryGroup(Group):
         return slots
 
     def all_agree(self, answer: bool) -> bool:
-        """Whether all ranks say yes. It stands in no op log."""
+        """Whether all ranks' answers are true. This exchange is not in the op log."""
         return all(bool(said) for said in self.swap(torch.tensor([answer])))
 
     def end_step(self, step: int, seq: int, stopped: bool) -> None:
-        """Compiled code has published steps up to ``step`` and entered collectives up to number ``seq``; if it
-        ``stopped`` early, raise what it has met."""
+        """Take over from compiled code, which has published steps up to ``step`` and entered collectives up to number
+        ``seq``. If it ``stopped`` early, raise the reason."""
         self.step = step
         self.log.jump(seq)
         if stopped:
@@ -95,21 +94,21 @@ class SharedMemoryGroup(Group):
 
     def _publish(self, step):
         self.words[self.step_at[self.rank]] = step
-        fence()  # a rank that has not said by now that it sleeps sees the step before it does
+        fence()  # a rank that has not set its word by now will see this step before it sleeps
         for other in self.others:
             if self.words[self.sleeping_at[other]]:
                 wake(self._address(self.step_at[self.rank]))
                 break
 
     def _wait_for(self, step):
-        words, looks = self.words, 0
+        words, spins = self.words, 0
         for other in self.others:
             at = self.step_at[other]
             while words[at] < step:
                 if words[ABANDONED] >= self.epoch:
                     raise Abandoned
-                looks += 1
-                if looks > self.spin.python:
+                spins += 1
+                if spins > self.spin.python:
                     self._sleep(at, step)
 
     def _sleep(self, at, step):
@@ -118,7 +117,7 @@ class SharedMemoryGroup(Group):
         try:
             fence()
             if (seen := self.words[at]) < step:
-                sleep_while(self._address(at), seen, _LOOK_UP)
+                sleep_while(self._address(at), seen, _LONGEST_SLEEP)
         finally:
             self.words[sleeping] = 0
 
@@ -126,9 +125,9 @@ class SharedMemoryGroup(Group):
         return self.memory.data_ptr() + 8 * word
 
     def _compare(self):
-        """All ranks are in their collective number `seq` now: is it the same one, and were those that did not wait?"""
+        """All ranks are in their collective number `seq`: compare it, and those before it that did not wait."""
         for seq in range(self.checked + 1, self.log.seq + 1):
-            self.checked = seq  # once: code may go on after the error
+            self.checked = seq  # not again, if the learner's code catches the error and goes on
             if len({log.signature(seq) for log in self.control.logs}) > 1:
                 raise CollectiveMismatch.of(self._records(seq))
             if self.strict and len({(record.file, record.line) for record in self._records(seq)}) > 1:

@@ -1,4 +1,4 @@
-"""How functions, arguments and results cross between processes, and what to say when one of them cannot."""
+"""How functions, arguments and results are sent between processes, and the error for what cannot be sent."""
 
 import inspect
 import io
@@ -15,11 +15,11 @@ loads = pickle.loads
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj):
-        # Plain pickling ships a tensor's whole storage, also for a view of ten rows of it.
+        # Plain pickling sends a tensor's whole storage, also for a view of ten rows of it.
         if type(obj) is torch.Tensor and _plain(obj):
             raw = obj.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if obj.numel() else b""
             return _tensor, (raw, obj.dtype, tuple(obj.shape))
-        # From 3.1.3 on, cloudpickle leaves a file's name out; an error on a rank is shown with its cell and its line.
+        # From 3.1.3 on, cloudpickle omits the file's name; errors on ranks need it to show the cell and the line.
         if type(obj) is CodeType:
             return _code, (obj.co_filename, *self.dispatch_table[CodeType](obj))
         return super().reducer_override(obj)
@@ -45,7 +45,7 @@ def dumps(obj) -> bytes:
 
 
 def dumps_call(fn, args, kwargs, patches=()) -> bytes:
-    """The call as bytes; `RankError` names the part that cannot be sent."""
+    """The call as bytes. Raises `RankError`, which names the part, if it cannot be sent."""
     if not callable(fn):
         raise RankError(f"run takes a function, not {type(fn).__name__}")
     try:
@@ -62,7 +62,7 @@ def dumps_call(fn, args, kwargs, patches=()) -> bytes:
 
 
 def find_unsendable(value, path: str, depth: int = 4):
-    """(path, object, error) of the innermost part that does not pickle; None if all of it does."""
+    """(path, object, error) of the innermost part that cannot be pickled; None if everything can."""
     try:
         dumps(value)
         return None

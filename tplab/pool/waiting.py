@@ -1,11 +1,11 @@
 """How a rank waits for another one: it spins for a while, then sleeps until a word of shared memory changes.
 
-To wake a sleeping rank takes the kernel up to 70 microseconds, so ranks on cores of their own spin for half a
-millisecond. Where other processes want these cores too, spinning keeps a core from the rank that could go on, and the
-spin budget is short. SmolLM2 on two ranks decoded in bfloat16 at 44 tokens/s beside a busy process with the long
-budget, and at 81 with the short one; without that process the short one costs a fifth.
+The kernel needs up to 70 microseconds to wake a rank, so ranks on cores of their own spin for half a millisecond. Under
+contention the spin budget is short, for a rank that spins may hold the core that the other one needs. SmolLM2 on two
+ranks decoded in bfloat16 at 44 tokens/s beside a busy process with the long budget, and at 81 with the short one;
+without that process the short one costs a fifth.
 
-The sleep is Linux's futex, called as it is. Where there is none, a rank sleeps for a moment between two looks.
+The sleep is Linux's futex, by system call. On other systems a rank sleeps for a fixed time between two reads.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ _syscall = ctypes.CDLL(None).syscall if _NUMBER else None
 
 
 class SpinBudget(NamedTuple):
-    """How often a rank looks whether another one is there, before it sleeps.
+    """How often a rank reads the other one's word before it sleeps.
 
     Attributes:
-        compiled: in compiled code, with a pause of the processor's after each look: 2,000 take up to 0.1 ms.
+        compiled: in compiled code, with a pause instruction after each read: 2,000 take up to 0.1 ms.
         python: in Python.
     """
 
@@ -35,14 +35,14 @@ class SpinBudget(NamedTuple):
 
 
 LONG_SPIN, SHORT_SPIN = SpinBudget(2000, 3000), SpinBudget(30, 10)
-_WINDOW = 1e8  # nanoseconds in which a rank wanted a core: once in some hundred steps, the system takes it for 10 ms
-_BEGINS, _STAYS = 0.2, 0.1  # of them without one: 0.01 to 0.08 where it is quiet, 0.2 to 0.5 beside a busy process
+_WINDOW = 1e8  # nanoseconds of running and waiting for a core over which contention is measured
+_BEGINS, _STAYS = 0.2, 0.1  # shares of waiting; 0.01 to 0.08 on a quiet machine, 0.2 to 0.5 beside a busy process
 
 
 class Contention:
-    """Whether the calling thread was ready to run and had no core for much of the time, as Linux counts it.
+    """Whether the calling thread has waited for a core for much of the time, as Linux counts it.
 
-    Where Linux does not count it, there is never contention.
+    On other systems there is never contention.
     """
 
     def __init__(self):
@@ -60,7 +60,7 @@ class Contention:
         return ran, waited
 
     def measure(self) -> bool:
-        """Whether it was high in the last whole tenth of a second in which a core was wanted."""
+        """Whether contention was high in the last window."""
         ran, waited = self._read()
         wanted, lost = ran + waited - sum(self.before), waited - self.before[1]
         if wanted >= _WINDOW:
@@ -75,12 +75,12 @@ class _Time(ctypes.Structure):
 def sleep_while(address: int, value: int, seconds: float) -> None:
     """Sleep while the 64-bit word at ``address`` is ``value``, at most ``seconds`` (below one).
 
-    May return early: look again. Another process ends it by :func:`wake`, a signal by its handler.
+    It may return early, so read the word again. :func:`wake` in another process ends it, and so does a signal.
     """
     if _syscall is None:
         return time.sleep(_NAP)
-    # The kernel compares the lower half, which stands first on both of these processors; it does so under its own lock,
-    # so a word that has just changed ends the sleep before it begins.
+    # The kernel compares the lower half of the word, which comes first on both of these processors. If the word has
+    # changed in the meantime, the call returns at once.
     limit = _Time(0, int(seconds * 1e9))
     _syscall(ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAIT),
              ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.byref(limit), ctypes.c_void_p(), ctypes.c_int(0))

@@ -1,4 +1,4 @@
-"""Watching one command: who has answered, who has died, who can never answer; and bringing all ranks to rest."""
+"""Watching one command: which ranks have answered, have died or can never answer; and stopping all ranks."""
 
 import select
 import signal
@@ -10,12 +10,12 @@ from tplab.pool.rank_process import end_all, in_gloo, snapshot
 from tplab.ranks.oplog import OpRecord
 
 _TICK = 0.05
-_PATIENCE = 0.25  # after a first failure, for ranks that fail or finish by themselves
-_STOP = 0.4  # for a rank to leave what it is doing before it is ended
-_DROP_GLOO = 0.05  # after which ranks that hang in gloo are helped out
+_PATIENCE = 0.25  # seconds after a first failure in which other ranks may fail or finish by themselves
+_STOP = 0.4  # seconds for a rank to stop by itself before it is ended
+_DROP_GLOO = 0.05  # seconds after which gloo's connections are closed, for ranks that hang in it
 _GLOO_SAMPLE, _GLOO_STUCK = 0.5, 2.5
 
-# A rank is idle when an interrupt came before it had begun.
+# A rank is idle if an interrupt came before it had begun.
 RUNNING, RETURNED, FAILED, DEAD, IDLE = "running", "returned", "failed", "dead", "idle"
 
 
@@ -42,7 +42,7 @@ class Watch:
             self._poll.register(fd, select.POLLIN)
 
     def results(self) -> list[bytearray]:
-        """The answers of all ranks, still pickled; raises `RankError` when that cannot be had."""
+        """The answers of all ranks, still pickled. Raises `RankError` if not all ranks answer."""
         begin = time.monotonic()
         deadline, patience, sample = begin + self.timeout, None, begin + _GLOO_SAMPLE
         while True:
@@ -56,7 +56,7 @@ class Watch:
                     break
             elif RETURNED in self.status:
                 stuck = self._never_met()
-                if stuck:  # certain; who has not begun yet is given the time to say where it will wait
+                if stuck:  # certain; but a rank that is on its way gets the time to show where it will wait
                     patience = patience or now + _PATIENCE
                     stuck = now >= patience or all(self.waits_in(r) for r in self.running())
                 elif now >= sample:
@@ -72,7 +72,7 @@ class Watch:
         raise failures.failure(self)
 
     def stop(self) -> None:
-        """Bring every rank to rest: by the control block, a signal, closing gloo's connections, at last by SIGKILL."""
+        """Stop every rank: by the control block, by a signal, by closing gloo's connections, at last by SIGKILL."""
         self.control.words[ABANDONED] = self.pool._epoch
         self._look()
         for r in self.running():
@@ -95,7 +95,7 @@ class Watch:
         return [r for r, status in enumerate(self.status) if status == RUNNING]
 
     def waits_in(self, r: int) -> OpRecord | None:
-        """The collective that rank `r` is in at this moment."""
+        """The collective in which rank `r` is at this moment."""
         record = self.last_op(r)
         return record if record is not None and not record.left else None
 
@@ -110,7 +110,7 @@ class Watch:
 
     def _look(self):
         for r in self.running():
-            # An answer counts even if the rank died right after giving it, so death is looked at second.
+            # Before death: an answer counts even if the rank died right after it.
             if self.control.word(r, ANSWERED) == self.number:
                 fence()
                 self.status[r] = RETURNED if self.control.word(r, OUTCOME) == OK else FAILED
@@ -126,7 +126,7 @@ class Watch:
                 self._gone.add(self._sentinels[fd].rank)
             elif self._pipes[fd].drain():
                 continue
-            self._poll.unregister(fd)  # what has ended stays readable for ever
+            self._poll.unregister(fd)  # what has ended would be readable for ever
         for process in self.processes:
             process.reader.trim()
 
@@ -136,7 +136,7 @@ class Watch:
         return any((record := self.waits_in(r)) and record.seq > min(returned) for r in self.running())
 
     def _stuck_in_gloo(self, now):
-        """The same for code that calls `torch.distributed` itself, where only the stack can tell."""
+        """The same for calls of `torch.distributed` that are in no op log: only the stack shows them."""
         stacks = snapshot([self.processes[r] for r in self.running()])
         for r, frames in stacks.items():
             if not in_gloo(frames):

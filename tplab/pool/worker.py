@@ -1,4 +1,4 @@
-"""The process of one rank: obeys the control block, runs functions, answers, and goes when its parent is gone."""
+"""The process of one rank: it executes commands, answers, and ends with its parent."""
 
 import faulthandler
 import fcntl
@@ -26,12 +26,12 @@ from tplab.pool.system_limits import LOOPBACK
 from tplab.ranks import context, raw_calls
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
 
-_REST = 0.03  # seconds without a command after which threads are woken where they should not be
+_PAUSE = 0.03  # seconds without a command after which threads wake on the wrong cores (see `pinning`)
 
 
 @dataclass
 class Spec:
-    """What a rank is born with. Every field travels by `multiprocessing` while the process is started."""
+    """What a rank gets when it is started, sent by `multiprocessing`."""
 
     rank: int
     size: int
@@ -62,8 +62,8 @@ def main(spec: Spec) -> None:
     faulthandler.register(signal.SIGUSR2, spec.stacks.fd, all_threads=False)
     torch.set_num_threads(spec.threads)
     _keep_freed_memory()
-    # A rank starts no processes. What this changes is that the semaphores of its libraries (tqdm has one) have no name
-    # that Python would miss, and warn about, after a rank was killed.
+    # A rank starts no processes. But with this setting the semaphores of its libraries (tqdm has one) have no name, and
+    # Python does not warn of them after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     rank = _Rank(spec, control, output)
@@ -72,10 +72,10 @@ def main(spec: Spec) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """What one layer's activations leave is kept for the next layer's, up to 128 MB.
+    """Keep up to 128 MB of freed memory for the next layer's activations.
 
-    glibc gives large pieces back to the system, and each page costs a fault when it is wanted again: up to 9 % of
-    SmolLM2's prompt of 512 tokens on 2 ranks.
+    By default glibc gives large pieces back to the system, and each page costs a fault when it is used again: up to 9 %
+    of the time of a prompt of 512 tokens (SmolLM2, 2 ranks).
     """
     if hasattr(capture.libc, "mallopt"):  # glibc's
         trim_threshold, mmap_threshold = -1, -3
@@ -84,14 +84,14 @@ def _keep_freed_memory() -> None:
 
 
 def _die_with_parent(spec: Spec) -> None:
-    """No rank outlives the notebook, however it ended and whatever the rank is doing.
+    """See that the rank ends with the notebook, however that ended and whatever the rank is doing.
 
-    A thread waits for the parent's end, which works while the rank sits in gloo or in Python. On Linux also C++ code
-    that never lets go of the interpreter ends: the parent's death ends the fork server, and the kernel its children.
+    A thread waits for the parent's end, which works while the rank is in gloo or in Python. On Linux a rank in C++ code
+    that never releases the interpreter ends too: the parent's end ends the fork server, and the kernel its children.
     """
     _end_with_starter()
     if sys.platform.startswith("linux"):
-        # The fork server lives as long as anyone holds this end of its pipe, and a rank never uses it.
+        # The fork server lives as long as a process has this end of its pipe open; a rank does not need it.
         server = forkserver._forkserver
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
@@ -108,12 +108,12 @@ def _watch_parent(spec: Spec) -> None:
     watched = [parent_process().sentinel]
     if hasattr(os, "pidfd_open"):
         try:
-            # A fork of the parent keeps the pipe behind the sentinel open; the process itself cannot be inherited.
+            # A fork of the parent keeps the sentinel's pipe open, but it is another process.
             watched.append(os.pidfd_open(spec.parent_pid))
         except ProcessLookupError:
             os._exit(1)
     connection.wait(watched)
-    # Without its pipe but with a living parent, this rank was lost in an interrupted start: nothing else is to go.
+    # If the parent lives, only this rank was lost, in an interrupted start: the folder stays.
     if len(watched) == 1 or connection.wait(watched[1:], 1.0):
         shutil.rmtree(spec.folder, ignore_errors=True)
     os._exit(1)
@@ -136,10 +136,10 @@ class _Rank:
             raise Abandoned
 
     def _disown(self):
-        """In a fork of the rank: it ends with the rank, and takes no part as one."""
+        """In a fork of the rank: it ends with the rank, and is no rank."""
         starter, self.forks = self.forks, os.getpid()
         _end_with_starter()
-        if os.getppid() != starter:  # gone before we could ask to go with it
+        if os.getppid() != starter:  # it had ended before `_end_with_starter`
             os._exit(1)
         self.group.disowned = True
 
@@ -148,12 +148,12 @@ class _Rank:
         while True:
             command = self.control.command()
             if self.control.word(self.spec.rank, control_block.BIRTH) != self.spec.birth:
-                return  # an interrupt cut this rank's start short, and another process has its place
+                return  # an interrupt cut this start short, and another process is this rank now
             if command.number == done:
                 begin = time.monotonic()
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
-                if time.monotonic() - begin > _REST:
+                if time.monotonic() - begin > _PAUSE:
                     pin_threads(self.spec.rank)
                 continue
             done = command.number
@@ -163,16 +163,16 @@ class _Rank:
             if command.kind == control_block.DROP:
                 continue
             try:
-                outcome, answer = self._obey(command)
-            except Abandoned:  # it arrived just as the function ended
+                outcome, answer = self._execute(command)
+            except Abandoned:  # raised just as the function ended
                 outcome, answer = _failed(Abandoned())
-            if os.getpid() != self.pid:  # a fork has come to the function's end; the rank answers for itself
+            if os.getpid() != self.pid:  # a fork has reached the function's end; only the rank answers
                 if outcome == control_block.FAILED:
                     print(f"a fork of this rank: {transfer.loads(answer).text}", file=sys.stderr)
                 os._exit(outcome != control_block.OK)
             self._answer(done, outcome, answer)
 
-    def _obey(self, command):
+    def _execute(self, command):
         try:
             if command.kind == control_block.JOIN:
                 return self._run(command.epoch, self._join, (command.epoch,))
@@ -205,7 +205,7 @@ class _Rank:
             return _failed(RankError(text))
 
     def _join(self, epoch: int) -> None:
-        """Become part of a new epoch: counters at zero, a fresh gloo group for code that uses `torch.distributed`."""
+        """Join a new epoch: counters at zero, and a new gloo group for code that uses `torch.distributed`."""
         _leave_gloo()
         self.group.begin_epoch(epoch)
         rank, size = self.spec.rank, self.spec.size
@@ -234,7 +234,7 @@ def _leave_gloo() -> None:
 
 
 def _set_up(path, folder):
-    """Look for modules and files where the notebook looks for them."""
+    """Take over the notebook's module path and working folder."""
     sys.path[:] = path
     if folder:
         os.chdir(folder)
@@ -242,12 +242,12 @@ def _set_up(path, folder):
 
 @dataclass
 class Report:
-    """An exception of a rank, in a form that always travels."""
+    """An exception of a rank, in a form that can always be sent."""
 
     kind: str  # raised or stopped
     text: str
     frames: list[Frame]
-    exception: bytes | None  # pickled apart, for it may not load in the parent
+    exception: bytes | None  # pickled by itself: its class may be unknown in the parent
 
     @classmethod
     def of(cls, error: BaseException) -> "Report":
@@ -257,5 +257,5 @@ class Report:
         try:
             pickled = transfer.dumps(error)
         except Exception:
-            pickled = None  # the text says it all; the object is an extra
+            pickled = None  # the text is enough
         return cls("raised", describe(error), frames, pickled)

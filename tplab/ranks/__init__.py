@@ -2,8 +2,8 @@
 
     all_reduce(torch.ones(4))      # on each of two ranks: a tensor of 2.
 
-The same functions work on the ranks of a pool (`tplab.pool`), on `logical_ranks` (threads of one process, for wide
-sweeps), under torchrun (`join_torchrun`), and alone, where they do nothing but note the call.
+The same functions work on the ranks of a pool (`tplab.pool`), on `logical_ranks` (threads of one process, for tests of
+many settings), under torchrun (`join_torchrun`), and outside of any rank, where they only enter the call in the op log.
 """
 
 from tplab import lazy

@@ -1,4 +1,4 @@
-"""The collectives, as the running code calls them: each goes to the group that this code belongs to."""
+"""The collectives that code on a rank calls; each uses the group to which the running code belongs."""
 
 import torch
 
@@ -7,23 +7,23 @@ from tplab.ranks.oplog import OpRecord, caller
 
 
 def all_reduce(t: torch.Tensor) -> torch.Tensor:
-    """Sum `t` over all ranks, in place, in rank order; every rank has the same bits afterwards. Returns `t`.
+    """Sum `t` over all ranks, in place and in rank order, so that every rank has the same bits. Returns `t`.
 
-    Same shape and dtype on all ranks, else `CollectiveMismatch`. With one rank `t` stays as it is.
+    Raises `CollectiveMismatch` if shape or dtype differ between ranks. With one rank `t` stays as it is.
     """
     return current().all_reduce(t, caller())
 
 
 def all_gather(t: torch.Tensor, dim: int = -1, sizes=None) -> torch.Tensor:
-    """The tensors of all ranks joined along `dim` in rank order.
+    """The tensors of all ranks, concatenated along `dim` in rank order.
 
-    `sizes` gives the length of each rank's tensor along `dim` where they are not all equal.
+    `sizes`: the length of each rank's tensor along `dim`, if they are not all equal.
     """
     return current().all_gather(t, dim, sizes, caller())
 
 
 def broadcast(t: torch.Tensor, src: int = 0) -> torch.Tensor:
-    """Overwrite `t` on every rank with rank `src`'s, in place. Returns `t`. Same shape and dtype on all ranks."""
+    """Copy rank `src`'s `t` into every rank's `t`, of the same shape and dtype. Returns `t`."""
     return current().broadcast(t, src, caller())
 
 
@@ -33,5 +33,5 @@ def barrier() -> None:
 
 
 def op_log() -> list[OpRecord]:
-    """The collectives of this rank so far, oldest first (the last 1024)."""
+    """The last 1024 collectives of this rank, oldest first."""
     return current().log.records()

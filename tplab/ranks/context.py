@@ -1,4 +1,4 @@
-"""Which rank is this? The group that the running code belongs to, and the `state` that lives with it."""
+"""Which rank runs this code: its group, and the rank's `state`."""
 
 import threading
 from collections.abc import MutableMapping
@@ -9,13 +9,13 @@ _alone = None
 
 
 def current():
-    """The group of the running code: its logical rank's, else its process's, else a group of one."""
+    """The group of the running code: of its thread (logical ranks), else of its process, else a group of one."""
     group = getattr(_thread, "group", None) or _process_group
     return group if group is not None else alone()
 
 
 def alone():
-    """The group of code that runs outside any rank: rank 0 of 1."""
+    """The group of code outside of any rank: rank 0 of 1."""
     global _alone
     if _alone is None:
         from tplab.ranks.group import Group
@@ -38,19 +38,19 @@ def set_process_group(group) -> None:
 
 
 def rank() -> int:
-    """Number of the rank that runs this code; 0 outside any rank."""
+    """Number of the rank that runs this code; 0 outside of any rank."""
     return current().rank
 
 
 def world_size() -> int:
-    """How many ranks run this code together; 1 outside any rank."""
+    """Number of ranks that run this code together; 1 outside of any rank."""
     return current().size
 
 
 class State(MutableMapping):
-    """A dict on each rank that outlives a run: ``state["model"] = model`` in one run, read in the next.
+    """A dict on each rank that is kept between runs: ``state["model"] = model`` in one run, read in the next.
 
-    In a function from a notebook cell the name travels to the ranks as a reference, so there it is the rank's own.
+    It is pickled by its name, so in a function from a notebook cell it is the rank's own.
     """
 
     def __getitem__(self, key):

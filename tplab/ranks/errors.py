@@ -1,4 +1,4 @@
-"""What a learner reads when ranks fail: one error for all ranks, the first cause on top."""
+"""What a learner reads when ranks fail: one error for all ranks, with the first cause on top."""
 
 import linecache
 import math
@@ -21,9 +21,9 @@ def seconds(timeout) -> float:
 
 
 class Abandoned(BaseException):
-    """Raised inside a rank to get it out of a run that has already failed elsewhere.
+    """Raised inside a rank to end a run that has already failed elsewhere.
 
-    Not an `Exception`, so that a learner's ``except Exception`` does not hide the first cause.
+    It is no `Exception`, so a learner's ``except Exception`` does not catch it.
     """
 
 
@@ -55,8 +55,8 @@ class Cause:
 class RankError(TplabError):
     """A run on the ranks failed, or was refused.
 
-    ``causes`` maps each rank to its `Cause`; ``first`` is the one that began it (None for a refusal); ``logs`` holds
-    the op log of each rank (lists of `OpRecord`); ``summary`` is the first line of the message.
+    ``causes`` maps each rank to its `Cause`; ``first`` is the earliest one (None for a refusal); ``logs`` holds the op
+    log of each rank (lists of `OpRecord`); ``summary`` is the first line of the message.
     """
 
     def __init__(self, summary: str, causes=(), logs=(), notes=()):
@@ -68,17 +68,17 @@ class RankError(TplabError):
         super().__init__(render(self))
 
     def __reduce__(self):
-        # Exceptions of learners' code need not be picklable; their text is in the causes.
+        # Exceptions of learners' code may not be picklable; their text is in the causes.
         causes = [replace(cause, exception=None) for cause in self.causes.values()]
         return type(self), (self.summary, causes, self.logs, self.notes)
 
     def _render_traceback_(self):
-        # IPython shows this in place of a traceback through the pool's own code, which is not where the fault is.
+        # IPython shows this in place of a traceback through the pool's code, where the fault is not.
         return [f"{type(self).__name__}: {line}" if i == 0 else line for i, line in enumerate(str(self).split("\n"))]
 
 
 class CollectiveMismatch(RankError):
-    """Ranks met in different collectives, or with tensors that do not fit together."""
+    """The ranks called different collectives, or the same one with different shapes or dtypes."""
 
     @classmethod
     def of(cls, records, why="the ranks meet in different collectives"):
@@ -90,7 +90,7 @@ class CollectiveMismatch(RankError):
         return error
 
     def __reduce__(self):
-        # Made again where it arrives: a rank does not know the number of the cell that a line stands in.
+        # Rendered again in the parent: a rank does not know the number of the cell that a line is in.
         return (type(self).of, self._made_of) if hasattr(self, "_made_of") else super().__reduce__()
 
 
@@ -135,14 +135,14 @@ def source_lines(frames) -> list[str]:
     lines = []
     for frame in frames:
         lines.append(f"  {frame}" + (f", in {frame.function}" if frame.function else ""))
-        linecache.checkcache(frame.file)  # it may have been edited since its lines were last shown
+        linecache.checkcache(frame.file)  # the file may have been edited meanwhile
         if source := linecache.getline(frame.file, frame.line).strip():
             lines.append(f"    {source}")
     return lines
 
 
 def place(file: str, line: int) -> str:
-    """A line as the learner knows it: ``cell In[3], line 7`` or ``tplab/model/attention.py, line 88``."""
+    """How a line is called: ``cell In[3], line 7`` or ``tplab/model/attention.py, line 88``."""
     return f"{file_label(file)}, line {line}" if file else f"line {line}"
 
 
@@ -171,7 +171,7 @@ def side_by_side(logs, causes, keep: int = 6) -> list[str]:
     """The op logs as columns, one row per collective, ``≠`` before the first row in which the ranks differ."""
     columns = [{record.seq: record for record in log} for log in logs]
     last = max((max(column, default=0) for column in columns), default=0)
-    first = max((min(column) for column in columns if column), default=1)  # each keeps its newest only
+    first = max((min(column) for column in columns if column), default=1)  # a ring holds only the newest
     differs = next((seq for seq in range(first, last + 1) if _differ(columns, seq)), None)
     end = last if differs is None else min(last, differs + keep // 2)
     rows = [["", *(f"rank {r}" for r in range(len(logs)))]]
@@ -199,6 +199,6 @@ def _cell(record, cause) -> str:
 
 
 def learner_frames(frames) -> list[Frame]:
-    """The stack without the plumbing, outermost first; if only plumbing is left, its innermost line."""
+    """The stack without frames of machinery, outermost first; if nothing is left, its innermost line."""
     shown = [frame for frame in frames if not is_machinery(frame.file)]
     return shown[-12:] or list(frames[-1:])

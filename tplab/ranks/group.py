@@ -1,8 +1,8 @@
-"""The arithmetic of the collectives, once for every way in which ranks can be joined.
+"""The arithmetic of the collectives, the same for all kinds of ranks.
 
-Every rank contributes a flat piece, sees the pieces of all ranks, and adds or joins them in rank order, so that all
-ranks get the same bits and one machine's result does not depend on timing. How the pieces travel is a subclass's
-matter: shared memory between the processes of a pool, references between threads, gloo under torchrun.
+Every rank contributes a flat piece, gets the pieces of all ranks, and adds or concatenates them in rank order. So all
+ranks have the same bits, and the result does not depend on timing. Subclasses exchange the pieces: by shared memory
+between the processes of a pool, by reference between threads, by gloo under torchrun.
 """
 
 import math
@@ -25,23 +25,23 @@ class Group:
         self.log = log or OpLog()
         self.state = {}
         self.namespace = None  # of %%ranks cells
-        self.thread = None  # ident of the only thread that may call collectives; None: any
-        self.disowned = False  # in a fork of the rank's process
+        self.thread = None  # ident of the only thread that may call collectives; None: any thread
+        self.disowned = False  # True in a fork of the rank's process
 
     def swap(self, piece: torch.Tensor, counts=None) -> list[torch.Tensor]:
-        """Give `piece` (flat) to all ranks and get every rank's, in rank order, valid until the next but one swap.
+        """Give `piece` (flat) to all ranks; returns every rank's, in rank order, valid until the next swap but one.
 
-        `counts`: number of elements from each rank, where they differ. Checks that all ranks are in the same
-        collective before it returns.
+        `counts`: number of elements of each rank, if they differ. Before it returns, it checks that all ranks are in
+        the same collective.
         """
         return [piece]
 
     def sum_up(self, piece: torch.Tensor) -> None:
-        """Add up all ranks' `piece` (contiguous), in their order, in the place of this rank's; one `swap`."""
+        """Replace `piece` (contiguous) by the sum of all ranks' pieces, added in rank order; one `swap`."""
         add_in_order(self.swap(_flat(piece)), piece)
 
     def chunk(self, dtype: torch.dtype) -> int:
-        """How many elements one `swap` takes."""
+        """The most elements of one `swap`."""
         return 1 << 62
 
     def all_reduce(self, t, frame):
@@ -70,7 +70,7 @@ class Group:
             if len(sizes) != self.size or sizes[self.rank] != shape[dim]:
                 raise RankError(f"all_gather: sizes {sizes} do not fit {self.size} ranks of which rank {self.rank} "
                                 f"has {shape[dim]} along dim {dim} (shape {shape})")
-            # In the log the total stands for this dimension, so that ranks with different lengths still agree.
+            # The log has the total of this dimension: ranks with different lengths must have equal records.
             *shapes, logged = [[*shape[:dim], n, *shape[dim + 1 :]] for n in [*sizes, sum(sizes)]]
             detail = dim + 256 * zlib.crc32(repr(sizes).encode())
         self._enter(ALL_GATHER, t, detail, frame, logged)
@@ -131,7 +131,7 @@ class Group:
         return (flat,) if flat.numel() <= step else flat.split(step)
 
     def _collect(self, flat, counts):
-        """All ranks' flat tensors of `counts` elements, whole."""
+        """The whole flat tensors of all ranks, of `counts` elements each."""
         step = self.chunk(flat.dtype)
         if max(counts) <= step:
             return self.swap(flat, counts)
@@ -146,7 +146,7 @@ class Group:
 
 
 def add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum of two or more flat parts; `out` is contiguous."""
+    """Write the sum of two or more flat parts to `out`, which is contiguous."""
     flat = _flat(out)
     with _writing(out):
         torch.add(parts[0], parts[1], out=flat)
@@ -155,7 +155,7 @@ def add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
-_AS_IT_IS = nullcontext()
+_NO_MODE = nullcontext()
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:
@@ -164,8 +164,8 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
 
 
 def _writing(t: torch.Tensor):
-    """torch lets a tensor that was made in inference mode be written there only, and a collective gets both kinds."""
-    return torch.inference_mode() if t.is_inference() and not torch.is_inference_mode_enabled() else _AS_IT_IS
+    """The mode for writing to `t`: a tensor that was made in inference mode can be written to in that mode only."""
+    return torch.inference_mode() if t.is_inference() and not torch.is_inference_mode_enabled() else _NO_MODE
 
 
 def _write_back(flat: torch.Tensor, t: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Logical ranks: the same SPMD function on threads of one process, for sweeps too wide for processes."""
+"""Logical ranks: the same SPMD function on threads of one process, for tests of more settings than processes allow."""
 
 import threading
 
@@ -13,16 +13,16 @@ from tplab.ranks.group import Group
 def logical_ranks(n: int, fn, *args, **kwargs) -> list:
     """Call ``fn(*args, **kwargs)`` on `n` threads that are ranks to each other; the results in rank order.
 
-    The collectives, `rank`, `world_size` and `state` are each thread's own, sums are taken in rank order, and a rank
-    that raises, or returns while others wait for it, ends the whole call with one `RankError`.
+    Each thread has its own `rank`, `state` and op log, and sums are taken in rank order. If a rank raises, or returns
+    while others wait for it, the whole call ends with one `RankError`.
     """
     size = whole_number(n, 1)
     if size is None:
         raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {shown(n)}")
     if context.inside_rank():
         raise RankError(f"logical_ranks was called inside rank {context.rank()}; a rank starts no ranks of its own")
-    meeting = _Meeting(size)
-    meeting.groups = groups = [_LogicalGroup(r, meeting) for r in range(size)]
+    rendezvous = _Rendezvous(size)
+    rendezvous.groups = groups = [_LogicalGroup(r, rendezvous) for r in range(size)]
     results = [None] * size
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -30,13 +30,13 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
         context.set_thread_group(group)
         group.thread = threading.get_ident()
         try:
-            # These modes belong to a thread; the caller's hold for its ranks too.
+            # torch has these modes per thread; the ranks get the caller's.
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 results[group.rank] = fn(*args, **kwargs)
         except BaseException as error:
-            meeting.failed(group.rank, error)
+            rendezvous.failed(group.rank, error)
         else:
-            meeting.returned(group.rank)
+            rendezvous.returned(group.rank)
 
     threads = [threading.Thread(target=run, args=(g,), name=f"logical rank {g.rank}", daemon=True) for g in groups]
     try:
@@ -45,27 +45,27 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
         for thread in threads:
             thread.join()
     except BaseException:
-        meeting.abandon()
+        rendezvous.abandon()
         raise
-    if meeting.stuck or meeting.errors:
-        raise meeting.error()
+    if rendezvous.stuck or rendezvous.errors:
+        raise rendezvous.error()
     return results
 
 
-class _Meeting:
-    """Where the threads meet: everybody's piece of the current step, and the news of who has gone."""
+class _Rendezvous:
+    """Where the threads exchange data: the pieces of the current step, and which ranks have ended."""
 
     def __init__(self, size: int):
         self.size = size
         self.change = threading.Condition()
         self.steps = [0] * size
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
-        self.gone = set()
-        self.errors = {}  # by rank, the first one first
+        self.ended = set()
+        self.errors = {}  # by rank, in the order in which they were raised
         self.stuck = self.over = False  # stuck: a rank waits for one that has returned
         self.groups = []
 
-    def meet(self, rank: int, piece) -> list:
+    def exchange(self, rank: int, piece) -> list:
         with self.change:
             step = self.steps[rank] + 1
             self.pieces[step & 1][rank] = piece
@@ -79,14 +79,14 @@ class _Meeting:
 
     def returned(self, rank: int) -> None:
         with self.change:
-            self.gone.add(rank)
+            self.ended.add(rank)
             self._check()
             self.change.notify_all()
 
     def failed(self, rank: int, error: BaseException) -> None:
         with self.change:
             self.errors[rank] = error
-            self.gone.add(rank)
+            self.ended.add(rank)
             self.over = True
             self.change.notify_all()
 
@@ -97,7 +97,7 @@ class _Meeting:
 
     def _check(self) -> None:
         """A rank waits for ever if another one has returned after fewer steps."""
-        if self.gone and not self.over and max(self.steps) > min(self.steps[r] for r in self.gone):
+        if self.ended and not self.over and max(self.steps) > min(self.steps[r] for r in self.ended):
             self.stuck = self.over = True
 
     def error(self) -> RankError:
@@ -119,17 +119,17 @@ class _Meeting:
 
 
 class _LogicalGroup(Group):
-    """One thread of a `_Meeting`."""
+    """One thread of a `_Rendezvous`."""
 
-    def __init__(self, rank: int, meeting: _Meeting):
-        super().__init__(rank, meeting.size)
-        self.meeting = meeting
+    def __init__(self, rank: int, rendezvous: _Rendezvous):
+        super().__init__(rank, rendezvous.size)
+        self.rendezvous = rendezvous
         self.checked = 0
 
     def swap(self, piece, counts=None):
-        pieces = self.meeting.meet(self.rank, piece.clone())
+        pieces = self.rendezvous.exchange(self.rank, piece.clone())
         if self.checked != self.log.seq:
             self.checked = self.log.seq
-            if len({group.log.signature(self.log.seq) for group in self.meeting.groups}) > 1:
-                raise CollectiveMismatch.of(group.log.record(self.log.seq) for group in self.meeting.groups)
+            if len({group.log.signature(self.log.seq) for group in self.rendezvous.groups}) > 1:
+                raise CollectiveMismatch.of(group.log.record(self.log.seq) for group in self.rendezvous.groups)
         return list(pieces)

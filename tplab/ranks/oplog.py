@@ -1,8 +1,8 @@
-"""The op log: what each rank has asked of the others, in order, in a ring of fixed-size records.
+"""The op log: the collectives of a rank, in order, in a ring of fixed-size records.
 
-Always on, so it must cost next to nothing: one `struct.pack_into` on entering a collective, one byte on leaving. The
-ring of a process rank lies in shared memory, where its peers compare it and the parent reads it even when the rank is
-stuck or dead.
+It is always on, so it must cost little: one `struct.pack_into` when a collective is entered, one byte when it is left.
+The ring of a pool's rank is in shared memory: the other ranks compare it, and the parent can read it even when the rank
+is stuck or dead.
 """
 
 import os
@@ -71,7 +71,7 @@ class OpLog:
         self._last = self.memory[:8].cast("q")
 
     def enter(self, op: int, shape: tuple, dtype: int, detail: int, frame) -> None:
-        """Note that this rank is about to take part in `op`; `frame` is where the search for the call site begins."""
+        """Add a record: this rank is about to take part in `op`. The search for the call site begins at `frame`."""
         file, line = self._call_site(frame)
         self.seq = seq = self.seq + 1
         index = seq % RECORDS
@@ -86,9 +86,9 @@ class OpLog:
         self.memory[self.at + STATE_AT] = LEFT
 
     def expect(self, code, op: int, dtype: torch.dtype, shape: tuple, count: int) -> list[int]:
-        """Compiled code is about to enter ``count`` collectives of this kind: the int64 words of their records.
+        """A record as int64 words, for compiled code that is about to enter ``count`` collectives of this kind.
 
-        ``code`` is the Python code of the function. Only the numbers, and what compiled code fills in, are not right.
+        ``code``: the Python code of the function. The compiled code has to fill in the record's number and state.
         """
         file, line = self._file(code.co_filename), code.co_firstlineno
         for seq in range(self.seq + 1, self.seq + count + 1):
@@ -98,11 +98,11 @@ class OpLog:
         return list(memoryview(record).cast("q"))
 
     def jump(self, seq: int) -> None:
-        """Records up to this number have been written by compiled code."""
+        """Go on after record ``seq``: compiled code has written the records up to it."""
         self.seq, self.at = seq, RING_AT + (seq % RECORDS) * RECORD_BYTES
 
     def records(self, after: int = 0) -> list[OpRecord]:
-        """What the ring still holds of the collectives after number `after`, oldest first; callable from outside."""
+        """The collectives after number `after` that the ring still holds, oldest first. Other processes may call it."""
         last = self.last_seq()
         records = [self.record(seq) for seq in range(max(after, last - RECORDS) + 1, last + 1)]
         return [record for record in records if record is not None]
@@ -118,7 +118,7 @@ class OpLog:
         return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, state == LEFT)
 
     def signature(self, seq: int) -> bytes:
-        """The part of a record that has to be the same on all ranks."""
+        """The part of a record that must be the same on all ranks."""
         at = RING_AT + (seq % RECORDS) * RECORD_BYTES
         return bytes(self.memory[at + SAME_FROM : at + SAME_TO])
 
@@ -151,9 +151,9 @@ class OpLog:
         return name.encode(errors="replace")[-_FILE_BYTES + 1 :] + b"\0"
 
     def _note_file(self, index: int, file: bytes) -> None:
-        if self._noted[index] != file:  # seldom: most collectives come from the file they came from 1024 earlier
+        if self._noted[index] != file:  # seldom: most collectives come from the same file as 1024 records before
             at, begin = RING_AT + index * RECORD_BYTES, _FILES_AT + index * _FILE_BYTES
-            self.memory[at : at + 8] = _NO_RECORD  # or whoever reads now would give the old record the new name
+            self.memory[at : at + 8] = _NO_RECORD  # or a reader would see the old record with the new file
             self.memory[begin : begin + len(file)] = self._noted[index] = file
 
     def _file_name(self, index: int) -> str:
@@ -172,7 +172,7 @@ _MACHINERY_FILES = (os.path.join(_LIBRARY, "threading.py"), "<string>", "<frozen
 
 
 def is_machinery(file: str) -> bool:
-    """Whether a source file is plumbing between a collective and the code that wanted it."""
+    """Whether a source file belongs to the code between a collective and its caller."""
     return file.startswith(_MACHINERY) or file in _MACHINERY_FILES
 
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: the same functions over gloo, also across machines."""
+"""Ranks that torchrun has started: the same functions by gloo, also across machines."""
 
 import atexit
 import importlib
@@ -22,14 +22,14 @@ _PAGE = 4096  # bytes for one record as JSON; the op log keeps at most 511 of a 
 def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int]:
     """Make this process the rank that torchrun's environment says it is; returns (rank, world size).
 
-    A collective that has not come about after `timeout` seconds raises. ``strict=True`` compares what the ranks are
-    about to do before each collective, which costs one more exchange.
+    A collective raises if it is not complete after `timeout` seconds. ``strict=True`` compares the ranks' records
+    before each collective, which costs one more exchange.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise RankError(f"join_torchrun: {', '.join(missing)} not set; start this with torchrun --nproc-per-node N …")
     if not dist.is_initialized():
-        # Imported later (transformers does), it would keep the group alive: WORLD is the default of its arguments.
+        # Imported later (by transformers), it would keep the group alive: its functions have WORLD as a default.
         importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("gloo", timeout=timedelta(seconds=min(seconds(timeout), _LONGEST)))
         atexit.register(_leave)
@@ -39,7 +39,7 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
 
 
 def _leave() -> None:
-    """Gloo's threads abort a process that ends without this: they drop tensors, which they may not once Python ends."""
+    """Without this, gloo's threads abort the process at its end: they free tensors when Python is gone already."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
