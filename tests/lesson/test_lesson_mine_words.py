@@ -231,5 +231,5 @@ def test_numbers_that_were_written_down_are_seen():
 
 def test_a_line_of_the_library_is_not_the_learners():
     frames = ["/x/site-packages/torch/nn.py", mine.__file__, "<frozen importlib>", copy.__file__]
-    assert [mine._is_learners(Frame(file, 1, "f")) for file in frames] == [False] * 4
-    assert mine._is_learners(Frame("cell.py", 1, "f"))
+    assert [mine.is_learners(file) for file in frames] == [False] * 4
+    assert mine.is_learners("cell.py")

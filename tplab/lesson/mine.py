@@ -6,7 +6,8 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, desc
 from tplab.ranks.oplog import is_machinery
 
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
+LIMIT = 5  # seconds that a call of a learner's code may take
 _LONGEST = 240  # characters of one line of a verdict
 CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
 
@@ -34,7 +36,7 @@ class Mine:
     """
 
     def __init__(self, function: Callable, takes: str, writes: str = ""):
-        self.function, self.takes = function, [name.strip() for name in takes.split(",")]
+        self.function, self.takes = _kept(function), [name.strip() for name in takes.split(",")]
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
@@ -67,11 +69,13 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", timeout: float |
     """
     try:
         if isinstance(ranks, int):
-            return logical_ranks(ranks, with_collectives, function, *args)
+            return logical_ranks(ranks, with_collectives, function, *args, timeout=LIMIT)
         return ranks.run(with_collectives, function, *args, timeout=timeout)
     except RankError as error:
-        stuck = error.first is not None and error.first.kind in ("waiting", "running")
-        asks = f"\n{waits}" if waits and stuck else ""
+        kind = error.first.kind if error.first is not None else ""
+        asks = f"\n{waits}" if waits and kind == "waiting" else ""
+        if kind == "running":
+            asks = "\nNothing there lets another rank come: ranks meet in collectives, not in a loop or a sleep"
         if isinstance(error, CollectiveMismatch):
             asks = "\nAll ranks must make the same call, with tensors of the same shape and dtype"
         raise NotYet(in_words(error) + asks) from error
@@ -107,7 +111,8 @@ def guarded(function: Callable, *args, **kwargs):
     So does what a call of an ``async def`` gives, or of a function with a ``yield``: none of its lines has run.
     """
     try:
-        found = function(*args, **kwargs)
+        with as_it_was():
+            found = function(*args, **kwargs)
         if inspect.iscoroutine(found) or inspect.isgenerator(found):
             found.close()  # or Python warns that nobody has waited for it
             how = "async def" if inspect.iscoroutine(found) else "yield"
@@ -120,6 +125,31 @@ def guarded(function: Callable, *args, **kwargs):
         if inside_rank():
             raise  # the caller of the ranks has the source of the cell, and knows who else says the same
         raise NotYet(in_words(error)) from error
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """What a learner's code has set for all of torch is put back: the default dtype, the number of threads."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _kept(function: Callable) -> Callable:
+    """The function, and behind each of its calls everything as it was: in the engine and on the ranks as well."""
+    if not inspect.isfunction(function):
+        return function
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with as_it_was():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Object:
@@ -152,19 +182,25 @@ def in_words(error: BaseException) -> str:
     """
     if isinstance(error, RankError) and error.first is not None:
         return _of_ranks(error)
-    return _lines(describe(error), [frame for frame in learner_stack(error) if _is_learners(frame)])
+    return _lines(describe(error), [frame for frame in learner_stack(error) if is_learners(frame.file)])
 
 
 def _of_ranks(error: RankError) -> str:
     first: Cause = error.first
     alike = [cause.rank for cause in error.causes.values() if cause.kind == first.kind and cause.text == first.text]
     who = "on every rank" if len(alike) == len(error.causes) > 1 else f"on rank {', '.join(map(str, sorted(alike)))}"
-    frames = [frame for frame in first.frames if _is_learners(frame)]
+    frames = [frame for frame in first.frames if is_learners(frame.file)]
     if first.kind == "raised":
         text = first.text.removeprefix("raised ")
         said = text.removeprefix(f"{NotYet.__name__}: ")
         return f"{who}: {said}" if said != text else _lines(f"{who}: {text}", frames)
-    return _lines(CELL.sub("", error.summary), frames)
+    summary = error.summary
+    for cause in error.causes.values():
+        if cause.kind == "running":
+            lines = [frame for frame in cause.frames if is_learners(frame.file)]
+            summary = summary.replace(f"rank {cause.rank} {cause.text}", f"rank {cause.rank} is still at your line "
+                                      f"{lines[-1].line}" if lines else f"rank {cause.rank} is still running")
+    return _lines(CELL.sub("", summary), frames)
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:
@@ -181,12 +217,14 @@ def _short(text: str) -> str:
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
 
 
-def _is_learners(frame: Frame) -> bool:
+@functools.cache
+def is_learners(file: str) -> bool:
+    """Whether it is a learner's source, and not a library's."""
     import tplab
 
     library = tplab.__file__.rpartition("__init__")[0]
-    return not (is_machinery(frame.file) or frame.file.startswith((library, _STANDARD_LIBRARY, "<frozen"))
-                or "site-packages" in frame.file)
+    return not (is_machinery(file) or file.startswith((library, _STANDARD_LIBRARY, "<frozen"))
+                or "site-packages" in file)
 
 
 def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tplab.lesson.limit import progress
 from tplab.llm.llm import LLM
 from tplab.llm.sampling_params import SamplingParams
 
@@ -44,6 +45,7 @@ class Stepper:
             self.known = list(new_ids)
             self.llm.add_request(new_ids, SamplingParams(temperature=0, max_tokens=self.count, ignore_eos=True))
         while True:
+            progress()
             for output in self.llm.step():
                 self.known.append(output.outputs[0].token_ids[-1])
                 return self.known[-1]

@@ -9,6 +9,7 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import shown
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
+from tplab.lesson.limit import limited
 from tplab.lesson.mine import Mine, NotYet, first_cause, in_words
 from tplab.patch import Patch
 from tplab.show.phrases import in_width
@@ -160,9 +161,13 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
                             "An answer of another name is judged with name=…")
     task, setting, sentence = known[name], Setting(model, prompt, tensor_parallel_size, dtype, engine), ""
     try:
-        remark = task.examine(Mine(answer, task.takes, task.writes), setting)
+        remark = limited(lambda: task.examine(Mine(answer, task.takes, task.writes), setting))
     except NotYet as wrong:
         sentence = str(wrong)
+    except TplabError:  # of what the notebook gave, not of the answer
+        raise
+    except Exception as error:
+        sentence = f"what comes back cannot be judged: {in_words(error).splitlines()[0]}"
     if sentence:
         first, *rest = sentence.splitlines()
         for line in [f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]:

@@ -1,21 +1,29 @@
 """Logical ranks: the same SPMD function on threads of one process, for tests of more settings than processes allow."""
 
+import ctypes
+import sys
 import threading
+import time
 
 import torch
 
 from tplab.checks import shown, whole_number
 from tplab.ranks import context
-from tplab.ranks.errors import Abandoned, Cause, CollectiveMismatch, RankError, describe, learner_stack, waiting
+from tplab.ranks.errors import (
+    Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, learner_stack, seconds, waiting)
 from tplab.ranks.group import Group
 
+_LOOK = 0.05  # seconds; looks are counted, so that a machine that slows the ranks slows their clock as well
 
-def logical_ranks(n: int, fn, *args, **kwargs) -> list:
+
+def logical_ranks(n: int, fn, *args, timeout: float = float("inf"), **kwargs) -> list:
     """Call ``fn(*args, **kwargs)`` on `n` threads that are ranks to each other; the results in rank order.
 
     Each thread has its own `rank`, `state` and op log, and sums are taken in rank order. If a rank raises, or returns
-    while others wait for it, the whole call ends with one `RankError`.
+    while others wait for it, or after `timeout` seconds, the whole call ends with one `RankError`. A thread that still
+    runs then, or after an interrupt, ends at its next line, or when its sleep is over.
     """
+    looks = seconds(timeout) / _LOOK
     size = whole_number(n, 1)
     if size is None:
         raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {shown(n)}")
@@ -43,13 +51,29 @@ def logical_ranks(n: int, fn, *args, **kwargs) -> list:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
-    except BaseException:
+            while thread.is_alive() and looks > 0:
+                thread.join(_LOOK)
+                looks -= thread.is_alive()
+        unfinished = {g.rank: thread.ident for g, thread in zip(groups, threads) if thread.is_alive()}
+        if unfinished or rendezvous.stuck or rendezvous.errors:
+            raise rendezvous.error(unfinished, timeout)
+    finally:
         rendezvous.abandon()
-        raise
-    if rendezvous.stuck or rendezvous.errors:
-        raise rendezvous.error()
+        _end([thread for thread in threads if thread.is_alive()])
     return results
+
+
+def _end(threads: list[threading.Thread]) -> None:
+    """Have them end, from a thread of its own, for as long as one catches what is raised in it or sleeps."""
+    def ask():
+        pause = 0.001
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            for thread in alive:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))
+            time.sleep(pause := min(1.1 * pause, 1.0))
+
+    if threads:
+        threading.Thread(target=ask, daemon=True, name="ends logical ranks").start()
 
 
 class _Rendezvous:
@@ -100,7 +124,8 @@ class _Rendezvous:
         if self.ended and not self.over and max(self.steps) > min(self.steps[r] for r in self.ended):
             self.stuck = self.over = True
 
-    def error(self) -> RankError:
+    def error(self, unfinished: dict[int, int], timeout: float) -> RankError:
+        """``unfinished``: ``{rank: its thread}`` of those that were running when the time was up."""
         logs = [group.log.records() for group in self.groups]
         mismatch = next((e for e in self.errors.values() if isinstance(e, CollectiveMismatch)), None)
         if mismatch is not None:
@@ -109,13 +134,25 @@ class _Rendezvous:
         causes = [Cause(r, "raised", f"raised {describe(e)}", learner_stack(e), e) for r, e in raised.items()]
         stopped = [r for r in range(self.size) if isinstance(self.errors.get(r), Abandoned)]
         causes += [waiting(r, logs[r][-1], consequence=not self.stuck) for r in stopped]
-        causes += [Cause(r, "returned", "returned") for r in range(self.size) if r not in self.errors]
+        waits = [r for r in unfinished if logs[r] and not logs[r][-1].left]
+        causes += [_running(r, thread) for r, thread in unfinished.items() if r not in waits]
+        causes += [waiting(r, logs[r][-1]) for r in waits]
+        causes += [Cause(r, "returned", "returned") for r in range(self.size) if r not in {*self.errors, *unfinished}]
         if raised:
             error = RankError(f"rank {causes[0].rank} {causes[0].text}", causes, logs)
             error.__cause__ = causes[0].exception
             return error
         summary = "; ".join(f"rank {c.rank} {c.text}" for c in sorted(causes, key=lambda c: c.kind != "returned"))
-        return RankError(summary, causes, logs)
+        return RankError(f"not finished after {timeout:g} s: " * bool(unfinished) + summary, causes, logs)
+
+
+def _running(rank: int, thread: int) -> Cause:
+    stack, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        stack.insert(0, Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    lines = learner_frames(stack)
+    return Cause(rank, "running", f"is still running at {lines[-1]}" if lines else "is still running", lines)
 
 
 class _LogicalGroup(Group):
