@@ -18,7 +18,7 @@ def fired(of: str) -> str:
 ANSWERS = {
     "mask_scores": [
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask & (scores > 0), -1e9)",
-              "19 of 36 hidden keys still")],
+              "20 of 48 hidden keys still")],
     "my_additive_mask": [
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(int(n > 1))",
               "for 1 token, the one key is hidden from the one query: a token may look at itself"),

@@ -19,6 +19,8 @@ def mask_scores(mine: Mine, setting: Setting):
     for batch, heads, queries, keys in ((2, 3, 4, 6), (1, 2, 3, 3)):
         scores = torch.arange(float(batch * heads * queries * keys)).sin().view(batch, heads, queries, keys)
         mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+        if batch > 1:
+            mask[1, :, :, 0] = True  # the second sequence is shorter, and padded on the left
         _judge_masked(mine, scores, mask)
     setting.align(Patch(TARGET, mine.function))
 
@@ -29,14 +31,24 @@ def _judge_masked(mine: Mine, scores: torch.Tensor, mask: torch.Tensor) -> None:
     if masked.isnan().any():
         raise NotYet(f"{masked.isnan().double().mean():.0%} NaN in a small example: is something multiplying 0 by "
                      "-inf?")
+    if masked.isfinite().all() and (masked.sum(-1) - 1).abs().max() < 1e-4:
+        raise NotYet("each row adds up to 1: that is what comes out of a softmax, and the engine's own comes behind "
+                     "your function. Scores must come back")
     weights = masked.softmax(-1)
     if weights.isnan().any():
         rows = int(weights.isnan().any(-1)[0, 0].sum())
         raise NotYet(f"softmax makes NaN in {rows} of {scores.shape[2]} rows, those in which every key is hidden: is "
                      "the mask the wrong way round? True means: must not look")
     if seen := int((weights[hidden] > 0).sum()):
-        raise NotYet(f"{seen} of {int(hidden.sum())} hidden keys still get some weight: which line hides the keys "
-                     "where the mask is True?")
+        left = f"{seen} of {int(hidden.sum())} hidden keys still get some weight: "
+        if len(mask) > 1 and not (weights[hidden] > 0)[:int(hidden[0].sum())].any():
+            raise NotYet(f"{left}none of sequence 0's, and those of sequence 1. Each sequence has a mask of its own, "
+                         "mask[0] and mask[1]")
+        shown = masked[hidden & (weights > 0)]
+        if (shown < scores[hidden & (weights > 0)]).all():
+            raise NotYet(f"{left}their scores are low, {shown.max():.3g} for example, and exp({shown.max():.3g}) is "
+                         f"{shown.max().exp():.1g} and not 0. What is low enough for every model?")
+        raise NotYet(f"{left}which line hides the keys where the mask is True?")
     if not masked[~hidden].equal(scores[~hidden]):
         raise NotYet("scores of keys that may be seen have changed; only the hidden ones may")
 
@@ -86,15 +98,20 @@ def _judge_additive(mask: torch.Tensor, tokens: int) -> None:
           agreed="on {ranks}, it fires with the mask that multiplies and is silent with the right one")
 def assert_no_nan(mine: Mine, setting: Setting):
     """On scores with and without NaN, and with a mask's -inf; then in the engine, with a broken and a right mask."""
-    scores = torch.arange(144.0).cos().view(2, 3, 4, 6)
-    causal = scores.masked_fill(torch.ones(4, 6, dtype=torch.bool).triu(3), -INF)
+    scores = torch.arange(1440.0).cos().view(2, 3, 4, 60)
+    causal = scores.masked_fill(torch.ones(4, 60, dtype=torch.bool).triu(3), -INF)
+    both = causal.clone()
+    both[0, 0, 0, 0] = INF
     _silent(mine, scores, "no NaN is in them")
     _silent(mine, causal, "there are -inf in them, which is how a mask hides keys, and no NaN")
+    _silent(mine, both, "there are inf and -inf in them and no NaN; their sum, or mean, is one")
     one, some = causal.clone(), torch.arange(20.0).view(4, 5)
     one[1, 2, 3, 0] = some[:, 1:3] = NAN
     for tensor, name, lost in ((some, "weights", "8 of 20 numbers are"),
-                               (one, "scores", "1 of 144 numbers, in the last head of the last text, is")):
-        _judge_message(_fired(mine, tensor, name, lost), tensor, name)
+                               (one, "scores", "1 of 1440 numbers, in the last head of the last text, is")):
+        message = _fired(mine, tensor, name, lost)
+        if name == "weights":
+            _judge_message(message, tensor, name)
 
     def watched(broken: bool) -> Patch:
         def mask_scores(scores, mask):
@@ -129,7 +146,7 @@ def _silent(mine: Mine, scores: torch.Tensor, why: str) -> None:
     message = _raised(mine, scores, "scores")
     if message is not None:
         raise NotYet(f"it fires on good scores: {why}. "
-                     + ("Is -inf a NaN?" if scores.isinf().any() else
+                     + ("" if (scores == INF).any() else "Is -inf a NaN?" if scores.isinf().any() else
                         "Which way round is the question? Is a pair of () missing?"))
 
 
@@ -137,7 +154,7 @@ def _fired(mine: Mine, tensor: torch.Tensor, name: str, lost: str) -> str:
     message = _raised(mine, tensor, name)
     if message is None:
         raise NotYet(f"{lost} NaN, and nothing fires: " + (
-            "is one enough for your question?" if lost[0] == "1" else
+            "is one enough for your question, or is it rounded away?" if lost[0] == "1" else
             "does your question find them (NaN is equal to nothing, a tuple is never false), and who raises?"))
     return message
 
