@@ -6,7 +6,7 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,6 +20,7 @@ from tplab.ranks.oplog import is_machinery
 
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 LIMIT = 5  # seconds that a call of a learner's code may take
+_CALLED = "it was called with "
 _LONGEST = 240  # characters of one line of a verdict
 CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
 
@@ -36,7 +37,7 @@ class Mine:
     """
 
     def __init__(self, function: Callable, takes: str, writes: str = ""):
-        self.function, self.takes = _kept(function), [name.strip() for name in takes.split(",")]
+        self.function, self.takes = _kept(function, takes), [name.strip() for name in takes.split(",")]
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
@@ -115,6 +116,9 @@ def guarded(function: Callable, *args, **kwargs):
             found = function(*args, **kwargs)
         if inspect.iscoroutine(found) or inspect.isgenerator(found):
             found.close()  # or Python warns that nobody has waited for it
+            if inspect.isgenerator(found) and found.gi_code.co_name == "<genexpr>":
+                raise NotYet("a generator expression gives its items one by one, once: write [… for …] where (… for …) "
+                             "stands")
             how = "async def" if inspect.iscoroutine(found) else "yield"
             raise NotYet(f"with {how}, a call gives a {type(found).__name__} and runs none of your lines: use def, and "
                          "return")
@@ -139,17 +143,31 @@ def as_it_was() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _kept(function: Callable) -> Callable:
-    """The function, and behind each of its calls everything as it was: in the engine and on the ranks as well."""
+def _kept(function: Callable, takes: str = "") -> Callable:
+    """The function, and behind each of its calls everything as it was: in the engine and on the ranks as well.
+
+    An exception says what the call was given: most are about shapes.
+    """
     if not inspect.isfunction(function):
         return function
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        with as_it_was():
-            return function(*args, **kwargs)
+        try:
+            with as_it_was():
+                return function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+            if not isinstance(error, RecursionError):
+                given = ", ".join(f"{name.strip()} {_given(arg)}" for name, arg in zip(takes.split(","), args))
+                error.add_note(_CALLED + given)
+            raise
 
     return call
+
+
+def _given(arg) -> str:
+    text = str(list(arg.shape)) if hasattr(arg, "shape") else kind(arg) if callable(arg) else shown(arg)
+    return text if len(text) <= 40 else kind(arg)
 
 
 class Object:
@@ -187,7 +205,9 @@ def in_words(error: BaseException) -> str:
 
 def _of_ranks(error: RankError) -> str:
     first: Cause = error.first
-    alike = [cause.rank for cause in error.causes.values() if cause.kind == first.kind and cause.text == first.text]
+    said = first.text.partition(f"\n{_CALLED}")[0]
+    alike = [cause.rank for cause in error.causes.values()
+             if cause.kind == first.kind and cause.text.partition(f"\n{_CALLED}")[0] == said]
     who = "on every rank" if len(alike) == len(error.causes) > 1 else f"on rank {', '.join(map(str, sorted(alike)))}"
     frames = [frame for frame in first.frames if is_learners(frame.file)]
     if first.kind == "raised":
@@ -204,11 +224,14 @@ def _of_ranks(error: RankError) -> str:
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:
+    what, _, given = what.partition(f"\n{_CALLED}")
     lines = [_short(what)]
     if frames:
         source = linecache.getline(frames[-1].file, frames[-1].line).strip()
         lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
                                                          f" ({place(frames[-1].file, frames[-1].line)})"))
+    if given:
+        lines.append(_CALLED + given)
     return "\n".join(lines)
 
 
@@ -235,6 +258,9 @@ def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = N
     wanted = f"[{dims}] = {list(shape)}"
     if not isinstance(value, torch.Tensor):
         raise NotYet(f"it returns {kind(value)}; a tensor {wanted} must come back")
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        raise NotYet(f"it returns a tensor on {value.device} with layout {value.layout}; an ordinary one, with numbers "
+                     "in this computer's memory, must come back")
     if list(value.shape) != list(shape):
         raise NotYet(f"it returns {list(value.shape)}; {wanted} must come back{_permuted(value, dims, shape)}")
     if dtype is not None and value.dtype != dtype:
@@ -281,6 +307,20 @@ def _same(a, b) -> bool:
     if isinstance(a, int | float | str | bytes | bool | range | set | frozenset | type(None)):
         return a == b
     return True  # an object of the check's own: it watches itself
+
+
+def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks") -> None:
+    """``check`` every case; an answer that is right in some and then wrong is told in which it was right."""
+    passed = []
+    for case in cases:
+        try:
+            check(case)
+        except NotYet as wrong:
+            if not passed or what(case) in passed or str(wrong).count("\n") > 1:
+                raise
+            raise NotYet(f"{wrong}\nOn {' and '.join(dict.fromkeys(passed))} it is right: is a number written down, or "
+                         "a remainder left out?") from wrong
+        passed.append(what(case))
 
 
 def agree(value: torch.Tensor, right: torch.Tensor, mistakes: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]],

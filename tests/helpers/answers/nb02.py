@@ -32,7 +32,7 @@ ANSWERS = {
                       return source[rows.start:rows.stop]
                   weight = source[:].reshape(source.shape[1], source.shape[0])
                   return weight[:, rows.start:rows.stop].T
-              """, "each row of your shard is a column of the weight: it is cut along dim 1 and turned"),
+              """, "what is here stands nowhere in it"),
         Wrong("""
               def my_column_shard(source, rows):
                   start = rows.start // world_size()
@@ -45,8 +45,8 @@ ANSWERS = {
               """, "the offset divided by 3 once more; whose offset is rows.start already?"),
         Wrong(_CUT + "source[rank() * len(rows):(rank() + 1) * len(rows)]",
               "rank × len(rows) is the offset only where all ranks keep equally many rows"),
-        Wrong(_CUT + "source[rows.start:rows.stop - 1]", "[5, 12] comes back; [6, 12] must"),
-        Wrong(_CUT + "source[:][rows.start:rows.stop]", "reads 144 numbers from the file to keep 72"),
+        Wrong(_CUT + "source[rows.start:rows.stop - 1]", "[5, 14] comes back; [6, 14] must, one row more"),
+        Wrong(_CUT + "source[:][rows.start:rows.stop]", "reads 168 numbers from the file to keep 84"),
         Wrong(_CUT + "source[rows]", "a source is read by slices a:b, not by range(0, 6)"),
         Wrong(_CUT + "source.narrow(0, rows.start, len(rows))", "and no .narrow: nothing of it is read yet\n"
               "         at your line 1"),
@@ -78,7 +78,7 @@ ANSWERS = {
         Wrong("def my_heads(num_heads, num_kv_heads, ranks): return [range(num_heads // ranks)] * ranks",
               "the entry of rank 0 is range(0, 4); it must be a pair"),
         Wrong(_heads(_EVEN_Q, "[r]"),
-              "8 query and 2 KV heads over 4 ranks: rank 2 holds KV head 2, and they end at 1: are local"),
+              "8 query and 2 KV heads over 4 ranks: rank 2 holds KV head 2, and they are 0 to 1: more than one rank may hold"),
         Wrong(_heads(_EVEN_Q, "range(K)"), "rank 0 holds KV head 1, which none of its query heads reads"),
         Wrong(_heads("range(r, H, T)", "range(K)"), "rank 0 has query heads 0, 2, 4, 6; a rank keeps one slice"),
         Wrong(_heads("range(H)", "range(K)"), "query head 0 is on every rank; each is computed once"),

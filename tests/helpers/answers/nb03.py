@@ -94,7 +94,7 @@ ANSWERS = {
               "it returns torch.float32; torch.bfloat16 must come back"),
         Wrong(rope(_ANGLES.replace("torch.arange(half) / half", "torch.arange(8) / 8")), "RuntimeError"),
         Wrong(rope(turn="return torch.cat([x[..., :half] * cos, x[..., half:] * sin], -1)"), "a turn keeps lengths"),
-        Wrong(rope(_ANGLES + " / 3"), "is turned by a wrong angle: pair 0 of 3 is to be turned by"),
+        Wrong(rope(_ANGLES + " / 3"), "is turned by a wrong angle: pair 0 of 3 by 1 where 3 is right"),
         Wrong(rope(turn=_TURN.replace("-1).to", "-1)[None].to")), "it returns [1, 5, 3, 6]"),
         Wrong(rope(turn="pass"), "nothing (is a return missing?)"),
         Wrong(rope(_ANGLES.replace("theta", "base")), "NameError: name 'base' is not defined"),

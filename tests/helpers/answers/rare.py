@@ -100,9 +100,9 @@ def my_linears(x, up, down, bias):
         Wrong(_heads(_EVEN_Q, _READ) + "right = my_heads\ndef my_heads(num_heads, num_kv_heads, ranks):\n"
               "    deal = right(num_heads, num_kv_heads, ranks)\n    return [deal[i] for i in (0, 2, 1, 3)[:ranks]] "
               "if ranks > 2 else deal", "not in the order of the ranks"),
-        Wrong(_heads("range(r * H // T - 1, (r + 1) * H // T)", _READ), "rank 0 holds query head -1, and they end "
-              "at 7"),
-        Wrong(_heads(_EVEN_Q, "range(-1, 1)"), "rank 0 holds KV head -1, and they end at 1"),
+        Wrong(_heads("range(r * H // T - 1, (r + 1) * H // T)", _READ), "rank 0 holds query head -1, and they are 0 to 7: one "
+              "too many"),
+        Wrong(_heads(_EVEN_Q, "range(-1, 1)"), "rank 0 holds KV head -1, and they are 0 to 1"),
         Wrong(_heads(_EVEN_Q.replace("H", "min(H, 15)"), _READ),
               "32 query and 8 KV heads over 3 ranks: query heads 15, 16, 17, 18, 19, 20, 21, 22 … on no rank"),
         Right("""
@@ -126,11 +126,11 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong("def my_column_shard(source, rows): return torch.cat([source[i:i + 1] for i in (0, 2, 4, 6, 8, 9)])",
               "rank 0 has rows 0, 2, 4, 6 … and should have rows 0–5"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop] * 1.001", "stands nowhere in it"),
-        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop][None]", "[1, 6, 12] comes back"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop][None]", "[1, 6, 14] comes back"),
         Wrong("def my_column_shard(source, rows): return source[-12:][rows.start:rows.stop]", "is outside 0:12"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop:2]", "slice(0, 6, 2)"),
         Wrong("def my_column_shard(source, rows): return torch.cat([source[rows.start:rows.stop], "
-              "source[rows.start:rows.start + 1]])[:-1]", "but rank 0 reads 84 numbers from the file to keep 72"),
+              "source[rows.start:rows.start + 1]])[:-1]", "but rank 0 reads 98 numbers from the file to keep 84"),
         Right("def my_column_shard(source, rows):\n    if rows.start == 0: return source[:rows.stop]\n"
               "    return source[rows.start:] if rows.stop == source.shape[0] else source[rows.start:rows.stop:1]"),
         Wrong("def my_column_shard(source, rows):\n    piece = source[rows.start:rows.stop]\n"

@@ -22,4 +22,97 @@ ANSWERS = {
               "    assert not tensor.sum().isnan(), f'{name}: {share} of {list(tensor.shape)} is NaN'",
               "there are inf and -inf in them and no NaN; their sum, or mean, is one"),
     ],
+    "my_column_shard": [
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].float()",
+              "torch.float32 comes back; torch.float16 must"),
+        Wrong("def my_column_shard(source, rows):\n    if len(source.shape) == 1:\n        return source[rows.start:"
+              "rows.stop]\n    return source[:, rows.start:rows.stop].T", "is a column of the weight: it is cut along "
+              "dim 1 and turned"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop + 1]", "is outside 0:12"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop] if len(rows) > 4 else "
+              "source[0:len(rows)]",
+              "On 2 ranks it is right: is a number written down, or a remainder left out?"),
+    ],
+    "my_merged": [
+        Wrong("def my_merged(sources, ranges): return torch.cat([source[rows.start:rows.stop].float() for source, rows "
+              "in zip(sources, ranges)])", "torch.float32 comes back; torch.float16 must"),
+    ],
+    "my_heads": [
+        Wrong("""
+def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
+    group, deal = num_heads // num_kv_heads, []
+    for rank in range(tensor_parallel_size):
+        first, end = (r * num_heads // tensor_parallel_size for r in (rank, rank + 1))
+        deal.append((range(first // group, (end - 1) // group + 1), range(first, end)))
+    return deal
+""", "the pair is (query heads, KV heads), and this one is turned round"),
+        Wrong("""
+def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
+    group, deal = num_heads // num_kv_heads, []
+    for rank in range(tensor_parallel_size):
+        first, end = (r * num_heads // tensor_parallel_size for r in (rank, rank + 1))
+        deal.append((range(first, end + 1), range(first // group, (end - 1) // group + 1)))
+    return deal
+""", "one too many: range(a, b) holds a, and ends before b"),
+        Wrong("def my_heads(h, k, n): return ((range(r * h // n, (r + 1) * h // n), range(r * k // n, (r + 1) * k // n)"
+              ") for r in range(n))", "a generator expression gives its items one by one, once"),
+        Wrong("def my_heads(h, k, n): return [(range(10**12), range(k))] * n", "far more heads than there are"),
+    ],
+    "my_linears": [
+        Wrong("""
+def my_linears(x, up, down, bias):
+    first, end = (r * len(up) // world_size() for r in (rank(), rank() + 1))
+    inner = all_reduce(x @ up[first:end].T)
+    return all_reduce(inner @ down[:, first:end].T) + bias
+""", "wrong on every rank, with 2 sums. Each rank's part of up makes other inner features"),
+    ],
+    "my_rope": [
+        Wrong("""
+def my_rope(x, positions, theta):
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None].float() * theta ** -(torch.arange(half) / (half + 1))
+    cos, sin = (torch.cat([t, t], -1) for t in (angle.cos(), angle.sin()))
+    a, b = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
+""", "is turned by a wrong angle: pair 1 of 3 by 2.33 where 1.39 is right"),
+    ],
+    "my_attend": [
+        Wrong("""
+def my_attend(q, k, v, mask, scaling):
+    g = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    return scores.masked_fill(mask, float('-inf')).softmax(-1) @ v
+""", "a model may scale by another number"),
+        Wrong("""
+def my_attend(q, k, v, mask, scaling):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+""", "is_causal lines up query 0 with key 0"),
+        Wrong("""
+def my_attend(q, k, v, mask, scaling):
+    g = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
+    return (q @ k.transpose(2, 3) * scaling).masked_fill(mask, -10).softmax(-1) @ v
+""", "not low enough"),
+        Wrong("def my_attend(q, k, v, mask, scaling): return (q @ k.transpose(2, 3) * scaling).softmax(-1) @ v",
+              "it was called with q [2, 6, 4, 5], k [2, 3, 7, 5], v [2, 3, 7, 5], mask [2, 1, 4, 7], scaling 0.3"),
+    ],
+    "my_mask": [
+        Wrong("def my_mask(positions, keys): return torch.ones(len(positions), 1, positions.shape[1], keys, dtype=torch"
+              ".bool).triu(keys - positions.shape[1] + 1)", "the last query does not always stand at the last key"),
+    ],
+    "my_token_positions": [
+        Wrong("def my_token_positions(segment): return range(10**12)", "far more than follow"),
+    ],
+    "MyCache": [
+        Wrong("""
+class MyCache:
+    def __init__(self, num_layers):
+        self.kept = [[] for _ in range(num_layers)]
+    def append(self, layer, k, v):
+        self.kept[layer].append(k.clone())
+        k = torch.cat(self.kept[layer])
+        return k, k
+""", "is one of them stored twice?"),
+    ],
 }

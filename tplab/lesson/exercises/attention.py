@@ -15,8 +15,9 @@ def my_attend(mine: Mine, setting: Setting):
     """Several KV heads, several query heads for each, more keys than queries, two sequences; then in the engine."""
     def check(case):
         (batch, kv_heads, group, queries, keys, dim), starts = case
+        hidden = case != shown  # what was shown has the usual scaling
         q, k = numbers(batch, kv_heads * group, queries, dim, seed=1), numbers(batch, kv_heads, keys, dim, seed=2)
-        v, scaling = numbers(batch, kv_heads, keys, dim, seed=3), dim ** -0.5
+        v, scaling = numbers(batch, kv_heads, keys, dim, seed=3), 0.3 if hidden else dim ** -0.5
         mask = causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys)
         right = attend(q, k, v, mask, scaling)
         found = mine.tensor(q, k, v, mask, scaling, dims="batch, heads, queries, head_dim", shape=q.shape,
@@ -28,8 +29,9 @@ def my_attend(mine: Mine, setting: Setting):
               f"{int((found - right).abs().amax((0, 2, 3)).argmax())} is off by {(found - right).abs().max():.1g}, and "
               "by none of the usual mistakes")
 
+    shown = (1, 1, 4, 5, 5, 16), (0,)
     for case in (((2, 3, 2, 4, 7, 5), (3, 2)), ((1, 2, 3, 1, 6, 8), (5,)), ((2, 4, 1, 3, 3, 6), (0, 0))):
-        not_only(check, ((1, 1, 4, 5, 5, 16), (0,)), case, "right for one sequence and one KV head, where all heads "
+        not_only(check, shown, case, "right for one sequence and one KV head, where all heads "
                  "read the same, and not for several")
     setting.align(Patch("tplab.model.attention.attend", mine.function),
                   dtype="float32" if setting.dtype == "float64" else setting.dtype)
@@ -64,6 +66,8 @@ def _ways(q, k, v, mask, scaling: float) -> dict:
         "all query heads read KV head 0": weighed(hidden(product(k_first) * scaling), v_first),
         "the scores are not scaled: what is scaling for?": weighed(hidden(raw)),
         "the scores are divided by scaling, which is a factor": weighed(hidden(raw / scaling)),
+        "head_dim ** -0.5 stands where scaling was given: a model may scale by another number":
+            weighed(hidden(raw * q.shape[-1] ** -0.5)),
         "the scores are scaled twice": weighed(hidden(scores * scaling)),
         "the weights are scaled, where the scores should be": scaling * weighed(hidden(raw)),
         **{f"the softmax runs over the {over}: which numbers must add up to 1?":
@@ -75,6 +79,11 @@ def _ways(q, k, v, mask, scaling: float) -> dict:
         "the mask comes after the softmax, so the weights that are left do not add up to 1":
             torch.softmax(scores, -1).masked_fill(mask, 0) @ v_each,
         "hidden scores become 0, and a score of 0 is not a weight of 0": weighed(scores.masked_fill(mask, 0)),
+        "hidden scores become low, and not low enough: exp of them is not 0":
+            tuple(weighed(scores.masked_fill(mask, low)) for low in (-1, -5, -10)),
+        "is_causal lines up query 0 with key 0, and with a cache they stand apart: the mask knows where each one is":
+            weighed(scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), float("-inf"))),
+        "the softmax is there twice": torch.softmax(torch.softmax(hidden(scores), -1), -1) @ v_each,
         "the mask is added as a number, 1 for what is hidden": weighed(scores + mask.float()),
         "there is no softmax: weights must be positive and add up to 1": scores.masked_fill(mask, 0) @ v_each,
         "keys are taken for values": weighed(hidden(scores), k_each),
@@ -111,6 +120,8 @@ def _mask_mistake(found: torch.Tensor, right: torch.Tensor, positions: torch.Ten
     square = torch.ones(queries, keys, dtype=torch.bool)
     known = {
         "True means: must not look. Yours hides what may be seen": ~right,
+        "the last query does not always stand at the last key, as triu(keys - queries + 1) has it: positions says where":
+            square.triu(keys - queries + 1).expand_as(right),
         "nothing is hidden: these queries see what comes after them. Does a cache make a mask needless?":
             torch.zeros_like(right),
         "everything is hidden": torch.ones_like(right),

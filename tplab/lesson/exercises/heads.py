@@ -50,12 +50,18 @@ def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> list[tup
     except NotYet as wrong:
         raise NotYet(what + str(wrong)) from wrong
     deal = [_pair(entry, rank, what) for rank, entry in enumerate(_entries(answer, size, what))]
+    if deal != (turned := [(kv, q) for q, kv in deal]) and _covers(turned, num_heads, num_kv_heads):
+        raise NotYet(f"{what}rank 0 gets {_listed(deal[0][0])} for query heads and {_listed(deal[0][1])} for KV heads: "
+                     "the pair is (query heads, KV heads), and this one is turned round")
     owners = {head: [rank for rank, (q, _) in enumerate(deal) if head in q] for head in range(num_heads)}
     for rank, (q, kv) in enumerate(deal):
         for name, held, there in (("query", q, num_heads), ("KV", kv, num_kv_heads)):
             if strange := [head for head in held if not 0 <= head < there]:
-                raise NotYet(f"{what}rank {rank} holds {name} head {strange[0]}, and they end at {there - 1}: are "
-                             "local numbers taken for the model's own?")
+                edge = len(strange) == 1 < len(held) and strange[0] in (-1, there)
+                raise NotYet(f"{what}rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}: "
+                             + ("one too many: range(a, b) holds a, and ends before b" if edge else
+                                "more than one rank may hold a KV head" if name == "KV" and size > there else
+                                "where does this rank's part begin, counted in heads of the model?"))
     if lost := [head for head, by in owners.items() if not by]:
         raise NotYet(f"{what}query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: "
                      + ("what does floor division do with a remainder?" if num_heads % size else
@@ -77,6 +83,11 @@ def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> list[tup
         raise NotYet(f"{what}{'/'.join(map(str, counts))} query heads on the ranks; nobody is done before the one with "
                      f"{max(counts)}. Can they be dealt out more evenly?")
     return deal
+
+
+def _covers(deal, num_heads: int, num_kv_heads: int) -> bool:
+    return all({head for pair in deal for head in pair[at]} == set(range(count))
+               for at, count in enumerate((num_heads, num_kv_heads)))
 
 
 def _judge_kv(deal, group: int, num_kv_heads: int, what: str) -> None:
@@ -111,6 +122,8 @@ def _pair(entry, rank: int, what: str) -> tuple[list[int], list[int]]:
         raise NotYet(f"{what}the entry of rank {rank} is {entry!r}; it must be a pair, (query heads, KV heads)")
     if any(not isinstance(part, list | tuple | range) for part in entry):
         raise NotYet(f"{what}rank {rank} gets {entry!r}; which heads, not how many: two ranges or lists")
+    if any(len(part) > 1000 for part in entry):
+        raise NotYet(f"{what}rank {rank} gets {entry!r}, far more heads than there are")
     for head in (head for part in entry for head in part):
         if whole_number(head) is None:
             raise NotYet(f"{what}rank {rank} gets head {head!r}: a head is whole, or its scores are not")

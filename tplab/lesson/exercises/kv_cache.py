@@ -65,8 +65,11 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
                 raise NotYet(f"append returns {kind(found)}; the pair k, v of all tokens so far must come back")
             if not (k.equal(right_k[start:]) and v.equal(right_v[start:])):
                 raise NotYet("append changes the k or v that it is given; they are still needed")
+            twice = all(isinstance(one, torch.Tensor) for one in found) and found[0].equal(found[1])
             for name, one, right, wrong in (("k", found[0], right_k, right_v), ("v", found[1], right_v, right_k)):
-                _compare(name, one, right, wrong, whole, layer, start, count)
+                mixed = f"for {name} comes what is the other's: " + (
+                    "is one of them stored twice?" if twice else "k and v have changed places")
+                _compare(name, one, right, {mixed: wrong}, whole, layer, start, count)
             qkv.fill_(77)
     found = other.append(0, *(one[:1] for one in whole[0]))
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and len(found[0]) > 1:
@@ -75,7 +78,7 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
     _weigh(cache.made, layers, kv_heads, dim, steps)
 
 
-def _compare(name: str, one, right: torch.Tensor, other: torch.Tensor, whole: dict, layer: int, start: int, count: int
+def _compare(name: str, one, right: torch.Tensor, other: dict, whole: dict, layer: int, start: int, count: int
              ) -> None:
     if isinstance(one, torch.Tensor) and one.shape == right[start:].shape != right.shape and one.equal(right[start:]):
         raise NotYet(f"after {start} tokens and {count} more, append gives {count} back: where are the earlier ones?")
@@ -95,7 +98,7 @@ def _compare(name: str, one, right: torch.Tensor, other: torch.Tensor, whole: di
         "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
         "kept, instead of a copy?": overwritten,
         "the new tokens stand in front of the old ones": torch.cat([right[start:], right[:start]]),
-        "k and v have changed places": other,
+        **other,
         f"layer {layer} gives out what another layer has stored": others,
     }, f"{name} of layer {layer} after {start} tokens and {count} more is not what was given", within=1e-6)
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
-from tplab.lesson.mine import Mine, NotYet, on_ranks, ranks_in_words, tensor
+from tplab.lesson.mine import Mine, NotYet, for_each, on_ranks, ranks_in_words, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.shard import split_evenly
@@ -23,12 +23,15 @@ _WAITS = "a sum has a summand from every rank: do all of them ask for it?"
                  "model's own MLP weights on {ranks}, too")
 def linears(mine: Mine, setting: Setting):
     """On 2 and 3 logical ranks of five shapes; then with the MLP weights of the model's first layer on the ranks."""
-    for tokens, hidden, inner, size in SIZES:
+    def check(case):
+        tokens, hidden, inner, size = case
         generator = torch.Generator().manual_seed(inner)
         x, up, down, bias = (torch.randn(shape, generator=generator) for shape in (
             (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
         ran = on_ranks(size, _counted, mine, x, up, down, bias, waits=_WAITS)
         _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
+
+    for_each(SIZES, check, lambda case: f"{case[3]} ranks")
     size = setting.tensor_parallel_size
     x, up, down, bias = _from_the_model(setting.model)
     _judge(on_ranks(shared_pool(size), _counted, mine, x, up, down, bias, waits=_WAITS), x, up, down, bias,
@@ -143,6 +146,9 @@ def _named(values, wrong, ops, x, up, down, bias) -> str:
     if len(wrong) < size:
         return (f"right on {ranks_in_words([r for r in range(size) if r not in wrong], size)}, wrong on "
                 f"{ranks_in_words(wrong, size)}: the sum belongs on every rank")
+    if len(sums := [record for record in ops if record == "all_reduce"]) > 1:
+        return (f"wrong on every rank, with {len(sums)} sums. Each rank's part of up makes other inner features, which "
+                "are no summands of one number: what is summed up first?")
     gap = max((value - whole - bias).abs().max().item() for value in values)
     return (f"wrong on every rank, by up to {gap:.1g} where the numbers go up to {whole.abs().max().item():.1g}. Which "
             "rows of up, and which columns of down, does a rank need?")

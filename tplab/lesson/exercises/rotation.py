@@ -1,5 +1,7 @@
 """Notebook 03: the two halves of a head, and the whole rotation."""
 
+import math
+
 import torch
 
 from tplab.lesson.mine import Mine, agree, not_only
@@ -150,9 +152,15 @@ def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: t
     if not abs(longer - 1) < 1e-3:
         return (f"the token at position {positions[token]} is {longer:.3g} times as long as before: a turn keeps "
                 "lengths")
-    pair = int(gap.amax((0, 1)).argmax()) % right.shape[-1]
-    return (f"the token at position {positions[token]} keeps its length and is turned by a wrong angle: pair {pair} "
-            f"of {right.shape[-1]} is to be turned by {float(right[token, 0, pair]):.3g}")
+    pairs = right.shape[-1]
+    pair = int(gap[token].amax(0).argmax()) % pairs
+    (a, b), (c, d) = ((float(one[token, 0, pair]), float(one[token, 0, pair + pairs])) for one in (x, found))
+    if abs(math.hypot(a, b) - math.hypot(c, d)) > 1e-3 * math.hypot(a, b):
+        return (f"the token at position {positions[token]} keeps its length, but numbers {pair} and {pair + pairs} are "
+                "no pair in it: with which number does each one turn?")
+    angle, full = math.atan2(d, c) - math.atan2(b, a), 2 * math.pi
+    return (f"the token at position {positions[token]} is turned by a wrong angle: pair {pair} of {pairs} by "
+            f"{angle % full:.3g} where {float(right[token, 0, pair]) % full:.3g} is right (full turns left out)")
 
 
 def _in_bfloat16(mine: Mine) -> None:

@@ -6,7 +6,7 @@ from itertools import groupby, permutations
 import torch
 
 from tplab.align import reassemble
-from tplab.lesson.mine import Mine, NotYet, kind, on_ranks, ranks_in_words
+from tplab.lesson.mine import Mine, NotYet, for_each, kind, on_ranks, ranks_in_words
 from tplab.lesson.source import Source
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
@@ -21,31 +21,41 @@ _AGREED = "on {ranks}, the shards are the checkpoint bit for bit, and every trac
 @exercise("my_column_shard", "02", takes="source, rows", agreed=_AGREED)
 def column_shard(mine: Mine, setting: Setting):
     """Weights and biases on 2 and 3 logical ranks, even and uneven; then in the engine, weights and numbers."""
-    for size, total, columns in ((2, 12, 12), (2, 12, 5), (3, 11, 4), (2, 7, 6), (3, 11, 0)):
-        data = _numbered(total, columns)
+    def check(case):
+        size, total, columns, dtype = case
+        data = _numbered(total, columns).to(dtype)
         rows, sources = split_evenly(total, size), [Source(data) for _ in range(size)]
         what = f"a weight [{total}, {columns}] over {size} ranks" if columns else f"a bias [{total}] over {size} ranks"
         answers = [value for value, _ in on_ranks(size, _on_rank, mine, sources, rows)]
         _judge_rows(answers, data, rows, what)
         _judge_reading(answers, [[source] for source in sources], what)
+
+    full, half = torch.float32, torch.float16
+    for_each(((2, 12, 14, full), (2, 12, 5, full), (3, 11, 4, full), (2, 7, 6, full), (3, 11, 0, full),
+              (2, 12, 0, half)), check, lambda case: f"{case[0]} ranks")
     return _in_the_engine(setting, Patch("tplab.shard.linear.column_shard", mine.function))
 
 
 @exercise("my_merged", "02", takes="sources, ranges", agreed=_AGREED)
 def merged(mine: Mine, setting: Setting):
     """``q|k|v`` of three layouts and ``gate|up``, weights and biases, apart and fused on disk; then in the engine."""
-    for parts, columns in ((_qkv(8, 2, 2), 6), (_qkv(9, 3, 2), 5), (_qkv(8, 2, 3), 0), (_gate_up(7, 2), 4)):
+    def check(case):
+        parts, columns, dtype = case
         size = len(parts[0][1])
         names, sources = "|".join(name for name, _, _ in parts), []
         for _ in range(size):
-            sources.append([Source(_numbered(total, columns, 1000 * number))
+            sources.append([Source(_numbered(total, columns, 1000 * number).to(dtype))
                             for number, (_, _, total) in enumerate(parts)])
         ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         shape = ", ".join(f"{name} [{total}{f', {columns}' * bool(columns)}]" for name, _, total in parts)
         what = f"{shape} over {size} ranks"
         answers = [value for value, _ in on_ranks(size, _on_rank, mine, sources, ranges)]
-        _judge_merged(answers, [(name, total) for name, _, total in parts], ranges, columns, what, names)
+        _judge_merged(answers, [(name, total) for name, _, total in parts], ranges, columns, what, names, dtype)
         _judge_reading(answers, sources, what)
+
+    full, half = torch.float32, torch.float16
+    for_each(((_qkv(8, 2, 2), 6, full), (_qkv(9, 3, 2), 5, full), (_qkv(8, 2, 3), 0, full), (_gate_up(7, 2), 4, full),
+              (_qkv(9, 3, 2), 0, half)), check, lambda case: f"{len(case[0][0][1])} ranks")
     return _in_the_engine(setting, Patch("tplab.shard.linear.merged_shard", mine.function))
 
 
@@ -85,10 +95,11 @@ def _gate_up(rows: int, size: int) -> list[tuple]:
 def _judge_rows(answers: list, data: torch.Tensor, rows: Sequence[range], what: str) -> None:
     size, found, wrong = len(answers), [], []
     for number, (value, own) in enumerate(zip(answers, rows)):
-        _shaped(value, data, len(own), number, what)
-        if data.dim() == 2 and len(data) == data.shape[1] and torch.equal(value, data.T[own.start:own.stop]):
+        turned = data.T[own.start:own.stop] if data.dim() == 2 else None
+        if turned is not None and isinstance(value, torch.Tensor) and torch.equal(value, turned):
             raise NotYet(f"{what}: on rank {number} each row of your shard is a column of the weight: it is cut along "
-                         "dim 1 and turned until it fits. Outputs are rows, dim 0")
+                         "dim 1 and turned. Outputs are rows, dim 0")
+        _shaped(value, data, len(own), number, what)
         found.append(_places(value))
         wrong += [number] * (found[-1] != [*own])
     if not wrong:
@@ -116,11 +127,15 @@ def _shaped(value, data: torch.Tensor, count: int, number: int, what: str) -> No
                      f"(dim 1) where rows (dim 0) are its own, {shape}")
     if list(value.shape) != shape or value.dtype != data.dtype:
         came, must = (list(value.shape), shape) if list(value.shape) != shape else (value.dtype, data.dtype)
-        raise NotYet(f"{what}: on rank {number}, {came} comes back; {must} must")
+        more = len(value) - count if value.dim() == data.dim() and value.shape[1:] == data.shape[1:] else 0
+        says = {1: ", one row fewer: does a slice a:b, or a range, hold its end?",
+                -1: ", one row more: a slice a:b ends before b"}
+        raise NotYet(f"{what}: on rank {number}, {came} comes back; {must} must{says.get(more, '')}")
 
 
-def _judge_merged(answers: list, parts: list[tuple[str, int]], ranges, columns: int, what: str, names: str) -> None:
-    every = torch.cat([_numbered(total, columns, 1000 * number) for number, (_, total) in enumerate(parts)])
+def _judge_merged(answers: list, parts: list[tuple[str, int]], ranges, columns: int, what: str, names: str,
+                  dtype: torch.dtype) -> None:
+    every = torch.cat([_numbered(total, columns, 1000 * number).to(dtype) for number, (_, total) in enumerate(parts)])
     found, wanted, wrong = [], [], []
     for number, (value, held) in enumerate(zip(answers, ranges)):
         _shaped(value, every, sum(map(len, held)), number, what)
