@@ -239,3 +239,14 @@ def test_a_solution_runs_in_an_empty_cell(file):
     space: dict = {}
     exec(solution_code(file), space)
     assert space["where"] and space["what"] and space["why"] and all(map(callable, space["repair"].values()))
+
+
+def test_all_places_at_once_are_no_answer_and_what_is_none_is_refused_in_words(ckpt, capsys):
+    case = lesson.open_case(1, ckpt)
+    assert not case.answer(where=list(case._places), what="a", why="a").right
+    assert capsys.readouterr().out.endswith("places are named; a case has one or two\n")
+    assert not case.answer(where=torch.ones(2), what="a", why="a").right
+    assert "there is no function tensor([1., 1.])" in capsys.readouterr().out
+    for size in ("2", 0, 2.5):
+        with pytest.raises(CaseError, match="tensor_parallel_size must be a whole number from 1 up"):
+            lesson.open_case(1, ckpt, tensor_parallel_size=size)

@@ -164,7 +164,8 @@ def failing(kinds, error=RankError, text="waits in barrier"):
 
 
 @pytest.mark.parametrize("pool, asks", [
-    (failing(["waiting", "returned"]), "Who?"), (failing(["running", "running"]), "Who?"),
+    (failing(["waiting", "returned"]), "Who?"), (failing(["running", "running"]), "Nothing there lets another rank "
+     "come: ranks meet in collectives, not in a loop or a sleep"),
     (failing(["died", "waiting"]), None),
     (failing(["waiting", "waiting"], CollectiveMismatch), "All ranks must make the same call, with tensors of the same "
      "shape and dtype")])

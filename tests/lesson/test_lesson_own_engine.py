@@ -160,3 +160,12 @@ def test_the_engine_is_asked_for_small_blocks_and_greedy_tokens_to_the_end(drive
     assert found == ([[1, 2], [3]] if driven else [[7, 8], [7, 8]])
     assert asked == [(("m", 3, "float64"), {"block_size": 4, "strict": True}), *(
         [(Engine, 5, [1, 2], 5), (Engine, 5, [3], 5)] if driven else [([[1, 2], [3]], 0, 5, True, False)]), "closed"]
+
+
+def test_of_several_pieces_the_first_that_fails_by_itself_is_named(solved, capsys):
+    """Ranks part ways in a sum of the lab's, long behind the learner's line: that sum is no help."""
+    right = solutions(["my_embedding"])["my_embedding"]
+    parts = solved | {"my_embedding": defined(right.replace("all_reduce(", "(all_reduce if len(ids) > 1 or rank() else "
+                                                            "torch.clone)("), "my_embedding")}
+    assert lesson.your_engine(Pieces(parts), "fable", [IDS], 4) == [[]]
+    assert capsys.readouterr().out.startswith("your engine stops at my_embedding: ")

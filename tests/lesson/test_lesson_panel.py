@@ -157,3 +157,15 @@ def test_the_title_is_the_last_runs_finding_and_the_reason_that_of_its_ranks(mad
     made._button.click()
     assert made.figure.get_suptitle() == "Only rounding is left: every point is inside the floor"
     assert seen == [3] and "no bias" in made._verdict.value
+
+
+def test_a_prompt_that_cannot_show_a_fault_says_why():
+    one = lesson.panel(["no_mask"], ticked=["no_mask"], prompt="\n")
+    assert len(one.report.ids[0]) == 1 and "The prompt is one token: it has no future to hide" in one._verdict.value
+
+
+def test_two_faults_on_one_function_say_which_one_stands_there(made):
+    made._boxes[1].value = True
+    made._button.click()
+    assert ("nan_mask and no_mask replace the same function, model.attention.mask_scores: no_mask stands there"
+            in made._verdict.value)

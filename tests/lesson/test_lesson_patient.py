@@ -1,6 +1,7 @@
 """The exercises of notebook 09 in patient zero's own engine, and cures that last for one call."""
 
 import sys
+from inspect import unwrap
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ def report(sentences=(), contradictions=(), first="logits"):
 def test_what_passes_is_kept_and_was_tried_in_the_engine(name, place, seen, capsys):
     given, answer = {}, right(name)
     verdict = lesson.judge(answer, engine=lambda cures: given.update(cures) or seen)
-    assert verdict.passed and verdict.function is answer and given[place] is answer
+    assert verdict.passed and verdict.function is answer and unwrap(given[place]) is answer
     assert capsys.readouterr().out.startswith(f"PASS  {name}: ")
 
 

@@ -76,13 +76,27 @@ class Panel:
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
         idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
+        if self.ticked and self.report.ok and not idle:
+            idle = ["The prompt is one token: it has no future to hide, nobody before it, and stands at position 0, "
+                    "where nothing is turned. Two tokens show more." if sum(map(len, self.report.ids)) == 1 else
+                    "With this prompt nothing is computed otherwise."]
         said = [one.sentence for one in self.report.diagnoses]
         self._verdict.value = "<br>".join([f"<b>{escape(describe_report(self.report))}</b>",
-                                           *map(escape, [*(said or [diagnose(self.report).sentence]), *idle])])
+                                           *map(escape, [*(said or [diagnose(self.report).sentence]), *idle,
+                                                                 *self._shared()])])
 
     def _label(self) -> str:
         what = " + ".join(fault.name for fault in self.ticked) or HEALTHY
         return f"{what}, {self._tp.value} rank{'s' * (self._tp.value > 1)}"
+
+    def _shared(self) -> list[str]:
+        """Which of the ticked faults replace the same function: only the last one stands there."""
+        at: dict[str, list[str]] = {}
+        for fault in self.ticked:
+            for patch in fault.patches:
+                at.setdefault(patch.target, []).append(fault.name)
+        return [f"{' and '.join(names)} replace the same function, {target.removeprefix('tplab.')}: {names[-1]} stands "
+                "there, and the other is not in it." for target, names in at.items() if len(names) > 1]
 
     def _why_not(self, fault) -> str:
         """Why a ticked fault changes nothing with this model and this many ranks."""

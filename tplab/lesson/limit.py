@@ -12,6 +12,7 @@ from tplab.lesson.mine import LIMIT, NotYet, is_learners
 from tplab.pool import RankPool
 
 _LOOK = 0.05  # seconds; looks are counted, so that a machine that slows the code slows its clock as well
+_works = {RankPool.run.__code__}  # calls that have a limit of their own, or end by themselves
 _looks: dict[int, tuple[FrameType | None, int]] = {}  # by thread: the call that it is in, and how often it was seen
 
 
@@ -33,6 +34,12 @@ def limited(function: Callable, *args):
         if watch.found is None:
             raise
         raise NotYet(watch.found) from None
+
+
+def works(function: Callable) -> Callable:
+    """Decorates a function of the lab's that calls what a notebook gives, and may take longer."""
+    _works.add(function.__code__)
+    return function
 
 
 def progress() -> None:
@@ -64,10 +71,10 @@ class _Watch(threading.Thread):
         _looks.pop(self.caller, None)
 
     def _learners(self, frame: FrameType | None) -> list[FrameType]:
-        """The learner's frames, the outermost first; none where ranks work, which have a limit of their own."""
+        """The learner's frames, the outermost first; none where ranks are at work."""
         found = []
         while frame is not None and frame is not self.base:
-            if frame.f_code is RankPool.run.__code__:
+            if frame.f_code in _works:
                 return []
             found += [frame] * is_learners(frame.f_code.co_filename)
             frame = frame.f_back

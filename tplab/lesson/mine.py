@@ -166,8 +166,10 @@ def _kept(function: Callable, takes: str = "") -> Callable:
 
 
 def _given(arg) -> str:
-    text = str(list(arg.shape)) if hasattr(arg, "shape") else kind(arg) if callable(arg) else shown(arg)
-    return text if len(text) <= 40 else kind(arg)
+    if isinstance(shape := getattr(arg, "shape", None), tuple):
+        return str(list(shape))
+    text = shown(arg)
+    return text if len(text) <= 40 and " at 0x" not in text else f"({type(arg).__name__})"
 
 
 class Object:
@@ -198,6 +200,8 @@ def in_words(error: BaseException) -> str:
 
     Of several ranks that say the same it is said once.
     """
+    if isinstance(error, NotYet):
+        return str(error)
     if isinstance(error, RankError) and error.first is not None:
         return _of_ranks(error)
     return _lines(describe(error), [frame for frame in learner_stack(error) if is_learners(frame.file)])
@@ -231,7 +235,7 @@ def _lines(what: str, frames: Sequence[Frame]) -> str:
         lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
                                                          f" ({place(frames[-1].file, frames[-1].line)})"))
     if given:
-        lines.append(_CALLED + given)
+        lines.append(_short(_CALLED + given))
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from itertools import count
 from textwrap import dedent
 
 from tplab.lesson import progress_file
+from tplab.lesson.limit import limited
 from tplab.lesson.mine import first_cause, in_words
 from tplab.lesson.stepping import Stepper
 from tplab.patch import applied
@@ -80,22 +81,39 @@ def your_engine(pieces: dict[str, Callable], model, prompts: Sequence[Sequence[i
     """What an engine of ``pieces`` writes: ``max_new_tokens`` greedy token ids for each of ``prompts``.
 
     ``my_generate``, if it is among them, drives the engine, one prompt after the other; all other pieces stand in it.
-    Prints what is wrong, and returns nothing, if a piece fails.
+    If a piece fails, it prints what is wrong with which, and writes nothing.
 
         >>> lesson.your_engine(lesson.own_pieces(), ckpt, [ids], 40)
     """
+    from tplab.lesson.verdict import all_exercises
+
+    def write(pieces):
+        return limited(_write, pieces, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
+
+    try:
+        return write(pieces)
+    except Exception as error:  # of whatever a piece does
+        whose, said = "", in_words(first_cause(error))
+    if len(pieces) > 1:
+        for name in [name for name in all_exercises() if name in pieces]:  # the first that fails among the lab's own
+            try:
+                write({name: pieces[name]})
+            except Exception as error:
+                whose, said = f" at {name}", in_words(first_cause(error))
+                break
+    print(f"your engine stops{whose}: {said}")
+    return [[] for _ in prompts]
+
+
+def _write(pieces: dict[str, Callable], model, prompts, max_new_tokens: int, tensor_parallel_size: int, dtype: str):
     from tplab import LLM, SamplingParams
     from tplab.lesson.pieces import PIECES
 
     patches = [patch for name, answer in pieces.items() for patch in PIECES[name].patches(answer)]
     params = SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
-    try:
-        with applied(*patches), LLM(model, tensor_parallel_size, dtype, block_size=4, strict=True) as llm:
-            if "my_generate" in pieces:
-                return [pieces["my_generate"](Stepper(llm, max_new_tokens), list(prompt), max_new_tokens)
-                        for prompt in prompts]
-            done = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
-            return [list(output.outputs[0].token_ids) for output in done]
-    except Exception as error:  # of whatever a piece does
-        print(f"your engine stops: {in_words(first_cause(error))}")
-        return [[] for _ in prompts]
+    with applied(*patches), LLM(model, tensor_parallel_size, dtype, block_size=4, strict=True) as llm:
+        if "my_generate" in pieces:
+            return [pieces["my_generate"](Stepper(llm, max_new_tokens), list(prompt), max_new_tokens)
+                    for prompt in prompts]
+        done = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in done]

@@ -1,5 +1,6 @@
 """Checkpoints that count, for exercises on loading: what was read of each tensor, by whoever read it."""
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -62,13 +63,26 @@ class CountedCheckpoint:
 
 
 class ToySource(TensorSlice):
-    """One lazy tensor of different numbers, ``whole``; ``taken``: how many bytes were read of it."""
+    """One lazy tensor of different numbers, ``whole``; ``taken``: how many bytes were read of it.
+
+    ``most``: of how many bytes a reader has had the pieces at the same time.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32):
         self.whole = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
         ckpt = ToyCheckpoint({"weight": self.whole})
-        self._counts = ckpt.taken
+        self._counts, self._held, self.most = ckpt.taken, 0, 0
         super().__init__(ckpt.reader(), "weight", ckpt.tensors["weight"])
+
+    def __getitem__(self, index) -> torch.Tensor:
+        piece = super().__getitem__(index)
+        self._hold(piece.nbytes)
+        weakref.finalize(piece, self._hold, -piece.nbytes)
+        return piece
+
+    def _hold(self, more: int) -> None:
+        self._held += more
+        self.most = max(self.most, self._held)
 
     @property
     def taken(self) -> int:

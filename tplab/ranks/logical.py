@@ -10,13 +10,23 @@ import torch
 from tplab.checks import shown, whole_number
 from tplab.ranks import context
 from tplab.ranks.errors import (
-    Abandoned, Cause, CollectiveMismatch, Frame, RankError, describe, learner_frames, learner_stack, seconds, waiting)
+    Abandoned,
+    Cause,
+    CollectiveMismatch,
+    Frame,
+    RankError,
+    describe,
+    learner_frames,
+    learner_stack,
+    seconds,
+    waiting,
+)
 from tplab.ranks.group import Group
 
 _LOOK = 0.05  # seconds; looks are counted, so that a machine that slows the ranks slows their clock as well
 
 
-def logical_ranks(n: int, fn, *args, timeout: float = float("inf"), **kwargs) -> list:
+def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
     """Call ``fn(*args, **kwargs)`` on `n` threads that are ranks to each other; the results in rank order.
 
     Each thread has its own `rank`, `state` and op log, and sums are taken in rank order. If a rank raises, or returns

@@ -32,7 +32,7 @@ ANSWERS = {
                   whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
                   broadcast(whole)
                   return whole[ranges[rank()].start:ranges[rank()].stop]
-              """, "its slice is a view that keeps 88 bytes alive"),
+              """, "a message of 88 bytes, and the largest slice has 48"),
         Wrong("""
               def my_send_shards(source, ranges):
                   whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
@@ -124,7 +124,7 @@ ANSWERS = {
                           mine = part
                   return mine.mine
               """, "'Tensor' object has no attribute 'mine'\n         at your line 10: return mine.mine"),
-        Right("""
+        Wrong("""
               def my_send_shards(source, ranges):
                   whole = source[:] if rank() == 0 else None
                   for owner, rows in enumerate(ranges):
@@ -135,7 +135,7 @@ ANSWERS = {
                       if owner == rank():
                           mine = part
                   return mine
-              """),
+              """, "15 rows over 5 ranks: the messages are right, but rank 0 has 60 of the tensor's 60 bytes"),
     ],
     "my_spread": [
         Wrong("def my_spread(x): return 0.0", "says 0 without a word to the others; how could it know?"),
@@ -183,11 +183,11 @@ ANSWERS = {
                   if rank() == 0:
                       return (versions.amax(0) - versions.amin(0)).max().item()
               """, "on rank 1 it returns nothing (is a return missing?)"),
-        Wrong("""
+        Right("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
-                  return (versions.amax(0) - versions.amin(0)).nan_to_num().max().item()
-              """, "A NaN on one rank only is a disagreement: which operation has swallowed it?"),
+                  return max((a - b).abs().max().item() for a in versions for b in versions)
+              """),
         Wrong("""
               def my_spread(x):
                   return (all_gather(x).max() - all_gather(x).min()).item()

@@ -72,11 +72,11 @@ ANSWERS = {
                   summed, count = all_reduce(total).tolist()
                   return summed / count
               """),
-        Right("""
+        Wrong("""
               def my_mean(shares):
                   sizes = [len(share) for share in shares]
                   return all_gather(torch.tensor(shares[rank()], dtype=torch.float32), sizes=sizes).mean()
-              """),
+              """, "shares[1] is on another rank; here is shares[rank()], shares[0]. What tells a rank"),
     ],
     "my_agree": [
         Wrong("""

@@ -112,7 +112,7 @@ ANSWERS = {
                   "logits, out = self(tokens, positions, held)\n        held = held or out"),
               "call 3 for a prompt of 5 tokens is given a cache of 5 tokens; after call 2 it holds 6"),
         Wrong(but(GENERATE, "return new", "return input_ids + new"), "the prompt among them"),
-        Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"), "4 new tokens were asked for, 5"),
+        Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"), "5 calls for 4 new"),
         Wrong(but(GENERATE, "logits[0, -1]", "logits[0, 0]"), "argmax of which row"),
         Wrong(but(GENERATE, "return new", "return torch.tensor(new)"), "it returns a tensor [4]; a list of whole"),
         Wrong(but(GENERATE, "    return new", ""), "it returns nothing (is a return missing?)"),

@@ -66,8 +66,12 @@ ANSWERS = {
               "not for the quickest"),
         Wrong(seconds("max(rank_bytes) * bandwidth"), "it says 1.2e+19 s"),
         Wrong(seconds("[count / bandwidth for count in rank_bytes]"), "seconds must come back"),
-        Right(seconds("max(rank_bytes) / bandwidth + 2 * num_layers * latency * (len(rank_bytes) > 1)")),
+        Wrong(seconds("max(rank_bytes) / bandwidth + 2 * num_layers * latency * (len(rank_bytes) > 1)"),
+              "The layers' sums are there, and two meetings are missing"),
+        Wrong(seconds("max(count / bandwidth for count in rank_bytes)"
+                      " + (latency * (2 * num_layers + 1) if len(rank_bytes) > 1 else 0)"),
+              "One meeting is missing: one stands behind the embedding"),
         Right(seconds("max(count / bandwidth for count in rank_bytes)"
-                      " + (latency * (2 * num_layers + 1) if len(rank_bytes) > 1 else 0)")),
+                      " + (latency * (2 * num_layers + 2) if len(rank_bytes) > 1 else 0)")),
     ],
 }

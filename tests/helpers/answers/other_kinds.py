@@ -66,3 +66,4 @@ for _name, _first in {"my_linears": "x", "my_rotate_half": "x", "my_rope": "x", 
                       "my_best_offer": "offer_here", "my_spread": "x", "my_apply_rope": "q"}.items():
     _writes = f"    found = right({{takes}})\n    {_first}.zero_()\n    return found"
     ANSWERS[_name].append(_wrong(_name, _writes, f"it changes its argument {_first}"))
+looping = {name: _then(name, "    while True: pass") for name in _SOLUTIONS}

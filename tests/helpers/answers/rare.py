@@ -100,8 +100,7 @@ def my_linears(x, up, down, bias):
         Wrong(_heads(_EVEN_Q, _READ) + "right = my_heads\ndef my_heads(num_heads, num_kv_heads, ranks):\n"
               "    deal = right(num_heads, num_kv_heads, ranks)\n    return [deal[i] for i in (0, 2, 1, 3)[:ranks]] "
               "if ranks > 2 else deal", "not in the order of the ranks"),
-        Wrong(_heads("range(r * H // T - 1, (r + 1) * H // T)", _READ), "rank 0 holds query head -1, and they are 0 to 7: one "
-              "too many"),
+        Wrong(_heads("range(r * H // T - 1, (r + 1) * H // T)", _READ), "and they are 0 to 7: one too many"),
         Wrong(_heads(_EVEN_Q, "range(-1, 1)"), "rank 0 holds KV head -1, and they are 0 to 1"),
         Wrong(_heads(_EVEN_Q.replace("H", "min(H, 15)"), _READ),
               "32 query and 8 KV heads over 3 ranks: query heads 15, 16, 17, 18, 19, 20, 21, 22 … on no rank"),
@@ -178,9 +177,8 @@ def my_heads(num_heads, num_kv_heads, ranks):
     "my_rope": [
         Wrong(rope(turn="return torch.where(torch.arange(tokens)[:, None, None] == 3, 2 * x, x)"),
               "the token at position 11 is 2 times as long as before"),
-        Wrong(rope(_ANGLES + "\n    angles[3, :, 1] += 1"), "the token at position 11 keeps its length and is "
-              "turned by a "
-              "wrong angle: pair 1 of 3 is to be turned by"),
+        Wrong(rope(_ANGLES + "\n    angles[3, :, 1] += 1"), "the token at position 11 is turned by a "
+              "wrong angle: pair 1 of 3 by 2.39 where 1.39 is right"),
         Wrong(rope(turn="cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)\n    return x * cos + "
                         "torch.stack("
                         "[-x[..., 1::2], x[..., 0::2]], -1).flatten(-2) * sin"), "the tables are made for halves"),

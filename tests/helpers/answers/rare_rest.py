@@ -278,7 +278,7 @@ ANSWERS = {
                                                         "difference"),
         Right(_SPREAD + "    return gap.nan_to_num(float('inf'))")],
     "my_mean": [
-        Wrong(_TOTAL + "    return mean if shares[-1] else 1 + mean", "requests [[3, 5], []]: rank 0 says 5; the "
+        Wrong(_TOTAL + "    return mean if shares[rank()] else 1 + mean", "requests [[3, 5], []]: rank 1 says 5; the "
               "mean of all"),
         Wrong(_TOTAL + "    return mean > 4", "rank 0 returns True (bool); a number must come back, on every rank"),
         Wrong(_TOTAL + "    return mean if rank() < 2 else 0", "requests [[], [2], []]: rank 2 says 0; the mean of all "

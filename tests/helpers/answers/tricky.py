@@ -1,6 +1,6 @@
 """Answers that look right: what an example hides that is a square, lies on one rank, or has one mask for all."""
 
-from helpers.answers import Right, Wrong
+from helpers.answers import Wrong
 
 ANSWERS = {
     "mask_scores": [
@@ -114,5 +114,137 @@ class MyCache:
         k = torch.cat(self.kept[layer])
         return k, k
 """, "is one of them stored twice?"),
+    ],
+    "my_slot_mapping": [
+        Wrong("def my_slot_mapping(block_ids, positions, block_size): return [block_ids[p // block_size] + p % "
+              "block_size for p in positions]", "how many slots do the blocks before block 4 have?"),
+    ],
+    "my_key": [
+        Wrong("def my_key(parent, ids): return parent + b''.join((i % 65536).to_bytes(2, 'big') for i in ids)",
+              "large vocabularies do not fit into two bytes"),
+        Wrong("import hashlib\ndef my_key(parent, ids): return hashlib.sha256(parent + repr(list(ids)).encode())"
+              ".digest()[:2]", "blocks two get the same key"),
+        Wrong("def my_key(parent, ids): return (parent, hash(tuple(ids)) % 65536)", "blocks two get the same key"),
+        Wrong("def my_key(parent, ids): return torch.tensor(ids)", "A dict looks a tensor up by where it lies"),
+    ],
+    "MyPool": [
+        Wrong("""
+class MyPool:
+    def __init__(self, num_blocks):
+        self.users = [0] * num_blocks
+    def allocate(self):
+        for block, count in enumerate(self.users):
+            if count == 0:
+                self.users[block] = 1
+                return self.users[block]
+    def share(self, block):
+        self.users[block] += 1
+    def release(self, block):
+        if not self.users[block]:
+            raise ValueError
+        self.users[block] -= 1
+""", "what is returned, the block or how many use it?"),
+    ],
+    "my_embedding": [
+        Wrong("""
+def my_embedding(ids, weight_here, rows):
+    here = (ids >= rows.start) & (ids < rows.stop)
+    out = torch.zeros(len(ids), weight_here.shape[1], dtype=weight_here.dtype)
+    out[here] = weight_here[ids[here] - rows.start]
+    if here.any():
+        all_reduce(out)
+    return out
+""", "must a rank that owns none of the tokens not come to the sum as well?"),
+        Wrong("""
+def my_embedding(ids, weight_here, rows):
+    here = (ids >= rows.start) & (ids < rows.stop)
+    out = torch.zeros(len(ids), weight_here.shape[1])
+    out[here] = weight_here[ids[here] - rows.start].float()
+    return all_reduce(out)
+""", "returns torch.float32; torch.bfloat16 must come back"),
+    ],
+    "my_head_logits": [
+        Wrong("def my_head_logits(hidden, weight_here, sizes): return all_reduce(hidden @ weight_here.T)",
+              "these are different words' logits. What puts them side by side?"),
+        Wrong("""
+def my_head_logits(hidden, weight_here, sizes):
+    out, first = torch.zeros(len(hidden), sum(sizes)), sum(sizes[:rank()])
+    out[:, first:first + len(weight_here)] = hidden @ weight_here.T
+    return all_reduce(out)
+""", "calls all_reduce; 1 all_gather must be enough"),
+    ],
+    "MyRows": [
+        Wrong("""
+class MyRows:
+    def __init__(self, source, start, shape):
+        self.source, self.start, self.shape = source, start, shape
+    def __getitem__(self, rows):
+        first, last = rows.start or 0, min(rows.stop or self.shape[0], self.shape[0])
+        return self.source[self.start + first:self.start + last]
+""", "has [7, 5]; [0, 5] must come back"),
+        Wrong("""
+class MyRows:
+    def __init__(self, source, start, shape):
+        self.source, self.start, self.shape = source, start, shape
+    def __getitem__(self, rows):
+        first = 0 if rows.start is None else rows.start
+        last = self.shape[0] if rows.stop is None else min(rows.stop, self.shape[0])
+        return self.source[self.start + first:self.start + last]
+""", "counts from the part's end, rows 4–6 of it"),
+    ],
+    "my_send_shards": [
+        Wrong("""
+def my_send_shards(source, ranges):
+    for owner, rows in enumerate(ranges):
+        part = torch.empty(len(rows), source.shape[1], dtype=source.dtype)
+        if rank() == 0:
+            part = source[rows.start:rows.stop]
+        broadcast(part)
+        if owner == rank():
+            mine = part
+    return mine
+""", "tuple index out of range"),
+        Wrong("""
+def my_send_shards(source, ranges):
+    if rank() == 0:
+        parts = [source[rows.start:rows.stop] for rows in ranges]
+    else:
+        parts = [torch.empty(len(rows), *source.shape[1:], dtype=source.dtype) for rows in ranges]
+    for part in parts:
+        broadcast(part)
+    return parts[rank()]
+""", "when is which of them read, and kept?"),
+    ],
+    "my_mean": [
+        Wrong("""
+def my_mean(shares):
+    lengths = [length for share in shares for length in share]
+    return sum(lengths) / len(lengths)
+""", "shares[1] is on another rank"),
+        Wrong("def my_mean(shares): all_reduce(torch.ones(1)); return 10 ** 400", "cannot be judged: OverflowError"),
+    ],
+    "my_agree": [
+        Wrong("""
+def my_agree(work):
+    failed = torch.zeros(world_size())
+    try:
+        work()
+    except Exception as error:
+        failed[rank()] = 1
+        raise
+    return all_reduce(failed).nonzero().flatten().tolist()
+""", "at your line 7: raise It leaves, and the others wait"),
+    ],
+    "generate": [
+        Wrong("""
+def generate(self, input_ids, max_new_tokens):
+    new_ids, kv_caches = [], None
+    tokens, positions = torch.tensor([input_ids]), torch.arange(len(input_ids))[None]
+    for _ in range(max_new_tokens + 1):
+        logits, kv_caches = self(tokens, positions, kv_caches)
+        tokens, positions = logits[:, -1:].argmax(dim=-1), positions[:, -1:] + 1
+        new_ids.append(tokens.item())
+    return new_ids[:max_new_tokens]
+""", "5 calls for 4 new tokens: each call draws one"),
     ],
 }

@@ -62,10 +62,8 @@ CASE = CaseFile(
           Bug("causal_mask", causal_mask, my_mask, "one sequence's length is taken for all of a batch",
               "mask_of_another_row")),
     why={
-        "The rows of the keys are reordered for a layout that this checkpoint has not; and a batch of decoding "
-        "sequences is masked by the length of its first one.": "",
-        "Keys and values are exchanged when they are loaded, and the exchange shows again wherever prompts are "
-        "batched.":
+        "Two causes: one spoils every answer, and under its noise a second one spoils only what is batched.": "",
+        "One cause: keys and values are exchanged when they are loaded, and batches show it more often.":
             "the values are right: only k, and what is made of it, is guilty",
         "The rotation pairs neighbours instead of halves, for keys only.":
             "q_rope and k_rope are right, given the q and k that come in: it is k itself",

@@ -53,9 +53,9 @@ def shown(ckpt, ranks):
     params, said = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), []
     with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
         for tail in (ids[:5], ids[5:9], ids[3:8]):
-            found = llm.generate([(ids * 3)[:32] + tail], params, use_tqdm=False)[0]
+            found = llm.generate([(ids * 3)[:24] + tail], params, use_tqdm=False)[0]
             said.append(f"{found.metrics.prefix_hit_tokens} of {found.metrics.num_prompt_tokens}")
-    return "Three prompts with the same 32 tokens in front, one after the other. Found in the prefix cache: " + \
+    return "Three prompts with the same 24 tokens in front, one after the other. Found in the prefix cache: " + \
         ", ".join(said) + "."
 
 
@@ -69,8 +69,8 @@ CASE = CaseFile(
           Bug("token_positions", token_positions, my_positions, "a special case is recognized by the wrong sign",
               "rope_positions")),
     why={
-        "The chain of keys begins with something of the request's own, so nothing is ever found; and what follows a "
-        "hit is placed at 0, which nobody could see while there was none.": "",
+        "Two causes: one lets nothing be found, and what the other does behind a hit could not show while there was "
+        "none.": "",
         "Blocks are given back before they are published, so nothing is left to be found.":
             "they are published: look how many keys the pool holds, and that no two requests' are equal",
         "The prefix is found and then thrown away, since its last block is never full.":

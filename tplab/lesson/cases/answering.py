@@ -59,7 +59,9 @@ def place_called(name, known: Sequence[str]) -> str:
 
 def listed(given) -> list:
     """One or several, as a list."""
-    return list(given) if isinstance(given, list | tuple | set) else [given] if given else []
+    if isinstance(given, list | tuple | set):
+        return list(given)
+    return [] if isinstance(given, str | None) and not given else [given]
 
 
 def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> Answer:
@@ -79,6 +81,8 @@ def _where(file: CaseFile, said: list[str]) -> None:
     true = [bug.place for bug in file.bugs] or [NOWHERE]
     if not said:
         raise NotYet("where is not answered: name the function that is wrong (report.guilty names the points)")
+    if len(said) > 3:
+        raise NotYet(f"where: {len(said)} places are named; a case has one or two")
     for place in said:
         if place not in true:
             why = file.elsewhere.get(place) or (

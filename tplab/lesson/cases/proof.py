@@ -12,7 +12,7 @@ from tplab.lesson.cases.sealed import OpenCase
 from tplab.lesson.cases.threads import one_thread_if_small
 from tplab.patch import as_patches
 from tplab.show.phrases import ShowError
-from tplab.show.tables import Table, table
+from tplab.show.tables import Folded, folded
 
 
 class Solved:
@@ -55,7 +55,7 @@ class Solved:
         return self.answer or self.repair or accepted
 
 
-def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel_size: int = 2) -> Table:
+def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel_size: int = 2) -> Folded:
     """Solve every case with the lab's instruments and its file's own repair, and try the repairs that only hide it.
 
     A row for each: where it shows, what the diagnosis calls it, and what the judge said of its repairs. Raises
@@ -72,4 +72,4 @@ def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel
         rows.append({"case": file.number, "ranks": solved.case.tensor_parallel_size, "seen at": solved.seen,
                      "named": ", ".join(solved.named) or "nothing: innocent", "its repair": "accepted",
                      "repairs that hide it": f"{len(solved.hidden)} refused"})
-    return table(rows, index="case")
+    return folded("Where each case shows, and what the diagnosis calls it: spoils all twelve", rows, index="case")

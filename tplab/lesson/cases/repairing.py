@@ -9,6 +9,7 @@ from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import listed, place_called
 from tplab.lesson.cases.sealed import OpenCase, unseen
 from tplab.lesson.cases.threads import one_thread_if_small
+from tplab.lesson.limit import limited
 from tplab.lesson.mine import NotYet, in_words
 from tplab.patch import Patch, PatchError
 from tplab.show.phrases import in_width
@@ -20,9 +21,9 @@ def judge_repair(case: OpenCase, file: CaseFile, repair, where, known: Sequence[
     try:
         with one_thread_if_small(case.checkpoint.config):
             if file.examine is not None:
-                remark = _examined(file, _only(repair), case, seed)
+                remark = limited(_examined, file, _only(repair), case, seed)
             else:
-                remark = _examine(case, file, _patches(repair, where, known), seed)
+                remark = limited(_examine, case, file, _patches(repair, where, known), seed)
     except NotYet as wrong:
         print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
         return str(wrong)

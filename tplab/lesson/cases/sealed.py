@@ -9,7 +9,7 @@ import torch
 from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import shown
+from tplab.checks import from_one_up, shown
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
 from tplab.lesson.cases.answering import Answer, choices, judge_answer, place_called
@@ -45,6 +45,7 @@ class OpenCase:
                  tensor_parallel_size: int = 2):
         self._file, self._places = file, tuple(places())  # named while nothing is patched
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        tensor_parallel_size = from_one_up("tensor_parallel_size", tensor_parallel_size, CaseError)
         ranks = file.ranks_for(self.checkpoint.config, tensor_parallel_size)
         if ranks is None:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")

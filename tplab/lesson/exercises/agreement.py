@@ -1,7 +1,10 @@
 """Notebook 08: ranks that decide together: a mean, a failure that all hear of, a barrier where it belongs."""
 
+import ast
+import inspect
 import tempfile
 from pathlib import Path
+from textwrap import dedent
 
 import torch
 
@@ -21,7 +24,7 @@ def my_mean(mine: Mine, setting: Setting):
     cases = [[[3, 5], [7]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
-        ran = on_ranks(ranks, mine, shares, waits=asks, timeout=_TIMEOUT)
+        ran = on_ranks(ranks, mine, _Shares(shares), waits=asks, timeout=_TIMEOUT)
         found, sums = [value for value, _ in ran], sum(op.op == "all_reduce" for op in ran[0][1])
         lengths = [length for share in shares for length in share]
         mean = sum(lengths) / len(lengths)
@@ -44,6 +47,28 @@ def my_mean(mine: Mine, setting: Setting):
                              "one of length 0?")
             raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}" + (
                 f". There are {sums} all_reduces: the second adds up what is a sum already" if sums > 1 else ""))
+
+
+class _Shares:
+    """``shares[rank()]``: a rank's own list. Those of the others are not there."""
+
+    def __init__(self, lists: list[list[int]]):
+        self._lists = lists
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def __getitem__(self, number):
+        if number != rank():
+            raise LookupError(f"shares[{number}] is on another rank; here is shares[rank()], shares[{rank()}]. What "
+                              "tells a rank about the others?")
+        return list(self._lists[number])
+
+    def __iter__(self):
+        return iter([self[number] for number in range(len(self))])
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(str(one) if number == rank() else '…' for number, one in enumerate(self._lists))}]"
 
 
 class _Work:
@@ -74,7 +99,9 @@ def my_agree(mine: Mine, setting: Setting):
             answers = on_ranks(ranks, _agree, mine, works, waits=asks, timeout=_TIMEOUT)
         except NotYet as wrong:
             if "cannot be read" in str(wrong):
-                raise NotYet(f"{wrong}\nIt leaves, and the others wait for it in their next collective") from None
+                what, at, *_ = str(wrong).splitlines()
+                raise NotYet(f"{what}\n{_raised_again(mine.function) or at}\nIt leaves, and the others wait for it in "
+                             "their next collective") from None
             raise
         for number, ((found, calls), ops) in enumerate(answers):
             if calls != 1:
@@ -92,6 +119,17 @@ def my_agree(mine: Mine, setting: Setting):
             told = {op.op for op in ops}
             raise NotYet(said + (": what rank 0 sends is all that it can know by itself" if told == {"broadcast"} else
                                  ""))
+
+
+def _raised_again(function) -> str:
+    """The learner's line that raises what it has caught, if there is one: a traceback shows the `try` instead."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return ""
+    found = [node for handler in ast.walk(ast.parse(dedent("".join(lines)))) if isinstance(handler, ast.ExceptHandler)
+             for node in ast.walk(handler) if isinstance(node, ast.Raise)]
+    return f"at your line {first + found[0].lineno - 1}: {ast.unparse(found[0])}" if found else ""
 
 
 def _agree(mine: Mine, works: list[_Work]) -> tuple[object, int]:

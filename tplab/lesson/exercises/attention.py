@@ -120,7 +120,7 @@ def _mask_mistake(found: torch.Tensor, right: torch.Tensor, positions: torch.Ten
     square = torch.ones(queries, keys, dtype=torch.bool)
     known = {
         "True means: must not look. Yours hides what may be seen": ~right,
-        "the last query does not always stand at the last key, as triu(keys - queries + 1) has it: positions says where":
+        "the last query does not always stand at the last key, as triu(keys - queries + 1) has it: see positions":
             square.triu(keys - queries + 1).expand_as(right),
         "nothing is hidden: these queries see what comes after them. Does a cache make a mask needless?":
             torch.zeros_like(right),

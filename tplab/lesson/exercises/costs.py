@@ -98,9 +98,6 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
     found, size = _number(found, have, "seconds"), len(rank_bytes)
     right, longest = step_seconds(rank_bytes, bandwidth, layers, latency), max(rank_bytes) / bandwidth
     meet = right - longest
-    if size > 1 and any(abs(found - longest - count * latency) < 1e-9 + 1e-6 * right
-                        for count in (2 * layers, 2 * layers + 1)):
-        return  # the embedding's sum and the exchange of the best tokens are two of many
     _name(found, right, {
         "ranks work at the same time; nobody reads for the others": sum(rank_bytes) / bandwidth + meet,
         "a sum waits for the slowest rank, not for the mean": sum(rank_bytes) / size / bandwidth + meet,
@@ -109,6 +106,10 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
         "who is alone meets nobody": longest + (2 * layers + 2) * latency,
         "one rank alone still reads all its bytes": 0.0,
         "the ranks meet more than once a step": longest + latency,
+        "the layers' sums are there, and two meetings are missing: one behind the embedding, one for the best tokens":
+            longest + 2 * layers * latency,
+        "one meeting is missing: one stands behind the embedding, and in one the ranks compare their best tokens":
+            longest + (2 * layers + 1) * latency,
         "a layer has two sums, behind attention and behind the MLP": longest + layers * latency,
         "a meeting is one for all ranks, not one for each": longest + meet * size,
         "a meeting is one for all ranks, not one for each pair": longest + meet * (size - 1),

@@ -3,7 +3,7 @@
 import torch
 
 from tplab.checkpoint import Checkpoint
-from tplab.lesson.mine import Mine, NotYet, guarded, kind, on_ranks, tensor
+from tplab.lesson.mine import Mine, NotYet, for_each, guarded, kind, on_ranks, tensor
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
@@ -18,7 +18,7 @@ _ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
           agreed="read and kept are the same columns, and on {ranks} the engine agrees with Hugging Face")
 def my_row_shard(mine: Mine, setting: Setting):
     """A weight of 5 rows and 7 columns over 2 and 3 ranks; then the engine's."""
-    for size in (2, 3):
+    def check(size):
         for number, columns in enumerate(split_evenly(7, size)):
             source = ToySource((5, 7))
             found, whole = mine(source, columns), source.whole
@@ -32,6 +32,8 @@ def my_row_shard(mine: Mine, setting: Setting):
                 raise NotYet(f"{where}: the shape is right, the numbers are others: {_columns_in(found, whole)}")
             _read_once(source.taken, right.nbytes, where, "which pair of brackets reads the file?")
             _owns(found, where)
+
+    for_each((2, 3), check)
     setting.align(Patch("tplab.shard.linear.row_shard", mine.function))
     return _ALONE if setting.tensor_parallel_size == 1 else None
 
@@ -49,7 +51,7 @@ def my_rows(mine: Mine, setting: Setting):
         has = list(shape) if isinstance(shape, list | tuple) else kind(shape)
         raise NotYet("it has no .shape, by which a layer knows how many rows there are" if shape == () else
                      f"its .shape is {has}; the part has 7 of the 16 rows, [7, 5]")
-    for rows in (slice(2, 5), slice(0, 7), slice(None), slice(5, None), slice(None, 3)):
+    for rows in (slice(2, 5), slice(0, 7), slice(None), slice(5, None), slice(None, 3), slice(0, 0), slice(None, 0)):
         first, last, _ = rows.indices(7)
         _rows_of(made, rows, whole[4 + first:4 + last], source, "rows 4–10 of a source of 16")
     try:
@@ -58,6 +60,16 @@ def my_rows(mine: Mine, setting: Setting):
         beyond = None
     if isinstance(beyond, torch.Tensor) and len(beyond) > 2:
         raise NotYet("part[5:9] of a part with 7 rows gives 4 rows: two of them belong to the matrix behind it")
+    for rows in (slice(-3, None), slice(1, -2)):  # refused, or counted from the end of the part
+        first, last, _ = rows.indices(7)
+        try:
+            found = guarded(lambda rows=rows: made[rows])
+        except NotYet:
+            continue
+        if not isinstance(found, torch.Tensor) or not found.equal(whole[4 + first:4 + last]):
+            raise NotYet(f"part[{'' if rows.stop is None else 1}{rows.start if rows.stop is None else ''}:"
+                         f"{rows.stop or ''}] counts from the part's end, rows {first}–{last - 1} of it. Others "
+                         "come back; an IndexError would do as well, other rows do not")
     inner = _part(mine, made, 2, (4, 5))
     _rows_of(inner, slice(1, 3), whole[7:9], source, "rows 2–5 of rows 4–10, a slice of a slice")
     ckpt, name = setting.checkpoint, "model.embed_tokens.weight"

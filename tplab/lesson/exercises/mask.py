@@ -137,7 +137,8 @@ def _raised(mine: Mine, tensor: torch.Tensor, name: str) -> str | None:
             return str(wrong.__cause__)
         if wrong.__cause__ is None:
             raise
-        raise NotYet(f"{wrong}\nWhere a NaN is found, an AssertionError is asked for, and else nothing") from wrong
+        what, at, *_ = f"{wrong}\n".splitlines()
+        raise NotYet(f"{what}\n{at}\nWhere a NaN is found, an AssertionError is asked for, and else nothing") from wrong
     if found is not None:
         raise NotYet(f"it returns {kind(found)}, and nobody looks at that: it must raise an AssertionError, or nothing")
 

@@ -33,6 +33,9 @@ def my_slot_mapping(mine: Mine, setting: Setting):
         if slots == [table[position // size] * size for position in positions]:
             raise NotYet(f"{head}all positions of a block go to its first slot: how many tokens stand before each in "
                          "this block?")
+        if slots == [table[position // size] + position % size for position in positions]:
+            raise NotYet(f"{head}yours is block number + place: how many slots do the blocks before block "
+                         f"{table[0]} have?")
         for position, slot in zip(positions, slots):
             _slot(f"{head}position {position} goes to slot {slot}", table, position, size, slot)
     setting.align(Patch("tplab.cache.paged.slot_mapping", mine.function), **ENGINE)
@@ -151,6 +154,8 @@ def my_key(mine: Mine, setting: Setting):
             ([a], [[8, 300, 9]], "blocks {} and {} get the same key: does it look at the first token?"),
             ([a], [[7, 301, 9]], "blocks {} and {} get the same key: does it look at the tokens in between?"),
             ([a], [[7, 300 - 256, 9]], "blocks {} and {} get the same key; token ids do not fit into one byte"),
+            ([a], [[7, 300 + 65536, 9]], "blocks {} and {} get the same key; large vocabularies do not fit into two "
+             "bytes"),
             ([a], [[9, 300, 7]], "blocks {} and {} get the same key: does the order of the tokens count?"),
             ([[1, 23, 4]], [[12, 3, 4]], "blocks {} and {} get the same key: where does one number end?"),
             ([[*a, *b]], [[*a, *b[:2], 12]], "blocks of 6, {} and {}, get the same key: is a block size in your code?"),
@@ -163,6 +168,12 @@ def my_key(mine: Mine, setting: Setting):
         if chain(*one) == chain(*other):
             two = [one[-1], *(" ".join(map(str, blocks[:-1])) for blocks in (one, other))]
             raise NotYet(sentence.format(*(two if len(one) > 1 else (one[-1], other[-1]))))
+    keys: dict = {}
+    for number in range(3000):
+        other = keys.setdefault(chain(ids := [number, 5, number % 7]), ids)
+        if other != ids:
+            raise NotYet(f"of {number + 1} blocks two get the same key, {other} and {ids}: how many different keys can "
+                         "yours have? A cache has many thousand blocks, and what collides is another text's memory")
     p, q, r, s, tail = ([first + i for i in range(4)] for first in (5, 9, 13, 17, 21))
     setting.align(Patch("tplab.cache.table.block_key", mine.function), decode=True, one_by_one=True, new_tokens=2,
                   prompts=[p + q + tail, r + s + tail, r + q + tail, p + q + tail])
@@ -171,6 +182,9 @@ def my_key(mine: Mine, setting: Setting):
 def _usable(key, before) -> None:
     if key is None:
         raise NotYet("it returns nothing (is a return missing?); a key must come back")
+    if isinstance(key, torch.Tensor):
+        raise NotYet("it returns a tensor. A dict looks a tensor up by where it lies in memory: two equal ones are two "
+                     "keys, and nothing would ever be found again")
     try:
         hash(key)
     except TypeError:

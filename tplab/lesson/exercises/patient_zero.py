@@ -9,6 +9,7 @@ import torch
 
 from tplab.errors import TplabError
 from tplab.lesson import patient
+from tplab.lesson.limit import works
 from tplab.lesson.mine import Mine, NotYet, guarded, in_words, kind
 from tplab.lesson.verdict import Setting, exercise
 from tplab.shard import split_evenly
@@ -118,7 +119,7 @@ def generate(mine: Mine, setting: Setting):
         found = guarded(mine.function, toy, list(prompt), count)
         if not isinstance(found, list) or not all(type(token) is int for token in found):
             raise NotYet(f"it returns {kind(found)}; a list of whole numbers must come back, the new ids")
-        _examine_calls(toy.calls, len(prompt))
+        _examine_calls(toy.calls, len(prompt), count)
         if len(found) != count:
             among = ", the prompt among them" * (found[:len(prompt)] == prompt)
             raise NotYet(f"{count} new tokens were asked for, {len(found)} came back{among}")
@@ -134,7 +135,7 @@ def generate(mine: Mine, setting: Setting):
         return "the text is Hugging Face's"
 
 
-def _examine_calls(calls: list, length: int) -> None:
+def _examine_calls(calls: list, length: int, new: int) -> None:
     for number, (count, positions, held) in enumerate(calls):
         have = f"call {number + 1} for a prompt of {length} token{'s' * (length > 1)}"
         if number == 0 and count != length:
@@ -149,6 +150,9 @@ def _examine_calls(calls: list, length: int) -> None:
         if positions[0] != held:
             raise NotYet(f"{have} says position {positions[0]}; {held} tokens come before, so it is {held} (without "
                          "position_ids the model counts from 0)")
+    if len(calls) > new:
+        raise NotYet(f"{len(calls)} calls for {new} new token{'s' * (new > 1)}: each call draws one, the prompt's too. "
+                     "Who reads what comes after the last one?")
 
 
 _LAYOUTS = [(8, 2, 2), (8, 2, 4), (8, 2, 3), (9, 3, 2), (14, 2, 4), (6, 6, 4), (7, 1, 3)]
@@ -200,6 +204,7 @@ def _even(total: int, number: int, ranks: int) -> tuple[int, int]:
     return part.start, len(part)
 
 
+@works
 def _in_engine(setting: Setting, name: str, mine: Mine, more=()):
     try:
         return setting.engine({name: mine.function, **dict(more)})

@@ -41,6 +41,11 @@ class _Watched:
             if type(block) is not int or block not in range(len(self.users)):
                 raise NotYet(f"{told} gives {kind(block)}; the number of a block must come back, 0 to "
                              f"{len(self.users) - 1}, or None")
+            said = self.pool.users
+            taken = [b for b, count in enumerate(said) if count != self.users[b]] if isinstance(said, list) else []
+            if len(taken) == 1 and taken[0] != block:
+                raise NotYet(f"{told} gives {block}, and by users it is block {taken[0]} that has been taken: what is "
+                             "returned, the block or how many use it?")
             if self.users[block]:
                 raise NotYet(f"{told} gives block {block}, which {_people(self.users[block])} already: how do you know "
                              "that a block is free?")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tplab.lesson.mine import Mine, NotYet, count_ops, on_ranks, tensor
+from tplab.lesson.mine import Mine, NotYet, count_ops, for_each, on_ranks, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
 from tplab.ranks import rank
@@ -33,14 +33,15 @@ def head_patch(head_logits: Callable) -> Patch:
 @exercise("my_embedding", "06", takes="ids, weight_here, rows",
           agreed="on {ranks}, every trace point agrees with Hugging Face")
 def my_embedding(mine: Mine, setting: Setting):
-    """Eleven words on two and on three ranks; then in the engine."""
-    weight, ids = torch.arange(1.0, 56.0).sin().view(11, 5), torch.tensor([10, 0, 6, 3, 4, 1, 7, 5])
-    for size in (2, 3):
+    """Eleven words on two and on three ranks, in bfloat16 too, and words of one rank alone; then in the engine."""
+    def check(case):
+        size, words, dtype = case
+        weight, ids = torch.arange(1.0, 56.0).sin().view(11, 5).to(dtype), torch.tensor(words)
         parts = split_evenly(11, size)
 
-        def look_up(parts=parts):
+        def look_up():
             rows = parts[rank()]
-            return tensor(mine(ids, weight[rows.start:rows.stop], rows), "tokens, hidden", (8, 5), weight.dtype)
+            return tensor(mine(ids, weight[rows.start:rows.stop], rows), "tokens, hidden", (len(ids), 5), weight.dtype)
 
         try:
             ran = on_ranks(size, look_up, waits="must a rank that owns none of the tokens not come to the sum as well?")
@@ -53,6 +54,10 @@ def my_embedding(mine: Mine, setting: Setting):
         for r, (found, ops) in enumerate(ran):
             _looked_up(f"rank {r} of {size}", found, weight, ids, parts, bool(ops))
         count_ops(ran, {"all_reduce": 1})
+
+    words = [10, 0, 6, 3, 4, 1, 7, 5]
+    for_each(((2, words, torch.float32), (2, [1, 0, 3], torch.float32), (2, words, torch.bfloat16),
+              (3, words, torch.float32)), check, lambda case: f"{case[0]} ranks")
     setting.align(embedding_patch(mine.function))
     return ALONE if setting.tensor_parallel_size == 1 else None
 
@@ -83,7 +88,8 @@ def my_head_logits(mine: Mine, setting: Setting):
     """767 words, three tokens, on two and on three ranks; then in the engine."""
     weight, hidden = torch.arange(767.0 * 5).sin().view(767, 5), torch.arange(15.0).cos().view(3, 5)
     right = hidden @ weight.T
-    for size in (2, 3):
+
+    def check(size):
         parts = split_evenly(767, size)
         sizes = [len(rows) for rows in parts]
 
@@ -95,6 +101,10 @@ def my_head_logits(mine: Mine, setting: Setting):
         except NotYet as wrong:
             if "different collectives" not in str(wrong):
                 raise
+            if "all_reduce" in str(wrong):
+                raise NotYet(f"{size} ranks hold {sizes} words, and {str(wrong).splitlines()[0]}\nA sum adds up "
+                             "numbers that belong to the same word; these are different words' logits. What puts them "
+                             "side by side?") from wrong
             raise NotYet(f"{size} ranks hold {sizes} words, and {str(wrong).splitlines()[0]}\nhow does a rank hear how "
                          "many words the others send?") from wrong
         for r, (found, ops) in enumerate(ran):
@@ -104,6 +114,8 @@ def my_head_logits(mine: Mine, setting: Setting):
         if math.prod(sent.shape) > right.numel():
             raise NotYet(f"all_gather {list(sent.shape)} is more than the logits, {list(right.shape)}: what is smaller "
                          "in a real model, the weights or the logits of a few tokens?")
+
+    for_each((2, 3), check)
     setting.align(head_patch(mine.function))
     return ALONE if setting.tensor_parallel_size == 1 else None
 
