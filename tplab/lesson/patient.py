@@ -22,6 +22,26 @@ def with_cures(cures: Mapping[str, Callable], function: Callable, *args):
         return function(*args)
 
 
+def apply_causal_mask(scores):
+    """Chosen, not multiplied."""
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf"))
+
+
+def shard_weight(loaded, start, size, hidden_size):
+    """Outputs are rows."""
+    return loaded.narrow(0, start, size)
+
+
+def share(total):
+    """What the division leaves over goes to the first ranks, one each."""
+    from patient_zero import linear
+
+    size, rest = divmod(total, linear.tp_size())
+    rank = linear.tp_rank()
+    return rank * size + min(rank, rest), size + (rank < rest)
+
+
 def apply_rope(rotary_emb, position_ids, q, k):
     """Rotation as Hugging Face does it: the tables are laid over heads, the last two axes are tokens and head_size."""
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb

@@ -1,4 +1,4 @@
-"""Notebook 09: three functions of patient zero."""
+"""Notebook 09: seven functions of patient zero."""
 
 from helpers.answers import Right, Wrong
 
@@ -16,6 +16,12 @@ def generate(self, input_ids, max_new_tokens):
         tokens = torch.tensor([new[-1:]])
         positions = torch.tensor([[len(input_ids) + step]])
     return new
+'''
+EXTEND = '''
+def extend_cache(kv_cache, k, v, num_repeats):
+    if kv_cache is not None:
+        k, v = (torch.cat([cached, new], dim=2) for cached, new in zip(kv_cache, (k, v)))
+    return k.repeat_interleave(num_repeats, dim=1), v.repeat_interleave(num_repeats, dim=1), (k, v)
 '''
 SHARE = '''
 def kv_share(num_heads, num_kv_heads):
@@ -160,5 +166,66 @@ ANSWERS = {
         Wrong("def kv_share(num_heads, num_kv_heads): return 1", "it returns 1 (int)"),
         Wrong("def kv_share(num_heads, num_kv_heads): pass", "it returns nothing"),
         Right(SHARE),
+    ],
+    "apply_causal_mask": [
+        Wrong("def apply_causal_mask(scores): return scores + torch.triu(torch.ones(scores.shape[-2:]), 1) * "
+              "-float('inf')",
+              "is something multiplying 0 by -inf?"),
+        Wrong("def apply_causal_mask(scores): return scores", "hidden keys still get some weight"),
+        Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
+              ".tril(), float('-inf'))", "is the mask the wrong way round"),
+        Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
+              ".triu(), float('-inf'))", "those in which every key is hidden"),
+        Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
+              ".triu(1), -10.0)", "What is low enough for every model?"),
+        Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
+              ".triu(1), float('-inf')).softmax(-1)", "each row adds up to 1"),
+        Right("def apply_causal_mask(scores): return torch.where(torch.ones_like(scores).triu(1) == 1, float('-inf'), "
+              "scores)"),
+    ],
+    "shard_weight": [
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded.narrow(1, start, size)",
+              "8 from 4 on: RuntimeError"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded.narrow(-1, start, size)",
+              "8 from 4 on: RuntimeError"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[:size]", "the first rows there are"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:size]", "it returns [4, 6]; "
+              "[out "
+              "here, in] = [8, 6]"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:start + size, :hidden_size]",
+              "a bias [20], 4 from 12 on: IndexError"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size):\n    turned = loaded.T if loaded.dim() > 1 and "
+              "len(loaded) == hidden_size else loaded\n    return turned[start:start + size]", "these are columns, "
+              "turned"),
+        Right("def shard_weight(loaded, start, size, hidden_size): return loaded[start:start + size].clone()"),
+    ],
+    "extend_cache": [
+        Wrong(EXTEND.replace("return k.rep", "k, v = k.rep").replace(", (k, v)\n", "\n    return k, v, (k, v)\n"),
+              "what is repeated for attention is not stored"),
+        Wrong(but(EXTEND, "[cached, new]", "[new, cached]"), "the new tokens stand in front"),
+        Wrong(but(EXTEND, "if kv_cache is not None", "if kv_cache is None and False"), "it returns [1, 2, 1, 4]"),
+        Wrong(EXTEND.replace("k.repeat_interleave(num_repeats, dim=1)", "k.repeat(1, 3, 1, 1)"), "its copies lie side "
+              "by "
+              "side"),
+        Wrong(but(EXTEND, "dim=2", "dim=1"), "kv_cache ([1, 2, 3, 4], [1, 2, 3, 4]), k [1, 2, 1, 4]"),
+        Wrong(but(EXTEND, ", (k, v)\n", ", k, v\n"), "it returns a tuple of 4"),
+        Wrong(but(EXTEND, "k.repeat_interleave(num_repeats, dim=1)", "k"), "k for attention: it returns [1, 2, 3, 4]"),
+    ],
+    "share": [
+        Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
+              "Who takes what the division leaves over?"),
+        Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",
+              "that is 10 together"),
+        Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "
+              "return r *"
+              " size, size + (r < rest)", "where does a rank begin, if those before it have one more?"),
+        Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "
+              "return r *"
+              " size, size + rest * (r + 1 == linear.tp_size())", "Can it be dealt out more evenly?"),
+        Wrong("def share(total): return total // linear.tp_size()", "a pair must come back, the first and how many"),
+        Wrong("def share(total): return 0, total", "that is 16 together"),
+        Right("def share(total):\n    r, n = linear.tp_rank(), linear.tp_size()\n    return r * total // n, (r + 1) * "
+              "total "
+              "// n - r * total // n"),
     ],
 }

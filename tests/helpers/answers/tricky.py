@@ -1,6 +1,16 @@
 """Answers that look right: what an example hides that is a square, lies on one rank, or has one mask for all."""
 
-from helpers.answers import Wrong
+from helpers.answers import Right, Wrong
+from helpers.notebooks import solutions
+
+_LAYER = solutions(["MyLayer"])["MyLayer"]
+
+
+def layer(right: str, wrong: str) -> str:
+    """The solution with one piece of it exchanged."""
+    assert right in _LAYER, right
+    return _LAYER.replace(right, wrong)
+
 
 ANSWERS = {
     "mask_scores": [
@@ -246,5 +256,38 @@ def generate(self, input_ids, max_new_tokens):
         new_ids.append(tokens.item())
     return new_ids[:max_new_tokens]
 """, "5 calls for 4 new tokens: each call draws one"),
+    ],
+    "MyLayer": [
+        Wrong("class MyLayer:\n    def __init__(self, weights, here, config): pass\n    def __call__(self, hidden, "
+              "cos, "
+              "sin, point): return hidden", "what it returns: hidden comes back as it went in"),
+        Wrong(layer("> torch.arange(start, len(k))", "> torch.arange(len(k) - start)"), "3 tokens behind 5: point "
+              "'attn', your line 43: the mask counts rows: the first new token does not stand at 0"),
+        Wrong(layer("torch.cat([self.k, k]), torch.cat([self.v, v])", "k, v; start = 0"), "3 tokens behind 5: point "
+              "'attn', your line 43: only the new keys are read"),
+        Wrong(layer("all_reduce(out.flatten(1) @ self.o.T)", "out.flatten(1) @ self.o.T"),
+              "point 'o_proj', your line 44: this is the rank's own summand: who adds them up? Right up to 'attn'"),
+        Wrong(layer("all_reduce(inner @ self.down.T)", "all_reduce(all_reduce(inner @ self.down.T))"),
+              "point 'mlp', your line 47: this is 2 times the sum: it is added up twice"),
+        Wrong(layer("+ self.eps) * weight", "+ self.eps)"), "point 'input_norm', your line 36: the norm's weight is "
+              "missing"),
+        Wrong(layer("+ self.bias)", ")"), "point 'q', your line 39: the bias is missing"),
+        Wrong(layer('point("k_rope", self.turn(k, cos, sin))', 'point("k_rope", k)'), "point 'k_rope', your line 40: "
+              "it "
+              "is not turned"),
+        Wrong(layer("self.k[:, self.here.kv_for_q]", "self.k.repeat(1, len(self.here.q_heads) // len(self.here.kv_heads"
+                    "), 1)").replace("self.v[:, self.here.kv_for_q]", "self.v.repeat(1, len(self.here.q_heads) // len("
+                                     "self.here.kv_heads), 1)"), "neighbours share a KV head: see here.kv_for_q"),
+        Wrong(layer('"mlp.down_proj.weight"][:, mlp]', '"mlp.down_proj.weight"][:][:, mlp]'), "slice before you keep"),
+        Wrong(layer("F.silu(x @ self.gate.T) * (x @ self.up.T)", "F.gelu(x @ self.gate.T) * (x @ self.up.T)"),
+              "this is gelu; the model's activation is silu"),
+        Wrong(layer("slice(heads.start * self.d, heads.stop * self.d)", "slice(0, len(heads) * self.d)"),
+              "rank 1, a prompt of 5 tokens: point 'q', your line 39: these are the first heads there are"),
+        Wrong(layer('point("output", hidden + ', 'point("output", x + '), "the residual goes around the norm"),
+        Wrong(layer('point("input_norm"', 'point("norm1"'), "there is no point 'norm1'; there are input_norm, q, k"),
+        Wrong(layer("        self.k = self.v = ", "        MyLayer.k = MyLayer.v = ").replace("self.k, self.v = "
+              "torch", "MyLayer."
+                    "k, MyLayer.v = torch"), "MyLayer"),
+        Right(layer("x.pow(2).mean(-1, keepdim=True)", "(x * x).sum(-1, keepdim=True) / x.shape[-1]")),
     ],
 }

@@ -21,12 +21,17 @@ def mask_scores(mine: Mine, setting: Setting):
         mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool).triu(keys - queries + 1)
         if batch > 1:
             mask[1, :, :, 0] = True  # the second sequence is shorter, and padded on the left
-        _judge_masked(mine, scores, mask)
+        judge_masked(mine.tensor(scores, mask, **shaped(scores)), scores, mask)
     setting.align(Patch(TARGET, mine.function))
 
 
-def _judge_masked(mine: Mine, scores: torch.Tensor, mask: torch.Tensor) -> None:
-    masked = mine.tensor(scores, mask, dims="batch, heads, queries, keys", shape=scores.shape, dtype=scores.dtype)
+def shaped(scores: torch.Tensor) -> dict:
+    """What must come back."""
+    return {"dims": "batch, heads, queries, keys", "shape": scores.shape, "dtype": scores.dtype}
+
+
+def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor) -> None:
+    """Refuse masked scores that hide other keys than ``mask``, or hide them badly."""
     hidden = mask.expand_as(scores)
     if masked.isnan().any():
         raise NotYet(f"{masked.isnan().double().mean():.0%} NaN in a small example: is something multiplying 0 by "

@@ -1,4 +1,4 @@
-"""Notebook 09: three functions of patient zero, each judged on a small example, then in that engine.
+"""Notebook 09: seven functions of patient zero, each judged on a small example, then in that engine.
 
 ``setting.engine(cures)`` runs patient zero with these cures besides those found so far, on the notebook's ranks.
 """
@@ -9,10 +9,119 @@ import torch
 
 from tplab.errors import TplabError
 from tplab.lesson import patient
+from tplab.lesson.exercises.mask import judge_masked, shaped
 from tplab.lesson.limit import works
-from tplab.lesson.mine import Mine, NotYet, guarded, in_words, kind
+from tplab.lesson.mine import Mine, NotYet, agree, guarded, in_words, kind, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.shard import split_evenly
+
+
+@exercise("apply_causal_mask", "09", takes="scores", right=patient.apply_causal_mask,
+          agreed="no NaN, and no key of the future")
+def apply_causal_mask(mine: Mine, setting: Setting):
+    """Scores of 4 heads and 6 tokens, and of one token. The engine gives the check's report."""
+    for tokens in (6, 1):
+        scores = torch.arange(8.0 * tokens * tokens).sin().view(2, 4, tokens, tokens)
+        judge_masked(mine.tensor(scores, **shaped(scores)), scores,
+                     torch.ones(2, 1, tokens, tokens, dtype=torch.bool).triu(1))
+    if setting.engine is not None:
+        report = _in_engine(setting, "attention.apply_causal_mask", mine)
+        if wrong := [one.sentence for one in report.diagnoses if one.point.endswith(".attn")]:
+            raise NotYet(f"in the engine, {wrong[0]}")
+        return "the check has no quarrel with attention any more"
+
+
+@exercise("shard_weight", "09", takes="loaded, start, size, hidden_size", right=patient.shard_weight,
+          agreed="the rows of the rank's heads, and of a bias the same numbers")
+def shard_weight(mine: Mine, setting: Setting):
+    """Weights that are no squares, and a bias."""
+    for shape, start, size in (((20, 6), 4, 8), ((6, 20), 2, 3), ((20,), 12, 4), ((12, 12), 6, 6)):
+        loaded = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        head = f"{'a weight' if len(shape) > 1 else 'a bias'} {list(shape)}, {size} from {start} on: "
+        try:
+            found = mine.tensor(loaded, start, size, shape[-1], dims="out here, in" if len(shape) > 1 else "out here",
+                                shape=(size, *shape[1:]), dtype=loaded.dtype)
+        except NotYet as wrong:
+            raise NotYet(head + str(wrong)) from None
+        turned = loaded.T[start:start + size] if len(shape) > 1 else loaded
+        agree(found, loaded[start:start + size], {
+            f"{head}these are columns, turned: the checkpoint has [out, in], and outputs are rows": turned,
+            f"{head}these are the first rows there are": loaded[:size]}, f"{head}other rows come back")
+
+
+@exercise("extend_cache", "09", takes="kv_cache, k, v, num_repeats", right=patient.extend_cache,
+          agreed="the cache holds KV heads, and attention gets one for each query head")
+def extend_cache(mine: Mine, setting: Setting):
+    """Three steps of one layer with two KV heads, repeated three times, or unequally. The engine: as for generate."""
+    for repeats in (3, torch.tensor([1, 2])):
+        cache, whole = None, [torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        for start, stop in ((0, 3), (3, 4), (4, 6)):
+            found = mine(cache, *(one[:, :, start:stop] for one in whole), repeats)
+            head = f"{start} tokens in the cache, {stop - start} new: "
+            if not isinstance(found, tuple | list) or len(found) != 3 or len(found[2]) != 2:
+                raise NotYet(f"{head}it returns {kind(found)}; k, v for attention and the pair (k, v) of the cache "
+                             f"must "
+                             "come back")
+            for name, given, kept, one in zip("kv", found, found[2], whole):
+                stored = one[:, :, :stop]
+                if isinstance(kept, torch.Tensor) and kept.shape[1] > 2:
+                    raise NotYet(f"{head}the cache holds {kept.shape[1]} heads of {name}, and 2 are projected: what is "
+                                 "repeated for attention is not stored")
+                for what, value, right in ((f"the cache's {name}", kept, stored),
+                                           (f"{name} for attention", given, stored.repeat_interleave(repeats, 1))):
+                    try:
+                        tensor(value, "batch, heads, tokens, head_size", right.shape, right.dtype)
+                    except NotYet as wrong:
+                        raise NotYet(f"{head}{what}: {wrong}") from None
+                    copies = stored.repeat(1, 3, 1, 1) if isinstance(repeats, int) else right
+                    agree(value, right, {f"{head}{what}: neighbouring query heads share a KV head, so its copies lie "
+                                         "side by side": copies, f"{head}{what}: the new tokens stand in front":
+                                         torch.cat([right[:, :, start:], right[:, :, :start]], 2)},
+                          f"{head}{what} is not what was given")
+            cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
+    if setting.engine is not None:
+        found, right = _in_engine(setting, "attention.extend_cache", mine)
+        if list(found) != right:
+            raise NotYet("in the engine, with its cache read, the text is not Hugging Face's")
+        return "the text is Hugging Face's, with the cache read"
+
+
+@exercise("share", "09", takes="total", right=patient.share,
+          agreed="everything is dealt out, in order, and no rank has two more than another")
+def share(mine: Mine, setting: Setting):
+    """What divides and what does not. The engine gives the check's report, on ranks that do not divide the heads."""
+    for total, ranks in ((8, 2), (9, 2), (8, 3), (14, 4), (7, 1), (2, 3)):
+        parts = [_on(number, ranks, mine, total) for number in range(ranks)]
+        have = f"{total} over {ranks} rank{'s' * (ranks > 1)}: "
+        for number, part in enumerate(parts):
+            if not isinstance(part, tuple | list) or len(part) != 2 or not all(map(_whole, part)):
+                raise NotYet(f"{have}rank {number} gets {kind(part)}; a pair must come back, the first and how many")
+        said = have + ", ".join(f"rank {number} begins at {first} and has {count}"
+                                for number, (first, count) in enumerate(parts))
+        counts = [int(count) for _, count in parts]
+        if sum(counts) != total:
+            raise NotYet(f"{said}: that is {sum(counts)} together. Who takes what the division leaves over?")
+        if [int(first) for first, _ in parts] != [sum(counts[:number]) for number in range(ranks)]:
+            raise NotYet(f"{said}: where does a rank begin, if those before it have one more?")
+        if max(counts) - min(counts) > 1:
+            raise NotYet(f"{said}: everybody waits for the largest share. Can it be dealt out more evenly?")
+    if setting.engine is not None:
+        report = _in_engine(setting, "linear.share", mine)
+        if wrong := [one.sentence for one in report.diagnoses if one.sentence.startswith("Query heads")]:
+            raise NotYet(f"in the engine, {wrong[0]}")
+        return "on ranks that do not divide them, every query head has its rank"
+
+
+def _whole(value) -> bool:
+    return isinstance(value, int) or isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _on(number: int, ranks: int, call, *args):
+    """``call(*args)`` as on that rank of patient zero's."""
+    from patient_zero import linear
+
+    with mock.patch.multiple(linear, tp_rank=lambda: number, tp_size=lambda: ranks):
+        return call(*args)
 
 
 @exercise("apply_rope", "09", takes="rotary_emb, position_ids, q, k", right=patient.apply_rope,
@@ -167,9 +276,8 @@ def kv_share(mine: Mine, setting: Setting):
     for num_heads, num_kv_heads, ranks in _LAYOUTS:
         for number in range(ranks):
             share = split_evenly(num_heads, ranks)[number]
-            with mock.patch.multiple(linear, tp_rank=lambda number=number: number, tp_size=lambda ranks=ranks: ranks,
-                                     share=lambda total, n=number, ranks=ranks: _even(total, n, ranks)):
-                found = mine(num_heads, num_kv_heads)
+            with mock.patch.object(linear, "share", lambda total, n=number, ranks=ranks: _even(total, n, ranks)):
+                found = _on(number, ranks, mine, num_heads, num_kv_heads)
             _examine_heads(found, share, num_heads // num_kv_heads,
                            f"{num_heads} query and {num_kv_heads} KV heads, rank {number} of {ranks}: ")
     if setting.engine is not None:
