@@ -9,6 +9,6 @@ _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict"
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "all_exercises": ".verdict",
           "changed_config": ".config_change", "progress": ".progress_file", "clear_progress": ".progress_file",
           "own_pieces": ".own_engine", "your_engine": ".own_engine", "open_case": ".cases.sealed",
-          "prove_cases": ".cases.proof", "written": ".written"}
+          "prove_cases": ".cases.proof", "written": ".own_layers"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -8,9 +8,9 @@ from tplab.align import hf_greedy
 from tplab.align.reference import hf_trace
 from tplab.lesson.exercises.rotation import halves, neighbours
 from tplab.lesson.mine import Mine, NotYet, agree, guarded, is_learners, on_ranks, tensor
+from tplab.lesson.own_layers import layer_fits, written
 from tplab.lesson.toy_checkpoint import ToyCheckpoint
 from tplab.lesson.verdict import Setting, exercise
-from tplab.lesson.written import layer_fits, written
 from tplab.ranks import rank
 from tplab.shard import ShardPlan
 
