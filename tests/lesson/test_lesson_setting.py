@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tplab import SamplingParams, lesson
-from tplab.lesson.source import Source
 from tplab.lesson.stepping import Stepper
+from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import ExerciseError, Setting
 
 
@@ -70,24 +70,24 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
 
 
 @pytest.mark.parametrize("index, says", [
-    (3, "slices a:b, not by 3"), (slice(0, 4, 2), r"not by slice\(0, 4, 2\)"),
+    (3, "slices a:b without a step, not by 3"), (slice(0, 4, 2), r"not by slice\(0, 4, 2\)"),
     (slice(-2, None), r"\[-2:5\] along dim 0"),
     (slice(0, 6), "source\\[0:6\\] along dim 0 is outside 0:5"), (slice(3, 2), "is outside 0:5"),
     ((slice(None), slice(0, 4)), "source\\[0:4\\] along dim 1 is outside 0:3"),
-    ((slice(None),) * 3, "has 2 dimensions, a bias has one; 3 slices were asked for")])
+    ((slice(None),) * 3, "has 2 dimensions, 3 slices were asked for")])
 def test_a_source_is_read_by_slices_inside_it(index, says):
-    source = Source(torch.arange(15.0).view(5, 3))
+    source = ToySource(torch.arange(15.0).view(5, 3))
     with pytest.raises(IndexError, match=says):
         source[index]
-    assert source.read == 0
+    assert source.taken == 0
 
 
 def test_a_source_counts_what_is_read_and_lends_nothing():
     data = torch.arange(15.0).view(5, 3)
-    source = Source(data)
+    source = ToySource(data)
     for index in (slice(1, 5), slice(2, 2), slice(None, None, 1), (slice(0, 5), slice(1, None)), ()):
-        before, piece = source.read, source[index]
-        assert piece.equal(data[index]) and source.read - before == piece.numel()
+        before, piece = source.taken, source[index]
+        assert piece.equal(data[index]) and source.taken - before == piece.nbytes
         piece += 1
     assert data.equal(torch.arange(15.0).view(5, 3)) and source.shape == (5, 3) and source.dtype == torch.float32
     with pytest.raises(AttributeError, match="no .narrow: nothing of it is read yet"):

@@ -3,7 +3,8 @@
 from tplab import lazy
 
 _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "fused_copy": ".fused",
-          "check": ".exercise", "shown_error": ".exercise", "side_by_side": ".exercise", "default_prompt": ".exercise",
+          "check": ".exercise", "shown_error": ".exercise", "default_prompt": ".exercise",
+          "side_by_side": "tplab.show.code",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
           "trace_nan": ".nan_trace", "available_cores": "tplab.pool",
           "ContiguousKVCache": ".contiguous_cache", "with_cures": ".patient", "all_exercises": ".verdict",

@@ -6,17 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import matplotlib
-
 from tplab.lesson.mine import CELL
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import place, side_by_side
-from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, entitle, picture
+from tplab.show.figures.incidents import incidents_figure
+from tplab.show.figures.style import Picture
 from tplab.show.phrases import ShowError, in_width
 from tplab.show.tables import Table
-
-_LEFT = 1e-3  # where the axis of seconds begins
 
 
 def caught(function: Callable, *args, **kwargs) -> Exception | None:
@@ -111,40 +108,7 @@ class Incidents:
         """
         if not self.happened:
             raise ShowError("nothing has happened yet; provoke something first")
-        first = next(iter(self.happened.values()))
-        figure, ax = picture(9.0, 1.5 + 0.36 * len(self.happened))
-        with matplotlib.rc_context(RC):
-            for y, incident in enumerate(self.happened.values()):
-                color = GREEN if incident.in_time else RED
-                ax.plot([_LEFT, incident.seconds], [y, y], color=color, lw=2, zorder=1)
-                ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)
-                ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
-                ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6),
-                            textcoords="offset points", fontsize=9, ha="center", va="bottom")
-            ax.annotate("bound", (first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
-                        va="bottom", fontsize=9.5)
-            ax.set_xscale("log")
-            ax.set_xlim(_LEFT, 4 * max(patience or 1.0, *(incident.within for incident in self.happened.values())))
-            ax.set_ylim(len(self.happened) - 0.4, -0.95)
-            if patience:
-                ax.axvline(patience, color=FAINT, lw=1.5, ls="--")
-                ax.annotate(f"torch.distributed\ngives up after\n{patience / 60:g} minutes",
-                            (patience, (len(self.happened) - 1) / 2), (-6, 0),
-                            textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
-            ax.set_yticks(range(len(self.happened)), list(self.happened))
-            ax.tick_params(axis="y", length=0)
-            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            ax.set_xlabel("seconds from the call until the error")
-            entitle(figure, title or "How long it took to be reported")
-        late = [name for name, incident in self.happened.items() if not incident.in_time]
-        verdict = "each one came within its bound" if not late else f"too late: {', '.join(late)}"
-        bounds = ", ".join(f"{name} ({incident.within:g} s)" for name, incident in self.happened.items())
-        figure.alt_text = f"Figure: seconds until each failure was reported, and its bound: {bounds}; {verdict}."
-        return figure
-
-
-def _seconds(value: float) -> str:
-    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+        return incidents_figure(self.happened, patience, title)
 
 
 def _belongings(pool: RankPool) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Checkpoints that count, for exercises on loading: what was read of each tensor, by whoever read it."""
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -63,16 +64,17 @@ class CountedCheckpoint:
 
 
 class ToySource(TensorSlice):
-    """One lazy tensor of different numbers, ``whole``; ``taken``: how many bytes were read of it.
+    """One lazy tensor, ``whole``, of different numbers if only its shape is given; ``taken``: how many bytes were read
+    of it, ``most``: of how many a reader has had the pieces at the same time."""
 
-    ``most``: of how many bytes a reader has had the pieces at the same time.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32):
-        self.whole = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
-        ckpt = ToyCheckpoint({"weight": self.whole})
+    def __init__(self, of: torch.Tensor | tuple[int, ...], dtype: torch.dtype = torch.float32):
+        self.whole = of if isinstance(of, torch.Tensor) else torch.arange(1, 1 + math.prod(of)).view(of).to(dtype)
+        ckpt = ToyCheckpoint({"source": self.whole})
         self._counts, self._held, self.most = ckpt.taken, 0, 0
-        super().__init__(ckpt.reader(), "weight", ckpt.tensors["weight"])
+        super().__init__(ckpt.reader(), "source", ckpt.tensors["source"])
+
+    def __getattr__(self, name: str):
+        raise AttributeError(f"a source has .shape, .dtype and slices a:b, and no .{name}: nothing of it is read yet")
 
     def __getitem__(self, index) -> torch.Tensor:
         piece = super().__getitem__(index)
@@ -86,7 +88,7 @@ class ToySource(TensorSlice):
 
     @property
     def taken(self) -> int:
-        return self._counts["weight"]
+        return self._counts["source"]
 
     def forget(self) -> None:
         self._counts.clear()

@@ -7,7 +7,7 @@ import torch
 
 from tplab.align import reassemble
 from tplab.lesson.mine import Mine, NotYet, for_each, kind, on_ranks, ranks_in_words
-from tplab.lesson.source import Source
+from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
 from tplab.ranks import rank
@@ -24,7 +24,7 @@ def column_shard(mine: Mine, setting: Setting):
     def check(case):
         size, total, columns, dtype = case
         data = _numbered(total, columns).to(dtype)
-        rows, sources = split_evenly(total, size), [Source(data) for _ in range(size)]
+        rows, sources = split_evenly(total, size), [ToySource(data) for _ in range(size)]
         what = f"a weight [{total}, {columns}] over {size} ranks" if columns else f"a bias [{total}] over {size} ranks"
         answers = [value for value, _ in on_ranks(size, _on_rank, mine, sources, rows)]
         _judge_rows(answers, data, rows, what)
@@ -44,7 +44,7 @@ def merged(mine: Mine, setting: Setting):
         size = len(parts[0][1])
         names, sources = "|".join(name for name, _, _ in parts), []
         for _ in range(size):
-            sources.append([Source(_numbered(total, columns, 1000 * number).to(dtype))
+            sources.append([ToySource(_numbered(total, columns, 1000 * number).to(dtype))
                             for number, (_, _, total) in enumerate(parts)])
         ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         shape = ", ".join(f"{name} [{total}{f', {columns}' * bool(columns)}]" for name, _, total in parts)
@@ -177,9 +177,9 @@ def _one_block(places: list[int], fused: list[int]) -> bool:
     return all(a + 1 == b for a, b in zip(at, at[1:]))
 
 
-def _judge_reading(answers: list, sources: Sequence[Sequence[Source]], what: str) -> None:
+def _judge_reading(answers: list, sources: Sequence[Sequence[ToySource]], what: str) -> None:
     for number, (value, given) in enumerate(zip(answers, sources)):
-        read = sum(source.read for source in given)
+        read = sum(source.taken for source in given) // value.element_size()
         if read > value.numel():
             raise NotYet(f"{what}: the right rows, but rank {number} reads {read} numbers from the file to keep "
                          f"{value.numel()}: slice the source itself")
