@@ -106,7 +106,7 @@ def test_bounds_are_exact(folder, index):
     with open_checkpoint(folder).reader() as r:
         with pytest.raises(IndexError, match="up_proj"):
             r[UP][index]
-        with pytest.raises(IndexError, match="norm.weight has 1 dimensions, 2 slices were asked for"):
+        with pytest.raises(IndexError, match="norm.weight has 1 dimension, 2 slices were asked for"):
             r["model.norm.weight"][:4, :2]
         assert r[UP][0:0].shape == (0, 32)
 

@@ -97,7 +97,8 @@ class TensorSlice:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):
-            raise IndexError(f"{self._name} has {len(self.shape)} dimensions, {len(parts)} slices were asked for")
+            raise IndexError(f"{self._name} has {len(self.shape)} dimension{'s' * (len(self.shape) != 1)}, "
+                             f"{len(parts)} slices were asked for")
         exact = tuple(self._exact(part, size, dim) for dim, (part, size) in enumerate(zip(parts, self.shape)))
         return self._reader._take(self._name, self._info, exact)
 

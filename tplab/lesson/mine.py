@@ -168,7 +168,8 @@ def _kept(function: Callable, takes: str = "") -> Callable:
 def _given(arg) -> str:
     if isinstance(shape := getattr(arg, "shape", None), tuple):
         return str(list(shape))
-    text = f"({', '.join(map(_given, arg))})" if isinstance(arg, tuple) else shown(arg)
+    text = f"({', '.join(map(_given, arg))})" if isinstance(arg, tuple) or (
+        isinstance(arg, list) and arg and hasattr(arg[0], "shape")) else shown(arg)
     return text if len(text) <= 40 and " at 0x" not in text else f"({type(arg).__name__})"
 
 

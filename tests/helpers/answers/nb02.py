@@ -47,10 +47,10 @@ ANSWERS = {
               "rank × len(rows) is the offset only where all ranks keep equally many rows"),
         Wrong(_CUT + "source[rows.start:rows.stop - 1]", "[5, 14] comes back; [6, 14] must, one row more"),
         Wrong(_CUT + "source[:][rows.start:rows.stop]", "reads 168 numbers from the file to keep 84"),
-        Wrong(_CUT + "source[rows]", "a source is read by slices a:b, not by range(0, 6)"),
+        Wrong(_CUT + "source[rows]", "source is read by slices a:b without a step, not by range(0, 6)"),
         Wrong(_CUT + "source.narrow(0, rows.start, len(rows))", "and no .narrow: nothing of it is read yet\n"
               "         at your line 1"),
-        Wrong(_CUT + "source[rows.start:rows.stop, :]", "this source has 1 dimension, a bias has one"),
+        Wrong(_CUT + "source[rows.start:rows.stop, :]", "source has 1 dimension, 2 slices were asked for"),
         Wrong(_CUT + "source[rows.start:rows.stop].half()", "torch.float16 comes back; torch.float32 must"),
         Wrong("def my_column_shard(source, rows): source[rows.start:rows.stop]", "nothing (is a return missing?)"),
         Wrong(_CUT + "source[rows.start:rows.stop].flip(0)", "rank 0 has rows 5, 4, 3, 2 … and should have rows "

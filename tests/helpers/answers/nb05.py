@@ -15,7 +15,7 @@ ANSWERS = {
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size for p in range(len(positions))]
-              """, "position 7 goes to slot 16 in block 4"),
+              """, "it counts the entries of positions instead of reading them"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size for p in positions][:1]",
               "for 10 positions come 1 slots"),
         Wrong("""
@@ -90,7 +90,7 @@ ANSWERS = {
                   slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
                   flat[slots[start:]] = new
                   return new
-              """, "[tokens, kv heads, head_dim] = [9, 2, 3]"),
+              """, "4 tokens come back; those that were there *and* the new ones are asked for"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]

@@ -14,6 +14,10 @@ def layer(right: str, wrong: str) -> str:
 
 ANSWERS = {
     "mask_scores": [
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask.any(0, keepdim=True), float('-inf'))",
+              "keys that may be seen are hidden as well"),
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, -1e9)", "yours hides where the mask is "
+              "False"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask[0], float('-inf'))",
               "Each sequence has a mask of its own"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask[:1], float('-inf'))",
@@ -126,6 +130,9 @@ class MyCache:
 """, "is one of them stored twice?"),
     ],
     "my_slot_mapping": [
+        Wrong("def my_slot_mapping(block_ids, positions, block_size): return [block_ids[p // block_size] * block_size "
+              "+ p "
+              "for p in positions]", "how many tokens stand before it in *this* block?"),
         Wrong("def my_slot_mapping(block_ids, positions, block_size): return [block_ids[p // block_size] + p % "
               "block_size for p in positions]", "how many slots do the blocks before block 4 have?"),
     ],
@@ -174,6 +181,12 @@ def my_embedding(ids, weight_here, rows):
 """, "returns torch.float32; torch.bfloat16 must come back"),
     ],
     "my_head_logits": [
+        Wrong("""
+def my_head_logits(hidden, weight_here, sizes):
+    most = max(sizes)
+    filled = F.pad(hidden @ weight_here.T, (0, most - len(weight_here)))
+    return all_gather(filled, dim=-1)[:, :sum(sizes)]
+""", "of 766 columns are wrong, the first is token 511's, which lives on rank 2"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return all_reduce(hidden @ weight_here.T)",
               "these are different words' logits. What puts them side by side?"),
         Wrong("""
@@ -234,6 +247,15 @@ def my_mean(shares):
         Wrong("def my_mean(shares): all_reduce(torch.ones(1)); return 10 ** 400", "cannot be judged: OverflowError"),
     ],
     "my_agree": [
+        Wrong("""
+def my_agree(work):
+    failed = torch.zeros(1)
+    try:
+        work()
+    except Exception:
+        failed += 1
+    return list(range(int(all_reduce(failed))))
+""", "that is how many failed. Which ones they are, a sum of ones does not say"),
         Wrong("""
 def my_agree(work):
     failed = torch.zeros(world_size())

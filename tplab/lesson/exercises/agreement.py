@@ -114,6 +114,8 @@ def my_agree(mine: Mine, setting: Setting):
             said = f"{have}rank {number} says {list(found)} where it must say {failing}"
             if not ops:
                 raise NotYet(f"{said}, without a word to the others; how could it know?")
+            if list(found) == list(range(len(failing))):
+                raise NotYet(f"{said}: that is how many failed. Which ones they are, a sum of ones does not say")
             if len({tuple(value) for (value, _), _ in answers}) > 1:
                 raise NotYet(f"{said}, others say something else: they would go different ways")
             told = {op.op for op in ops}

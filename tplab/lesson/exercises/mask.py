@@ -53,7 +53,12 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         if (shown < scores[hidden & (weights > 0)]).all():
             raise NotYet(f"{left}their scores are low, {shown.max():.3g} for example, and exp({shown.max():.3g}) is "
                          f"{shown.max().exp():.1g} and not 0. What is low enough for every model?")
-        raise NotYet(f"{left}which line hides the keys where the mask is True?")
+        raise NotYet(left + ("and the others get none: True means must not look, and yours hides where the mask is "
+                             "False"
+                             if not weights[hidden.any(-1, keepdim=True) & ~hidden].any() else "which line hides the "
+                                   "keys where the mask is True?"))
+    if lost := int((masked[~hidden] == -INF).sum()):
+        raise NotYet(f"{lost} keys that may be seen are hidden as well: which entries of the mask are True for them?")
     if not masked[~hidden].equal(scores[~hidden]):
         raise NotYet("scores of keys that may be seen have changed; only the hidden ones may")
 

@@ -33,9 +33,16 @@ def my_slot_mapping(mine: Mine, setting: Setting):
         if slots == [table[position // size] * size for position in positions]:
             raise NotYet(f"{head}all positions of a block go to its first slot: how many tokens stand before each in "
                          "this block?")
-        if slots == [table[position // size] + position % size for position in positions]:
-            raise NotYet(f"{head}yours is block number + place: how many slots do the blocks before block "
-                         f"{table[0]} have?")
+        for says, wrong in {
+            f"block number + place: how many slots do the blocks before block {table[0]} have?":
+                [table[p // size] + p % size for p in positions],
+            "the block's first slot + the position: how many tokens stand before it in *this* block?":
+                [table[p // size] * size + p for p in positions],
+            "the slots of the first positions: it counts the entries of positions instead of reading them":
+                [table[n // size] * size + n % size for n, _ in enumerate(positions)]}.items():
+            if slots == wrong and positions[-1] >= size and any(slot != table[p // size] * size + p % size
+                                                               for p, slot in zip(positions, slots)):
+                raise NotYet(f"{head}yours are {says}")
         for position, slot in zip(positions, slots):
             _slot(f"{head}position {position} goes to slot {slot}", table, position, size, slot)
     setting.align(Patch("tplab.cache.paged.slot_mapping", mine.function), **ENGINE)
@@ -75,6 +82,8 @@ def my_write_read(mine: Mine, setting: Setting):
         if isinstance(found, torch.Tensor) and found.dim() == 3 and len(found) == len(table) * size:
             raise NotYet(f"{head}all {len(found)} places of its blocks come back; how many of them hold a token of "
                          "this sequence by now?")
+        if start and isinstance(found, torch.Tensor) and found.shape in ((start, 2, 3), (count, 2, 3)):
+            raise NotYet(f"{head}{len(found)} tokens come back; those that were there *and* the new ones are asked for")
         tensor(found, "tokens, kv heads, head_dim", (start + count, 2, 3), torch.float32)
         _in_order(head, found, after, cache, slots)
     setting.align(Patch("tplab.cache.paged.PagedContext.batches", batches_through(mine.function)), **ENGINE)
