@@ -7,13 +7,6 @@ from tplab import fable, lab, lesson, show
 from tplab.lab import batch, doctor
 
 
-def test_a_check_says_pass_or_not_yet_and_asks_for_the_hint_only_then(capsys):
-    lesson.check("no NaN", True, hint=lambda: pytest.fail("the hint was asked for"))
-    lesson.check("no NaN", False, hint=lambda: "23 % NaN")
-    lesson.check("no NaN", 0)
-    assert capsys.readouterr().out == "PASS  no NaN\nNOT YET  no NaN: 23 % NaN\nNOT YET  no NaN\n"
-
-
 def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
     with lesson.shown_error():
         raise ValueError("split_sizes sum to 96")

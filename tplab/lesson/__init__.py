@@ -3,7 +3,7 @@
 from tplab import lazy
 
 _HOMES = {"ask": ".answers", "default_question": ".answers", "judge": ".verdict", "fused_copy": ".fused",
-          "check": ".exercise", "shown_error": ".exercise", "default_prompt": ".exercise",
+          "shown_error": ".incidents", "default_prompt": ".answers",
           "side_by_side": "tplab.show.code",
           "panel": ".fault_panel", "Incidents": ".incidents", "caught": ".incidents", "error_text": ".incidents",
           "trace_nan": ".nan_trace", "available_cores": "tplab.pool",

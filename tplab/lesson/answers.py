@@ -1,8 +1,20 @@
 """What a reader of the text sees: a model's answer with nothing hidden."""
 
-from tplab.lesson.exercise import default_prompt
+import os
 
+SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
 QUESTION = "What is the capital of France?"
+
+
+def default_prompt(model) -> str:
+    """The prompt a notebook uses when its reader gives none: a held-out story's opening for fable, else a sentence.
+
+        >>> prompt = prompt or lesson.default_prompt(model)
+    """
+    from tplab import fable
+
+    name = os.fspath(getattr(model, "name", model))
+    return fable.default_prompt() if name == "fable" else SENTENCE
 
 
 def default_question(model) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tplab.errors import TplabError
-from tplab.lesson.exercise import default_prompt
+from tplab.lesson.answers import default_prompt
 from tplab.show.figures.diffs import diff_figure, finding
 from tplab.show.figures.style import image_html, show_with_words
 from tplab.show.phrases import ShowError, describe_report

@@ -2,17 +2,18 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tplab.lesson.mine import CELL
+from tplab.lesson.mine import CELL, in_words
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import place, side_by_side
 from tplab.show.figures.incidents import incidents_figure
 from tplab.show.figures.style import Picture
-from tplab.show.phrases import ShowError, in_width
+from tplab.show.phrases import ShowError, in_width, say
 from tplab.show.tables import Table
 
 
@@ -46,6 +47,23 @@ def error_text(error: Exception) -> str:
     head = CELL.sub("", f"{type(error).__name__}: {text}").splitlines()
     return "\n".join([*(line if line[:1].isspace() else in_width(line) for line in head),
                       *(CELL.sub("", line) for line in below)])
+
+
+@contextmanager
+def shown_error(brief: bool = False) -> Iterator[None]:
+    """Run a block that is expected to fail and print its error, so that *Run All* and papermill go on.
+
+    ``brief``: at most three lines, with the line of the cell, as a verdict has them.
+
+        >>> with lesson.shown_error():
+        ...     pool.run(broken)
+    """
+    try:
+        yield
+    except Exception as error:
+        say(in_words(error) if brief else f"{type(error).__name__}: {error}")
+    else:
+        print("No error was raised.")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
+from tplab.lesson.answers import default_prompt
 from tplab.lesson.cases.answering import Answer, choices, judge_answer, place_called
-from tplab.lesson.exercise import default_prompt
 from tplab.lesson.mine import NotYet
 from tplab.patch import applied
 from tplab.show.phrases import in_width

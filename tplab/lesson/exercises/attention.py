@@ -24,7 +24,7 @@ def my_attend(mine: Mine, setting: Setting):
                             dtype=q.dtype)
         nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong "
                "way round (True means: must not look), or is a softmax given nothing but -inf?")
-        agree(found.nan_to_num(), right, _ways(q, k, v, mask, scaling), nan if found.isnan().any() else
+        agree(found.nan_to_num(), right, attention_ways(q, k, v, mask, scaling), nan if found.isnan().any() else
               f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: query head "
               f"{int((found - right).abs().amax((0, 2, 3)).argmax())} is off by {(found - right).abs().max():.1g}, and "
               "by none of the usual mistakes")
@@ -37,7 +37,7 @@ def my_attend(mine: Mine, setting: Setting):
                   dtype="float32" if setting.dtype == "float64" else setting.dtype)
 
 
-def _ways(q, k, v, mask, scaling: float) -> dict:
+def attention_ways(q, k, v, mask, scaling: float) -> dict:
     """What comes out if one mistake is made: ``{sentence: numbers}``."""
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads

@@ -43,9 +43,12 @@ def shard_weight(mine: Mine, setting: Setting):
                                 shape=(size, *shape[1:]), dtype=loaded.dtype)
         except NotYet as wrong:
             raise NotYet(head + str(wrong)) from None
-        turned = loaded.T[start:start + size] if len(shape) > 1 else loaded
+        turned, read = loaded.T[start:start + size], loaded.reshape(shape[-1], -1)
         agree(found, loaded[start:start + size], {
             f"{head}these are columns, turned: the checkpoint has [out, in], and outputs are rows": turned,
+            f"{head}it is read as if it were [in, out], cut there along dim 1, and turned. The checkpoint has [out, "
+            f"in]":
+                read[:, start:start + size].T,
             f"{head}these are the first rows there are": loaded[:size]}, f"{head}other rows come back")
 
 
@@ -58,7 +61,8 @@ def extend_cache(mine: Mine, setting: Setting):
         for start, stop in ((0, 3), (3, 4), (4, 6)):
             found = mine(cache, *(one[:, :, start:stop] for one in whole), repeats)
             head = f"{start} tokens in the cache, {stop - start} new: "
-            if not isinstance(found, tuple | list) or len(found) != 3 or len(found[2]) != 2:
+            if not isinstance(found, tuple | list) or len(found) != 3 or not isinstance(
+                    found[2], tuple | list) or len(found[2]) != 2:
                 raise NotYet(f"{head}it returns {kind(found)}; k, v for attention and the pair (k, v) of the cache "
                              f"must "
                              "come back")

@@ -6,11 +6,13 @@ import torch
 
 from tplab.align import hf_greedy
 from tplab.align.reference import hf_trace
+from tplab.lesson.exercises.attention import attention_ways
 from tplab.lesson.exercises.rotation import halves, neighbours
 from tplab.lesson.mine import Mine, NotYet, agree, guarded, is_learners, on_ranks, tensor
 from tplab.lesson.own_layers import layer_fits, written
 from tplab.lesson.toy_checkpoint import ToyCheckpoint
 from tplab.lesson.verdict import Setting, exercise
+from tplab.model.attention import attend
 from tplab.ranks import rank
 from tplab.shard import ShardPlan
 
@@ -236,30 +238,33 @@ class _Judge:
         return self.toy.points["mlp_act"][self.rows][:, own.start:own.stop] @ self._part(
             "mlp.down_proj.weight", w["mlp.down_proj.weight"]).T
 
-    def _attended(self) -> dict[str, torch.Tensor]:
-        p, q, own = self.toy.points, self._own("q_rope"), self.here.kv_heads
-        start, stop, kv_for_q = self.rows.start, self.rows.stop, list(self.here.kv_for_q)
+    def _attended(self) -> dict:
+        """What attention gives with a mistake in the cache, or in which KV head is read; then those of notebook 04."""
+        p, q, own, reads = self.toy.points, self._own("q_rope"), self.here.kv_heads, list(self.here.kv_for_q)
+        start, stop, scale = self.rows.start, self.rows.stop, q.shape[-1] ** -0.5
         k, raw, v = (p[name][:stop, own.start:own.stop] for name in ("k_rope", "k", "v"))
         future = torch.arange(stop) > torch.arange(start, stop)[:, None]
 
-        def attended(keys=k, values=v, hidden=future, reads=kv_for_q, scale=q.shape[-1] ** -0.5):
-            scores = torch.einsum("qhd,khd->hqk", q, keys[:, reads]) * scale
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            return torch.einsum("hqk,khd->qhd", weights, values[:, reads])
+        def each(x, reads=reads):  # one KV head for each query head
+            return x[:, reads].transpose(0, 1)[None]
+
+        def attended(keys=k, values=v, hidden=future, reads=reads):
+            return attend(q.transpose(0, 1)[None], each(keys, reads), each(values, reads), hidden, scale)
 
         new = slice(start, stop)
-        return {"no key is hidden: tokens see the future": attended(hidden=torch.zeros_like(future)),
-                "only the new keys are read: where are those of the steps before?":
-                    attended(k[new], v[new], future[:, new]),
-                "the mask counts rows: the first new token does not stand at 0": attended(
-                    hidden=torch.arange(stop) > torch.arange(stop - start)[:, None]).nan_to_num(),
-                "the scores are not scaled": attended(scale=1.0),
-                "the keys in the cache are not turned": attended(raw),
-                "only the new keys are turned, those in the cache are not": attended(torch.cat([raw[:start], k[new]])),
-                "query head 1 reads KV head 1; neighbours share a KV head: see here.kv_for_q": attended(
-                    reads=[head % len(own) for head in range(len(kv_for_q))]),
-                "every query head reads the rank's first KV head": attended(reads=[0] * len(kv_for_q)),
-                "keys are taken for values": attended(k, k)}
+        found = {
+            "only the new keys are read: where are those of the steps "
+            "before?": attended(k[new], v[new], future[:, new]),
+            "the mask counts rows: the first new token does not stand at 0": attended(
+                hidden=torch.arange(stop) > torch.arange(stop - start)[:, None]),
+            "the keys in the cache are not turned": attended(raw),
+            "only the new keys are turned, those in the cache are not": attended(torch.cat([raw[:start], k[new]])),
+            "query head 1 reads KV head 1; neighbours share a KV head: see here.kv_for_q": attended(
+                reads=[head % len(own) for head in range(len(reads))]),
+            "every query head reads the rank's first KV head": attended(reads=[0] * len(reads)),
+            **attention_ways(q.transpose(0, 1)[None], each(k), each(v), future[None, None], scale)}
+        return {says: tuple(one[0].transpose(0, 1) for one in (some if isinstance(some, tuple) else (some,)))
+                for says, some in found.items()}
 
 
 def _tokens(rows: slice) -> str:
