@@ -37,7 +37,7 @@ class Mine:
     """
 
     def __init__(self, function: Callable, takes: str, writes: str = ""):
-        self.function, self.takes = _kept(function, takes), [name.strip() for name in takes.split(",")]
+        self.function, self.takes = kept(function, takes), [name.strip() for name in takes.split(",")]
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
@@ -143,12 +143,12 @@ def as_it_was() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _kept(function: Callable, takes: str = "") -> Callable:
+def kept(function: Callable, takes: str = "") -> Callable:
     """The function, and behind each of its calls everything as it was: in the engine and on the ranks as well.
 
     An exception says what the call was given: most are about shapes.
     """
-    if not inspect.isfunction(function):
+    if not inspect.isroutine(function):
         return function
 
     @functools.wraps(function)
@@ -186,7 +186,9 @@ class Object:
             raise NotYet(f"{self.name} has no {name}") from None
         except Exception as error:
             raise NotYet(in_words(error)) from error
-        return functools.partial(guarded, found) if callable(found) else found
+        if not inspect.isroutine(found):
+            return found
+        return functools.partial(guarded, kept(found, ", ".join(inspect.signature(found).parameters)))
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -132,5 +132,12 @@ def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> No
             raise NotYet(f"{have}: on rank {number} it returns {kind(found)}; a number must come back, on every rank")
         if not ops:
             raise NotYet(f"{have}: rank {number} says {found:g} without a word to the others; how could it know?")
+        largest = stacked.flatten(1).amax(1)
+        ways = {"it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
+                "that is between the first rank and the last; and the others?": (stacked[0] - stacked[-1]).abs().max(),
+                "that is the distance from the ranks' mean": (stacked - stacked.mean(0)).abs().max(),
+                "that is how far this one is from the mean": (versions[number] - stacked.mean(0)).abs().max()}
         if not abs(found - true) <= 1e-5:
-            raise NotYet(f"{have}: rank {number} says {found:g}, the largest difference between two ranks is {true:g}")
+            why = next((f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5), "")
+            raise NotYet(f"{have}: rank {number} says {found:g}, the largest difference between two ranks is {true:g}"
+                         f"{why}")

@@ -75,7 +75,8 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
         "k_proj and v_proj are two matrices": right - layers * h * kv * d * itemsize,
         "a head has head_dim numbers, not hidden_size / num_heads": decode_bytes(
             SimpleNamespace(hidden_size=h, head_dim=h // config.num_heads, num_layers=layers), shard, context, itemsize)
-    }, have, "bytes")
+    }, have, "bytes", f"Of them {_plainly(weights - head)} are the layers' matrices, {_plainly(cache)} the cache, "
+       f"{_plainly(head)} the head")
 
 
 @exercise("my_step_seconds", "10", takes="rank_bytes, bandwidth, num_layers, latency", right=step_seconds,
@@ -114,7 +115,8 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
         "a meeting is one for all ranks, not one for each": longest + meet * size,
         "a meeting is one for all ranks, not one for each pair": longest + meet * (size - 1),
         "nothing overlaps: the next product needs the sum": max(longest, meet),
-        "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet}, have, "s")
+        "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet}, have, "s",
+        f"Of them {_plainly(longest)} are for bytes, {_plainly(meet)} for meetings")
 
 
 def _number(found, have: str, what: str) -> float:
@@ -123,12 +125,12 @@ def _number(found, have: str, what: str) -> float:
     return float(found)
 
 
-def _name(found: float, right: float, mistakes: Mapping[str, float], have: str, unit: str) -> None:
+def _name(found: float, right: float, mistakes: Mapping[str, float], have: str, unit: str, parts: str) -> None:
     """:class:`NotYet` with the mistake that gives this number, if one is known, unless it is right."""
     if abs(found - right) <= _SMALL * right:
         return
     near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4]
-    why = f"\n{near[0][0].upper()}{near[0][1:]}" if near else ""
+    why = f"\n{near[0][0].upper()}{near[0][1:]}" if near else f"\n{parts}"
     raise NotYet(f"{have}: it says {_plainly(found)} {unit}, {_plainly(right)} are right{why}")
 
 

@@ -84,7 +84,7 @@ def _compare(name: str, one, right: torch.Tensor, other: dict, whole: dict, laye
         raise NotYet(f"after {start} tokens and {count} more, append gives {count} back: where are the earlier ones?")
     if isinstance(one, torch.Tensor) and one.shape[1:] == right.shape[1:] and len(one) > len(right):
         raise NotYet(f"after {start} tokens and {count} more, append gives {len(one)} back for {name} of layer "
-                     f"{layer}: has each layer a place of its own?")
+                     f"{layer}: has each layer a place of its own, and each of k and v?")
     try:
         one = tensor(one, "tokens so far, kv_heads, head_dim", right.shape, right.dtype)
     except NotYet as wrong:
@@ -99,6 +99,7 @@ def _compare(name: str, one, right: torch.Tensor, other: dict, whole: dict, laye
         "kept, instead of a copy?": overwritten,
         "the new tokens stand in front of the old ones": torch.cat([right[start:], right[:start]]),
         **other,
+        "digits are lost: in which dtype is it kept?": (right.half().float(), right.bfloat16().float()),
         f"layer {layer} gives out what another layer has stored": others,
     }, f"{name} of layer {layer} after {start} tokens and {count} more is not what was given", within=1e-6)
 

@@ -8,7 +8,7 @@ from tplab.align import hf_greedy
 from tplab.align.reference import hf_trace
 from tplab.lesson.exercises.attention import attention_ways
 from tplab.lesson.exercises.rotation import halves, neighbours
-from tplab.lesson.mine import Mine, NotYet, agree, guarded, is_learners, on_ranks, tensor
+from tplab.lesson.mine import Mine, NotYet, agree, guarded, is_learners, kept, on_ranks, tensor
 from tplab.lesson.own_layers import layer_fits, written
 from tplab.lesson.toy_checkpoint import ToyCheckpoint
 from tplab.lesson.verdict import Setting, exercise
@@ -97,6 +97,9 @@ def _in_steps(mine: Mine, toy: _Toy) -> tuple[list, int]:
     """On a rank: what each step passed and returned; how many bytes were read."""
     files, here, steps = ToyCheckpoint(toy.weights), toy.plan.ranks[rank()], []
     layer = guarded(mine.function, {name: files.reader()[name] for name in toy.weights}, here, toy.config)
+    if not callable(layer):
+        raise NotYet("what it makes cannot be called: layer(hidden, cos, sin, point) needs a method __call__")
+    layer = kept(layer.__call__, "hidden, cos, sin, point")
     with torch.inference_mode():
         for start, stop in zip(STEPS, STEPS[1:]):
             hidden, cos, sin = (x[start:stop].clone() for x in (toy.points["embed"], toy.cos, toy.sin))
@@ -146,11 +149,15 @@ class _Judge:
             value = tensor(value, dims, right.shape, right.dtype)
         except NotYet as wrong:
             raise NotYet(f"{head}: {str(wrong).replace('it returns', 'comes as', 1)}") from None
-        tail = f"Right up to {self.right}" if self.right else "Nothing before it was shown: call point(…) on the way"
-        agree(value, right, {f"{head}: {says}{f'{chr(10)}{tail}' * bool(self.right)}": guess
+        tail = (f"Right up to {self.right}" if self.right else "It is the first point" if name == POINTS[0] else
+                "Nothing before it was shown: call point(…) on the way")
+        if value.isnan().any() and name != "attn":
+            raise NotYet(f"{head} holds NaN\n{tail}")
+        off = "holds NaN: is there a token that may look at no key?" if value.isnan().any() else (
+            f"is off by {(value - right).abs().max():.1g} where numbers go up to {right.abs().max():.2g}")
+        agree(value.nan_to_num(), right, {f"{head}: {says}{f'{chr(10)}{tail}' * bool(self.right)}": guess
                              for says, guess in self._ways(name).items()},
-              f"{head} is off by {(value - right).abs().max():.1g} where numbers go up to "
-              f"{right.abs().max():.2g}\n{tail}")
+              f"{head} {off}\n{tail}")
 
     def _own(self, name: str) -> torch.Tensor:
         """Of Hugging Face's point, what this rank has in this step."""
@@ -187,6 +194,8 @@ class _Judge:
                     "divides": normed(x - x.mean(-1, True), own),
                     "the norm's weight is missing": normed(x, 1), "it has the other norm's weight": normed(x, other),
                     "the squares are added up, and their mean is meant": normed(x, own) / x.shape[-1] ** 0.5,
+                    "one mean is taken over all tokens; each token has its own": x * (
+                        x.pow(2).mean() + config.rms_norm_eps).rsqrt() * own,
                     "it is not normed": x, "it is made from what goes into the layer": normed(p["embed"][rows], own)}
         if name in ("q", "k", "v"):
             key, heads = f"self_attn.{name}_proj.", len(self._own(name)[0])
@@ -211,7 +220,10 @@ class _Judge:
             partial, whole = self._partial(name), p[name][rows]
             gate, up, down = (w[f"mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
             into, silu, gelu = p["post_norm"][rows], torch.nn.functional.silu, torch.nn.functional.gelu
-            inner = {"gate and up have changed places: which one goes through "
+            raw = p["residual"][rows]
+            inner = {"gate reads what the norm has not seen": silu(raw @ gate.T) * (into @ up.T),
+                     "up reads what the norm has not seen": silu(into @ gate.T) * (raw @ up.T),
+                     "gate and up have changed places: which one goes through "
                      "silu?": silu(into @ up.T) * (into @ gate.T),
                      "the activation is missing": (into @ gate.T) * (into @ up.T),
                      "this is gelu; the model's activation is silu": gelu(into @ gate.T) * (into @ up.T),
@@ -219,6 +231,7 @@ class _Judge:
             return {"this is the rank's own summand: who adds them up?": partial,
                     f"this is {self.size} times the sum: it is added up twice": self.size * whole,
                     "the summands are averaged": whole / self.size,
+                    "every rank takes the first share of the weights; where does its own begin?": self._firsts(name),
                     "the residual is in it already": whole + p["embed" if name == "o_proj" else "residual"][rows],
                     **({says: value @ down.T for says, value in inner.items()} if name == "mlp" else {})}
         into, more = ("embed", "o_proj") if name == "residual" else ("residual", "mlp")
@@ -237,6 +250,19 @@ class _Judge:
             return self._own("attn").flatten(1) @ self._part("self_attn.o_proj.weight", w["self_attn.o_proj.weight"]).T
         return self.toy.points["mlp_act"][self.rows][:, own.start:own.stop] @ self._part(
             "mlp.down_proj.weight", w["mlp.down_proj.weight"]).T
+
+    def _firsts(self, name: str) -> torch.Tensor:
+        """The sum where every rank takes the first rows and columns that there are."""
+        p, w, rows, total = self.toy.points, self.toy.weights, self.rows, 0
+        for here in self.toy.plan.ranks:
+            if name == "o_proj":
+                own, down = p["attn"][rows][:, here.q_heads.start:here.q_heads.stop].flatten(1), "self_attn.o"
+            else:
+                gate, up = (p["post_norm"][rows] @ w[f"mlp.{one}_proj.weight"][:len(here.mlp)].T for one in (
+                      "gate", "up"))
+                own, down = torch.nn.functional.silu(gate) * up, "mlp.down"
+            total = total + own @ w[f"{down}_proj.weight"][:, :own.shape[1]].T
+        return total
 
     def _attended(self) -> dict:
         """What attention gives with a mistake in the cache, or in which KV head is read; then those of notebook 04."""
