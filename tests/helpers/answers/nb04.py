@@ -116,7 +116,7 @@ ANSWERS = {
               "RuntimeError: Sizes of tensors must match"),
         Wrong(cache([*_JOIN[:3], "return self.v[layer], self.k[layer]"]), "k and v have changed places"),
         Wrong(cache([line.replace("[layer]", "[0]") for line in _JOIN]),
-              "append gives 8 back for k of layer 1: has each layer a place of its own?"),
+              "append gives 8 back for k of layer 1: has each layer a place of its own, and"),
         Wrong(cache([*_JOIN[:3], "group = 4", "return tuple(x.repeat_interleave(group, 1) for x in (self.k[layer], "
                      "self.v[layer]))"]), "[4, 8, 5]; [tokens so far, kv_heads, head_dim]"),
         Wrong(cache(_JOIN, init="pass", head="class MyCache:\n    k, v = [None] * 9, [None] * 9"),
@@ -136,7 +136,7 @@ ANSWERS = {
         Wrong(cache([line.replace("k.clone()", "k.half()").replace("v.clone()", "v.half()") for line in _JOIN]),
               "append gives for k torch.float16; torch.float32 must come back"),
         Wrong(cache(["k, v = k.half(), v.half()", *_JOIN[:3], "return self.k[layer].float(), self.v[layer].float()"]),
-              "is not what was given"),
+              "digits are lost: in which dtype is it kept?"),
         Wrong("class MyCache:\n    def __init__(self, num_layers): pass", "MyCache has no append"),
         Wrong("class MyCache:\n    def append(self, layer, k, v): return k, v", "it must take (num_layers)"),
         Wrong(cache(["self.k[layer] = torch.cat([self.k[layer], k])", "return self.k[layer], v"]),

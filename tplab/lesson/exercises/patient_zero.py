@@ -43,7 +43,7 @@ def shard_weight(mine: Mine, setting: Setting):
                                 shape=(size, *shape[1:]), dtype=loaded.dtype)
         except NotYet as wrong:
             raise NotYet(head + str(wrong)) from None
-        turned, read = loaded.T[start:start + size], loaded.reshape(shape[-1], -1)
+        turned, read = loaded.t()[start:start + size], loaded.reshape(shape[-1], -1)
         agree(found, loaded[start:start + size], {
             f"{head}these are columns, turned: the checkpoint has [out, in], and outputs are rows": turned,
             f"{head}it is read as if it were [in, out], cut there along dim 1, and turned. The checkpoint has [out, "
