@@ -218,7 +218,7 @@ ANSWERS = {
         Wrong(load('"k_proj": kv', '"k_proj": slice(rank * d * plan.num_kv_heads // len(plan.ranks), '
                    '(rank + 1) * d * plan.num_kv_heads // len(plan.ranks))'), "its KV heads are rows"),
         Wrong(load('files[name][:, columns[layer]]', 'files[name][columns[layer]]'), "o_proj.weight"),
-        Wrong(load(' and kind == "weight"', ""), "has 1 dimensions, 2 slices were asked for"),
+        Wrong(load(' and kind == "weight"', ""), "has 1 dimension, 2 slices were asked for"),
         Wrong(load('elif layer in columns and kind == "weight"', 'elif layer in columns and kind == "bias":\n'
                    '                kept[name] = files[name][:5]\n            elif layer in columns'),
               "every rank keeps all of [10]"),
