@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRESS = Path(os.environ["TPLAB_PROGRESS"]).parent
 
 # A job in a script's background ignores Ctrl-C; tests that press it begin where a terminal's would.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,6 +42,20 @@ def pytest_ignore_collect(collection_path, config):
     return True if collection_path.name == "browser" and not config.getoption("--browser") else None
 
 
+def pytest_unconfigure():
+    shutil.rmtree(PROGRESS, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what needs the real model; and have one worker run a file's tests, which share what it sets up, unless one
+    is slow."""
+    for item in items:
+        if "smollm2" in getattr(item, "fixturenames", ()):
+            item.add_marker("smollm2")
+        slow = item.get_closest_marker("slow")
+        item.add_marker(pytest.mark.xdist_group(item.nodeid if slow else item.nodeid.split("::")[0]))
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
@@ -49,6 +65,14 @@ def pytest_collection_finish():
 def root():
     """The repository's own folder."""
     return ROOT
+
+
+@pytest.fixture
+def pool():
+    """Two ranks for tests that neither end nor change them."""
+    from tplab import shared_pool
+
+    return shared_pool(2)
 
 
 @pytest.fixture(scope="session")

@@ -286,17 +286,15 @@ def stands_there():
     return attention.mask_scores("scores", None) == "scores", attention.mask_scores is original(TARGET)
 
 
-def test_what_is_in_force_here_is_in_force_on_the_ranks_of_a_run_and_no_longer():
-    from tplab.pool import RankPool
+def test_what_is_in_force_here_is_in_force_on_the_ranks_of_a_run_and_no_longer(pool):
     from tplab.ranks import RankError
 
-    with RankPool(2) as pool:
-        with applied(Patch(TARGET, lambda scores, mask: "another")), applied(Patch(TARGET, no_mask)):
-            assert pool.run(stands_there) == [(True, False)] * 2, "of two patches of a name the last one counts"
-            with pytest.raises(RankError, match="ZeroDivisionError"):
-                pool.run(lambda: 1 / 0)
-        assert pool.run(lambda: original(TARGET) is attention.mask_scores) == [True] * 2
-        lock = threading.Lock()
-        with applied(Patch(TARGET, lambda scores, mask: lock)):
-            with pytest.raises(RankError, match=rf"^the replacement for {TARGET}.*cannot be sent.*No rank"):
-                pool.run(stands_there)
+    with applied(Patch(TARGET, lambda scores, mask: "another")), applied(Patch(TARGET, no_mask)):
+        assert pool.run(stands_there) == [(True, False)] * 2, "of two patches of a name the last one counts"
+        with pytest.raises(RankError, match="ZeroDivisionError"):
+            pool.run(lambda: 1 / 0)
+    assert pool.run(lambda: original(TARGET) is attention.mask_scores) == [True] * 2
+    lock = threading.Lock()
+    with applied(Patch(TARGET, lambda scores, mask: lock)):
+        with pytest.raises(RankError, match=rf"^the replacement for {TARGET}.*cannot be sent.*No rank"):
+            pool.run(stands_there)

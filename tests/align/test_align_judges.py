@@ -16,7 +16,6 @@ from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault, scenario
 from tplab.model.loader import load_model as right_load_model
 from tplab.patch import Patch, original
-from tplab.pool import RankPool
 from tplab.ranks import rank, state
 
 QKV = "tplab.shard.linear.QKVParallelLinear.split_heads"
@@ -241,18 +240,17 @@ def test_reassembly_misses_rows_that_no_rank_holds(folder, keep, missing):
     assert wrong == {target: f"{missing} of 43 rows are on no rank"}
 
 
-def test_nothing_of_a_decode_alignment_stays_on_the_ranks(folder):
+def test_nothing_of_a_decode_alignment_stays_on_the_ranks(folder, pool):
     def kept():
         return list(state)
 
-    with RankPool(2) as pool:
-        before = pool.run(kept)
-        assert align_decode(folder, [IDS], new_tokens=3, pool=pool).ok
-        assert pool.run(kept) == before
-        with pytest.raises(Exception, match="no sequence can go on"):
-            options = scenario("full_length_after_prefix_hit", 67)
-            align_decode(folder, **options, patches=[fault("full_length_after_prefix_hit")], pool=pool)
-        assert pool.run(kept) == before
+    before = pool.run(kept)
+    assert align_decode(folder, [IDS], new_tokens=3, pool=pool).ok
+    assert pool.run(kept) == before
+    with pytest.raises(Exception, match="no sequence can go on"):
+        options = scenario("full_length_after_prefix_hit", 67)
+        align_decode(folder, **options, patches=[fault("full_length_after_prefix_hit")], pool=pool)
+    assert pool.run(kept) == before
 
 
 def test_a_rank_that_reads_a_little_more_is_not_said_to_read_everything():

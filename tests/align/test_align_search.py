@@ -18,7 +18,6 @@ from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault
 from tplab.model import attention
 from tplab.patch import Patch, original
-from tplab.pool import RankPool
 from tplab.ranks import OpRecord, RankError, rank
 from tplab.ranks.errors import Cause
 
@@ -91,19 +90,18 @@ def test_the_reports_totals_are_over_all_points(folder):
 
 
 def test_only_the_collectives_of_the_forward_pass_are_counted(folder):
-    with RankPool(2) as pool:
-        first, again = (align(folder, [1, 2, 3], pool=pool).op_logs for _ in range(2))
+    first, again = (align(folder, [1, 2, 3]).op_logs for _ in range(2))
     for logs in (first, again):
         assert [len(log) for log in logs] == [len(first[0])] * 2 and len({record.seq for record in logs[0]}) == len(
             logs[0])
     assert sum(record.op == "all_reduce" for record in again[0]) == 1 + 2 * open_checkpoint(folder).config.num_layers
 
 
-def test_the_vocabulary_and_the_pool_have_exact_ends(folder):
+def test_the_vocabulary_and_the_pool_have_exact_ends(folder, pool):
     assert align(folder, [66], logical=True).ok
     with pytest.raises(AlignError, match="token id 67 is not in"):
         align(folder, [67], logical=True)
-    with RankPool(2) as pool, pytest.raises(AlignError, match="the pool has 2 ranks, the plan needs 1"):
+    with pytest.raises(AlignError, match="the pool has 2 ranks, the plan needs 1"):
         align(folder, [1, 2], tensor_parallel_size=1, pool=pool)
 
 

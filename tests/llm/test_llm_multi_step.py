@@ -20,7 +20,6 @@ from tplab.fast import SWITCH, load_fast_runner
 from tplab.llm import LLM, SamplingParams, multi_step
 from tplab.llm.executor import PoolExecutor
 from tplab.patch import Patch, applied
-from tplab.pool import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -287,12 +286,6 @@ def test_a_number_of_steps_that_cannot_be(wrong):
 
 
 # On real ranks.
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 PROMPTS = ["Once upon", "The old fox", "A", "In the deep forest a small"]

@@ -2,14 +2,13 @@
 
 import pytest
 
-from tplab.pool import RankPool
+from tplab.pool import shared_pool
 from tplab.ranks import logical_ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pool():
-    with RankPool(3) as pool:
-        yield pool
+    return shared_pool(3)
 
 
 @pytest.fixture(params=["processes", "threads"])
