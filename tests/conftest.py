@@ -47,11 +47,12 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what needs the real model; and have one worker run a file's tests, which share what it sets up, unless one
-    is slow."""
+    """Mark what uses the fixtures `pool` and `smollm2`, and all of tests/pool. Have one worker of xdist run the tests
+    of a file, which share what it sets up; not slow ones."""
     for item in items:
-        if "smollm2" in getattr(item, "fixturenames", ()):
-            item.add_marker("smollm2")
+        used = {item.path.parent.name, *getattr(item, "fixturenames", ())}
+        for name in used & {"pool", "smollm2"}:
+            item.add_marker(name)
         slow = item.get_closest_marker("slow")
         item.add_marker(pytest.mark.xdist_group(item.nodeid if slow else item.nodeid.split("::")[0]))
 

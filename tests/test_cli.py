@@ -151,6 +151,7 @@ def test_output_onto_a_full_disk_is_one_line():
     assert (done.returncode, done.stderr) == (2, "tplab: No space left on device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_ended_leaves_no_process_and_no_folder(sent, tmp_path):
     (tmp_path / "temp").mkdir()
@@ -260,6 +261,8 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout == "False\n"
 
 
+@pytest.mark.pool
+@pytest.mark.slow
 def test_the_whole_way_on_real_ranks(model, tmp_path):
     command = [sys.executable, "-m", "tplab", "align", model, "--tp", "2", "--ids", "5,6,7"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
@@ -391,10 +394,3 @@ def test_an_error_of_the_machine_keeps_its_traceback_and_a_closed_output_is_none
     with pytest.raises(type(error)) as raised:
         cli.main(["faults"])
     assert raised.value is error
-
-
-def test_an_option_that_is_given_twice_counts_twice():
-    parse = cli.build_parser().parse_args
-    assert parse(["align", "fable", "--fault", "a", "--fault", "b", "c"]).fault == ["a", "b", "c"]
-    assert parse(["check", "run", "--model", "fable", "--name", "a=b", "c=d", "--name", "e=f"]).name == [
-        "a=b", "c=d", "e=f"]

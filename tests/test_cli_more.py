@@ -99,3 +99,10 @@ def test_the_installed_command_is_the_same_under_its_own_name(started, name, roo
     assert script == f"{cli.main.__module__}:{cli.main.__name__}"
     monkeypatch.setattr("sys.argv", [started])
     assert cli.build_parser().prog == name
+
+
+def test_an_option_that_is_given_twice_counts_twice():
+    parse = cli.build_parser().parse_args
+    assert parse(["align", "fable", "--fault", "a", "--fault", "b", "c"]).fault == ["a", "b", "c"]
+    assert parse(["check", "run", "--model", "fable", "--name", "a=b", "c=d", "--name", "e=f"]).name == [
+        "a=b", "c=d", "e=f"]

@@ -18,7 +18,7 @@ ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", 
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE"}
 # Needed though no file imports them: to run the lab, and to test it.
-RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"nbval", "ruff"}
+RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"nbval", "pytest_xdist", "ruff"}
 
 
 def files_under_git():

@@ -16,6 +16,8 @@ from tplab.lesson import patient
 from tplab.pool import shared_pool
 from tplab.ranks import RankError
 
+pytestmark = pytest.mark.pool
+
 PROMPT = fable.default_prompt()
 GLOBAL = "attention.QKVParallelLinear"  # the cure with global sizes, which refuses what `share` loses
 

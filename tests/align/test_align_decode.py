@@ -44,6 +44,7 @@ def test_a_prefix_hit_is_not_computed_again_and_what_follows_is_right(folder):
     assert report.computed[1] == list(range(12, 22)), "three blocks of four tokens are shared"
 
 
+@pytest.mark.pool
 def test_on_real_ranks(folder):
     report = align_decode(folder, ids(19, 8), new_tokens=4)
     assert report.ok and report.dtype == torch.float32

@@ -11,6 +11,8 @@ from tplab.patch import Patch
 from tplab.pool import shared_pool
 from tplab.shard import ShardPlan
 
+pytestmark = pytest.mark.pool
+
 PROMPTS = ["What is the capital of France?", "def fib(n):\n    return n if n < 2 else"]
 
 

@@ -89,6 +89,7 @@ def test_the_reports_totals_are_over_all_points(folder):
     assert report.first_divergence is apart, "the first, not the worst"
 
 
+@pytest.mark.pool
 def test_only_the_collectives_of_the_forward_pass_are_counted(folder):
     first, again = (align(folder, [1, 2, 3]).op_logs for _ in range(2))
     for logs in (first, again):

@@ -16,6 +16,8 @@ from tplab.align import check
 from tplab.checkpoint import open_checkpoint
 from tplab.pool import shared_pool
 
+pytestmark = pytest.mark.pool
+
 WIDE = {"rope_type": "default", "rope_theta": 1e6}
 FORMS = {
     "qwen2": dict(model_type="qwen2", heads=6, kv_heads=2, head_dim=8, hidden=48, inter=43, rope=WIDE),

@@ -97,6 +97,7 @@ def test_one_line_with_tensors_of_unlike_shapes_is_no_skipped_collective():
     assert "[2, 4]" in diagnosis.sentence and "[3, 4]" in diagnosis.sentence and "do not fit" in diagnosis.sentence
 
 
+@pytest.mark.pool
 def test_a_slow_rank_of_a_real_pool():
     def slow():
         if rank() == 1:
@@ -111,6 +112,7 @@ def test_a_slow_rank_of_a_real_pool():
     assert diagnosis.fault is None and "is still running at" in diagnosis.sentence, diagnosis
 
 
+@pytest.mark.pool
 @pytest.mark.parametrize("logical", [True, False])
 def test_what_a_rank_raised_is_part_of_the_chain(logical):
     def raises():

@@ -17,6 +17,8 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("bench") / "m", "qwen2", layers=1, tie=True)
 
 
+@pytest.mark.pool
+@pytest.mark.slow
 def test_decode_against_both_peers(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "PAUSE", 0)
     monkeypatch.setattr(run, "STREAMED", 1 << 16)
@@ -32,6 +34,7 @@ def test_decode_against_both_peers(folder, tmp_path, capsys, monkeypatch):
     assert "5 rounds" in printed and all(row["name"] in printed for row in table["rows"])
 
 
+@pytest.mark.pool
 def test_loading_counts_what_each_rank_reads(folder):
     lines = []
     table = bench("load", str(folder), 2, show=lines.append)

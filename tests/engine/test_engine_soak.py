@@ -186,6 +186,7 @@ class Load(RuleBasedStateMachine):
         STEPS["finished"] += len(self.expected)
 
 
+@pytest.mark.slow
 def test_random_load():
     """At least 5,000 engine steps, and each of the hard things really happened."""
     for name in STEPS:

@@ -49,6 +49,7 @@ def files(folder, ending):
     return sorted((folder / "cache" / "numba").rglob(f"*{ending}"))
 
 
+@pytest.mark.slow
 def test_one_process_compiles_and_all_load(start, tmp_path):
     """Five that start at once: a child of the first one compiles; no one else does, then or later."""
     assert [said(process) for process in [start() for _ in range(5)]] == ["42 1 0"] * 5
@@ -56,6 +57,7 @@ def test_one_process_compiles_and_all_load(start, tmp_path):
     assert said(start()) == "42 1 0"
 
 
+@pytest.mark.slow
 def test_damaged_files_are_compiled_anew(start, tmp_path):
     said(start())
     for ending in (".nbc", ".nbi"):
@@ -66,6 +68,7 @@ def test_damaged_files_are_compiled_anew(start, tmp_path):
     assert said(start()) == "42 1 0"  # and they are whole again
 
 
+@pytest.mark.slow
 def test_code_of_another_processor_is_not_used(start, tmp_path):
     """NUMBA_CPU_FEATURES stands for another processor: the cache has a folder for each."""
     said(start())
@@ -79,6 +82,7 @@ def test_where_nothing_can_be_kept_each_process_compiles(start, tmp_path):
     assert said(start()) == "42 0 1"
 
 
+@pytest.mark.slow
 def test_a_full_disk(start, tmp_path):
     """No byte can be written (RLIMIT_FSIZE is 0 and SIGXFSZ ignored, so each write fails): compiled, and not kept."""
     limited = tmp_path / "limited.py"
@@ -91,6 +95,7 @@ def test_a_full_disk(start, tmp_path):
     assert found.stdout.decode().startswith("42 "), found.stderr.decode()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_said(tmp_path, start):
     (tmp_path / "mine.py").write_text(textwrap.dedent(MODULE).replace("x + x", "x + object()"))
     process = start()
@@ -99,6 +104,7 @@ def test_what_cannot_be_compiled_is_said(tmp_path, start):
     assert "TPLAB_FAST=0" in err
 
 
+@pytest.mark.slow
 def test_a_rank_alone_imports_numba():
     """Whoever imports tplab, or makes an engine, waits for no compiler."""
     code = ("import sys, tplab; tplab.LLM('fable').close(); print('numba' in sys.modules, 'llvmlite' in sys.modules)")

@@ -17,6 +17,8 @@ from tplab.pool import RankPool
 from tplab.ranks import RankError, rank, state
 from tplab.shard import ShardPlan
 
+pytestmark = pytest.mark.pool
+
 MODELS = {
     "odd sizes, tied": {"model_type": "qwen2", "hidden": 36, "inter": 45, "vocab": 71, "tie": True},
     "uneven heads": {"model_type": "llama", "heads": 9, "kv_heads": 3, "hidden": 63, "inter": 50, "head_dim": 10},
@@ -51,6 +53,7 @@ def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dty
     assert [diff.point for diff in report.diffs] == ["hidden", "logits", "k_cache", "v_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ends_of_real_models(smollm2, pool, dtype):
     for model in ("fable", smollm2):

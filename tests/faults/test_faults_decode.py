@@ -69,6 +69,7 @@ def test_faults_of_the_forward_pass_show_on_the_decode_path_too(name, case):
     assert report.first_divergence.name == fault(name).first_point and name in diagnose(report).names
 
 
+@pytest.mark.pool
 @pytest.mark.parametrize("name", ["decode_position_off_by_one", "stale_block_table", "rank_local_sampling"])
 def test_on_real_ranks_and_clean_afterwards(name):
     ckpt = case_checkpoint("fable", None)
@@ -76,6 +77,7 @@ def test_on_real_ranks_and_clean_afterwards(name):
     assert diagnose(run(name, ckpt, 2, [])).ok
 
 
+@pytest.mark.pool
 @pytest.mark.parametrize("logical", [True, False])
 def test_a_skipped_collective_is_named_from_the_op_logs(logical):
     begin = time.monotonic()

@@ -68,6 +68,7 @@ def test_a_fault_shows_exactly_where_it_names_no_reason_against_it(options, tp, 
         assert report.ok == bool(fault(name).why_not(ckpt.config, tp)), (name, fault(name).why_not(ckpt.config, tp))
 
 
+@pytest.mark.pool
 @pytest.mark.parametrize("name", ["nan_mask", "shard_dim1", "all_reduce_dropped", "rope_default_theta", "head_random"])
 def test_on_real_ranks_and_clean_afterwards(name):
     ids = prompts(768)
@@ -90,6 +91,7 @@ def test_the_seed_engine_names_its_faults_one_by_one():
     assert align("fable", prompts(768), logical=True).ok
 
 
+@pytest.mark.pool
 def test_a_function_from_a_cell_is_patched_like_a_fault():
     def mask_scores(scores, mask):
         return scores.masked_fill(mask, -1e4)       # hidden well enough: exp(-1e4) is 0
@@ -108,6 +110,7 @@ def test_reading_too_much_is_named_although_the_numbers_are_right():
         assert 1.9 < diagnosis.numbers["times"] < 2.1
 
 
+@pytest.mark.pool
 @pytest.mark.parametrize("name", ["nan_mask", "no_mask"])
 def test_the_masks_faults_are_named_on_long_prompts(name, tmp_path):
     """Where attention takes a prompt in runs of queries, and, with a cache, no run reads what is behind it."""

@@ -258,6 +258,7 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
 # ---- the doctor ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_doctor_finds_the_lab_ready():
     answer = shell("-m", "tplab.lab.doctor", cwd="/")
     assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -26,6 +26,8 @@ from tplab.lesson.mine import NotYet
 from tplab.patch import original
 from tplab.shard import linear
 
+pytestmark = pytest.mark.pool
+
 each_case = pytest.mark.parametrize("file", CASES.values(), ids=list(CASES))
 
 

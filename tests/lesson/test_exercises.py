@@ -19,6 +19,8 @@ from tplab import lesson
 from tplab.lesson.mine import Mine
 from tplab.lesson.verdict import Setting, Verdict
 
+pytestmark = pytest.mark.pool
+
 ANSWERS = answers()
 IDS = list(range(5, 24))
 PROMPTS = {"05": [IDS[:17], IDS[3:9]]}  # what stands in the place of a notebook's own prompt

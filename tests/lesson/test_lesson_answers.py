@@ -3,10 +3,13 @@
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
+
 from tplab import LLM, lesson, open_checkpoint
 from tplab.faults import fault
 
 
+@pytest.mark.pool
 def test_special_tokens_are_written_out():
     with LLM("fable", patches=[fault("nan_mask")]) as llm:
         end = llm.tokenizer.decode([0])

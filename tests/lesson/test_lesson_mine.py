@@ -6,6 +6,8 @@ from helpers.answers import defined
 from tplab.lesson.mine import Mine, NotYet, count_ops, on_ranks
 from tplab.pool import shared_pool
 
+pytestmark = pytest.mark.pool
+
 
 def ask(code, ranks, waits=""):
     return on_ranks(ranks, Mine(defined(code, "f"), "n"), 3, waits=waits)

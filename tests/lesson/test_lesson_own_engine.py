@@ -17,6 +17,8 @@ from tplab.lesson.pieces import PIECES
 from tplab.patch import applied, original
 from tplab.ranks import logical_ranks
 
+pytestmark = pytest.mark.pool
+
 IDS = list(range(5, 24))
 PROMPTS = [IDS, IDS[:14] + [40, 41], IDS[3:8]]
 

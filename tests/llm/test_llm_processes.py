@@ -16,6 +16,8 @@ from tplab.patch import Patch
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import RankError, rank, state
 
+pytestmark = pytest.mark.pool
+
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 

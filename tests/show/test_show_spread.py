@@ -1,5 +1,6 @@
 """The map of NaN: what is drawn and told is what happened on each rank."""
 
+import pytest
 import torch
 from matplotlib.colors import to_hex
 
@@ -9,6 +10,8 @@ from tplab.lesson import nan_trace
 from tplab.model import trace
 from tplab.patch import Patch
 from tplab.ranks import rank
+
+pytestmark = pytest.mark.pool
 
 IDS = [5, 6, 7, 8, 9, 10]
 
