@@ -329,7 +329,8 @@ NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
 DEFAULTS = {
     "fetch m": {"model": "m"}, "plan m": {"model": "m", "tp": 2, "dtype": "float32"},
     "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
-    "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "save": None, **NUMBERS},
+    "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "fast": False, "save": None,
+                **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,
                               "seed": None, **NUMBERS},
     "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "llama_cpp": None, "busy": False,
