@@ -129,8 +129,9 @@ ANSWERS = {
         Wrong(apply_rope(_CALL, _CALL.replace("q.transpose(0, 1)[None]", "q").replace("k.transpose(0, 1)[None]", "k"),
                          _BACK), "it is turned twice"),
         Wrong(apply_rope(_CALL.replace("cos, sin", "sin, cos"), _BACK), "cos and sin have changed places"),
-        Wrong(apply_rope(_CALL.replace("sin)", "-sin)"), _BACK), "the sign of sin is wrong"),
-        Wrong(apply_rope("old = k", _CALL, "return q[0].transpose(0, 1), old"), "it is not turned"),
+        Wrong(apply_rope(_CALL.replace("sin)", "-sin)"), _BACK), "look at the sign of the sine, or of one half"),
+        Wrong(apply_rope("old = k", _CALL, "return q[0].transpose(0, 1), old"), "k, [tokens, heads] = [5, 2]: nothing "
+              "is turned"),
         Wrong(apply_rope(_CALL, "return k[0].transpose(0, 1), q[0].transpose(0, 1)"), "it returns k, q; q comes first"),
         Wrong(apply_rope(_CALL, "return q[0].transpose(0, 1)"), "the pair q, k must come back"),
         Wrong(apply_rope(_CALL), "nothing (is a return missing?)"),

@@ -186,7 +186,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
     "my_apply_rope": [
         Wrong(apply_rope(_CALL, "return tuple(x[0] if x.shape[1] == cos.shape[1] else x[0].transpose(0, 1) for x in "
                          "(q, k))"), "heads and tokens have changed places on the way back"),
-        Wrong(apply_rope(_CALL.replace("sin)", "sin * 0)"), _BACK), "it is multiplied with the cosine only"),
+        Wrong(apply_rope(_CALL.replace("sin)", "sin * 0)"), _BACK), "x is only multiplied with the cosine"),
         Wrong(apply_rope(_CALL, "return q[0].transpose(0, 1) + 1, k[0].transpose(0, 1)"), "q is neither turned "
               "right nor"),
         Wrong(apply_rope(_CALL, "return [q[0].transpose(0, 1), k[0].transpose(0, 1), cos]"), "it returns a list of 3"),

@@ -295,8 +295,7 @@ def generate(self, input_ids, max_new_tokens):
               "missing"),
         Wrong(layer("+ self.bias)", ")"), "point 'q', your line 39: the bias is missing"),
         Wrong(layer('point("k_rope", self.turn(k, cos, sin))', 'point("k_rope", k)'), "point 'k_rope', your line 40: "
-              "it "
-              "is not turned"),
+              "nothing is turned"),
         Wrong(layer("self.k[:, self.here.kv_for_q]", "self.k.repeat(1, len(self.here.q_heads) // len(self.here.kv_heads"
                     "), 1)").replace("self.v[:, self.here.kv_for_q]", "self.v.repeat(1, len(self.here.q_heads) // len("
                                      "self.here.kv_heads), 1)"), "neighbours share a KV head: see here.kv_for_q"),

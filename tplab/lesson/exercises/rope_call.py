@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tplab.lesson.exercises.rotation import APPLY, angles, halves, numbers, turned
+from tplab.lesson.exercises.rotation import APPLY, angles, misturned, numbers, turned
 from tplab.lesson.mine import Mine, NotYet, agree, kind, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.rope import rotate
@@ -69,7 +69,7 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
         except NotYet as wrong:
             says = str(wrong).replace("it returns", f"{name} comes back as", 1)
             raise NotYet(says + (": does a squeeze take more than the batch?" if 1 in x.shape else "")) from None
-        agree(one, turned(x, angle[:, None]), _confused(x, angle),
+        agree(one, turned(x, angle[:, None]), _confused(name, x, angle),
               f"{name} is neither turned right nor in one of the usual wrong ways; [tokens, heads, head_dim] = "
               f"{list(x.shape)}, the same angle for all heads of a token")
 
@@ -79,20 +79,14 @@ def _is(found, given) -> bool:
         isinstance(one, torch.Tensor) and one.shape == x.shape and one.equal(x) for one, x in zip(found, given))
 
 
-def _confused(x: torch.Tensor, angle: torch.Tensor) -> dict[str, torch.Tensor]:
+def _confused(name: str, x: torch.Tensor, angle: torch.Tensor) -> dict[str, torch.Tensor]:
     """What comes out if the shapes or the tables are mixed up, ``angle [tokens, half]``."""
     tokens, heads, dim = x.shape
     right = angle[:, None]
     cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
     viewed = turned(x.reshape(heads, tokens, dim).transpose(0, 1), right).transpose(0, 1).reshape(x.shape)
     back = turned(x, right).transpose(0, 1).reshape(x.shape)
-    known = {
-        "it is not turned: it comes back as it went in": x,
-        "it is turned twice": turned(x, 2 * right),
-        "cos and sin have changed places": x * sin + halves(x) * cos,
-        "it is turned the other way round: the sign of sin is wrong": turned(x, -right),
-        "it is multiplied with the cosine only": x * cos,
-    }
+    known = {**misturned(x, cos, sin), "it is turned twice": turned(x, 2 * right)}
     if tokens != heads:
         known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
                   "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),
@@ -102,4 +96,4 @@ def _confused(x: torch.Tensor, angle: torch.Tensor) -> dict[str, torch.Tensor]:
                   "were its token's: which order of dimensions does self.rotate expect?":
                   turned(x, angle[:heads][None]),
                   "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
-    return {f"[tokens, heads] = {[tokens, heads]}: {says}": value for says, value in known.items()}
+    return {f"{name}, [tokens, heads] = {[tokens, heads]}: {says}": value for says, value in known.items()}

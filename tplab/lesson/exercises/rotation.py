@@ -39,6 +39,21 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return x * cos + halves(x) * sin
 
 
+def misturned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a rotation with these tables gives if one mistake is made, told the same way wherever one rotates."""
+    return {
+        "nothing is turned: x comes back as it went in": x,
+        "it is turned the other way round: look at the sign of the sine, or of one half": x * cos - halves(x) * sin,
+        "neighbours are exchanged, but the tables are made for halves": x * cos + neighbours(x) * sin,
+        "cos and sin have changed places: at position 0, where nothing turns, what are they?":
+            x * sin + halves(x) * cos,
+        "x is only multiplied with the cosine: where is the half that the sine brings in?": x * cos,
+        "only the sine's part is there: at position 0, what is left of x?": halves(x) * sin,
+        "the other half comes in without its sign: that is a mirror and no turn":
+            x * cos + x.roll(x.shape[-1] // 2, -1) * sin,
+    }
+
+
 @exercise("my_rotate_half", "03", takes="x",
           agreed="on {ranks}, q and k turned with yours are Hugging Face's in every layer")
 def my_rotate_half(mine: Mine, setting: Setting):
@@ -92,21 +107,14 @@ def my_rope(mine: Mine, setting: Setting):
         by_pair, by_pair_sin = paired
         step = torch.arange(half)
         known = {
-            "nothing is turned: x comes back as it went in": x,
+            **misturned(x, cos, sin),
             "every token is turned as if its row were its position; positions says where it stands":
                 turned(x, angles(torch.arange(tokens), theta, dim)),
             f"numbers 0 and 1 are turned as a pair; here number 0 belongs to number {half}":
                 x * by_pair + neighbours(x) * by_pair_sin,
             "the tables repeat each angle twice in a row, the halves do not: which angle does number 1 have?":
                 x * by_pair + halves(x) * by_pair_sin,
-            "neighbours are exchanged, but the tables are made for halves": x * cos + neighbours(x) * sin,
-            "it is turned the other way round: look at the sign of the sine, or of one half": turned(x, -right),
-            "cos and sin have changed places: at position 0, where nothing turns, what are they?":
-                x * sin + halves(x) * cos,
-            "x is only multiplied with the cosine: where is the half that the sine brings in?": x * cos,
-            "only the sine's part is there: at position 0, what is left of x?": halves(x) * sin,
             "it is turned twice": turned(x, 2 * right),
-            "the other half comes in without its sign: that is a mirror and no turn": x * cos + x.roll(half, -1) * sin,
             f"theta {theta:g} was given; this is right for 10000": turned(x, angles(positions, 10000.0, dim)),
             "the exponents rise in steps of 1 / head_dim, so theta is reached half as fast: how many pairs are there?":
                 turned(x, positions[:, None, None] * theta ** -(step / dim)),

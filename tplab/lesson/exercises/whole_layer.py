@@ -7,7 +7,7 @@ import torch
 from tplab.align import hf_greedy
 from tplab.align.reference import hf_trace
 from tplab.lesson.exercises.attention import attention_ways
-from tplab.lesson.exercises.rotation import halves, neighbours
+from tplab.lesson.exercises.rotation import misturned
 from tplab.lesson.mine import Mine, NotYet, agree, guarded, is_learners, kept, on_ranks, tensor
 from tplab.lesson.own_layers import layer_fits, written
 from tplab.lesson.toy_checkpoint import ToyCheckpoint
@@ -209,11 +209,7 @@ class _Judge:
                     "these are the first heads there are; where do this rank's begin?": p[name][rows][:, :heads],
                     **({f"it is {other}: in which order are q, k and v stacked?": self._own(other)} if other else {})}
         if name in ("q_rope", "k_rope"):
-            x, (cos, sin) = self._own(name[0]), (table[rows][:, None] for table in (self.toy.cos, self.toy.sin))
-            return {"it is not turned": x, "it is turned the other way round": x * cos - halves(x) * sin,
-                    "neighbours are taken for pairs; here number 0 belongs to number 3": x * cos + neighbours(x) * sin,
-                    "cos and sin have changed places": x * sin + halves(x) * cos,
-                    "the other half comes in without its sign": x * cos + x.roll(d // 2, -1) * sin}
+            return misturned(self._own(name[0]), *(table[rows][:, None] for table in (self.toy.cos, self.toy.sin)))
         if name == "attn":
             return self._attended()
         if name in ("o_proj", "mlp"):
