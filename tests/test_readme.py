@@ -82,7 +82,7 @@ def test_the_staircase_is_the_one_that_notebook_03_stores():
 def test_the_verdict_says_what_notebook_09_stores():
     lines = list(map(unescape, re.findall(r"<text[^>]*>([^<]*)<", read("notebooks/images/verdict.svg"))))
     stored = next("".join(output["text"]) for cell in cells("09_your_own_engine") for output in cell.get("outputs", ())
-                  if 'cures["linear.shard_weight"] =' in "".join(cell["source"]) and "text" in output)
+                  if "verdict(half := examine())" in "".join(cell["source"]) and "text" in output)
     assert " ".join(stored.split()) in " ".join(" ".join(lines).split()), "changed? python tests/test_readme.py"
     assert lines[0].replace(NBSP, " ") == f"$ {COMMAND}"
 
