@@ -1,4 +1,4 @@
-"""After a rest ranks and their threads are held on a core each, and let go."""
+"""After a pause, compute threads are pinned to a core each for a short time."""
 
 import os
 import threading
@@ -18,24 +18,24 @@ def of_threads():
     return [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
 
 
-def held():
-    """Where threads are held."""
+def pinned():
+    """The cores to which threads are pinned."""
     return {core for cores in of_threads() if len(cores) == 1 for core in cores}
 
 
-def let_go(pool):
-    """Wait for it."""
+def unpinned(pool):
+    """The cores of each thread once none is pinned any more."""
     def wait():
-        while held():
+        while pinned():
             time.sleep(0.001)
         return of_threads()
 
     return [cores for rank in pool.run(wait) for cores in rank]
 
 
-def after_each_rest(rest, held=pinning.HELD):
-    """On a rank: how long a rest is."""
-    worker._PAUSE, pinning.HELD = rest, held
+def set_times(pause, held=pinning.HELD):
+    """On a rank: the length of a pause, and how long threads are pinned after it."""
+    worker._PAUSE, pinning.HELD = pause, held
 
 
 def compute_beside(count):
@@ -44,54 +44,54 @@ def compute_beside(count):
         threading.Thread(target=threading.Event().wait, name=pinning.COMPUTES, daemon=True).start()
 
 
-@pytest.mark.skipif(len(EVERYWHERE) < 2, reason="one core: nobody can be beside it")
+@pytest.mark.skipif(len(EVERYWHERE) < 2, reason="with one core there is nothing to choose")
 @pytest.mark.parametrize("ranks, threads", [(2, 1), (1, 2), (3, 1)])
-def test_after_a_rest_everybody_begins_on_a_core_of_its_own_and_goes_on_where_it_likes(ranks, threads):
+def test_after_a_pause_each_compute_thread_is_pinned_to_a_core_of_its_own_for_a_while(ranks, threads):
     with RankPool(ranks) as pool:
         pool.run(compute_beside, threads - 1)
-        pool.run(after_each_rest, 0.001, 1e9)
-        time.sleep(0.05)  # a rest
+        pool.run(set_times, 0.001, 1e9)
+        time.sleep(0.05)  # a pause
         order = sorted(EVERYWHERE)
-        assert pool.run(held) == [{order[(rank * threads + n) % len(order)] for n in range(threads)}
+        assert pool.run(pinned) == [{order[(rank * threads + n) % len(order)] for n in range(threads)}
                                   for rank in range(ranks)]
     with RankPool(ranks) as pool:
         pool.run(compute_beside, threads - 1)
-        pool.run(after_each_rest, 0.001, 0.001)
+        pool.run(set_times, 0.001, 0.001)
         time.sleep(0.05)
-        pool.run(held)
-        pool.run(after_each_rest, 1e9)
-        assert set(map(frozenset, let_go(pool))) == {frozenset(EVERYWHERE)}
+        pool.run(pinned)
+        pool.run(set_times, 1e9)
+        assert set(map(frozenset, unpinned(pool))) == {frozenset(EVERYWHERE)}
 
 
-def test_a_pause_is_a_rest_and_commands_one_after_the_other_are_none():
+def test_threads_are_pinned_after_a_pause_and_not_between_two_commands():
     assert worker._PAUSE < pinning.HELD < 1.0
     with RankPool(2) as pool:
-        pool.run(after_each_rest, 1e9)
-        assert pool.run(held) == [set(), set()]
+        pool.run(set_times, 1e9)
+        assert pool.run(pinned) == [set(), set()]
 
 
-@pytest.mark.skipif(len(EVERYWHERE) < 2, reason="one core: nobody is held there")
-def test_a_thread_that_is_born_meanwhile_is_let_go_too():
-    def bear():
-        def born():
+@pytest.mark.skipif(len(EVERYWHERE) < 2, reason="with one core nothing is pinned")
+def test_a_thread_that_is_started_meanwhile_is_unpinned_too():
+    def start():
+        def started():
             seen.append(len(os.sched_getaffinity(0)))
             while os.sched_getaffinity(0) != EVERYWHERE:
                 time.sleep(0.001)
             seen.append(len(os.sched_getaffinity(0)))
 
         seen = []
-        child = threading.Thread(target=born)
+        child = threading.Thread(target=started)
         child.start()
         child.join()
         return seen
 
     with RankPool(1) as pool:
-        pool.run(after_each_rest, 0.001, 0.3)
+        pool.run(set_times, 0.001, 0.3)
         time.sleep(0.05)
-        assert pool.run(bear) == [[1, len(EVERYWHERE)]]
+        assert pool.run(start) == [[1, len(EVERYWHERE)]]
 
 
-def test_threads_that_were_given_their_cores_keep_them():
+def test_threads_that_somebody_else_has_pinned_are_left_alone():
     def bound(core):
         compute_beside(1)
         os.sched_setaffinity(0, [core])  # as a learner does, or GOMP_CPU_AFFINITY with each
@@ -105,19 +105,19 @@ def test_threads_that_were_given_their_cores_keep_them():
         assert len(EVERYWHERE) == 1 or sum(len(cores) == 1 for cores in all_of_them) == 1, "the other was not touched"
 
 
-def test_who_has_gone_need_not_be_let_go():
+def test_a_thread_that_has_ended_need_not_be_unpinned():
     threads = [1 << 22, 0]  # the first is beyond any that the system gives
     before = os.sched_getaffinity(0)
     pinning._release(threads, sorted(before))
     assert os.sched_getaffinity(0) == before
 
 
-def test_where_no_process_chooses_its_cores_nothing_happens(monkeypatch):
-    monkeypatch.setattr(pinning, "_threads", lambda: pytest.fail("nobody needs to be asked"))
+def test_on_systems_without_these_calls_nothing_happens(monkeypatch):
+    monkeypatch.setattr(pinning, "_threads", lambda: pytest.fail("no need to look for threads"))
     monkeypatch.setattr(pinning, "libc", object())
     pinning.pin_threads(0)
     monkeypatch.undo()
-    monkeypatch.setattr(pinning, "_threads", lambda: pytest.fail("nobody needs to be asked"))
+    monkeypatch.setattr(pinning, "_threads", lambda: pytest.fail("no need to look for threads"))
     monkeypatch.delattr(os, "sched_setaffinity")
     pinning.pin_threads(0)
 

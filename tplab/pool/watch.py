@@ -46,7 +46,7 @@ class Watch:
         begin = time.monotonic()
         deadline, patience, sample = begin + self.timeout, None, begin + _GLOO_SAMPLE
         while True:
-            self._look()
+            self._update_status()
             if RUNNING not in self.status:
                 break
             now = time.monotonic()
@@ -74,7 +74,7 @@ class Watch:
     def stop(self) -> None:
         """Stop every rank: by the control block, by a signal, by closing gloo's connections, at last by SIGKILL."""
         self.control.words[ABANDONED] = self.pool._epoch
-        self._look()
+        self._update_status()
         for r in self.running():
             self.processes[r].signal(signal.SIGUSR1)
         begin, dropped = time.monotonic(), False
@@ -83,7 +83,7 @@ class Watch:
                 dropped = True
                 self.pool._post(DROP)
             self._pause(0.01)
-            self._look()
+            self._update_status()
             for r in self.running():
                 if self.control.word(r, STARTED) > self.number:
                     self.status[r] = IDLE
@@ -108,7 +108,7 @@ class Watch:
     def _answer(self, r):
         return self.processes[r].outbox.get(self.control.word(r, ANSWER_LENGTH))
 
-    def _look(self):
+    def _update_status(self):
         for r in self.running():
             # Before death: an answer counts even if the rank died right after it.
             if self.control.word(r, ANSWERED) == self.number:
