@@ -13,6 +13,7 @@ from tplab.cache import Segment
 from tplab.checkpoint import open_checkpoint
 from tplab.engine.config import EngineConfig
 from tplab.fast import make_runner
+from tplab.llm.executor import LOAD_TIMEOUT
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank, state
 from tplab.shard import ShardPlan
@@ -164,7 +165,7 @@ SPOILERS = [a_hook, a_global_hook, a_recording, another_function, another_method
 def test_who_looks_inside_gets_the_reference_on_all_ranks(tmp_path, two, spoil, only_rank):
     """Ranks agree at a command's first step, so each part is a command of its own."""
     folder = str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"]))
-    two.run(_keep, folder)
+    two.run(_keep, folder, timeout=LOAD_TIMEOUT)
     assert two.run(_fast_kept) == [True, True]
     right = two.run(_logits_kept)
     two.run(_spoil_kept, spoil, only_rank)
@@ -240,7 +241,7 @@ def death():
 def test_a_rank_in_compiled_code_does_not_wait_for_ever(tmp_path, two, what, message):
     folder = str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"]))
     with pytest.raises(RankError, match=message):
-        two.run(_something_else, folder, what)
+        two.run(_something_else, folder, what, timeout=LOAD_TIMEOUT)
     assert two.run(rank) == [0, 1]
 
 

@@ -38,7 +38,7 @@ def _silu_and_mul(gate, up, y):
 
 @entry
 def _softmax(x, scaling, y):
-    rowwise.scale(x, rowwise.softmax(x, scaling), y)
+    rowwise.scale(y, rowwise.softmax(x, scaling, y), y)
 
 
 def numbers(count: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:

@@ -16,6 +16,7 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.engine.config import EngineConfig
 from tplab.engine.runner import ModelRunner
 from tplab.fast import make_runner, why_not
+from tplab.llm.executor import LOAD_TIMEOUT
 from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import recording
 from tplab.pool import RankPool
@@ -84,7 +85,8 @@ def align_fast(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 
     config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)), block_size=BLOCK,
                           num_blocks=sum(blocks_needed(len(text), BLOCK) for text in texts), dtype=dtype,
                           tensor_parallel_size=tensor_parallel_size)
-    found = pool_for(tensor_parallel_size, pool).run(_on_rank, ckpt, plan, config, texts, min(8, shortest - 2))
+    found = pool_for(tensor_parallel_size, pool).run(_on_rank, ckpt, plan, config, texts, min(8, shortest - 2),
+                                                     timeout=LOAD_TIMEOUT)
     diffs = []
     for name in found[0]:
         fast, reference = (max(rank[name][way] for rank in found) for way in (0, 1))

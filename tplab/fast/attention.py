@@ -8,11 +8,31 @@ is two products with a softmax in between, for ``TILE`` positions at a time.
 import numpy as np
 
 from tplab.fast.compiled import inner
-from tplab.fast.linear import linear
+from tplab.fast.linear import LINE, linear
 from tplab.fast.rowwise import copy, scale, softmax
-from tplab.fast.simd import WIDTH, widened
+from tplab.fast.simd import (
+    LANES,
+    WIDTH,
+    load_vector,
+    multiply_add,
+    prefetch,
+    spread,
+    store_vector,
+    sum_lanes,
+    widened,
+)
 
 TILE = 16  # positions whose queries attend together
+
+
+@inner
+def ask_for_next_block(cache, table, block, block_size, keys, row, at, head_dim):
+    """Prefetch one head of the block after ``block``: a head's rows are too far apart for the processor to guess."""
+    if (block + 1) * block_size < keys:
+        slot = table[block + 1] * block_size * row + at
+        for key in range(block_size):
+            for d in range(0, head_dim, LINE):
+                prefetch(cache, slot + key * row + d)
 
 
 @inner
@@ -21,32 +41,46 @@ def paged_attention(q, k, v, kv_heads, kv_head, table, block_size, keys, scaling
     and values. ``q`` is overwritten by what comes out; ``scores`` is memory for ``group * keys`` numbers.
     """
     group, head_dim = q.shape
-    row = kv_heads * head_dim
+    row, whole = kv_heads * head_dim, head_dim // LANES * LANES
     for block in range((keys + block_size - 1) // block_size):
         first = block * block_size
         slot = table[block] * block_size * row + kv_head * head_dim
+        ask_for_next_block(k, table, block, block_size, keys, row, kv_head * head_dim, head_dim)
         for key in range(first, min(keys, first + block_size)):
-            stored = k[slot:slot + head_dim]
             for g in range(group):
-                total = np.float32(0)
-                for d in range(head_dim):
-                    total += q[g, d] * widened(stored[d])
+                sums = spread(np.float32(0))
+                for d in range(0, whole, LANES):
+                    sums = multiply_add(load_vector(q[g], d), load_vector(k, slot + d), sums)
+                total = sum_lanes(sums)
+                for d in range(whole, head_dim):
+                    total += q[g, d] * widened(k[slot + d])
                 scores[g * keys + key] = total
             slot += row
     for g in range(group):
         own = scores[g * keys:(g + 1) * keys]
-        scale(own, softmax(own, scaling), own)
+        scale(own, softmax(own, scaling, own), own)
     q[:] = 0
     for block in range((keys + block_size - 1) // block_size):
         first = block * block_size
         slot = table[block] * block_size * row + kv_head * head_dim
-        for key in range(first, min(keys, first + block_size)):
-            stored = v[slot:slot + head_dim]
-            for g in range(group):
-                weight = scores[g * keys + key]
-                for d in range(head_dim):
-                    q[g, d] += weight * widened(stored[d])
-            slot += row
+        ask_for_next_block(v, table, block, block_size, keys, row, kv_head * head_dim, head_dim)
+        for g in range(group):
+            weights = scores[g * keys + first:g * keys + min(keys, first + block_size)]
+            for d in range(0, whole, LANES):
+                sums = load_vector(q[g], d)
+                for key in range(len(weights)):
+                    sums = multiply_add(spread(weights[key]), load_vector(v, slot + key * row + d), sums)
+                store_vector(q[g], d, sums)
+            for d in range(whole, head_dim):
+                for key in range(len(weights)):
+                    q[g, d] += weights[key] * widened(v[slot + key * row + d])
+
+
+@inner
+def strided_copy(x, first, step, count, y, to, by):
+    """``count`` numbers of ``x``, ``step`` apart, to places of ``y``, ``by`` apart."""
+    for i in range(count):
+        y[to + i * by] = x[first + i * step]
 
 
 @inner
@@ -57,18 +91,25 @@ def pack_keys_and_values(k, v, kv_heads, kv_head, head_dim, table, block_size, k
     ``k_steps`` and ``v_steps`` are the words of a row of each. Both are written as numbers of the cache's format, of
     which a word has ``per_word``.
     """
-    row = kv_heads * head_dim
+    row, word = kv_heads * head_dim, WIDTH * per_word
     for key in range(v_steps * per_word):
+        slot = 0
         if key < keys:
             slot = (table[key // block_size] * block_size + key % block_size) * row + kv_head * head_dim
-            column, panel = key % WIDTH, key // WIDTH * k_steps
-            for d in range(head_dim):
-                k_packed[((panel + d // per_word) * WIDTH + column) * per_word + d % per_word] = k[slot + d]
-            for d in range(head_dim, k_steps * per_word):
-                k_packed[((panel + d // per_word) * WIDTH + column) * per_word + d % per_word] = 0
-        for d in range(head_dim):
-            at = (d // WIDTH * v_steps + key // per_word) * WIDTH + d % WIDTH
-            v_packed[at * per_word + key % per_word] = v[slot + d] if key < keys else 0
+            to = (key // WIDTH * k_steps * WIDTH + key % WIDTH) * per_word
+            for filler in range(head_dim // per_word, k_steps):
+                k_packed[to + filler * word:to + filler * word + per_word] = 0
+            for part in range(per_word):
+                count = (head_dim - part + per_word - 1) // per_word
+                strided_copy(k, slot + part, per_word, count, k_packed, to + part, word)
+        for first in range(0, head_dim, WIDTH):
+            to = (first * v_steps + key // per_word * WIDTH) * per_word + key % per_word
+            count = min(WIDTH, head_dim - first)
+            if key < keys:
+                strided_copy(v, slot + first, 1, count, v_packed, to, per_word)
+            else:
+                for column in range(count):
+                    v_packed[to + column * per_word] = 0
 
 
 @inner
@@ -90,9 +131,11 @@ def tiled_attention(q, first_head, group, start, first, last, k_packed, v_packed
     width = steps * per_word
     for r in range(rows):
         seen = scores[r * row:r * row + first + r // group + 1]
-        scale(seen, softmax(seen, scaling), x[r * width:(r + 1) * width])
+        # The factor waits where its row will be.
+        y[first - start + r // group, first_head + r % group, 0] = softmax(seen, scaling, x[r * width:(r + 1) * width])
     panels = (head_dim + WIDTH - 1) // WIDTH
     row = panels * WIDTH
     linear(x_words, steps, rows, steps, v_packed, 0, v_steps * WIDTH, 0, panels, 1, scores, row)
     for r in range(rows):
-        copy(scores[r * row:r * row + head_dim], y[first - start + r // group, first_head + r % group])
+        to = y[first - start + r // group, first_head + r % group]
+        scale(scores[r * row:r * row + head_dim], to[0], to)

@@ -29,7 +29,7 @@ from tplab.fast.simd import (
 )
 
 PIECE = 128  # steps of a panel that many rows meet one after the other: 32 KB at most
-ROWS = 128  # of x that meet all panels, so that they stay in the second cache
+ROWS = 512  # of x that meet a panel while it stays in the first cache; x itself comes from the second
 LINE = 16  # words that come from memory together
 
 

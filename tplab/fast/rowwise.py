@@ -67,16 +67,18 @@ def silu_and_mul(gate, up, y):
 
 
 @inner
-def softmax(scores, scaling):
-    """``scores = softmax(scores * scaling)``, but for a factor, the same for all, which is returned."""
-    most = np.float32(-np.inf)
+def softmax(scores, scaling, y):
+    """``y = softmax(scores * scaling)``, but for a factor, the same for all, which is returned. ``scaling`` is positive;
+    what ``y`` has beyond becomes zero.
+    """
+    most, total = np.float32(-np.inf), np.float32(0)
     for i in range(len(scores)):
-        scores[i] *= scaling
         most = largest(most, scores[i])
-    total = np.float32(0)
     for i in range(len(scores)):
-        scores[i] = exp(scores[i] - most)
-        total += scores[i]
+        number = exp((scores[i] - most) * scaling)
+        total += number
+        y[i] = rounded(y, number)
+    y[len(scores):] = 0
     return np.float32(1) / total
 
 

@@ -128,6 +128,67 @@ def _multiply_add(builder, total, a, b):
     return total
 
 
+# One vector of LANES numbers.
+
+
+class Vector(types.Type):
+    """LANES float32 numbers, kept in a register."""
+
+    def __init__(self):
+        super().__init__("Vector")
+
+
+_VECTOR = Vector()
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _FLOATS)
+
+
+@intrinsic
+def spread(typing, number):
+    """A vector of one number."""
+    return _VECTOR(types.float32), lambda context, builder, signature, args: _spread(builder, args[0], _FLOATS)
+
+
+@intrinsic
+def load_vector(typing, array, index):
+    """``array[index:index + LANES]``: float32 numbers, or bfloat16 ones kept as uint16."""
+    def code(context, builder, signature, args):
+        if array.dtype == types.float32:
+            return builder.load(_address(context, builder, array, *args, _FLOATS), align=4)
+        halves = builder.load(_address(context, builder, array, *args, ir.VectorType(ir.IntType(16), LANES)), align=2)
+        words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
+        return builder.bitcast(words, _FLOATS)
+    return _VECTOR(array, types.int64), code
+
+
+@intrinsic
+def store_vector(typing, array, index, vector):
+    """``array[index:index + LANES] = vector``, of float32 numbers."""
+    def code(context, builder, signature, args):
+        builder.store(args[2], _address(context, builder, array, *args[:2], _FLOATS), align=4)
+        return context.get_dummy_value()
+    return types.void(array, types.int64, _VECTOR), code
+
+
+@intrinsic
+def multiply_add(typing, a, b, total):
+    """``a * b + total``, lane by lane."""
+    return _VECTOR(_VECTOR, _VECTOR, _VECTOR), lambda context, builder, signature, args: _multiply_add(
+        builder, args[2], *args[:2])
+
+
+@intrinsic
+def sum_lanes(typing, vector):
+    """The sum of a vector's numbers."""
+    return types.float32(_VECTOR), lambda context, builder, signature, args: _call(
+        builder, f"llvm.vector.reduce.fadd.v{LANES}f32", _FLOAT, [ir.Constant(_FLOAT, 0.0), args[0]],
+        fastmath=("reassoc",))
+
+
 @intrinsic
 def prefetch(typing, array, index):
     """``array[index]`` will be needed soon. It may lie behind the end."""
