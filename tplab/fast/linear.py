@@ -97,28 +97,38 @@ def _by_vectors(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_
         bottom = min(rows, top + ROWS)
         for p in range(first, last, by):
             for k in range(0, steps, PIECE):
-                end, begin, ahead, r = min(steps, k + PIECE), at + p * panel + k * WIDTH, by * panel, top
+                end, begin, r = min(steps, k + PIECE), at + p * panel + k * WIDTH, top
+                # The blocks of rows share the prefetches: a line of every step each, or more where they are few.
+                ahead, line, by_line = by * panel, 0, LINE * min(WIDTH // LINE, (bottom - top + 3) // 4)
                 while r + 4 <= bottom:
                     a, b, c, d = r, r + 1, r + 2, r + 3
-                    _block(x, (a * x_row, b * x_row, c * x_row, d * x_row), k, end, weight, begin, ahead,
+                    _block(x, (a * x_row, b * x_row, c * x_row, d * x_row), k, end, weight, begin, ahead, line, by_line,
                            y, (a * y_row, b * y_row, c * y_row, d * y_row), p * WIDTH)
-                    r, ahead = r + 4, 0
+                    r, line = r + 4, line + LINE
                 while r + 2 <= bottom:
-                    _block(x, (r * x_row, (r + 1) * x_row), k, end, weight, begin, ahead,
+                    _block(x, (r * x_row, (r + 1) * x_row), k, end, weight, begin, ahead, line, by_line,
                            y, (r * y_row, (r + 1) * y_row), p * WIDTH)
-                    r, ahead = r + 2, 0
+                    r, line = r + 2, line + LINE
                 if r < bottom:
-                    _block(x, (r * x_row,), k, end, weight, begin, ahead, y, (r * y_row,), p * WIDTH)
+                    _block(x, (r * x_row,), k, end, weight, begin, ahead, line, by_line, y, (r * y_row,), p * WIDTH)
 
 
 @inner
-def _block(x, x_rows, first, end, weight, at, ahead, y, y_rows, column):
-    """Some rows meet steps ``first`` to ``end`` of a panel; meanwhile, what lies ``ahead`` is asked for."""
+def _block(x, x_rows, first, end, weight, at, ahead, line, by_line, y, y_rows, column):
+    """Some rows meet steps ``first`` to ``end`` of a panel, and prefetch lines of the panel that lies ``ahead``.
+
+    Of each step, that is the line at ``line`` and every one ``by_line`` after it.
+    """
+    alone, twice = by_line == LINE, line + by_line < WIDTH
     sums = zero_sums(y_rows)
     for i in range(first, end):
-        if ahead:
-            for line in range(0, WIDTH, LINE):
-                prefetch(weight, at + ahead + line)
+        if alone and line == 0:
+            for every in range(0, WIDTH, LINE):
+                prefetch(weight, at + ahead + every)
+        elif not alone and line < WIDTH:
+            prefetch(weight, at + ahead + line)
+            if twice:
+                prefetch(weight, at + ahead + line + by_line)
         sums = add_products(sums, x, x_rows, i, weight, at)
         at += WIDTH
     store_sums(sums, y, y_rows, column, first == 0)

@@ -68,9 +68,9 @@ def silu_and_mul(gate, up, y):
 
 @inner
 def softmax(scores, scaling, y):
-    """``y = softmax(scores * scaling)``, but for a factor, the same for all, which is returned; ``scaling`` is positive.
+    """``y = softmax(scores * scaling)``, but for a factor, the same for all, which is returned.
 
-    What ``y`` has beyond becomes zero.
+    ``scaling`` is positive; what ``y`` has beyond becomes zero.
     """
     most, total = np.float32(-np.inf), np.float32(0)
     for i in range(len(scores)):
