@@ -85,6 +85,20 @@ def test_sigkill_of_the_parent(tmp_path):
     assert remains(tmp_path) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server elsewhere")
+def test_sigkill_of_the_parent_while_the_fork_server_imports(tmp_path):
+    process = script(tmp_path, "from tplab.pool import RankPool; print('ready'); RankPool(2)")
+    assert process.stdout.readline() == "ready\n"
+    while not (servers := [p for p in family(process.pid) if "forkserver" in " ".join(p.cmdline())]):
+        time.sleep(0.001)
+    while "libtorch" not in Path(f"/proc/{servers[0].pid}/maps").read_text():
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert not left_of(servers)
+    assert remains(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
     process = script(tmp_path, BUSY)

@@ -13,6 +13,7 @@
 import gc
 import os
 
+PARENT = os.getppid()  # the notebook's process; asked now, for it may end during the imports
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -27,13 +27,15 @@ from tplab.pool.private_folder import folders_of
 
 def _settle(listener_fd: int) -> None:
     """In the fork server only."""
+    from tplab.pool.before_imports import PARENT  # here, for it changes the process that imports it
+
     # Out of the notebook's process group: whoever kills a kernel kills its whole group, and this process must be there
     # to remove the kernel's folders.
     os.setsid()
     gc.freeze()  # garbage collection in a rank need not search what was imported, nor copy its pages
     gc.enable()
     with socket.socket(fileno=os.dup(listener_fd)) as listener:
-        atexit.register(_sweep, os.getpid(), os.getppid(), listener.getsockname())
+        atexit.register(_sweep, os.getpid(), PARENT, listener.getsockname())
 
 
 def _sweep(mine: int, parent: int, address: str) -> None:
