@@ -15,7 +15,7 @@ from tplab.align import CheckReport, align, check, diagnose
 from tplab.align.check.weights import wrong_parameters
 from tplab.align.guilty import local_diffs
 from tplab.align.judge import judge
-from tplab.align.recording import Parameter, Shard
+from tplab.align.recording import Contradiction, Parameter, Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.cli import main
 from tplab.errors import TplabError
@@ -78,7 +78,7 @@ def test_two_bugs_are_both_named_and_the_rest_inherits(ckpt, tmp_path):
     assert [one.fault for one in report.diagnoses][:1] == ["kv_first_rows"]
     assert report.diagnoses[-1].names[0] == "head_random", report.summary()
     assert report.says("layers.0.k") == "guilty (rank 1)" and report.says("norm") == "inherits"
-    assert report.diagnoses[0].where == "layers 0–1: k, v"
+    assert report.diagnoses[0].where == "layers 0–1: k, v on rank 1"
 
 
 def test_weights_are_judged_without_running_anything(ckpt, tmp_path):
@@ -179,7 +179,7 @@ def test_an_engine_that_raises_an_error_is_not_clean(ckpt, tmp_path):
 
 def test_a_contradiction_is_a_diagnosis_of_its_own(ckpt, tmp_path):
     report = check(record_lab(tmp_path / "run", ckpt, prompts(67)), ckpt)
-    report.recording.contradictions.append("query heads 4–5 are on no rank")
+    report.recording.contradictions.append(Contradiction("query heads 4–5 are on no rank"))
     assert report.verdict == "bug" and diagnose(report) == report.diagnoses[0]
     assert report.diagnoses[0].sentence == "Query heads 4–5 are on no rank."
 
@@ -213,13 +213,14 @@ def test_the_figures_take_what_was_recorded_of_an_engine(ckpt, tmp_path):
     whole = check(record_lab(tmp_path / "run", ckpt, prompts(67), patches=[fault("shard_dim1")]), ckpt)
     some = {name: shards for name, shards in whole.recording.points.items() if name != "logits"}
     plan = whole.plan
-    for change in ({"points": some}, {"contradictions": ["query heads 4–5 are on no rank"]}):
+    for change in ({"points": some}, {"contradictions": [
+            Contradiction("query heads 4–5 are on no rank")]}):
         report = judge(dataclasses.replace(whole.recording, **change), ckpt, plan, by_local=True, kind=CheckReport)
         assert "leaves the floor" in show.points_figure(report).alt_text or "layers.0" in show.describe(report)
         report.to_json(tmp_path / "r.json")
         assert "shard_dim1" in str(report) and len(report.table()) == len(report.points)
     healthy = check(record_lab(tmp_path / "good", ckpt, prompts(67)), ckpt)
-    healthy.recording.contradictions.append("query heads 4–5 are on no rank")
+    healthy.recording.contradictions.append(Contradiction("query heads 4–5 are on no rank"))
     assert "inside the float32 floor" in show.describe(healthy) and show.diff_figure({"mine": healthy})
 
 

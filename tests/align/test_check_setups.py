@@ -221,6 +221,22 @@ def test_what_cannot_be_told_says_why(ckpt, tmp_path, name):
     assert report.verdict == "cannot tell" and says in " ".join(report.open_questions), report.summary()
 
 
+def test_what_is_placed_wrongly_is_no_bug(ckpt, tmp_path):
+    """A tensor under a point's name that is another one: what the engine made of the right one is right."""
+    def on_rank():
+        with torch.inference_mode(), record(tmp_path / "run", rank=0, world_size=1) as rec:
+            model = HfLike(Weights(ckpt, planned(ckpt, 1), torch.float32))
+            rec.watch(model)
+            for ids, positions, sequences in LINES[:1]:
+                rec.inputs(torch.tensor(ids), torch.tensor(positions))
+                model.call(torch.tensor(ids), torch.tensor(positions), sequences)
+                rec.tensor("layers.1.post_norm", torch.randn(*torch.tensor(ids).shape, 36))
+    logical_ranks(1, on_rank)
+    report = check(tmp_path / "run", ckpt)
+    assert report.verdict == "cannot tell" and "layers.1.post_norm is not what it is taken for" in " ".join(
+        report.open_questions), report.summary()
+
+
 # Which ranks hold what.
 
 

@@ -8,7 +8,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 
 from tplab.align import Diagnosis, align, diagnose
-from tplab.align.diagnose.calls import _decoded_lost
+from tplab.align.diagnose.attention import decoded_lost
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault
 from tplab.model import attention
@@ -38,7 +38,7 @@ def test_an_unknown_cause_is_admitted_with_its_place():
     assert diagnosis.fault is None and not diagnosis.ok and diagnosis.point == "layers.0.v"
     assert diagnosis.sentence.startswith("Unknown cause, first seen at layers.0.v: off by")
     assert ("It is computed from layers.0.input_norm. It is 1.01 times what it should be. Looked for and not found: "
-            "rows of other tokens, too few digits, k and v exchanged, ") in diagnosis.sentence
+            "ids_shifted, rows_shifted, low_precision, ") in diagnosis.sentence
 
 
 def test_keys_and_values_in_each_others_place_have_one_name():
@@ -127,7 +127,7 @@ def test_rows_in_the_wrong_order_are_described():
     assert "another place" in diagnosis.sentence
 
 
-def test_gate_and_up_written_by_column_have_no_name_and_a_sentence():
+def test_gate_and_up_written_by_column():
     def load(self, parameter, *sources):
         original("tplab.shard.linear.MergedColumnParallelLinear.load")(self, parameter, *sources)
         if parameter == "weight":
@@ -139,7 +139,7 @@ def test_gate_and_up_written_by_column_have_no_name_and_a_sentence():
         Patch("tplab.shard.linear.MergedColumnParallelLinear.load", load),
         Patch("tplab.shard.linear.QKVParallelLinear.load", original("tplab.shard.linear.QKVParallelLinear.load"))])
     found = diagnose(report)
-    assert found.fault is None and "the right rows of gate, up and has written them side by side" in found.sentence
+    assert found.fault == "written_by_column" and "the right rows of gate and up and has written them" in found.sentence
 
 
 def test_positions_from_one_instead_of_zero(tmp_path):
@@ -219,7 +219,7 @@ def test_logits_that_stand_in_another_ranks_place():
 def test_a_prompt_of_one_token_was_not_decoded():
     """A decoded token that is not kept is seen by none after it, and the prompt by all."""
     at = torch.arange(4)
-    visible = _decoded_lost(at[:, None], at[None], at[:, None] + 1)
+    visible = decoded_lost(at[:, None], at[None], at[:, None] + 1)
     assert visible.tolist() == [[key in (0, query) for key in range(4)] for query in range(4)]
 
 

@@ -1,4 +1,4 @@
-"""What is said of a difference that no hypothesis explains, which ops may be wrong, what angles were used, and which
+"""What is said of a difference that nothing explains, which ops may be wrong, what angles were used, and which
 block tables: on tensors made by hand."""
 
 from types import SimpleNamespace as Some
@@ -6,11 +6,11 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from tplab.align.diagnose import anything
-from tplab.align.diagnose.anything import traits
-from tplab.align.diagnose.cache import stale_block_table
+from tplab.align.diagnose import traits as module
 from tplab.align.diagnose.case import Case
-from tplab.align.diagnose.rope_frequencies import _measured
+from tplab.align.diagnose.numbers import measured_frequencies
+from tplab.align.diagnose.steps import stale_block_table
+from tplab.align.diagnose.traits import traits
 from tplab.align.diagnose.wrong import compound, sources
 
 PLACES = [(0, 0), (0, 1), (2, 5), (2, 6)]
@@ -26,7 +26,7 @@ def by_hand(monkeypatch):
             def __call__(self, name):
                 return case.right[rank]
         return At()
-    monkeypatch.setattr(anything, "right", at)
+    monkeypatch.setattr(module, "right", at)
 
 
 def case(*held, right=RIGHT, wrong=None, heads=((4, 7, 9), (1, 2, 3))):
@@ -119,23 +119,24 @@ def angles(positions, frequencies, **more):
     turn = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
     pairs = torch.complex(*before.chunk(2, -1)) * torch.exp(1j * turn)[:, None]
     after = torch.cat([pairs.real, pairs.imag], -1)
-    return Some(**{"op": "q_rope", "point": "q_rope", "has": lambda name: name == "q", "ours": lambda name: after,
-                   "frame": Some(before_rope=lambda part: part), "reference": lambda name: before,
+    return Some(**{"op": "q_rope", "point": "q_rope", "has": lambda name: name == "q", "shard": lambda *at: after,
+                   "config": Some(qk_norm=False), "wrong_ranks": (0,), "looked_at": lambda x: x,
+                   "frame": Some(given=lambda *at: before), "layer": "layers.0",
                    "positions": torch.tensor(positions)} | more)
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3], [1, 2, 3], [0, 1, 0, 1, 2, 7, 30]])
 @pytest.mark.parametrize("frequencies", [(1.0, 0.01), (2.9, -0.3)])
 def test_angles_are_read_off_from_one_position_to_the_next(positions, frequencies):
-    assert _measured(angles(positions, frequencies)).tolist() == pytest.approx(frequencies, abs=1e-9)
+    assert measured_frequencies(angles(positions, frequencies)).tolist() == pytest.approx(frequencies, abs=1e-9)
 
 
 def test_where_no_angle_can_be_read_off():
-    assert _measured(angles([5, 6, 7], (2.9, 0.1))) is None, "nothing says how often it went round before"
-    assert _measured(angles([0, 0], (1.0, 0.1))) is None
-    assert _measured(angles([0, 1], (1.0, 0.1), point="attn")) is None
-    assert _measured(angles([0, 1], (1.0, 0.1), has=lambda name: False)) is None
-    assert _measured(angles([0, 1], (float("nan"), 0.1))) is None
+    assert measured_frequencies(angles([5, 6, 7], (2.9, 0.1))) is None, "nothing says how often it went round before"
+    assert measured_frequencies(angles([0, 0], (1.0, 0.1))) is None
+    assert measured_frequencies(angles([0, 1], (1.0, 0.1), point="attn")) is None
+    assert measured_frequencies(angles([0, 1], (1.0, 0.1), has=lambda name: False)) is None
+    assert measured_frequencies(angles([0, 1], (float("nan"), 0.1))) is None
 
 
 # Block tables.

@@ -133,3 +133,60 @@ def rounded(target):
 
 mistake("norms in bfloat16", "low_precision", rounded(NORM))
 mistake("o in bfloat16", "low_precision", rounded(f"{ROW}.partial"))
+
+
+# What stands elsewhere than it should.
+
+def other_layer(attention_of=None, mlp_of=None, output=None, in_place=False):
+    """A decoder layer whose sublayers are given something else, or whose sums are others."""
+    def forward(self, hidden, cos, sin, context):
+        name = f"layers.{self.layer}."
+        normed = self.input_layernorm(hidden)
+        point(name + "input_norm", normed)
+        attended = self.self_attn(hidden if attention_of == "before" else normed, cos, sin, context)
+        r = hidden + attended
+        behind = self.post_attention_layernorm(r)
+        r = behind if in_place else r
+        point(name + "residual", r)
+        point(name + "post_norm", behind)
+        m = self.mlp({"input_norm": normed, "residual": r}.get(mlp_of, behind))
+        out = r + m if output is None else output(r, m, attended)
+        point(name + "output", out)
+        return out
+    return DECODER, forward
+
+
+mistake("attention of what was not normed", "norm_skipped", other_layer(attention_of="before"))
+mistake("MLP of what was not normed", "norm_skipped", other_layer(mlp_of="residual"))
+mistake("MLP beside attention", "norm_wrong_input", other_layer(mlp_of="input_norm"))
+mistake("attention added twice", "parallel_sublayers", other_layer(output=lambda r, m, a: r + m + a))
+mistake("norm in place", "norm_in_place", other_layer(in_place=True))
+mistake("norm by the deviation", "norm_by_deviation", (NORM, lambda self, x: self.weight * x * torch.rsqrt(
+    x.float().var(-1, keepdim=True) + self.eps).to(x.dtype)))
+mistake("norm by the variance", "norm_by_deviation", (NORM, lambda self, x: self.weight * x * torch.rsqrt(
+    x.float().var(-1, keepdim=True, correction=0) + self.eps).to(x.dtype)))
+mistake("norm by the sum", "norm_by_sum", (NORM, lambda self, x: self.weight * x * torch.rsqrt(
+    x.float().pow(2).sum(-1, keepdim=True) + self.eps).to(x.dtype)))
+mistake("embedding × 3.7", "embedding_scale", (EMBEDDING, lambda self, ids: original(EMBEDDING)(self, ids) * 3.7))
+
+
+def in_half(dtype):
+    def attend(q, k, v, mask, scaling):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = (q @ k.transpose(2, 3) * scaling).masked_fill(mask, float("-inf"))
+        return torch.softmax(scores.to(dtype), -1).to(v.dtype) @ v
+    return "tplab.model.attention.attend", attend
+
+
+mistake("softmax in bfloat16", "softmax_dtype", in_half(torch.bfloat16))
+mistake("softmax in float16", "softmax_dtype", in_half(torch.float16))
+mistake("mask the wrong way round", "mask_inverted", ("tplab.model.attention.attend", lambda q, k, v, mask, scaling: (
+    original("tplab.model.attention.attend")(q, k, v, ~mask, scaling))))
+
+
+def first_columns(source, columns):
+    return source[:, :len(columns)]
+
+
+mistake("first columns of o and down", "shard_of_another_rank", ("tplab.shard.linear.row_shard", first_columns),
+        model="wide")

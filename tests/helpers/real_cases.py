@@ -7,6 +7,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 
 from tplab.align.diagnose.case import Case
+from tplab.align.diagnose.mistakes import TABLE
 from tplab.align.gather import recorded, trace_on_rank
 from tplab.align.guilty import local_diffs
 from tplab.align.points import layout
@@ -78,3 +79,11 @@ def asked(run, hypothesis, held, name, near=1.0003, **more):
     """What a hypothesis says of ``held``, the tensors at a point; of numbers that are a little off it says nothing."""
     assert hypothesis(run.case(name, [x * near for x in held], **more)) is None, "near is not there"
     return hypothesis(run.case(name, held, **more))
+
+
+def asks_for(*names):
+    """Asks the entries of the table that can give one of these names, about a case."""
+    def ask(case):
+        return next((found for one in TABLE if case.op in one.subjects and {*names} & {*one.names}
+                     and (found := one(case))), None)
+    return ask

@@ -44,6 +44,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
     return torch.cat(found)
 
 
+def as_dtype(dtype: torch.dtype, x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Stored as ``x / scale`` in a narrow floating-point dtype, and read again."""
+    largest = torch.finfo(dtype).max
+    return (x / scale).clamp(-largest, largest).to(torch.float32).to(dtype).to(x.dtype) * scale
+
+
 def distance(ours: torch.Tensor, right: torch.Tensor) -> float:
     """The largest difference, each row's relative to the row's largest value in ``right``, ``[rows, …]`` both.
 

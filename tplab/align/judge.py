@@ -8,7 +8,7 @@ from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge, LocalDiff, recorded_points
 from tplab.align.local import Weights
-from tplab.align.operations import SUMS
+from tplab.align.points import POINTS
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
@@ -80,7 +80,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
 def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpoint) -> torch.Tensor:
     """The sum of all summands, and the bias if the engine adds it to the sum: what is nearer to the whole."""
     layer, _, point = name.rpartition(".")
-    bias = f"model.{layer}.{SUMS[point.removesuffix('_partial')][0]}.bias"
+    bias = f"model.{layer}.{POINTS[point].module}.bias"
     weights = Weights(ckpt, ours.dtype, ours.dtype)
     if bias not in weights:
         return ours

@@ -125,8 +125,7 @@ class LocalFrame(Operations):
 
     def expected(self, name: str, rank: int) -> torch.Tensor:
         """What a point should be on a rank, from what this rank had before it."""
-        at, _, point = name.rpartition(".")
-        return getattr(self, f"_{point}")(f"{at}." if at else "", rank)
+        return self.make(name, rank)
 
     def enter(self, layer: int) -> None:
         """Forget the layers before ``layer``, but for what goes into it; the end of the model is one more layer."""

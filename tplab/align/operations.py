@@ -1,77 +1,148 @@
-"""Every operation of the forward pass, on one rank, from what this rank had before it."""
+"""Every operation of the forward pass, on one rank, from what this rank had before it.
 
-from collections.abc import Iterator, Sequence
+Each has its parameters at their right values. A mistake is a call with one of them changed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from tplab.align.arithmetic import activation, attend, distance, rms_norm, rotated
+from tplab.align.points import POINTS, layout
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 from tplab.model.rope import Rotary
 
-SUMS = {"o": ("self_attn.o_proj", "attn"), "mlp": ("mlp.down_proj", "mlp_act")}  # part → module, what it is made from
+
+class Attended(NamedTuple):
+    """The rows of one sequence on one rank: where they stand, their queries, and all that they may look at."""
+
+    number: int  # of the sequence
+    rows: slice
+    positions: torch.Tensor  # [n]
+    num_keys: torch.Tensor  # [n], how many keys there were when each was computed
+    q: torch.Tensor  # [n, heads here, head_dim]
+    k: torch.Tensor  # [m, KV heads, head_dim]
+    v: torch.Tensor
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The right rule: which keys ``[1, m]`` a query ``[n, 1]`` may see, when there are ``keys`` of them."""
+    return key <= query
 
 
 class Operations:
-    """What :class:`tplab.align.local.LocalFrame` does at each point: ``_NAME(at, rank)`` makes the point ``at + NAME``,
-    where ``at`` is ``"layers.3."``, or ``""`` at the ends of the model.
+    """What :class:`tplab.align.local.LocalFrame` does at each point. ``op(at, point, rank)`` makes the point ``at +
+    point``, where ``at`` is ``"layers.3."``, or ``""`` at the ends of the model; :meth:`make` finds the op.
     """
 
-    def _embed(self, at: str, rank: int) -> torch.Tensor:
-        return self._shared("embed", lambda: self.weights.raw(EMBEDDING)[self.ids].to(self.dtype))
+    def make(self, name: str, rank: int, **changed) -> torch.Tensor:
+        """A point by its operation, with some of its parameters changed."""
+        at, _, point = name.rpartition(".")
+        return getattr(self, POINTS[point].op)(f"{at}." if at else "", point, rank, **changed)
 
-    @cached_property
-    def ids(self) -> torch.Tensor:
-        """The token id of each row."""
-        return torch.tensor([self.recording.ids[s][position] for s, position in self.recording.places])
-
-    def _norm_of(self, name: str, weight: str, x: torch.Tensor) -> torch.Tensor:
-        return self._shared(name, lambda x: rms_norm(x, self.weights[weight], self.config.rms_norm_eps), x)
+    def module(self, at: str, point: str) -> str:
+        """The checkpoint's name of the module behind a point."""
+        return f"model.{at}{POINTS[point].module}" if at else POINTS[point].module
 
     def before(self, at: str) -> str:
         """The point that goes into a layer."""
         layer = int(at.split(".")[1]) if at else self.config.num_layers
         return f"layers.{layer - 1}.output" if layer else "embed"
 
-    def _input_norm(self, at: str, rank: int) -> torch.Tensor:
-        return self._norm_of(at + "input_norm", f"model.{at}input_layernorm.weight", self.value(self.before(at), rank))
+    def given(self, at: str, point: str, rank: int) -> torch.Tensor:
+        """What goes into an operation of one input."""
+        source = next(one for one in POINTS[point].made_from if self.config.qk_norm or one not in ("q_norm", "k_norm"))
+        name = self.before(at) if source == "before" else at + source
+        if POINTS[point].op in ("norm", "rope") and layout(source if source != "before" else point) != "replicated":
+            return self.parts_of(name, rank, self.indices(at + point, rank))
+        return self.value(name, rank)
 
-    def _post_norm(self, at: str, rank: int) -> torch.Tensor:
-        return self._norm_of(at + "post_norm", f"model.{at}post_attention_layernorm.weight",
-                             self.value(at + "residual", rank))
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """The token id of each row."""
+        return torch.tensor([self.recording.ids[s][position] for s, position in self.recording.places])
 
-    def _norm(self, at: str, rank: int) -> torch.Tensor:
-        return self._norm_of("norm", "model.norm.weight", self.value(self.before(at), rank))
+    def embed(self, at: str, point: str, rank: int, *, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of the embedding, for other token ids if they are given."""
+        if ids is not None:
+            return self.weights.raw(EMBEDDING)[ids].to(self.dtype)
+        return self._shared("embed", lambda: self.weights.raw(EMBEDDING)[self.ids].to(self.dtype))
 
-    def column(self, module: str, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """A column-parallel layer's output features ``rows``."""
-        bias = self.weights[f"{module}.bias"] if f"{module}.bias" in self.weights else None
-        rows = as_index(rows)
-        return F.linear(x, self.weights[f"{module}.weight"][rows], None if bias is None else bias[rows])
+    def norm(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+             eps: float | None = None) -> torch.Tensor:
+        """RMSNorm; of another input, with another weight or epsilon."""
+        x = self.given(at, point, rank) if x is None else x
+        weight = self.weights[f"{self.module(at, point)}.weight"] if weight is None else weight
+        eps = self.config.rms_norm_eps if eps is None else eps
+        return self._shared(f"{at}{point} {eps}", lambda x, weight: rms_norm(x, weight, eps), x, weight)
 
-    def _heads(self, at: str, rank: int, part: str) -> torch.Tensor:
-        rows = columns_of(self.indices(at + part, rank), self.config.head_dim)
-        found = self.column(f"model.{at}self_attn.{part}_proj", self.value(at + "input_norm", rank), rows)
-        return found.unflatten(1, (-1, self.config.head_dim))
+    # Products.
 
-    def _q(self, at: str, rank: int) -> torch.Tensor:
-        return self._heads(at, rank, "q")
+    def features(self, at: str, point: str, rank: int) -> list[int]:
+        """The rows of the weight (of a row-parallel one, the columns) that make this rank's part of a point."""
+        name = POINTS[point].made_from[0] if layout(point) == "partial" else point
+        return columns_of(self.indices(at + name, rank), self.config.head_dim if "heads" in layout(name) else 1)
 
-    def _k(self, at: str, rank: int) -> torch.Tensor:
-        return self._heads(at, rank, "k")
+    def matrix(self, at: str, point: str) -> torch.Tensor:
+        """The weight behind a point, ``[out, in]``."""
+        if point == "logits":
+            return self.weights.raw(HEAD if HEAD in self.weights else EMBEDDING).to(self.dtype)
+        return self.weights[f"{self.module(at, point)}.weight"]
 
-    def _v(self, at: str, rank: int) -> torch.Tensor:
-        return self._heads(at, rank, "v")
+    def vector(self, at: str, point: str) -> torch.Tensor | None:
+        """The bias behind a point, ``[out]``; None where the model has none."""
+        name = f"{self.module(at, point)}.bias"
+        return self.weights[name] if name in self.weights else None
 
-    def _q_norm(self, at: str, rank: int, part: str = "q") -> torch.Tensor:
-        name = f"{at}{part}_norm"
-        x = self.parts_of(at + part, rank, self.indices(name, rank))
-        return rms_norm(x, self.weights[f"model.{at}self_attn.{part}_norm.weight"], self.config.rms_norm_eps)
+    def linear(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None,
+               weight: torch.Tensor | None = None, bias: torch.Tensor | float | None = None,
+               features: Sequence[int] | None = None) -> torch.Tensor:
+        """A column- or row-parallel product; ``weight`` and ``bias`` are whole ones (a bias of 0 is none), ``features``
+        the rows (or columns) that the rank takes. A row-parallel bias is added by the ranks that add it."""
+        x = self.given(at, point, rank) if x is None else x
+        if layout(point) == "partial":
+            weight = self.matrix(at, point) if weight is None else weight
+            part = as_index(self.features(at, point, rank) if features is None else features)
+            y = self._shared(f"{at}{point} {part}", lambda x, w: F.linear(x.flatten(1), w[:, part]), x, weight)
+            share = self.bias_shares(at, point, rank).get(rank, 0.0)
+            bias = self.vector(at, point) if bias is None else bias
+            return y + share * bias if share else y
+        rows = as_index(self.features(at, point, rank) if features is None else features)
+        weight = (self.matrix(at, point) if weight is None else weight)[rows]
+        bias = self.vector(at, point) if bias is None else bias
+        y = F.linear(x.flatten(1), weight, bias[rows] if isinstance(bias, torch.Tensor) else None)
+        return y.unflatten(1, (-1, self.config.head_dim)) if "heads" in layout(point) else y
 
-    def _k_norm(self, at: str, rank: int) -> torch.Tensor:
-        return self._q_norm(at, rank, "k")
+    @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        """The rows of the other points from which the logits were made."""
+        rows = {place: row for row, place in enumerate(self.recording.places)}
+        return torch.tensor([rows[place] for place in self.recording.logit_places], dtype=torch.long)
+
+    def head(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+             features: Sequence[int] | None = None, bias: float = 0.0) -> torch.Tensor:
+        """The logits of a rank's rows of the vocabulary; the head has no bias."""
+        rows = self.indices("logits", rank) if features is None else features
+        raw = self.weights.raw(HEAD if HEAD in self.weights else EMBEDDING) if weight is None else weight
+
+        def product(x, rows):
+            return F.linear(x[self.logit_rows], raw[as_index(rows)].to(self.dtype))
+        own, shard = product(self.value("norm", rank) if x is None else x, rows), self.shard("logits", rank)
+        changed = not (x is None and weight is None and features is None)
+        if changed or shard is None or len(rows) < len(raw):
+            return own
+        norms = {r: self.value("norm", r) for r in self.ranks}
+        if all(torch.equal(norms[rank], norm) for norm in norms.values()):
+            return own
+        # Whole logits on a rank were computed there, or gathered from ranks that had other inputs.
+        gathered = torch.cat([product(norms[held.rank], held.vocab) for held in self.plan.ranks], 1)
+        return min((own, gathered[:, as_index(rows)]), key=lambda right: distance(shard.tensor, right))
+
+    # RoPE.
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,16 +156,14 @@ class Operations:
         parts = [(len(list(rows)), keys) for (_, keys), rows in runs]
         return Rotary(config)(torch.empty(0, dtype=self.dtype), positions, parts)
 
-    def before_rope(self, part: str) -> str:
-        """The short name of the point that RoPE turns: ``"q"`` or ``"q_norm"``."""
-        return f"{part}_norm" if self.config.qk_norm else part
+    def rope(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None,
+             cos: torch.Tensor | None = None, sin: torch.Tensor | None = None) -> torch.Tensor:
+        """q or k turned; another input, or by other tables."""
+        x = self.given(at, point, rank) if x is None else x
+        return rotated(self.config.model_type, x, self.cos_sin[0] if cos is None else cos,
+                       self.cos_sin[1] if sin is None else sin)
 
-    def _q_rope(self, at: str, rank: int, part: str = "q") -> torch.Tensor:
-        x = self.parts_of(at + self.before_rope(part), rank, self.indices(f"{at}{part}_rope", rank))
-        return rotated(self.config.model_type, x, *self.cos_sin)
-
-    def _k_rope(self, at: str, rank: int) -> torch.Tensor:
-        return self._q_rope(at, rank, "k")
+    # Attention.
 
     @cached_property
     def key_rows(self) -> list[torch.Tensor]:
@@ -110,10 +179,18 @@ class Operations:
         return [torch.tensor([row(number, position) for position in range(ends.get(number, 0))], dtype=torch.long)
                 for number in range(len(texts))]
 
-    def rows_of(self, number: int) -> slice:
-        """The rows of a sequence."""
-        rows = [row for row, (s, _) in enumerate(self.recording.places) if s == number]
-        return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
+    @cached_property
+    def rows_of(self) -> list[slice]:
+        """The rows of each sequence."""
+        rows: list[list[int]] = [[] for _ in self.recording.ids]
+        for row, (number, _) in enumerate(self.recording.places):
+            rows[number].append(row)
+        return [slice(own[0], own[-1] + 1) if own else slice(0, 0) for own in rows]
+
+    @cached_property
+    def num_keys(self) -> torch.Tensor:
+        """For each row, how many keys its sequence had at the end of its call."""
+        return torch.tensor(self.recording.num_keys, dtype=torch.long)
 
     def keys(self, number: int, name: str, rank: int, heads: Sequence[int]) -> torch.Tensor:
         """``k_rope`` or ``v`` of a sequence as this rank had computed them, ``[positions, heads, head_dim]``; those
@@ -127,47 +204,54 @@ class Operations:
             found[lost] = self._hf_points(number)[name][:len(rows)][lost][:, list(heads)].to(self.dtype)
         return found
 
-    def sequences(self, at: str, rank: int, heads: Sequence[int]
-                  ) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
-        """Each sequence that was computed: its number, its rows, its ``k_rope`` and its ``v`` as :meth:`keys` has them.
-        """
+    def sequences(self, at: str, rank: int, heads: Sequence[int]) -> Iterator[Attended]:
+        """What attention has, sequence by sequence, with the keys and values of these KV heads."""
+        q = self.parts_of(at + "q_rope", rank, self.indices(at + "attn", rank))
         names = at + "k_rope", at + "v"
         computed = [self.parts_of(name, rank, heads) for name in names]
-        for number in range(len(self.recording.ids)):
-            if (rows := self.rows_of(number)).stop > rows.start:
-                yield number, rows, *(self._keys(number, name, x, heads) for name, x in zip(names, computed))
+        for number, rows in enumerate(self.rows_of):
+            if rows.stop > rows.start:
+                yield Attended(number, rows, self.positions[rows], self.num_keys[rows], q[rows], *(
+                    self._keys(number, name, x, heads) for name, x in zip(names, computed)))
 
-    def _attn(self, at: str, rank: int) -> torch.Tensor:
-        heads, group = self.indices(at + "attn", rank), self.config.num_heads // self.config.num_kv_heads
-        q = self.parts_of(at + "q_rope", rank, heads)
-        read = [head // group for head in heads]
-        held = sorted(set(read))
-        copies = [held.index(head) for head in read]
-        out = torch.empty_like(q)
-        for _, rows, k, v in self.sequences(at, rank, held):
-            visible = torch.arange(len(k))[None] <= self.positions[rows][:, None]
-            out[rows] = attend(q[rows], k[:, copies], v[:, copies], visible, self.config.head_dim ** -0.5)
-        return out
+    @property
+    def kv_heads(self) -> list[int]:
+        """Which KV head each query head of the model reads."""
+        return [head // (self.config.num_heads // self.config.num_kv_heads) for head in range(self.config.num_heads)]
 
-    # The two row-parallel layers.
+    def attention(self, at: str, point: str, rank: int, *, scaling: float | None = None, rule: Callable = causal,
+                  keys_of: Sequence[int] | None = None, values_of: Sequence[int] | None = None,
+                  weigh: Callable | None = None, keys: Callable | None = None, values: Callable | None = None
+                  ) -> torch.Tensor:
+        """Attention of this rank's query heads, ``[rows, heads here, head_dim]``.
 
-    def _columns(self, at: str, part: str, rank: int) -> list[int]:
-        """The input columns of a row-parallel layer that a rank holds."""
-        made_from = SUMS[part][1]
-        return columns_of(self.indices(at + made_from, rank), self.config.head_dim if part == "o" else 1)
+        ``keys_of``, ``values_of``: the KV head that each query head of the model reads; ``rule``: as :func:`causal`;
+        ``weigh(scores, visible)``: the weights, both of them ``[heads, n, m]`` (``visible`` without heads), for who
+        does something else than a masked softmax; ``keys(one)`` and ``values(one)``: others than an :class:`Attended`
+        has.
+        """
+        scaling = self.config.head_dim ** -0.5 if scaling is None else scaling
+        pair = [[int((of or self.kv_heads)[head]) for head in self.indices(at + "attn", rank)]
+                for of in (keys_of, values_of)]
+        held, outs = sorted({*pair[0], *pair[1]}), []
+        reads = [[held.index(head) for head in of] for of in pair]
+        for one in self.sequences(at, rank, held):
+            k, v = (keys(one) if keys else one.k)[:, reads[0]], (values(one) if values else one.v)[:, reads[1]]
+            visible = rule(one.positions[:, None], torch.arange(len(k))[None], one.num_keys[:, None])
+            if weigh is None:
+                outs.append(attend(one.q, k, v, visible, scaling))
+                continue
+            weights = weigh(one.q.transpose(0, 1) @ k.permute(1, 2, 0) * scaling, visible).to(one.q.dtype)
+            outs.append((weights @ v.transpose(0, 1)).transpose(0, 1))
+        return torch.cat(outs)
 
-    def without_bias(self, at: str, part: str, rank: int) -> torch.Tensor:
-        """A rank's summand of a row-parallel layer, from its own columns."""
-        module, made_from = SUMS[part]
-        weight = self.weights[f"model.{at}{module}.weight"]
-        return self._shared(f"{at}{part} without bias", lambda x: F.linear(
-            x.flatten(1), weight[:, as_index(self._columns(at, part, rank))]), self.value(at + made_from, rank))
+    # The two row-parallel layers, behind their products.
 
-    def summands(self, at: str, part: str, rank: int) -> list[int]:
+    def summands(self, at: str, partial: str, rank: int) -> list[int]:
         """The ranks whose summands make up the whole, seen from ``rank``: itself if it holds all columns, otherwise
         every rank that adds columns of its own."""
-        columns = {r: set(self._columns(at, part, r)) for r in self.holders(at)}
-        if all(set(self._columns(at, part, rank)) >= other for other in columns.values()):
+        columns = {r: set(self.features(at, partial, r)) for r in self.holders(at)}
+        if all(set(self.features(at, partial, rank)) >= other for other in columns.values()):
             return [rank]
         chosen, covered = [], set()
         for r in columns:
@@ -176,87 +260,49 @@ class Operations:
                 covered |= columns[r]
         return chosen
 
-    def bias_shares(self, at: str, part: str, rank: int) -> dict[int, float]:
+    def bias_shares(self, at: str, partial: str, rank: int) -> dict[int, float]:
         """How much of the bias each summand has: once in all, or not at all where it is added to the sum; whichever
         rank adds it. One that is added more often is a bug: then it should have been the first rank's."""
-        name, ranks = f"model.{at}{SUMS[part][0]}.bias", self.summands(at, part, rank)
-        if name not in self.weights:
+        ranks, bias = self.summands(at, partial, rank), self.vector(at, partial)
+        if bias is None:
             return dict.fromkeys(ranks, 0.0)
-        bias, default = self.weights[name], {r: float(r == ranks[0]) for r in ranks}
-        if any(self.shard(f"{at}{part}_partial", r) is None for r in ranks):
+        default = {r: float(r == ranks[0]) for r in ranks}
+        if any(self.shard(at + partial, r) is None for r in ranks):
             return default
         found = {}
         for r in ranks:
-            more = self.value(f"{at}{part}_partial", r) - self.without_bias(at, part, r)
-            times = ((more @ bias) / (bias @ bias)).nanmedian().item()
+            columns = as_index(self.features(at, partial, r))
+            own = self._shared(f"{at}{partial} {columns}", lambda x, weight, columns=columns: F.linear(
+                x.flatten(1), weight[:, columns]), self.given(at, partial, r), self.matrix(at, partial))
+            times = (((self.value(at + partial, r) - own) @ bias) / (bias @ bias)).nanmedian().item()
             found[r] = min((0.0, 1.0, 1 / len(ranks)), key=lambda share: abs(share - times))
             if not abs(found[r] - times) < 0.1 / len(ranks):
                 return default
         return found if min(abs(sum(found.values()) - total) for total in (0, 1)) < 1e-6 else default
 
-    def _partial(self, at: str, part: str, rank: int) -> torch.Tensor:
-        own = self.without_bias(at, part, rank)
-        share = self.bias_shares(at, part, rank).get(rank, 0.0)
-        return own + share * self.weights[f"model.{at}{SUMS[part][0]}.bias"] if share else own
-
-    def _sum(self, at: str, part: str, rank: int) -> torch.Tensor:
-        shares = self.bias_shares(at, part, rank)
-        bias = f"model.{at}{SUMS[part][0]}.bias"
+    def reduce(self, at: str, point: str, rank: int) -> torch.Tensor:
+        """The sum of the ranks' summands, and the bias if none of them has it."""
+        partial, = POINTS[point].made_from
+        shares, bias = self.bias_shares(at, partial, rank), self.vector(at, point)
 
         def total(*summands):
             whole = sum(summands[1:], summands[0])
-            return whole + self.weights[bias] if bias in self.weights and not sum(shares.values()) else whole
-        return self._shared(f"{at}{part} sum", total, *(self.value(f"{at}{part}_partial", r) for r in shares))
+            return whole + bias if bias is not None and not sum(shares.values()) else whole
+        return self._shared(f"{at}{point} sum", total, *(self.value(at + partial, r) for r in shares))
 
-    def _o_partial(self, at: str, rank: int) -> torch.Tensor:
-        return self._partial(at, "o", rank)
+    # Where streams meet.
 
-    def _o_proj(self, at: str, rank: int) -> torch.Tensor:
-        return self._sum(at, "o", rank)
+    def add(self, at: str, point: str, rank: int) -> torch.Tensor:
+        """The residual stream and what a sublayer put out."""
+        stream, branch = POINTS[point].made_from
+        name = self.before(at) if stream == "before" else at + stream
+        return self._shared(at + point, torch.add, self.value(name, rank), self.value(at + branch, rank))
 
-    def _mlp_partial(self, at: str, rank: int) -> torch.Tensor:
-        return self._partial(at, "mlp", rank)
-
-    def _mlp(self, at: str, rank: int) -> torch.Tensor:
-        return self._sum(at, "mlp", rank)
-
-    def _residual(self, at: str, rank: int) -> torch.Tensor:
-        return self._shared(at + "residual", torch.add, self.value(self.before(at), rank),
-                            self.value(at + "o_proj", rank))
-
-    def _output(self, at: str, rank: int) -> torch.Tensor:
-        return self._shared(at + "output", torch.add, self.value(at + "residual", rank), self.value(at + "mlp", rank))
-
-    def _gate(self, at: str, rank: int, part: str = "gate") -> torch.Tensor:
-        return self.column(f"model.{at}mlp.{part}_proj", self.value(at + "post_norm", rank),
-                           self.indices(at + part, rank))
-
-    def _up(self, at: str, rank: int) -> torch.Tensor:
-        return self._gate(at, rank, "up")
-
-    def _mlp_act(self, at: str, rank: int) -> torch.Tensor:
-        columns = self.indices(at + "mlp_act", rank)
+    def gated(self, at: str, point: str, rank: int, *, act: Callable | None = None) -> torch.Tensor:
+        """``act(gate, up)``."""
+        columns = self.indices(at + point, rank)
         gate, up = (self.parts_of(at + part, rank, columns) for part in ("gate", "up"))
-        return activation(self.config.hidden_act)(gate) * up
-
-    @cached_property
-    def logit_rows(self) -> torch.Tensor:
-        """The rows of the other points from which the logits were made."""
-        rows = {place: row for row, place in enumerate(self.recording.places)}
-        return torch.tensor([rows[place] for place in self.recording.logit_places], dtype=torch.long)
-
-    def _logits(self, at: str, rank: int) -> torch.Tensor:
-        weight = self.weights.raw(HEAD if HEAD in self.weights else EMBEDDING)
-        rows, norms = self.indices("logits", rank), {r: self.value("norm", r)[self.logit_rows] for r in self.ranks}
-
-        def product(rank, rows):
-            return F.linear(norms[rank], weight[as_index(rows)].to(self.dtype))
-        own, shard = product(rank, rows), self.shard("logits", rank)
-        if shard is None or len(rows) < len(weight) or all(torch.equal(norms[rank], norm) for norm in norms.values()):
-            return own
-        # Whole logits on a rank were computed there, or gathered from ranks that had other inputs.
-        gathered = torch.cat([product(held.rank, held.vocab) for held in self.plan.ranks], 1)
-        return min((own, gathered[:, as_index(rows)]), key=lambda right: distance(shard.tensor, right))
+        return activation(self.config.hidden_act)(gate) * up if act is None else act(gate, up)
 
 
 def columns_of(items: Sequence[int], size: int) -> list[int]:
@@ -270,7 +316,7 @@ def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
     """Indices as something to index with; a slice, which copies nothing, where they follow one another."""
     if _in_a_row(indices):
         return slice(indices[0], indices[0] + len(indices))
-    return torch.tensor(indices, dtype=torch.long)
+    return torch.tensor(list(indices), dtype=torch.long)
 
 
 def _in_a_row(indices: Sequence[int]) -> bool:

@@ -12,6 +12,23 @@ class PlacementError(TplabError):
     """What was recorded cannot be laid beside this checkpoint; the message says what of it does not fit."""
 
 
+class Contradiction(str):
+    """A sentence about what cannot be, whatever the values are.
+
+    Attributes:
+        fault: the name of the bug; None if it has none.
+        about: points (short names): a named bug at one of them is what is behind it.
+    """
+
+    fault: str | None
+    about: tuple[str, ...]
+
+    def __new__(cls, sentence: str, fault: str | None = None, about: tuple[str, ...] = ()) -> "Contradiction":
+        made = super().__new__(cls, sentence)
+        made.fault, made.about = fault, about
+        return made
+
+
 @dataclass(frozen=True)
 class Shard:
     """What one rank holds of one point.
@@ -79,7 +96,7 @@ class Recording:
     assumed: dict[str, str] = field(default_factory=dict)
     unplaced: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    contradictions: list[str] = field(default_factory=list)
+    contradictions: list[Contradiction] = field(default_factory=list)
     parameters: list[dict[str, Parameter] | None] = field(default_factory=list)
     plan: ShardPlan | None = None
     lost: set[str] = field(default_factory=set)

@@ -7,54 +7,47 @@ import torch
 from tplab.align.arithmetic import activation, rotated
 from tplab.align.check.names import place_of, role_of
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE
+from tplab.align.local import LocalFrame
+from tplab.align.points import POINTS
+from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.checkpoint import Checkpoint
-from tplab.checkpoint.layout import EMBEDDING, HEAD, read_part, tensor_parts
+from tplab.checkpoint.layout import EMBEDDING, HEAD
 from tplab.model.rope import Rotary
+from tplab.shard import ShardPlan
 
 TABLES = "cos and sin of the rotation, which are no points by themselves"
 _TABLE_NAMES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
 _CLOSE = 2 ** -7  # bfloat16's rounding of a cosine
-_ROW_PARALLEL = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
 
 
 class Evidence:
-    """The checkpoint's matrices applied to recorded rows, in float32. Weights of one layer are kept at a time."""
+    """The operations of :mod:`tplab.align.operations` on recorded rows, whole, in float32. Weights of one layer are
+    kept at a time."""
 
     def __init__(self, ckpt: Checkpoint):
-        self.ckpt, self.config = ckpt, ckpt.config
-        self._parts = tensor_parts(ckpt.config, ckpt.tensors)
-        self._kept: dict[str, torch.Tensor] = {}
+        self.config = ckpt.config
+        nothing = Recording(1, [[]], [], [], [], {}, torch.float32)
+        self._frame = LocalFrame(nothing, ckpt, ShardPlan.from_config(ckpt.config, 1), torch.float32)
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """A tensor of the checkpoint, whole, in float32; None if this model has none of that name."""
+        """A tensor of the checkpoint; None if this model has none of that name."""
+        weights = self._frame.weights
         if name == HEAD and self.config.tie_word_embeddings:
             name = EMBEDDING
-        if name not in self._parts:
+        if name not in weights:
             return None
-        if name not in self._kept:
-            layer = name.split(".")[:3]
-            self._kept = {kept: tensor for kept, tensor in self._kept.items() if kept.split(".")[:3] == layer}
-            with self.ckpt.reader() as reader:
-                self._kept[name] = read_part(self._parts[name], reader).float()
-        return self._kept[name]
+        layer = name.split(".")[:3]
+        if name not in weights.kept:
+            weights.kept = {kept: tensor for kept, tensor in weights.kept.items() if kept.split(".")[:3] == layer}
+        return weights[name]
 
-    def product(self, module: str, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, in]`` → ``[rows, out]`` of a whole linear module of the checkpoint, its bias included."""
-        bias = self.weight(f"{module}.bias")
-        found = x.float() @ self.weight(f"{module}.weight").T
-        return found if bias is None else found + bias
-
-    def projection(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """``q``, ``k``, ``v``, ``gate``, ``up`` or ``mlp_act`` of ``x``: ``[rows, columns]``."""
-        if which == "mlp_act":
-            gate, up = self.projection(layer, "gate", x), self.projection(layer, "up", x)
-            return activation(self.config.hidden_act)(gate) * up
-        return self.product(f"model.layers.{layer}.{'self_attn' if which in 'qkv' else 'mlp'}.{which}_proj", x)
-
-    def heads(self, layer: int, which: str, x: torch.Tensor) -> torch.Tensor:
-        """``q``, ``k`` or ``v`` of ``x``: ``[rows, heads, head_dim]``."""
-        return self.projection(layer, which, x).unflatten(1, (-1, self.config.head_dim))
+    def of(self, layer: int, point: str, x: torch.Tensor) -> torch.Tensor:
+        """A product at a point of a layer, or ``mlp_act`` of the second norm's output; ``x`` is what goes in."""
+        if point == "mlp_act":
+            return activation(self.config.hidden_act)(self.of(layer, "gate", x)) * self.of(layer, "up", x)
+        self.weight(f"model.layers.{layer}.{POINTS[point].module}.weight")
+        return self._frame.make(f"layers.{layer}.{point}", 0, x=x.float())
 
     def rope(self, x: torch.Tensor, positions: list[int]) -> torch.Tensor:
         """``x [rows, heads, head_dim]`` rotated to these positions."""
@@ -65,13 +58,14 @@ class Evidence:
         """``[rows, vocabulary]`` of the last norm's output."""
         return x.float() @ self.weight(HEAD).T
 
-    def summand(self, layer: int, which: str, x: torch.Tensor, columns: list[int]) -> torch.Tensor:
-        """A rank's part of ``o`` or ``down``: its ``columns`` of the matrix times its own input, without a bias."""
-        return x.float() @ self.weight(f"model.layers.{layer}.{_ROW_PARALLEL[which]}.weight")[:, columns].T
+    def summand(self, layer: int, partial: str, x: torch.Tensor, columns: list[int]) -> torch.Tensor:
+        """A rank's part of a sum: its ``columns`` of the matrix times its own input, without a bias."""
+        self.weight(f"model.layers.{layer}.{POINTS[partial].module}.weight")
+        return self._frame.make(f"layers.{layer}.{partial}", 0, x=x.float(), features=columns, bias=0.0)
 
-    def bias(self, layer: int, which: str) -> torch.Tensor | None:
-        """The bias of ``o`` or ``down``."""
-        return self.weight(f"model.layers.{layer}.{_ROW_PARALLEL[which]}.bias")
+    def bias(self, layer: int, partial: str) -> torch.Tensor | None:
+        """The bias of a row-parallel layer."""
+        return self.weight(f"model.layers.{layer}.{POINTS[partial].module}.bias")
 
 
 class Reference:

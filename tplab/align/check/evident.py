@@ -83,10 +83,10 @@ def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: So
     if x.shape[1] == hidden:
         dim = shares.config.head_dim
         for which in "qkv" if y.shape[1] % dim == 0 else "":
-            if shares.vote(which, y.unflatten(1, (-1, dim)), evidence.heads(layer, which, x), rank):
+            if shares.vote(which, y.unflatten(1, (-1, dim)), evidence.of(layer, which, x), rank):
                 return which
         for which in ("gate", "up"):
-            if shares.vote("mlp", y, evidence.projection(layer, which, x), rank):
+            if shares.vote("mlp", y, evidence.of(layer, which, x), rank):
                 return which
         for role, fused in (("qkv", heads_in(shares)), ("gate_up", columns_in(shares))):
             if fused.labels(y, x, layer, rank):
@@ -101,16 +101,16 @@ def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: So
 def _is_row_parallel(sources: Sources, shares: Shares, entering: Source, leaving: Source, layer: int, role: str
                      ) -> bool:
     """Whether a module gives its rank's summand of ``o`` or ``down``, or the sum of all."""
-    dim = shares.config.head_dim if role == "o" else 1
+    dim, partial = (shares.config.head_dim, "o_partial") if role == "o" else (1, "mlp_partial")
     own, outs = {}, {}
     for rank in sources.complete(leaving):
         x = sources.rows(entering, rank, FEW)
         columns = columns_of(shares.planned["q" if role == "o" else "mlp"][rank], dim)
         if x is None or x.shape[1] != len(columns):
             return False
-        own[rank] = shares.evidence.summand(layer, role, x, columns)
+        own[rank] = shares.evidence.summand(layer, partial, x, columns)
         outs[rank] = sources.rows(leaving, rank, FEW)
-    bias = shares.evidence.bias(layer, role)
+    bias = shares.evidence.bias(layer, partial)
     total = sum(own.values())
     return any(all(layouts.near(outs[rank], found[rank] + more) for rank in outs)
                for found in (own, dict.fromkeys(own, total)) for more in ([0.0] if bias is None else [0.0, bias]))

@@ -40,7 +40,7 @@ class Fused:
         """Which items a rank's output ``[rows, columns]`` of the input ``x`` consists of; None if of none."""
         if rows.shape[1] % self.dim:
             return None
-        whole = torch.cat([self.shares.evidence.projection(layer, part, x) for part in self.sections], 1)
+        whole = torch.cat([self.shares.evidence.of(layer, part, x).flatten(1) for part in self.sections], 1)
         local, full = (tensor.unflatten(1, (-1, self.dim)) for tensor in (rows, whole))
         return fit(local, full, self._usual(rank, local.shape[1]))
 
@@ -173,7 +173,7 @@ def _follows(fused: Fused, rank: int) -> bool:
             if fused.after == "mlp_act":
                 local = shares.sources.rows(source, rank, FEW)
                 x = shares.own_input(shares.sources.of(at + fused.name)[0], at + fused.before, rank)
-                full = None if x is None else shares.evidence.projection(int(at.split(".")[1]), "mlp_act", x)
+                full = None if x is None else shares.evidence.of(int(at.split(".")[1]), "mlp_act", x)
             else:
                 local = next(iter(shares.sources.heads(source, rank, FEW).values()), None)
                 full = shares.reference.point(at + fused.after)

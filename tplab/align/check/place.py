@@ -18,7 +18,7 @@ from tplab.align.check.sums import Sums
 from tplab.align.check.weights import parameters_of
 from tplab.align.gather import whole_point
 from tplab.align.points import layout, point_names
-from tplab.align.recording import PlacementError, Recording, Shard
+from tplab.align.recording import Contradiction, PlacementError, Recording, Shard
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
@@ -224,8 +224,9 @@ class _Placing:
         source = next(iter(wide))
         more = f"{next(iter(source.entries.values())).shape[-1] - self.config.vocab_size} columns of padding"
         if drawn := int((above[0] > 0).sum()):
-            self.shares.contradictions.append(f"{source} has {more}, and in {drawn} of {len(above[0])} rows the "
-                                              "largest number stands there: token ids that there are not")
+            self.shares.contradictions.append(Contradiction(
+                f"{source} has {more}, and in {drawn} of {len(above[0])} rows the largest number stands there: token "
+                "ids that there are not", "vocab_padding"))
         else:
             self.warnings.append(f"{source} has {more}; what draws tokens must not see them")
 
@@ -254,9 +255,9 @@ class _Placing:
                 token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
                 found = [token_of.get(bytes(column.numpy().data)) for column in joined]
                 if None not in found:
-                    self.shares.contradictions.append(
+                    self.shares.contradictions.append(Contradiction(
                         f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
-                        f"{found[wrong[0]]} stand where those of token {wrong[0]} belong")
+                        f"{found[wrong[0]]} stand where those of token {wrong[0]} belong", "head_rows"))
                     return
 
     def _leave_out(self, source: Source, why: str) -> None:
@@ -278,8 +279,9 @@ class _Placing:
                 self.lost += lost
                 source = f"layer {before}" if before >= 0 else "the embedding"
                 target = f"layer {behind}" if behind < self.config.num_layers else "the last norm"
-                self.shares.contradictions.append(f"layer{'s' * (len(lost) > 1)} {span(lost)} ran on no rank: {target} "
-                                                  f"was given what {source} put out")
+                self.shares.contradictions.append(Contradiction(
+                    f"layer{'s' * (len(lost) > 1)} {span(lost)} ran on no rank: {target} was given what {source} put "
+                    "out", "layer_skipped"))
 
     def _first(self, name: str) -> torch.Tensor | None:
         """A replicated point's first rows on the first rank that has it."""

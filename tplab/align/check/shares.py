@@ -14,6 +14,7 @@ from tplab.align.check.layouts import Indices, Layout
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SAMPLE, WHOLE, Source, Sources
 from tplab.align.operations import as_index
+from tplab.align.recording import Contradiction
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
@@ -21,6 +22,9 @@ _WHAT = {"q": "query heads", "k": "key heads", "v": "value heads", "mlp": "MLP c
 _MEMBERS = {"q": ("q", "q_norm", "q_rope", "attn"), "k": ("k", "k_norm", "k_rope"), "v": ("v",),
             "mlp": ("gate", "up", "mlp_act")}
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+# where a bug can stand that deals out wrongly
+_BEHIND = dict.fromkeys(("q", "k", "v", "qkv"), ("q", "k", "v")) | dict.fromkeys(
+    ("mlp", "gate_up"), ("gate", "up", "mlp_act")) | {"vocab": ("logits",)}
 GROUPS = {point: which for which, points in _MEMBERS.items() for point in points} | {"logits": "vocab"}
 
 
@@ -47,7 +51,7 @@ class Shares:
         dimension = {"q": "q_heads", "k": "kv_heads", "v": "kv_heads", "mlp": "mlp", "vocab": "vocab"}
         self.planned = {which: [tuple(getattr(shard, name)) for shard in plan.ranks]
                         for which, name in dimension.items()}
-        self.contradictions: list[str] = []
+        self.contradictions: list[Contradiction] = []
         self._by_weight: dict[str, tuple[list, list]] = {}
 
     @cached_property
@@ -96,7 +100,7 @@ class Shares:
             rank, local = next(iter(held.tensors.items()))
             if point == part:
                 x = self.own_input(held.source, f"{at}input_norm", rank)
-                full = None if x is None else self.evidence.heads(layer, part, x)
+                full = None if x is None else self.evidence.of(layer, part, x)
             else:
                 made_of = f"{at}{part}_norm" if self.config.qk_norm else at + part
                 full = next((inner.tensors[rank] for inner in self._raw(made_of, FEW) if rank in inner.tensors), None)
@@ -212,8 +216,7 @@ class Shares:
         x = self.own_input(source, at + before, rank)
         if x is None:
             return None
-        layer = int(at.split(".")[1])
-        return (self.evidence.heads if point in "qkv" else self.evidence.projection)(layer, point, x)
+        return self.evidence.of(int(at.split(".")[1]), point, x)
 
     # Decisions.
 
@@ -221,7 +224,8 @@ class Shares:
     def splits(self) -> dict[str, Split]:
         """How fused outputs are cut."""
         found = {fused.name: split(self, fused) for fused in (heads_in(self), columns_in(self))}
-        self.contradictions += [split.contradiction for split in found.values() if split.contradiction]
+        self.contradictions += [Contradiction(split.contradiction, about=_BEHIND[name])
+                                for name, split in found.items() if split.contradiction]
         return found
 
     @cached_property
@@ -254,7 +258,8 @@ class Shares:
                     indices[rank] = own
             sentences = dict.fromkeys(part[which].sentence for part in parts if part[which].sentence)
             whole[which] = Layout(tuple(indices), "; ".join(sentences))
-            self.contradictions += [part[which].contradiction for part in parts if part[which].contradiction]
+            self.contradictions += [Contradiction(part[which].contradiction, about=_BEHIND[which]) for part in parts
+                                    if part[which].contradiction]
         return whole
 
     def _decided(self, stage: list[int], counts: dict, found: dict) -> dict[str, Layout]:

@@ -12,7 +12,7 @@ from tplab.align.check.notes import call_notes
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, call_inputs
 from tplab.align.check.shapes import as_heads, as_rows
-from tplab.align.recording import PlacementError
+from tplab.align.recording import Contradiction, PlacementError
 
 SAMPLE = 16  # rows that are looked at to find a layout: the first ones
 WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read
@@ -104,16 +104,18 @@ class Sources:
             first = min(known)
             for rank, ids in known.items():
                 if not torch.equal(ids, known[first]):
-                    self.contradictions.append(f"call {index}: rank {rank} was given other token ids than rank "
-                                               f"{first}: {_short(ids)}, not {_short(known[first])}")
+                    self.contradictions.append(Contradiction(
+                        f"call {index}: rank {rank} was given other token ids than rank {first}: {_short(ids)}, not "
+                        f"{_short(known[first])}", "inputs_differ"))
             if (known[first] >= self.config.vocab_size).any():
                 raise PlacementError(f"call {index}: token id {int(known[first].max())} is not in the checkpoint's "
                                      f"vocabulary: 0 to {self.config.vocab_size - 1}")
             said = {rank: positions for rank, (_, positions, _) in seen.items() if positions is not None}
             for rank, positions in said.items():
                 if not torch.equal(positions, said[min(said)]):
-                    self.contradictions.append(f"call {index}: rank {rank} was given other positions than rank "
-                                               f"{min(said)}: {_short(positions)}, not {_short(said[min(said)])}")
+                    self.contradictions.append(Contradiction(
+                        f"call {index}: rank {rank} was given other positions than rank {min(said)}: "
+                        f"{_short(positions)}, not {_short(said[min(said)])}", "inputs_differ"))
             sequences = self.recorded[first][index].sequences
             mask = next((mask for *_, mask in seen.values() if mask is not None), None)
             call = self.texts.add_call(index, known[first], said[min(said)] if said else None, sequences, mask)
@@ -243,8 +245,9 @@ class Sources:
             return [list(range(self.world_size))]
         runs = Counter(layer for stage in stages for layer in held[stage[0]])
         if twice := sorted(layer for layer, times in runs.items() if times > 1):
-            self.contradictions.append(f"layer{'s' * (len(twice) > 1)} {span(twice)} of the model run in more than one "
-                                       "stage of the pipeline")
+            self.contradictions.append(Contradiction(
+                f"layer{'s' * (len(twice) > 1)} {span(twice)} of the model run in more than one stage of the pipeline",
+                "layer_repeated"))
         return sorted(map(sorted, stages)) + [[rank] for rank in range(self.world_size) if rank not in held]
 
     def rank_of(self, source: Source) -> tuple:

@@ -11,6 +11,7 @@ from tplab.align.operations import columns_of
 from tplab.checkpoint.layout import EMBEDDING
 
 _SUMS = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down"}
+_PARTIAL = {"o": "o_partial", "down": "mlp_partial"}
 
 
 class Sums:
@@ -56,7 +57,7 @@ class Sums:
         own = {rank: self._summand(at, which, rank, source) for rank in ranks}
         if any(summand is None for summand in own.values()):
             return len(ranks) > 1 and not _any_pair(outs)
-        bias = self.shares.evidence.bias(int(at.split(".")[1]), which)
+        bias = self.shares.evidence.bias(int(at.split(".")[1]), _PARTIAL[which])
         added = [0.0] if bias is None else [0.0, bias, bias / size]
         mine = [any(near(outs[rank], own[rank] + more) for more in added) for rank in ranks]
         if all(mine):
@@ -86,7 +87,7 @@ class Sums:
         kept = [i for i, index in enumerate(indices) if index != PADDING]
         dim = self.shares.config.head_dim if which == "o" else 1
         columns = columns_of([indices[i] for i in kept], dim)
-        return self.shares.evidence.summand(int(at.split(".")[1]), which, x[:, kept].flatten(1), columns)
+        return self.shares.evidence.summand(int(at.split(".")[1]), _PARTIAL[which], x[:, kept].flatten(1), columns)
 
     @cache  # noqa: B019  (one Sums lives as long as one placement)
     def _is_masked(self, source: Source) -> bool:

@@ -10,9 +10,11 @@ from tplab.align.check.ordinary import Ordinary
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
+from tplab.align.points import goes_into
 from tplab.align.report import AlignReport, internal_error
 
 GROWN = 10  # so many floors of float32 rounding can grow in an engine whose modules are all right
+CLEARLY = 100  # so many floors are no rounding
 _WEIGHTED = ("embed", "q", "k", "v", "gate", "up", "o_partial", "mlp_partial", "logits")  # points that a matrix makes
 _LOOKED = " Looked for and not found:"
 
@@ -82,6 +84,21 @@ class CheckReport(AlignReport):
         with torch.inference_mode():
             return Ordinary(self).noisy(self.guilty)
 
+    @cached_property
+    def misplaced(self) -> bool:
+        """Whether all that is wrong has no name, and what is made of it is right: then it is not what it is taken for.
+        """
+        if not self.guilty or self.dtype in SHORT or any(one.fault for one in self.diagnoses):
+            return False
+        names = [point.name for point in self.points]
+
+        def made_of(name: str) -> list[str]:
+            layer, _, point = name.rpartition(".")
+            return [other for other in names[names.index(name) + 1:] if other.rpartition(".")[0] != layer
+                    or goes_into(point, other.rpartition(".")[2])]
+        return all(self.local[name].relative > CLEARLY * self[name].floor and (after := made_of(name)) and all(
+            self[other].relative <= GROWN * self[other].floor for other in after) for name in self.guilty)
+
     @property
     def ok(self) -> bool:
         return self.verdict == "clean"
@@ -91,7 +108,7 @@ class CheckReport(AlignReport):
         """``"bug"``: something is wrong; ``"clean"``: nothing of what can be seen is, up to the end of every call."""
         if self.recording.contradictions or self.stopped or self.parameters and not self.foreign:
             return "bug"
-        if self.guilty and not self.quantised:
+        if self.guilty and not (self.quantised or self.misplaced):
             return "bug"
         return "cannot tell" if self.open_questions else "clean"
 
@@ -114,7 +131,11 @@ class CheckReport(AlignReport):
             found.append("what is off is so at random and by as much as eight bits leave: weights or a cache of eight "
                          "bits, with scales that the numbers do not tell")
         far = [p for p in self.points if self.dtype not in SHORT and not max(p.relative, 0) <= GROWN * p.floor]
-        if far and not (self.guilty or self.ordinary or self.foreign or self.adapted):
+        if self.misplaced:
+            found.append(f"{self.guilty[0]} is not what it is taken for, since what is made of it is right: it was "
+                         f"taken {self.recording.assumed.get(self.guilty[0], 'wrongly')}; names= says what it is")
+        known = self.guilty or self.ordinary or self.foreign or self.adapted or self.recording.contradictions
+        if far and not known:
             found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its inputs")
         return found
 

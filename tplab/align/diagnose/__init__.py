@@ -1,4 +1,4 @@
-"""Which bug explains the first divergence? One file of hypotheses for each theme; see :mod:`registry` for a new one."""
+"""Which bug explains the first divergence? :mod:`mistakes` holds the table of all that are known."""
 
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.diagnose.diagnose import diagnose, diagnose_all

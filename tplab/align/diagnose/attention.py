@@ -1,95 +1,242 @@
-"""Hypotheses about attention itself: q, k and v are right, what was made of them is not."""
+"""Mistakes of attention: scale, mask, weights, heads, and what is seen of a cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
-from tplab.align.arithmetic import attend
-from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import attention, explains
+from tplab.align.arithmetic import as_dtype, attend, rotated
+from tplab.align.diagnose import numbers, places, steps
+from tplab.align.diagnose.case import Case
+from tplab.align.diagnose.table import Family, Mistake
+from tplab.align.diagnose.wrong import At, coarser
 
 
-def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Prompt by prompt: its number, tplab's attention output, the rows' positions, their queries."""
-    parts = (tensor.split(case.lengths) for tensor in (case.ours("attn"), case.positions, case.reference("q_rope")))
-    for prompt, (ours, positions, q) in enumerate(zip(*parts)):
-        if len(ours):
-            yield prompt, ours, positions, q
+def _everything(query, key, keys):
+    return key < keys
 
 
-def keys_and_values(case: Case, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of all tokens of a prompt, a head for each query head that a rank holds."""
-    heads = torch.tensor(case.query_heads) // case.group
-    return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
+def _shifted_mask(shift: int) -> Callable:
+    return lambda query, key, keys: (key < keys) & (key <= query + shift) | (query + key == 0)
 
 
-def sees_all(case: Case) -> bool:
-    """Whether the rows that had later keys beside them saw these, too. (A decoding row has none, but its batch may have
-    padding, which no rule knows.)"""
-    checked = False
-    for prompt, ours, positions, q in prompts(case):
-        k, v = keys_and_values(case, prompt)
-        keys = case.num_keys(prompt)
-        rows = keys > positions + 1
-        visible = torch.arange(len(k))[None] < keys[rows][:, None]
-        if rows.any() and not case.fits(ours[rows], attend(q[rows], k, v, visible, case.scaling)):
-            return False
-        checked = checked or bool(rows.any())
-    return checked
+def _have_later(case: Case) -> torch.Tensor:
+    """The rows that had later keys beside them; a decoding row has none, but its batch may have padding."""
+    keys = dict(zip(case.recording.places, case.recording.num_keys))
+    return torch.tensor([keys[place] > place[1] + 1 for place in case.places])
 
 
-@hypothesis("attn")
-def zero_times_infinity(case: Case) -> Diagnosis | None:
-    """NaN out of finite q, k and v: in which rows?"""
-    nan = torch.isnan(case.ours(case.point)).flatten(1).any(1)  # attention's own, or a row of it behind o_proj
-    if not nan.any():
-        return None
-    numbers = {"nan_share": case.first.nan / case.first.size, "nan": case.first.nan}
-    share = f"{numbers['nan_share']:.0%} NaN"
-    rows = {place: row for row, place in enumerate(case.places)}
-    # A decoding token has no later ones to be hidden: an engine that reads its cache masks only what it reads at once.
-    masked = {s: row for (s, p), row in rows.items() if (s, p) not in case.decoded} or {s: row for (s, _), row in
-                                                                                        rows.items()}
-    last = [rows[s, max(p for t, p in rows if t == s)] for s in {s for s, _ in rows}]
-    if nan[last].all() and int(nan.sum()) == len(last) < len(nan):
-        return case.diagnosis("mask_inverted", f"{share}: only the last token of each text, from which nothing is "
-                              "hidden. The mask is the wrong way round, and hides all that this token may see.",
-                              **numbers)
-    if nan[list(masked.values())].all():
-        return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
-                              "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
-                              "masked_fill.", **numbers)
-    return case.diagnosis(None, f"{share}, but not for the last token: in {int(nan.sum())} rows every key is hidden, "
-                          "and a softmax over nothing but -inf is 0 / 0.", **numbers)
-
-
-@hypothesis("attn")
-def sees_the_future(case: Case) -> Diagnosis | None:
-    """Does attention without a mask, or with one that is a step off, give these numbers?"""
-    def everything(query, key, keys):
-        return key < keys
-    if (sees_all(case) if case.has("attn") else explains(case, lambda at, op: attention(at, rule=everything))):
-        return case.diagnosis("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No "
-                              "mask is applied.")
-    for shift, says in ((1, "each token also sees the next one"), (-1, "no token sees itself")):
-        def off(query, key, keys, shift=shift):
-            return (key < keys) & (key <= query + shift) | (query + key == 0)
-        if explains(case, lambda at, op, off=off: attention(at, rule=off)):
-            return case.diagnosis("mask_off_by_one", f"The mask's diagonal is one off: {says}.", shift=shift)
-
-
-@hypothesis("attn")
-def copies_taken_for_heads(case: Case) -> Diagnosis | None:
-    """Does a rank's KV head j turn out to be copy j of repeated heads?"""
+def _copies(case: Case) -> list[int] | None:
+    """The KV head of each query head if a rank's KV head j is taken for copy j of repeated ones."""
     heads = list(range(case.config.num_heads))
     for rank in case.frame.ranks:
         q, kv = case.indices("attn", rank), case.indices("k_rope", rank)
         if not {head // case.group for head in q} <= set(kv):
             return None  # there are query heads whose KV head is not here, so something else is wrong
         for head in q:
-            heads[head] = kv[kv.index(head // case.group) // (len(q) // len(kv))]
-    if explains(case, lambda at, op: attention(at, heads=torch.tensor(heads))):
-        return case.diagnosis("repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its "
-                              "other ones should stand: keys and values were repeated for the query heads before they "
-                              "were stored.")
+            heads[head] = kv[kv.index(head // case.group) // max(len(q) // len(kv), 1)]
+    return heads
+
+
+def _scales(case: Case) -> dict[float, str]:
+    config, dim = case.config, case.config.head_dim
+    known = {1.0: "1: they were not scaled", 1 / dim: f"1 / {dim}: they were scaled twice",
+             dim ** 0.5: f"sqrt({dim}): they were multiplied where they should be divided",
+             config.hidden_size ** -0.5: f"1 / sqrt({config.hidden_size}), of the hidden size",
+             (config.hidden_size / config.num_heads) ** -0.5:
+                 f"1 / sqrt({config.hidden_size} / {config.num_heads}), of hidden size / heads"}
+    return {number: text for number, text in known.items() if abs(number * dim ** 0.5 - 1) > 1e-3}
+
+
+def _windows(case: Case) -> dict[int, str]:
+    longest = max(case.recording.num_keys)
+    return dict.fromkeys(sorted({*range(1, min(longest, 65)), *(2 ** n for n in range(6, 16) if 2 ** n < longest)}), "")
+
+
+def softmax(scores: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores.float(), -1)
+
+
+def _misused(says: str, weigh: Callable) -> Mistake:
+    return Mistake("mask_misused", "The mask was " + says + ".", {"weigh": weigh})
+
+
+def _minus(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~visible, float("-inf"))
+
+
+def _weights_scaled(at: At) -> dict:
+    scaling = at.case.scaling
+    return {"scaling": 1.0, "weigh": lambda scores, visible: softmax(_minus(scores, visible)) * scaling}
+
+
+def _half_softmax(dtype: torch.dtype) -> Callable:
+    return lambda scores, visible: torch.softmax(_minus(scores, visible).to(dtype), -1)
+
+
+def _unscaled(at: At, value: tuple) -> dict:
+    """Keys and values stored as ``x / scale``, and read without it."""
+    scale, dtype, which = value
+
+    def stored(x):
+        return (x if dtype is None else as_dtype(dtype, x, scale)) / scale
+
+    def read(x):
+        return x if dtype is None else as_dtype(dtype, x, scale)
+    return {"keys": lambda one: stored(one.k) if "keys" in which else read(one.k),
+            "values": lambda one: stored(one.v) if "values" in which else read(one.v)}
+
+
+def _scaled_caches(case: Case) -> dict:
+    return {(scale, dtype, which): f"{which} come out {1 / scale:g} times as large{how}"
+            for dtype, how in ((torch.float8_e4m3fn, ", of an fp8 (e4m3) cache"), (torch.float8_e5m2, ", of an fp8 "
+                                                                                  "(e5m2) cache"), (None, ""))
+            for scale in (0.5, 0.25, 0.125, 0.0625, 2.0, 4.0) for which in ("keys and values", "values", "keys")}
+
+
+def _exchanged(at: At):
+    if at.op == "k_rope":
+        return {"x": at("v")}
+    heads = at.indices("k_rope")
+
+    def raw_keys(one):
+        every = at.frame.keys(one.number, at.full("k"), at.rank, heads)
+        needed = sorted({at.frame.kv_heads[head] for head in at.indices("attn")})
+        return every[:, [list(heads).index(head) for head in needed]]
+    return {"values": raw_keys}
+
+
+def _whole_pass(case: Case) -> bool:
+    """Before the rotation, keys of a cache are nowhere: for passes that compute all that they look at."""
+    return not case.config.qk_norm and all(
+        keys == rows for rows, own in zip(case.lengths, case.frame.rows_of)
+        for keys in case.recording.num_keys[own])
+
+
+def _flattened(at: At) -> torch.Tensor:
+    heads = sorted({at.frame.kv_heads[head] for head in at.indices("attn")})
+    parts = [(one.q, one.k[one.positions], one.v[one.positions])
+             for one in at.frame.sequences(at.layer, at.rank, heads)]
+    q, k, v = (torch.cat(part) for part in zip(*parts))
+    row, reads = torch.arange(len(q)), [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
+    return attend(q, k[:, reads], v[:, reads], row[None] <= row[:, None], at.case.scaling)
+
+
+def _not_transposed(at: At) -> torch.Tensor:
+    parts = at.expected().split(list(filter(None, at.case.lengths)))
+    return torch.cat([part.transpose(0, 1).reshape(part.shape) for part in parts])
+
+
+def _turned_values(at: At) -> dict:
+    def turned(one):
+        tables = at.rotary(torch.arange(len(one.v)))
+        return rotated(at.case.config.model_type, one.v, tables["cos"], tables["sin"])
+    return {"values": turned}
+
+
+def calls(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each query, at which position its call began and of how many tokens of the sequence it is; from positions
+    and numbers of keys, which differ from call to call, ``[n, 1]``."""
+    _, call, sizes = keys.flatten().unique(return_inverse=True, return_counts=True)
+    starts = torch.full_like(sizes, len(query) + int(query.max())).scatter_reduce(0, call, query.flatten(), "amin")
+    return starts[call][:, None], sizes[call][:, None]
+
+
+def decoded_lost(query, key, keys):
+    starts, sizes = calls(query, keys)
+    alone = query[(sizes == 1) & (starts > 0)]
+    return (key <= query) & (~torch.isin(key, alone) | (key >= starts))
+
+
+def _past(name: str, says: str, rule: Callable) -> Mistake:
+    return Mistake(name, "Keys and values are right, but " + says + ".", {"rule": rule},
+                   when=lambda case: len(set(case.recording.num_keys)) > 1)
+
+
+def _over_queries(at: At) -> torch.Tensor:
+    heads, outs = sorted({at.frame.kv_heads[head] for head in at.indices("attn")}), []
+    reads = [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
+    for one in at.frame.sequences(at.layer, at.rank, heads):
+        k, v = one.k[:, reads], one.v[:, reads]
+        for rows in places.rows_of_calls(one):
+            scores = _minus(one.q[rows].transpose(0, 1) @ k.permute(1, 2, 0) * at.case.scaling,
+                            torch.arange(len(k))[None] <= one.positions[rows][:, None])
+            weights = torch.softmax(scores, 1, dtype=torch.float32).nan_to_num()
+            outs.append((weights.to(v.dtype) @ v.transpose(0, 1)).transpose(0, 1))
+    return torch.cat(outs)
+
+
+ATTENDING = (
+    numbers.zero_times_infinity,
+    Family("attn", Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No "
+                           "mask is applied.", {"rule": _everything}, rows=_have_later)),
+    Family("attn", Mistake("mask_off_by_one", "The mask's diagonal is one off: each token also sees the next one.",
+                           lambda at, shift: {"rule": _shifted_mask(shift)}, {1: ""}, number="shift"),
+           Mistake("mask_off_by_one", "The mask's diagonal is one off: no token sees itself.",
+                   lambda at, shift: {"rule": _shifted_mask(shift)}, {-1: ""}, number="shift")),
+    Family("attn", Mistake(
+        "repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its other ones should stand: "
+        "keys and values were repeated for the query heads before they were stored.",
+        lambda at: {"keys_of": _copies(at.case), "values_of": _copies(at.case)},
+        when=lambda case: _copies(case) is not None)),
+    Family("attn", Mistake(
+        "softmax_scale", "Attention fits scores that are multiplied with {text}. Right is 1 / sqrt({dim}), of a head's "
+        "size.", lambda at, scaling: {"scaling": scaling}, _scales, number="scale"), Mistake(
+        "softmax_scale", "Attention fits scores that are multiplied with {value:.4g}, which is 1 / "
+        "sqrt({inverse:.4g}). Right is 1 / sqrt({dim}), of a head's size.", lambda at, scaling: {"scaling": scaling},
+        number="scale", fit=lambda case: (case.config.head_dim ** -1.5, case.config.head_dim ** 0.5))),
+    Family("attn", Mistake(
+        "sliding_window", "Each token sees the last {value} tokens only; this model has no sliding window.",
+        lambda at, size: {"rule": lambda query, key, keys: (key <= query) & (key > query - size)}, _windows,
+        number="window")),
+    Family("attn", _misused("multiplied with the scores, and a score of 0 is not a weight of 0",
+                            lambda scores, visible: softmax(scores * visible)),
+           _misused("applied behind the softmax, so the weights that are left do not add up to 1",
+                    lambda scores, visible: softmax(scores) * visible),
+           _misused("added as 1 for what is hidden; it must be minus infinity",
+                    lambda scores, visible: softmax(scores + (~visible).to(scores))),
+           _misused("added as -1 for what is hidden; it must be minus infinity",
+                    lambda scores, visible: softmax(scores - (~visible).to(scores)))),
+    Family("attn", Mistake("softmax_missing", "Queries, keys and values are right; the scores were taken for weights: "
+                           "there is no softmax.", {"weigh": lambda scores, visible: scores * visible}),
+           Mistake("softmax_scale", "Queries, keys and values are right; the weights were scaled, where the scores "
+                   "should be.", _weights_scaled),
+           Mistake("softmax_dtype", "Queries, keys and values are right; the softmax was taken in {text}. It belongs "
+                   "in float32.", lambda at, dtype: {"weigh": _half_softmax(dtype)}, coarser),
+           Mistake("keys_for_values", "Queries, keys and values are right; the weights were given to the keys; they "
+                   "belong to the values.", {"values": lambda one: one.k}),
+           Mistake("attention_missing", "Queries, keys and values are right; the queries come out as they went in.",
+                   lambda at: at("q_rope"))),
+    places.keys_and_values_exchanged(_exchanged, _whole_pass),
+    Family("attn", Mistake(
+        "cross_sequence_attention", "Each token sees everything before it in the batch, other sequences included: they "
+        "were laid behind each other under one causal mask.", _flattened,
+        when=lambda case: sum(map(bool, case.lengths)) > 1)),
+    Family("attn", Mistake(
+        "heads_not_transposed", "Attention's numbers are right, their places are not: [heads, tokens, head_dim] was "
+        "taken for [tokens, heads, head_dim]; transpose before you reshape.", _not_transposed), Mistake(
+        "heads_not_transposed", "Attention's numbers are right, their places are not: a token's numbers stand as "
+        "[head_dim, heads], not as [heads, head_dim].",
+        lambda at: at.expected().transpose(1, 2).reshape(at.expected().shape))),
+    Family("attn", Mistake("rope_on_values", "Attention fits values that were rotated; RoPE turns q and k alone.",
+                           _turned_values)),
+    places.other_kv_heads,
+    steps.mask_of_the_first_row, steps.stale_table, steps.written_too_early, steps.shared_without_parent,
+    steps.lost_with_its_blocks, steps.found_before_it_was_there,
+    Family("attn", _past("cache_not_read", "each token sees those of its own call only; what is in the cache is not "
+                         "read",
+                         lambda query, key, keys: (key <= query) & (key >= calls(query, keys)[0])),
+           _past("mask_without_past", "row i of a call sees the keys 0 to i, as if nothing were in the cache; the "
+                 "mask's diagonal must begin behind the tokens that are",
+                 lambda query, key, keys: key <= query - calls(query, keys)[0]),
+           _past("no_mask", "the first call is masked, the later ones are not: their tokens see the future",
+                 lambda query, key, keys: torch.where(calls(query, keys)[0] > 0, key < keys, key <= query)),
+           _past("cache_rows_lost", "tokens that were decoded are seen by none after them: they were not kept",
+                 decoded_lost),
+           _past("cache_rows_lost", "the tokens of the first call alone were kept", lambda query, key, keys:
+                 (key <= query) & ((key < keys.min()) | (key >= calls(query, keys)[0])))),
+    Family("attn", Mistake("softmax_dim", "The softmax was taken over the queries; a query's weights over its keys "
+                           "must add up to 1.", _over_queries)),
+    Family("attn", Mistake("cache_scale_ignored", "What attention reads is not scaled as it was stored: {text}.",
+                           _unscaled, _scaled_caches, number="scale"), last=True),
+    places.another_row_in_the_cache,
+)

@@ -1,4 +1,4 @@
-"""What the hypotheses of the diagnosis look at: the tensors around the first divergence, and how well a guess fits."""
+"""What the diagnosis looks at: the tensors around a guilty point, and how well a guess fits."""
 
 import copy
 from collections import Counter
@@ -23,7 +23,7 @@ class Diagnosis:
     """What is wrong, as far as the numbers tell."""
 
     # The museum's name for it, or where the museum has no such bug, one in the same style ("norm_epsilon"); None if
-    # nothing is wrong or no hypothesis fits.
+    # nothing is wrong or nothing of the table fits.
     fault: str | None
     sentence: str  # the same in words, with the evidence
     point: str | None = None  # the trace point at which it was first seen; None if nothing is wrong
@@ -31,6 +31,7 @@ class Diagnosis:
     lookalikes: tuple[str, ...] = ()  # other faults of the museum that leave exactly the same numbers
     points: tuple[str, ...] = ()  # all trace points that it explains
     scope: str = ""  # of which rows it holds, in words ("in decode calls only"); empty if of all
+    ranks: tuple[int, ...] = ()  # on which it shows; empty if on all
 
     @property
     def ok(self) -> bool:
@@ -50,7 +51,8 @@ class Diagnosis:
         runs = [[n for _, n in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
         spans = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
         names = ", ".join(dict.fromkeys(point for _, _, point in at))
-        return f"layer{'s' * (len(layers) > 1)} {spans}: {names}" if layers else names
+        on = f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return (f"layer{'s' * (len(layers) > 1)} {spans}: {names}" if layers else names) + on
 
     def __str__(self) -> str:
         return self.sentence
@@ -77,7 +79,8 @@ class Case:
         name = name or next(iter(report.guilty), report.first_divergence.name)
         self.first = report[name]
         self.layer, _, self.point = name.rpartition(".")
-        self.ops: tuple[str, ...] = (self.point,)  # those that a hypothesis is to take for wrong
+        self.ops: tuple[str, ...] = (self.point,)  # those that are to be taken for wrong
+        self.on: tuple[int, ...] = ()  # the ranks on which they are; empty: all
         self.scope: torch.Tensor | None = None  # the rows in which they are to be taken for wrong; None: all
         self.compared: torch.Tensor | None = None  # the rows that are to be explained; None: all
         self.judge.enter(name)
@@ -147,11 +150,6 @@ class Case:
         return self.config.num_heads // self.config.num_kv_heads
 
     @property
-    def kv_heads(self) -> torch.Tensor:
-        """Which KV head each query head of the model reads."""
-        return torch.arange(self.config.num_heads) // self.group
-
-    @property
     def scaling(self) -> float:
         """What scores are multiplied with."""
         return self.config.head_dim ** -0.5
@@ -163,31 +161,22 @@ class Case:
         return {(s, p) for (s, p), keys in zip(self.recording.places, self.recording.num_keys)
                 if calls[s, keys] == 1 and p and keys == p + 1}
 
-    def num_keys(self, prompt: int) -> torch.Tensor:
-        """For each row of a prompt, how many of its keys existed when the row was computed: all of a plain pass's, the
-        tokens up to the end of its call along the decode path."""
-        return torch.tensor([keys for (s, _), keys in zip(self.recording.places, self.recording.num_keys)
-                             if s == prompt])
-
     def keys(self, prompt: int, name: str) -> torch.Tensor:
         """``k_rope`` or ``v`` of all positions of a prompt, ``[positions, kv_heads, head_dim]``, as the engine computed
         them; those included that it found in its cache."""
         whole = range(self.config.num_kv_heads)
         return self.frame.keys(prompt, self._full(name), 0, whole)
 
-    def about(self, *ops: str) -> "Case":
-        """The same case, for hypotheses about these ops on the way to its point, the first of which is ``op``."""
+    def with_(self, **changed) -> "Case":
+        """The same case with some attributes changed: ``ops`` and ``on``, the operations and ranks that are to be taken
+        for wrong; ``scope``, the rows in which they are; ``compared``, the rows that are to be explained."""
         other = copy.copy(self)
-        vars(other).update(ops=ops, tolerance=self.tolerance, wrong_ranks=self.wrong_ranks)  # computed once for all
+        vars(other).update(tolerance=self.tolerance, wrong_ranks=self.wrong_ranks, **changed)  # computed once for all
         return other
 
-    def within(self, scope: torch.Tensor, alone: bool = False) -> "Case":
-        """The same case, for a mistake in the rows of ``scope`` only. ``alone``: the other rows are not looked at, for
-        what is wrong with them is another one."""
-        other = copy.copy(self)
-        vars(other).update(scope=scope, compared=scope if alone else None, tolerance=self.tolerance,
-                           wrong_ranks=self.wrong_ranks)
-        return other
+    def all_or(self, rows: torch.Tensor | None) -> torch.Tensor:
+        """``rows``, or all of them."""
+        return torch.ones(len(self.places), dtype=torch.bool) if rows is None else rows
 
     @cached_property
     def guilty_rows(self) -> torch.Tensor:
@@ -200,17 +189,21 @@ class Case:
             off |= ~((held - should).abs().amax(1) <= limit)
         return off
 
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """For each row, the position at which its call's part of the sequence began."""
+        keys_of = dict(zip(self.recording.places, self.recording.num_keys))
+        calls, begins = [(s, keys_of[s, p]) for s, p in self.places], {}
+        for call, (_, position) in zip(calls, self.places):
+            begins[call] = min(position, begins.get(call, position))
+        return torch.tensor([begins[call] for call in calls])
+
     def scopes(self) -> Iterator[Scope]:
         """The kinds of rows that hold all that is wrong and not all rows: of decode calls, of the calls of several
         tokens, of first or of later chunks, of one sequence, from a position on, between two."""
         guilty, sequences = self.guilty_rows, torch.tensor([s for s, _ in self.places])
-        keys_of = dict(zip(self.recording.places, self.recording.num_keys))
-        calls = [(s, keys_of[s, p]) for s, p in self.places]
-        begins: dict[tuple[int, int], int] = {}
-        for call, (_, position) in zip(calls, self.places):
-            begins[call] = min(position, begins.get(call, position))
         alone = torch.tensor([place in self.decoded for place in self.places])
-        later = torch.tensor([begins[call] > 0 for call in calls]) & ~alone
+        later = (self.begins > 0) & ~alone
         first, last = (int(x) for x in self.positions[guilty].aminmax()) if guilty.any() else (0, 0)
         found = [Scope("in decode calls only", alone), Scope("in calls of several tokens only", ~alone),
                  Scope("in later chunks only", later), Scope("in first calls only", ~later & ~alone)]
@@ -227,7 +220,7 @@ class Case:
 
     @property
     def op(self) -> str:
-        """The op that hypotheses are asked about: the point's own, or one before it whose point was not recorded."""
+        """The op that is asked about: the point's own, or one before it whose point was not recorded."""
         return self.ops[0]
 
     @cached_property
@@ -266,4 +259,6 @@ class Case:
 
     def diagnosis(self, fault: str | None, sentence: str, *lookalikes: str, **numbers: float) -> Diagnosis:
         """A diagnosis at this case's point."""
-        return Diagnosis(fault, sentence, self.first.name, numbers, lookalikes)
+        held = [rank for rank in self.frame.ranks if self.has(self.point, rank)]
+        ranks = () if set(held) <= set(self.wrong_ranks) else tuple(self.wrong_ranks)
+        return Diagnosis(fault, sentence, self.first.name, numbers, lookalikes, ranks=ranks)

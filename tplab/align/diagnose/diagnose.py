@@ -1,20 +1,23 @@
 """``diagnose``: which bug explains the first divergence?
 
-Every hypothesis recomputes a guilty point's tensor *as if* one particular mistake had been made, from what the engine
-itself had before it, and asks whether rounding explains what is left. Nothing else is consulted: not the patches, not
-the engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
+Every row of the table recomputes a guilty point's tensor *as if* one particular mistake had been made, from what the
+engine itself had before it, and asks whether rounding explains what is left. Nothing else is consulted: not the
+patches, not the engine's code. Where two mistakes leave the same numbers, the diagnosis names both.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from tplab.align.diagnose.anything import traits
-from tplab.align.diagnose.case import Case, Diagnosis, Scope
-from tplab.align.diagnose.registry import COST, ERROR, Hypothesis, hypotheses
+from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.mistakes import TABLE
+from tplab.align.diagnose.table import COST, ERROR, in_scope
+from tplab.align.diagnose.traits import traits
 from tplab.align.diagnose.wrong import compound, sources
 from tplab.align.guilty import Judge, unseen_before
+from tplab.align.points import layout
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
@@ -25,7 +28,7 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     With several bugs in the engine it names the one that shows first; :func:`diagnose_all` names all.
 
     ``found``: what ``align``, ``align_decode`` or ``check`` returned, or the error that they (or an engine, or an
-    ``LLM``) raised. The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where no hypothesis
+    ``LLM``) raised. The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where nothing
     fits. A run whose numbers are right can still have cost too much. Raises CheckpointError if the checkpoint has
     changed since then.
     """
@@ -67,7 +70,7 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
             if one.fault in MISPLACED:
                 return [replace(one, points=tuple(report.guilty))]
             _add(found, one, name)
-    return found
+    return _causes(found, report.recording.contradictions)
 
 
 def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
@@ -84,63 +87,81 @@ def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
     found.append(replace(one, points=(name,)))
 
 
-def _explained(case: Case, explained: list[Hypothesis] | None = None) -> list[Diagnosis]:
+def _explained(case: Case, explained: list | None = None) -> list[Diagnosis]:
     """What explains a case: one bug in all rows or in some, or two in rows that do not overlap."""
     if (one := _explain(case, explained)) is not None and one.fault:
         return [one]
     guilty, scopes = case.guilty_rows, list(case.scopes())
     for scope in scopes:
-        if (guilty <= scope.rows).all() and (found := _explain(case.within(scope.rows))) and found.fault:
-            return [_in(scope, found)]
+        if (guilty <= scope.rows).all() and (found := _explain(case.with_(scope=scope.rows))) and found.fault:
+            return [in_scope(found, scope.words)]
     for scope in scopes[:2] if len(list(compound(case))) > 1 else ():
         # What keys one call made are seen in the others' rows, too.
-        if (found := _explain(case.within(scope.rows))) and found.fault:
-            return [_in(scope, found)]
-    apart = [(scope, _explain(case.within(scope.rows, alone=True))) for scope in scopes[:2]
+        if (found := _explain(case.with_(scope=scope.rows))) and found.fault:
+            return [in_scope(found, scope.words)]
+    apart = [(scope, _explain(case.with_(scope=scope.rows, compared=scope.rows))) for scope in scopes[:2]
              if (guilty & scope.rows).any() and not (guilty <= scope.rows).all()]
-    found = [_in(scope, one) for scope, one in apart if one and one.fault]
-    return found or ([one] if one else [])
+    found = [in_scope(one, scope.words) for scope, one in apart if one and one.fault]
+    return found or _on_one_rank(case) or ([one] if one else [])
 
 
-def _in(scope: Scope, found: Diagnosis) -> Diagnosis:
-    """The same bug in some rows; one that says itself in which keeps its words."""
-    return found if found.scope else replace(found, sentence=f"{found.sentence} So it is {scope.words}.",
-                                             scope=scope.words)
+def _on_one_rank(case: Case) -> list[Diagnosis]:
+    """What explains a sum over the ranks if one of them does it; all of them show it."""
+    unseen = [ops for ops in compound(case) if ops != (case.point,)]
+    if layout(case.point) == "replicated" and case.recording.world_size > 1:
+        for rank in case.frame.ranks:
+            fitting = (asked(about) for ops in unseen for about in [case.with_(ops=ops, on=(rank,))]
+                       for last in (False, True) for asked in asked_about(ops[0], last))
+            if found := next((one for one in fitting if one and one.fault), None):
+                return [replace(found, sentence=f"{found.sentence} So it is on rank {rank} only.", ranks=(rank,))]
+    return []
 
 
 def _contradictions(report: AlignReport) -> list[Diagnosis]:
     """What is wrong with a recorded engine whatever its numbers are."""
     if report.recording is None:
         return []
-    return [Diagnosis(None, f"{what[:1].upper()}{what[1:]}.", "layout") for what in report.recording.contradictions]
+    return [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout")
+            for what in report.recording.contradictions]
+
+
+def _causes(found: list[Diagnosis], contradictions: list) -> list[Diagnosis]:
+    """The diagnoses without those of contradictions that a named bug explains."""
+    named = {_short(point) for one in found if one.fault for point in one.points}
+    behind = [f"{what[:1].upper()}{what[1:]}." for what in contradictions if named & {*what.about}]
+    return [one for one in found if one.fault or one.sentence not in behind]
 
 
 def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _explain(case: Case, explained: list[Hypothesis] | None = None) -> Diagnosis | None:
-    """What explains a case. ``explained``: the hypotheses that did so at this point of earlier layers. They are asked
-    first, and if one fits again no other is: a bug stands in every layer. Those that fit are added."""
-    about = [case.about(*ops) for ops in compound(case)]
+def _explain(case: Case, explained: list | None = None) -> Diagnosis | None:
+    """What explains a case. ``explained``: what did so at this point of earlier layers. It is asked first, and if one
+    fits again no other is: a bug stands in every layer. What fits is added."""
+    about = [case.with_(ops=ops) for ops in compound(case)]
     fitting = [(asked, found) for asked in explained or () for one in about
                if one.op in asked.subjects and (found := asked(one))]
     for last in (False, True):
-        fitting = fitting or [(asked, found) for one in about for asked in hypotheses(one.op, last)
+        fitting = fitting or [(asked, found) for one in about for asked in asked_about(one.op, last)
                               if (found := asked(one))]
     if not fitting:
         return None
     if explained is not None:
         explained += [asked for asked, _ in fitting if asked not in explained]
-    fitting = [found for _, found in fitting]
-    first = fitting[0]
-    others = (name for diagnosis in fitting[1:] for name in diagnosis.names if name not in first.names)
+    first, *more = [found for _, found in fitting]
+    others = (name for diagnosis in more for name in diagnosis.names if name not in first.names)
     return replace(first, lookalikes=first.lookalikes + tuple(dict.fromkeys(others))) if first.fault else first
 
 
+def asked_about(subject: str, last: bool = False) -> Iterator:
+    """The entries of the table about a subject, in its order; those that are asked ``last`` apart."""
+    return (one for one in TABLE if subject in one.subjects and one.last == last)
+
+
 def _fitting(subject: str, *cases):
-    """What fits, hypothesis by hypothesis; each is asked about every one of ``cases``."""
-    return filter(None, (hypothesis(case) for hypothesis in hypotheses(subject) for case in cases))
+    """What fits, one after the other; each is asked about every one of ``cases``."""
+    return filter(None, (asked(case) for asked in asked_about(subject) for case in cases))
 
 
 def _error_chain(error: TplabError) -> list[TplabError]:
@@ -184,8 +205,8 @@ def _unknown(case: Case) -> Diagnosis:
 def _surroundings(case: Case) -> str:
     """What an unknown bug is made from and looks like, and what it is not."""
     ops = [op for op, *more in compound(case) if not more]
-    asked = dict.fromkeys(one.__name__.replace("_", " ") for last in (False, True) for op in ops
-                          for one in hypotheses(op, last))
+    asked = dict.fromkeys(name for last in (False, True) for op in ops for one in asked_about(op, last)
+                          for name in one.names)
     through = f", through {', '.join(ops[:0:-1])}, which were not recorded" * (len(ops) > 1)
     given = [name + " (not recorded)" * (not any(case.recording.points.get(name, ()))) for name in sources(case)]
     looks = "".join(f" {trait[0].upper()}{trait[1:]}." for trait in traits(case))

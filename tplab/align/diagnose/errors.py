@@ -1,7 +1,7 @@
-"""Hypotheses about runs that ended in an error instead of numbers."""
+"""Procedures about runs that ended in an error instead of numbers."""
 
 from tplab.align.diagnose.case import Diagnosis
-from tplab.align.diagnose.registry import ERROR, hypothesis
+from tplab.align.diagnose.table import ERROR, procedure
 from tplab.checkpoint import CheckpointError
 from tplab.engine.errors import RequestError, StandstillError, StrictError
 from tplab.errors import TplabError
@@ -18,7 +18,7 @@ def _hung(error: TplabError) -> bool:
     return isinstance(error, RankError) and not any(cause.kind in ("raised", "died") for cause in error.causes.values())
 
 
-@hypothesis(ERROR)
+@procedure(ERROR, names="collective_skipped")
 def different_collectives(error: TplabError) -> Diagnosis | None:
     """Did the ranks go through the same collectives?"""
     if not _hung(error) or not any(error.logs):
@@ -45,7 +45,7 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
                   f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", collective=record.seq)
 
 
-@hypothesis(ERROR)
+@procedure(ERROR)
 def still_running(error: TplabError) -> Diagnosis | None:
     """Does a rank merely take long?"""
     busy = [cause for cause in error.causes.values() if cause.kind == "running"] if _hung(error) else []
@@ -56,7 +56,7 @@ def still_running(error: TplabError) -> Diagnosis | None:
                       "it never ends; no collective was left out so far.", rank=busy[0].rank)
 
 
-@hypothesis(ERROR)
+@procedure(ERROR, names="full_length_after_prefix_hit block_leaked")
 def standstill(error: TplabError) -> Diagnosis | None:
     """An engine that stands still: who waits, and who holds the blocks?"""
     if not isinstance(error, StandstillError):
@@ -71,7 +71,7 @@ def standstill(error: TplabError) -> Diagnosis | None:
                       f"{error.held}: {leaked} never came back from sequences that have ended.", leaked=leaked)
 
 
-@hypothesis(ERROR)
+@procedure(ERROR, names="rank_local_sampling")
 def strict_checks(error: TplabError) -> Diagnosis | None:
     """Did the strict checks see it, and is it that ranks drew different tokens?"""
     if not isinstance(error, StrictError):
@@ -82,7 +82,7 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
                   "only all of them together can know.")
 
 
-@hypothesis(ERROR)
+@procedure(ERROR)
 def one_rank_failed(error: TplabError) -> Diagnosis | None:
     """Did one rank raise or die, and the others only lose it?"""
     if isinstance(error, RankError) and error.first is not None and error.first.kind in ("raised", "died"):
@@ -90,8 +90,11 @@ def one_rank_failed(error: TplabError) -> Diagnosis | None:
                       "alone; the others only lost it.", rank=error.first.rank)
 
 
-@hypothesis(ERROR)
+@procedure(ERROR)
 def refused(error: TplabError) -> Diagnosis | None:
     """Was it refused for what it is, before anything was computed?"""
     if isinstance(error, RequestError | CheckpointError | ShardPlanError):
         return _ended(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}")
+
+
+ERRORS = (different_collectives, still_running, standstill, strict_checks, one_rank_failed, refused)

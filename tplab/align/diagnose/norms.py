@@ -1,113 +1,158 @@
-"""Hypotheses about norms: what comes in is right, what comes out is not."""
+"""Mistakes of norms, of the two ends of the model, and of any point at all."""
+
+from collections.abc import Callable
 
 import torch
 
-from tplab.align.arithmetic import rms_norm
-from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import NORMS, OnRank, best, explains, fitted, right
+from tplab.align.diagnose import numbers, places, steps
+from tplab.align.diagnose.case import Case
+from tplab.align.diagnose.table import Family, Mistake
+from tplab.align.diagnose.wrong import At, coarser, right, rounded, several_ranks
+from tplab.align.points import POINTS, made_by
+from tplab.checkpoint.layout import EMBEDDING
+
+NORMS = made_by("norm")
 
 
-def _input(at: OnRank, op: str) -> torch.Tensor:
-    return at(NORMS[op][1])
+# Anything.
+
+def shifted(at: At, value: tuple[int, bool]) -> torch.Tensor:
+    lengths = [len(at.case.positions)] if value[1] else at.case.lengths
+    return torch.cat([part.roll(value[0], 0) for part in right(at.case, at.rank)(at.op).split(lengths)])
 
 
-def _weight(at: OnRank, op: str) -> torch.Tensor:
-    return at.case.weight(f"{NORMS[op][0]}.weight")
+def _shifts(name: str, when: Callable) -> Mistake:
+    return Mistake(name, "Each row of {name} is right for the token {text} it.", shifted,
+                   {(shift, whole): where for shift, where in ((1, "before"), (-1, "behind"))
+                    for whole in (True, False)}, number="shift",
+                   when=lambda case: len(case.positions) > 2 and when(case))
 
 
-@hypothesis(*NORMS)
-def norm_left_out(case: Case) -> Diagnosis | None:
-    """Is it what came in?"""
-    if explains(case, _input):
-        return case.diagnosis("norm_missing", f"{case.op} is what the norm was given, unchanged: it is not applied.")
-    if explains(case, lambda at, op: _input(at, op) * _weight(at, op)):
-        return case.diagnosis("norm_missing", f"{case.op} is the norm's input times its weight: it was never divided "
-                              "by its root mean square.")
+ANYTHING = (
+    Family(tuple(POINTS), _shifts("ids_shifted", lambda case: case.point == "embed"),
+           _shifts("rows_shifted", lambda case: case.point != "embed"), own=True),
+    Family(tuple(POINTS), Mistake(
+        "low_precision", "{name} fits {op} in {text}: it was computed, or passed on, with so few digits.",
+        lambda at, dtype: rounded(at.expected(), dtype), coarser, when=lambda case: case.op != case.point)),
+    numbers.too_few_digits,
+)
 
 
-@hypothesis(*NORMS)
-def another_epsilon(case: Case) -> Diagnosis | None:
-    """Does another epsilon fit?"""
+# The two ends.
+
+def _global_rows(at: At) -> torch.Tensor:
+    ids, looked_up = at.case.ids, at.case.ids.clone()
+    for shard in at.case.plan.ranks:
+        mine = (ids >= shard.vocab.start) & (ids < shard.vocab.stop)
+        looked_up[mine] = shard.vocab.start + ids[mine].clamp(max=len(shard.vocab) - 1)
+    return looked_up
+
+
+def _misread(case: Case) -> dict[int, str]:
+    """How many tokens that concerns, if any."""
+    wrong = int((_global_rows(right(case, 0)) != case.ids).sum())
+    return {wrong: f"{wrong} of {len(case.ids)}"} if wrong else {}
+
+
+def _own_rows(at: At) -> torch.Tensor:
+    return at.expected() * torch.isin(at.case.ids, torch.tensor([*at.case.plan.ranks[at.rank].vocab]))[:, None]
+
+
+ENDS = (
+    Family("embed", Mistake(
+        "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
+        "number inside a rank's shard is the token id minus the shard's first row.",
+        lambda at, _: {"ids": _global_rows(at)}, _misread, number="tokens")),
+    steps.rows_in_other_orders,
+    Family("embed", Mistake(
+        "all_reduce_missing", "Each rank has the embeddings of its own tokens, and zeros for the others: the "
+        "all-reduce behind the embedding is missing, or its result was dropped.", _own_rows, when=several_ranks)),
+    numbers.embedding_times,
+    Family("logits", Mistake(
+        "head_tied", "The logits were made with the embedding as the head; this checkpoint has an lm_head.weight of "
+        "its own, and does not tie them.", lambda at: {"weight": at.frame.weights.raw(EMBEDDING)},
+        when=lambda case: not case.config.tie_word_embeddings)),
+    numbers.rows_that_nobody_has,
+    numbers.logits_times,
+    places.ranks_exchanged,
+    places.head_rows,
+    numbers.empty_head,
+    numbers.unrelated_head,
+)
+
+
+# Norms.
+
+def _outside(at: At, eps: float) -> torch.Tensor:
+    return at.weight() * at.given() / (at.given().pow(2).mean(-1, keepdim=True).sqrt() + eps)
+
+
+def _divided(by: Callable) -> Callable:
+    """The norm with another measure of size in the place of the mean square."""
+    def change(at: At) -> torch.Tensor:
+        x = at.given()
+        return at.weight() * x * torch.rsqrt(by(x.float()) + at.case.config.rms_norm_eps).to(x.dtype)
+    return change
+
+
+def _squares(case: Case) -> torch.Tensor:
+    return right(case, case.wrong_ranks[0]).given().float().pow(2).mean(-1)
+
+
+def _epsilons(case: Case) -> tuple[float, float]:
     eps = case.config.rms_norm_eps
-    squares = _input(right(case, case.wrong_ranks[0]), case.op).float().pow(2).mean(-1)
-    if not squares.max() > 1.05 * squares.min():
-        return None  # all rows are as large: any factor would pass for an epsilon
-
-    def inside(number):
-        return lambda at, op: rms_norm(_input(at, op), _weight(at, op), number)
-
-    def outside(number):
-        return lambda at, op: _weight(at, op) * _input(at, op) / (
-            _input(at, op).pow(2).mean(-1, keepdim=True).sqrt() + number)
-    for where, family in (("", inside), (" outside of the square root", outside)):
-        found = fitted(case, family, eps / 1e6, max(eps, squares.max().item()) * 10)
-        if found is not None:
-            return case.diagnosis("norm_epsilon", f"{case.op} is right for an epsilon of {found:.2g}{where}; the "
-                                  f"checkpoint says {eps:g}.", epsilon=found)
+    return eps / 1e6, max(eps, _squares(case).max().item()) * 10
 
 
-@hypothesis(*NORMS)
-def another_kind_of_norm(case: Case) -> Diagnosis | None:
-    """Is it a norm without its weight, with 1 + weight, one that subtracts the mean, or one applied twice?"""
-    eps = case.config.rms_norm_eps
-
-    def normed(at, op, x=None, weight=None):
-        return rms_norm(_input(at, op) if x is None else x, _weight(at, op) if weight is None else weight, eps)
-
-    def centred(at, op):
-        return normed(at, op, _input(at, op) - _input(at, op).mean(-1, keepdim=True))
-
-    def by_deviation(at, op):
-        x = _input(at, op)
-        return _weight(at, op) * x * torch.rsqrt(x.float().var(-1, keepdim=True) + eps).to(x.dtype)
-    kind = best(case, {
-        ("norm_weight_missing", "normalized, but not multiplied with the norm's weight"):
-            lambda at, op: normed(at, op, weight=torch.ones_like(_weight(at, op))),
-        ("norm_plus_one", "multiplied with 1 + weight, as Gemma does; this checkpoint's weight is the factor itself"):
-            lambda at, op: normed(at, op, weight=1 + _weight(at, op)),
-        ("layer_norm", "what a LayerNorm gives, which subtracts the mean; this model has RMSNorm"): centred,
-        ("norm_by_deviation", "divided by the standard deviation, where the mean is left out, not the mean square"):
-            by_deviation,
-        ("norm_twice", "normalized twice"): lambda at, op: normed(at, op, x=normed(at, op))})
-    if kind is not None:
-        return case.diagnosis(kind[0], f"{case.op} is {kind[1]}.")
+def _rows_differ(case: Case) -> bool:
+    """Whether rows are of unlike size: otherwise any factor would pass for an epsilon."""
+    return bool(_squares(case).max() > 1.05 * _squares(case).min())
 
 
-@hypothesis("q_norm", "k_norm")
-def norm_over_all_heads(case: Case) -> Diagnosis | None:
-    """Was the mean square taken over all heads of a rank together?"""
-    def over_all(at, op):
-        x = _input(at, op).float()
-        x = x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + case.config.rms_norm_eps)
-        return _weight(at, op) * x.to(at.frame.dtype)
-    if explains(case, over_all):
-        return case.diagnosis("norm_over_all_heads", f"{case.op} was divided by the root mean square of all heads of a "
-                              "token together; each head has its own.")
+def _other_norms(case: Case) -> dict[str, str]:
+    at = right(case, 0)
+    own, weights = at.weight(), case.frame.weights
+    return {name: name for name in weights.parts if len(case.ops) == 1 and name.endswith("norm.weight")
+            and weights.parts[name].shape == own.shape and not torch.equal(weights.raw(name).to(own.dtype), own)}
 
 
-@hypothesis(*NORMS)
-def weight_of_another_norm(case: Case) -> Diagnosis | None:
-    """Was it multiplied with the weight of another norm?"""
-    if len(case.ops) > 1:
-        return None
-    weights, own = case.frame.weights, f"{NORMS[case.op][0]}.weight"
-    mine = case.weight(own)
-    others = {name: weights.raw(name).to(mine.dtype) for name in weights.parts
-              if name.endswith("norm.weight") and weights.parts[name].shape == mine.shape}
-    found = best(case, {name: lambda at, op, other=other: rms_norm(_input(at, op), other, case.config.rms_norm_eps)
-                        for name, other in others.items() if not torch.equal(other, mine)})
-    if found is not None:
-        return case.diagnosis("wrong_layer" if found.endswith(own) else "norm_weight_exchanged", f"{case.op} is right "
-                              f"but for its weight: it was multiplied with {found}.")
+def _other_norm(name: str, same: bool) -> Mistake:
+    def values(case: Case) -> dict[str, str]:
+        own = POINTS[case.op].module + ".weight"
+        return {other: other for other in _other_norms(case) if other.endswith(own) == same}
+    return Mistake(name, "{op} is right but for its weight: it was multiplied with {text}.",
+                   lambda at, other: {"weight": at.frame.weights.raw(other).to(at.frame.dtype)}, values)
 
 
-@hypothesis("post_norm")
-def norm_of_something_else(case: Case) -> Diagnosis | None:
-    """Is it the norm of another tensor than the residual stream?"""
-    says = {"before": "the layer's input: attention's output has not been added yet",
-            "o_proj": "attention's output alone, without the residual stream"}
-    source = best(case, {name: lambda at, op, name=name: rms_norm(at(name), _weight(at, op), case.config.rms_norm_eps)
-                         for name in says})
-    if source is not None:
-        return case.diagnosis("norm_wrong_input", f"{case.op} is the norm of {says[source]}.")
+NORMING = (
+    numbers.norm_in_place,
+    Family(NORMS, Mistake("norm_missing", "{op} is what the norm was given, unchanged: it is not applied.",
+                          lambda at: at.given()),
+           Mistake("norm_missing", "{op} is the norm's input times its weight: it was never divided by its root mean "
+                   "square.", lambda at: at.given() * at.weight())),
+    numbers.scaled_into_the_first_norm,
+    Family(NORMS, Mistake("norm_epsilon", "{op} is right for an epsilon of {value:.2g}; the checkpoint says {eps:g}.",
+                          lambda at, eps: {"eps": eps}, fit=_epsilons, number="epsilon", when=_rows_differ),
+           Mistake("norm_epsilon", "{op} is right for an epsilon of {value:.2g} outside of the square root; the "
+                   "checkpoint says {eps:g}.", _outside, fit=_epsilons, number="epsilon", when=_rows_differ)),
+    Family(NORMS, Mistake("norm_weight_missing", "{op} is normalized, but not multiplied with the norm's weight.",
+                          lambda at: {"weight": torch.ones_like(at.weight())}),
+           Mistake("norm_plus_one", "{op} is multiplied with 1 + weight, as Gemma does; this checkpoint's weight is "
+                   "the factor itself.", lambda at: {"weight": 1 + at.weight()}),
+           Mistake("layer_norm", "{op} is what a LayerNorm gives, which subtracts the mean; this model has RMSNorm.",
+                   lambda at: {"x": at.given() - at.given().mean(-1, keepdim=True)}),
+           Mistake("norm_by_deviation", "{op} is divided by the standard deviation, where the mean is left out, not "
+                   "the mean square.", _divided(lambda x: x.var(-1, keepdim=True))),
+           Mistake("norm_by_deviation", "{op} is divided by the root of the variance, where the mean is left out, not "
+                   "the mean square.", _divided(lambda x: x.var(-1, keepdim=True, correction=0))),
+           Mistake("norm_by_sum", "{op} is divided by the root of the sum of squares; it should be their mean.",
+                   _divided(lambda x: x.pow(2).sum(-1, keepdim=True))),
+           Mistake("norm_twice", "{op} is normalized twice.", lambda at: {"x": at.expected()})),
+    Family(("q_norm", "k_norm"), Mistake(
+        "norm_over_all_heads", "{op} was divided by the root mean square of all heads of a token together; each head "
+        "has its own.", _divided(lambda x: x.pow(2).mean((-2, -1), keepdim=True)))),
+    Family(NORMS, _other_norm("wrong_layer", True), _other_norm("norm_weight_exchanged", False)),
+    Family("post_norm", Mistake("norm_wrong_input", "{op} is the norm of {text}.", lambda at, name: {"x": at(name)}, {
+        "before": "the layer's input: attention's output has not been added yet",
+        "o_proj": "attention's output alone, without the residual stream"})),
+)

@@ -1,143 +1,189 @@
-"""Hypotheses about q and k after RoPE: how, and as which positions, were the tokens rotated?"""
+"""Mistakes of RoPE: other positions, other angles, terms exchanged or lost."""
+
+from collections.abc import Callable
 
 import torch
 
-from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import before_rope, best, coarser, explains, right, rotated, rounded, tables
+from tplab.align.arithmetic import rotated
+from tplab.align.diagnose import numbers
+from tplab.align.diagnose.case import Case
+from tplab.align.diagnose.table import Family, Mistake
+from tplab.align.diagnose.wrong import At, coarser, rounded
+from tplab.align.points import made_by
+from tplab.model.rope import Rotary
+
+ROPE = made_by("rope")
+FULL_FLOAT = ("default", "linear", "llama3", "yarn")  # angles are a product of position and frequency
 
 
-@hypothesis("q_rope", "k_rope")
-def not_rotated(case: Case) -> Diagnosis | None:
-    """Is q after RoPE what it was before?"""
-    if explains(case, before_rope):
-        return case.diagnosis("rope_missing", f"{case.op} equals {case.op[0]}: nothing was rotated. RoPE is not "
-                              "called, or it fails and something swallows the exception.", "rope_swallowed")
+def _pairs(at: At) -> torch.Tensor:
+    x, tables = at.given(), at.rotary()
+    cos, sin = (tables[name][0, :, None, :x.shape[-1] // 2] for name in ("cos", "sin"))
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
-@hypothesis("q_rope", "k_rope")
-def rotated_in_pairs(case: Case) -> Diagnosis | None:
-    """Are neighbours paired?"""
-    def pairs(at, op):
-        x = before_rope(at, op)
-        cos, sin = (table[0, :, None, :x.shape[-1] // 2] for table in tables(at))
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    if explains(case, pairs):
-        return case.diagnosis("rope_pairs", f"{case.op} is {case.op[0]} with numbers 0 and 1, 2 and 3, … turned "
-                              f"as pairs. This checkpoint pairs i with i + {case.config.head_dim // 2}, the two halves "
-                              "of a head.")
+def _over_heads(at: At) -> torch.Tensor:
+    x, tables = at.given(), at.rotary()
+    rows = torch.arange(x.shape[1]) % tables["cos"].shape[1]
+    return rotated(at.case.config.model_type, x.transpose(0, 1), tables["cos"][:, rows], tables["sin"][:, rows]
+                   ).transpose(0, 1)
 
 
-@hypothesis("q_rope", "k_rope")
-def rotated_by_head(case: Case) -> Diagnosis | None:
-    """Does the angle depend on the head instead of the token?"""
-    def by_head(at, op):
-        x = before_rope(at, op)
-        cos, sin = tables(at)
-        rows = torch.arange(x.shape[1]) % cos.shape[1]
-        return rotated(case, x.transpose(0, 1), cos[:, rows], sin[:, rows]).transpose(0, 1)
-    if explains(case, by_head):
-        return case.diagnosis("rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of "
-                              "position h: cos and sin were broadcast over the heads instead of the tokens.")
+def angles(at: At, turn: torch.Tensor, scale: float = 1.0, dtype: torch.dtype | None = None) -> dict:
+    """Tables of these angles, ``[rows, head_dim / 2]``, rounded to ``dtype`` if one is given."""
+    both = (scale * table.repeat(1, 2)[None] for table in (turn.cos(), turn.sin()))
+    return dict(zip(("cos", "sin"), ((x if dtype is None else x.to(dtype)).to(at.frame.dtype) for x in both)))
 
 
-@hypothesis("q_rope", "k_rope")
-def rounded_first(case: Case) -> Diagnosis | None:
-    """Had q fewer digits when it was turned?"""
-    for dtype in coarser(case):
-        if explains(case, lambda at, op, dtype=dtype: rotated(case, rounded(before_rope(at, op), dtype), *tables(at))):
-            name = str(dtype).removeprefix("torch.")
-            return case.diagnosis("low_precision", f"{case.op} fits {case.op[0]} in {name}, rotated: it was cast to "
-                                  f"{name} before RoPE.")
+def by_frequency(at: At, frequencies: torch.Tensor, scale: float = 1.0) -> dict:
+    """Pair i of the token at position p turned by p × frequencies[i]."""
+    return angles(at, at.frame.positions[:, None].double() * frequencies[None], scale)
 
 
-def _changed(case: Case, **parameters) -> bool:
-    """Whether the checkpoint's RoPE with other parameters fits."""
-    return explains(case, lambda at, op: rotated(case, before_rope(at, op), *tables(at, **parameters)))
-
-
-@hypothesis("q_rope", "k_rope")
-def default_theta(case: Case) -> Diagnosis | None:
-    """Is theta 10000?"""
-    theta = case.config.hf.rope_parameters["rope_theta"]
-    if theta != 10000.0 and _changed(case, rope_theta=10000.0):
-        return case.diagnosis("rope_default_theta", f"{case.op} is right for theta 10000; the checkpoint says "
-                              f"{theta:g}.", theta=theta)
-
-
-@hypothesis("q_rope", "k_rope")
-def scaling_ignored(case: Case) -> Diagnosis | None:
-    """Are the frequencies those of an unscaled RoPE?"""
-    kind = case.config.hf.rope_parameters["rope_type"]
-    if kind != "default" and _changed(case, rope_type="default"):
-        return case.diagnosis("rope_scaling_ignored", f"{case.op} is right for an unscaled RoPE; the checkpoint "
-                              f"scales it ({kind}).")
-
-
-@hypothesis("q_rope", "k_rope")
-def other_positions(case: Case) -> Diagnosis | None:
-    """As which position was each token turned? Try them all, and read the pattern."""
-    used = _positions_used(case)
-    if used is None or torch.equal(used, case.positions) or torch.equal(used, 2 * case.positions):
-        return None
-    wrong = (used != case.positions).nonzero().flatten()
-    decoded = [row for row, place in enumerate(case.places) if place in case.decoded]
-    first, decoding = int(wrong[0]), wrong.tolist() == decoded
-    numbers = {"first_token": first, "position": int(case.positions[first]), "used": int(used[first])}
-    says = (f"token {first}, at position {numbers['position']}, was rotated as if it stood at {numbers['used']} "
-            f"({len(wrong)} of {len(used)} tokens are misplaced). Keys are wrong, values are right: a position error")
-    if decoding and torch.equal(used[wrong], case.positions[wrong] + 1):
-        return case.diagnosis("decode_position_off_by_one", f"One too far: {says}. The newest of n tokens stands at "
-                              "position n - 1.", **numbers)
-    if decoding and not used[wrong].any():
-        return case.diagnosis("decode_position_restarted", f"Counted from 0 again: {says}. A decode step's position is "
-                              "the number of tokens before it.", "rope_missing", "rope_swallowed", **numbers)
-    prompts = [row for row in range(len(used)) if row not in set(decoded) and case.positions[row]]
-    if decoded and wrong.tolist() == prompts and not used[wrong].any():
-        return case.diagnosis("rope_missing", f"{case.point} equals {case.point[0]} where several tokens came at once; "
-                              "tokens that came alone were turned. RoPE fails for prompts, and something swallows the "
-                              "exception.", "rope_swallowed", **numbers)
-    return case.diagnosis("rope_positions", f"RoPE is right, the positions are not: {says}.", **numbers)
-
-
-@hypothesis("q_rope", "k_rope")
-def usual_wrong_positions(case: Case) -> Diagnosis | None:
-    """Where q and k were not seen after RoPE: does one of the usual mistakes explain attention's output?"""
-    if case.op == case.point:
-        return None
+def _usual_positions(case: Case) -> dict[str, torch.Tensor]:
     rows = torch.tensor([place in case.decoded for place in case.places])
-    starts: dict[tuple[int, int], int] = {}
-    calls = [(number, keys) for (number, _), keys in zip(case.places, case.recording.num_keys)]
-    for call, (_, position) in zip(calls, case.places):
-        starts[call] = min(position, starts.get(call, position))
-    begun = torch.tensor([starts[call] for call in calls])
-    wrong = {("decode_position_off_by_one", "a decoding token is turned one position too far; the newest of n tokens "
-              "stands at position n - 1"): case.positions + rows,
-             ("decode_position_restarted", "a decoding token is turned as if it stood at position 0"):
-             case.positions * ~rows,
-             ("rope_positions", "every call counts its positions from 0 again"): case.positions - begun}
-
-    def turned(at, op, positions):
-        return rotated(case, before_rope(at, op), *at.frame.tables(case.config.hf, positions))
-    found = best(case, {kind: lambda at, op, positions=positions: turned(at, op, positions)
-                        for kind, positions in wrong.items() if not torch.equal(positions, case.positions)})
-    if found:
-        return case.diagnosis(found[0], f"Attention fits other positions: {found[1]}.")
+    return {"one": case.positions + rows, "zero": case.positions * ~rows, "call": case.positions - case.begins}
 
 
-def _positions_used(case: Case) -> torch.Tensor | None:
-    """For each token the position as which it was turned, ``[tokens]``; None if for some token there is none."""
-    if case.op != case.point:
-        return None
-    before, ours = case.reference(case.frame.before_rope(case.op[0])), case.ours(case.op)
-    candidates = torch.arange(-1, sum(case.lengths) + 2)
-    cos, sin = tables(right(case, 0), candidates)
-    used = []
-    for token, turned in zip(before, ours):
-        guesses = rotated(case, token.expand(len(candidates), -1, -1), cos, sin)
-        distance = (guesses - turned).abs().amax((1, 2))
-        if not distance.min() <= case.tolerance * ours.abs().max():
-            return None
-        used.append(int(candidates[distance.argmin()]))
-    return torch.tensor(used)
+def _as_positions(name: str, which: str, says: str) -> Mistake:
+    return Mistake(name, "Attention fits other positions: " + says + ".", lambda at: dict(zip(
+        ("cos", "sin"), at.frame.tables(at.case.config.hf, _usual_positions(at.case)[which]))), when=lambda case:
+        case.op != case.point and not torch.equal(_usual_positions(case)[which], case.positions))
+
+
+def _spectrum(at: At, value: tuple) -> dict:
+    frequencies, scale = numbers.own_frequencies(at.case)
+    stretch, power, share = value
+    some = torch.arange(len(frequencies)) < len(frequencies) // share
+    return by_frequency(at, frequencies * stretch * some, scale ** power)
+
+
+def _spectra(name: str, says: str, values) -> Mistake:
+    return Mistake(name, "{op} is not what the checkpoint's RoPE gives: " + says + ".", _spectrum, values)
+
+
+def _scaled(case: Case) -> dict:
+    scale = numbers.own_frequencies(case)[1]
+    return {(1, power, 1): f"the factor {scale:.4g} of cos and sin was {what}"
+            for power, what in ((0, "left out"), (2, "taken twice")) if abs(scale - 1) > 1e-6}
+
+
+def _front(at: At, value: tuple[int, int]) -> torch.Tensor:
+    size, whole = value
+    x, theta = at.given(), at.case.config.hf.rope_parameters["rope_theta"]
+    tables = by_frequency(at, (theta ** (-torch.arange(0, size, 2) / whole)).double())
+    turned = rotated(at.case.config.model_type, x[..., :size], tables["cos"], tables["sin"])
+    return torch.cat([turned, x[..., size:]], -1)
+
+
+def _fronts(case: Case) -> dict:
+    dim = case.config.head_dim
+    return {(dim // share, whole): f"{dim // share}" for share in (4, 2) for whole in (dim, dim // share)
+            if dim // share % 2 == 0}
+
+
+def _rounded_tables(at: At, value: tuple[str, torch.dtype]) -> dict:
+    what, dtype = value
+    rows, scale = at.frame.positions[:, None], numbers.own_frequencies(at.case)[1]
+    single = Rotary(at.case.config.hf).embedding.inv_freq  # to the last bit: far positions show it
+    few = rows.to(dtype)
+    turn = {"tables": rows * single[None], "frequencies": rows * single.to(dtype).float(),
+            "angles": (rows * single[None]).to(dtype), "positions": few.float() * single,
+            "product": few * single.to(dtype), "all": few * single.to(dtype)}[what]
+    return angles(at, turn.float(), scale, dtype if what in ("tables", "all") else None)
+
+
+def _table_texts(case: Case) -> dict:
+    says = {"tables": "cos and sin were rounded to {}", "frequencies": "the frequencies were rounded to {}",
+            "angles": "the angles were rounded to {}", "positions": "the positions were rounded to {}, which counts no "
+            "further than {}", "product": "the angles were computed in {}",
+            "all": "the angles, their cos and sin were computed in {}"}
+    return {(what, dtype): text.format(str(dtype).removeprefix("torch."), limit) for dtype, limit in (
+        (torch.bfloat16, 256), (torch.float16, 2048)) for what, text in says.items()}
+
+
+def _other_half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def _terms(says: str, change: Callable) -> Mistake:
+    def turned(at: At) -> torch.Tensor:
+        tables = at.rotary()
+        return change(at.given(), *(tables[name][0, :, None] for name in ("cos", "sin")))
+    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".", turned)
+
+
+def _in_pairs(table: torch.Tensor) -> torch.Tensor:
+    return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
+
+
+def _upwards(at: At) -> dict:
+    theta, size = at.case.config.hf.rope_parameters["rope_theta"], at.case.config.head_dim
+    turn = at.frame.positions[:, None] * theta ** (torch.arange(0, size, 2) / size)  # in float32: they are large
+    return angles(at, turn)
+
+
+def _viewed(says: str, before: bool, behind: bool) -> Mistake:
+    def change(at: At) -> torch.Tensor:
+        x = at.given()
+        tokens, heads, dim = x.shape
+        turned = at.make(x=x.reshape(heads, tokens, dim).transpose(0, 1) if before else x)
+        return turned.transpose(0, 1).reshape(x.shape) if behind else turned
+    return Mistake("rope_viewed", "{op} is turned with numbers of other tokens: " + says + ", a view or reshape stands "
+                   "where a transpose exchanges heads and tokens.", change)
+
+
+TURNING = (
+    Family(ROPE, Mistake(
+        "rope_missing", "{op} equals {op[0]}: nothing was rotated. RoPE is not called, or it fails and something "
+        "swallows the exception.", lambda at: at.given(), alike=("rope_swallowed",))),
+    Family(ROPE, Mistake(
+        "rope_pairs", "{op} is {op[0]} with numbers 0 and 1, 2 and 3, … turned as pairs. This checkpoint pairs i with "
+        "i + {half}, the two halves of a head.", _pairs)),
+    Family(ROPE, Mistake(
+        "rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of position h: cos and "
+        "sin were broadcast over the heads instead of the tokens.", _over_heads)),
+    Family(ROPE, Mistake(
+        "low_precision", "{op} fits {op[0]} in {text}, rotated: it was cast to {text} before RoPE.",
+        lambda at, dtype: {"x": rounded(at.given(), dtype)}, coarser)),
+    Family(ROPE, Mistake(
+        "rope_default_theta", "{op} is right for theta 10000; the checkpoint says {theta:g}.",
+        lambda at: at.rotary(rope_theta=10000.0),
+        when=lambda case: case.config.hf.rope_parameters["rope_theta"] != 10000.0)),
+    Family(ROPE, Mistake(
+        "rope_scaling_ignored", "{op} is right for an unscaled RoPE; the checkpoint scales it ({kind}).",
+        lambda at: at.rotary(rope_type="default"),
+        when=lambda case: case.config.hf.rope_parameters["rope_type"] != "default")),
+    numbers.other_positions,
+    Family(ROPE, _as_positions("decode_position_off_by_one", "one", "a decoding token is turned one position too far; "
+                               "the newest of n tokens stands at position n - 1"),
+           _as_positions("decode_position_restarted", "zero", "a decoding token is turned as if it stood at 0"),
+           _as_positions("rope_positions", "call", "every call counts its positions from 0 again")),
+    numbers.another_theta,
+    Family(ROPE, _spectra("rope_attention_factor", "{text}", _scaled),
+           _spectra("rope_direction", "it was turned the other way round: the sign of sin is wrong", {(-1, 1, 1): ""}),
+           _spectra("rope_twice", "it was turned twice", {(2, 2, 1): ""}),
+           _spectra("rope_partial", "only the first {text} pairs were turned", lambda case: {
+               (1, 0, share): f"{case.config.head_dim // 2 // share} of {case.config.head_dim // 2}"
+               for share in (4, 2)}),
+           _spectra("rope_scaling", "all positions are multiplied by {text}", lambda case: {
+               (part, 1, 1): f"{part:.4g}" for part in numbers.stretches(case)})),
+    Family(ROPE, Mistake("rope_partial", "Only the first {text} of a head's {dim} numbers were turned.", _front,
+                         _fronts)),
+    Family(ROPE, Mistake(
+        "rope_dtype", "{op} is turned by angles of too few digits: {text}. They belong in float32.", _rounded_tables,
+        _table_texts, when=lambda case: case.config.hf.rope_parameters["rope_type"] in FULL_FLOAT)),
+    Family(ROPE, _terms("cos and sin have changed places", lambda x, cos, sin: x * sin + _other_half(x) * cos),
+           _terms("it is multiplied with cos, and the sine's part is missing", lambda x, cos, sin: x * cos),
+           _terms("the cosine's part is missing", lambda x, cos, sin: _other_half(x) * sin),
+           _terms("the other half comes in without its sign, which mirrors and does not turn",
+                  lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * sin),
+           _terms("the halves are turned by tables that were laid out for pairs of neighbours",
+                  lambda x, cos, sin: x * _in_pairs(cos) + _other_half(x) * _in_pairs(sin)),
+           Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: theta's exponents have the wrong sign, "
+                   "so the later pairs are the faster ones.", _upwards)),
+    Family(ROPE, _viewed("before the rotation and behind it", True, True), _viewed("before the rotation", True, False),
+           _viewed("behind the rotation", False, True)),
+)

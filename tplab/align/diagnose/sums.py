@@ -1,32 +1,79 @@
-"""Hypotheses about partial sums and all-reduces."""
+"""Procedures that find out of which tensors, and how many times each, something is the sum."""
 
 from dataclasses import replace
 
 import torch
 
 from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.registry import hypothesis
-from tplab.align.diagnose.wrong import LINEAR, best, explains, has_bias, linear, right, vector
+from tplab.align.diagnose.table import procedure
+from tplab.align.diagnose.wrong import explains, fitting, right
+from tplab.align.points import POINTS
+
+# what else may have been taken into a sum
+_OTHERS = {"residual": ("input_norm",), "output": ("post_norm", "before", "o_proj")}
+_SAYS = {"before": "the layer's input", "input_norm": "the normalized input", "o_proj": "attention's output",
+         "residual": "the residual stream", "post_norm": "the normalized residual stream", "mlp": "the MLP's output"}
 
 
-@hypothesis("o_partial", "mlp_partial")
-def bias_on_every_rank(case: Case) -> Diagnosis | None:
-    """Is the sum too large by a constant, and is that constant the bias, tp - 1 times?"""
-    module, times = LINEAR[case.op][0], case.recording.world_size - 1
-    if times and has_bias(case, case.op) and explains(case, lambda at, op: linear(
-            at, op, bias=0 * vector(case, op)) + vector(case, op)):
-        return case.diagnosis("row_bias_everywhere", "The sum of the ranks' parts is too large by the same vector for "
-                              f"every token: {times:.2f} times the bias of {module}. It belongs to the sum, so one "
-                              "rank adds it.", times=times)
+@procedure("residual", "output", names="residual_missing sublayer_missing residual_wrong_place parallel_sublayers "
+                                       "residual_on_every_rank all_reduce_twice")
+def another_sum(case: Case) -> Diagnosis | None:
+    """Is it another sum of the tensors at hand, each taken a whole number of times?"""
+    stream, branch = POINTS[case.op].made_from
+    rank, tp = case.wrong_ranks[0], case.plan.tensor_parallel_size
+    ours = case.looked_at(case.shard(case.point, rank)).double().flatten()
+    if case.op != case.point or not torch.isfinite(ours).all():
+        return None
+    found = []
+    for other in (None, *_OTHERS[case.op]):
+        names = [name for name in (stream, branch, other) if name]
+        columns = torch.stack([case.looked_at(right(case, rank)(name)).double().flatten() for name in names], 1)
+        if not torch.isfinite(columns).all():
+            return None
+        times = dict(zip(names, torch.linalg.lstsq(columns, ours[:, None]).solution.flatten().round().tolist()))
+        if (times[stream], times[branch]) == (1, 1) and not other or (other and not times[other]) or not any(
+                times.values()):
+            continue
+        if (case.op, case.layer) == ("residual", "layers.0") and times[stream] not in (0, 1, tp) and times[branch] == 1:
+            continue  # rather a number that is not whole: see below
+        if explains(case, lambda at, times=times: sum(n * at(name) for name, n in times.items() if n)):
+            found.append((sum(map(abs, times.values())), len(found), other, times))
+    if not found:
+        return None
+    _, _, other, times = min(found)  # what is made of the fewest
+    said = " + ".join(f"{n:g} × {_SAYS[name]}" if n != 1 else _SAYS[name] for name, n in times.items() if n)
+    fault = ("residual_missing" if not times[stream] and not other else
+             "sublayer_missing" if not times[branch] else
+             "residual_wrong_place" if other and not times[stream] else
+             "parallel_sublayers" if other == "o_proj" and set(times.values()) == {1} else
+             "residual_on_every_rank" if times[stream] == tp > 1 and times[branch] == 1 and not other else
+             "all_reduce_twice" if times[branch] == tp > 1 and times[stream] == 1 and not other else None)
+    return case.diagnosis(fault, f"{case.first.name} is {said}; right is {_SAYS[stream]} + {_SAYS[branch]}.", **times)
 
 
-@hypothesis("o_partial", "mlp_partial")
+@procedure("residual", names="embedding_scale")
+def scaled_behind_the_embedding(case: Case) -> Diagnosis | None:
+    """Were the embeddings multiplied with a number before they entered the first layer?"""
+    rank = case.wrong_ranks[0]
+    ours, stream = (x.double() for x in (case.shard("residual", rank), right(case, rank)("before")))
+    if case.op != case.point or case.layer != "layers.0" or not torch.isfinite(ours).all():
+        return None
+    times = (((ours - right(case, rank)("o_proj")) * stream).sum() / (stream * stream).sum()).item()
+    if explains(case, lambda at: times * at("before") + at("o_proj")):
+        return case.diagnosis("embedding_scale", f"{case.first.name} is {times:.5g} × {_SAYS['before']} + "
+                              f"{_SAYS['o_proj']}: the embeddings were multiplied with a number (Gemma does that, with "
+                              f"the root of its hidden size, here {case.config.hidden_size ** 0.5:.5g}); this model "
+                              "does not.",
+                              times=times)
+
+
+@procedure("o_partial", "mlp_partial", names="all_reduce_missing all_reduce_dropped")
 def reduced_in_some_calls(case: Case) -> Diagnosis | None:
     """Is it the sum of all ranks already, in some rows, and each rank's own summand in the others?"""
     if case.scope is None or case.op != case.point:
         return None
-    parts = [right(case, rank).expected(case.op) for rank in range(case.recording.world_size)]
-    if len(parts) > 1 and explains(case, lambda at, op: sum(parts[1:], parts[0])):
+    parts = [right(case, rank).expected() for rank in case.frame.ranks]
+    if len(parts) > 1 and explains(case, lambda at: sum(parts[1:], parts[0])):
         words = next((other.words for other in case.scopes() if torch.equal(other.rows, ~case.scope)),
                      "in the other rows only")
         found = case.diagnosis("all_reduce_missing", f"{case.op} is the sum of all ranks' summands in some rows, and "
@@ -35,12 +82,12 @@ def reduced_in_some_calls(case: Case) -> Diagnosis | None:
         return replace(found, scope=words)
 
 
-@hypothesis("o_proj", "mlp")
+@procedure("o_proj", "mlp", names="all_reduce_missing all_reduce_dropped")
 def not_reduced(case: Case) -> Diagnosis | None:
     """Does each rank go on with its own summand, and does its op log know of a reduce?"""
-    partial, tp = {"o_proj": "o_partial", "mlp": "mlp_partial"}[case.op], case.recording.world_size
+    partial, tp = POINTS[case.op].made_from[0], case.recording.world_size
     if all(map(torch.equal, case.shards(partial), case.shards(case.op))) if case.op == case.point and case.has(
-            partial) else tp > 1 and explains(case, lambda at, op: at(partial)):
+            partial) else tp > 1 and explains(case, lambda at: at(partial)):
         done = [sum(record.op == "all_reduce" for record in log) for log in case.report.op_logs]
         wanted = 1 + 2 * case.config.num_layers
         dropped = bool(done) and min(done) >= wanted
@@ -53,18 +100,21 @@ def not_reduced(case: Case) -> Diagnosis | None:
                               wanted=wanted, done=min(done, default=0))
 
 
-@hypothesis("o_proj", "mlp")
+@procedure("o_proj", "mlp", names="all_reduce_average all_reduce_twice all_reduce_subset")
 def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
     """How many times does each rank's summand stand in each rank's result?"""
     tp = case.recording.world_size
+    if tp == 1:
+        return None
     if case.op != case.point:  # the sum itself was not recorded
-        return _averaged_or_twice(case, tp)
-    parts = [right(case, rank)(f"{case.op.removesuffix('_proj')}_partial") for rank in range(tp)]
-    columns, found = torch.stack([part.double().flatten() for part in parts], 1), []
+        times = next(iter(fitting(case, {n: lambda at, n=n: n * at.expected() for n in (1 / tp, tp)})), None)
+        return times and _times(case, times)
+    parts = [right(case, rank)(POINTS[case.op].made_from[0]) for rank in range(tp)]
+    columns, found = torch.stack([case.looked_at(part).double().flatten() for part in parts], 1), []
     for held in case.shards(case.point):
-        if tp == 1 or not torch.isfinite(held).all() or not torch.isfinite(columns).all():
+        if not torch.isfinite(held).all() or not torch.isfinite(columns).all():
             return None
-        times = torch.linalg.lstsq(columns, held.double().flatten()[:, None]).solution.flatten()
+        times = torch.linalg.lstsq(columns, case.looked_at(held).double().flatten()[:, None]).solution.flatten()
         found.append((times * tp).round() / tp)
     if any(not case.fits(held, sum(n * part for n, part in zip(times.tolist(), parts)))
            for held, times in zip(case.shards(case.point), found)):
@@ -72,25 +122,17 @@ def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
     every = torch.stack(found)
     if bool((every == 1).all() or (every == 0).all(1).any()) or torch.equal(every, torch.eye(tp, dtype=every.dtype)):
         return None
-    name = case.first.name
-    if bool((every == 1 / tp).all()):
-        return _times(case, 1 / tp)
-    if bool((every == tp).all()):
-        return _times(case, tp)
-    if bool(((every == 0) | (every == 1)).all()):
-        rank = int((every != 1).any(1).nonzero()[0])
-        added = every[rank].nonzero().flatten().tolist()
-        return case.diagnosis("all_reduce_subset", f"On rank {rank}, {name} is the sum of the summands of the ranks "
-                              f"{added} only; all {tp} belong to it.", rank=rank)
+    for times in (1 / tp, tp):
+        if bool((every == times).all()):
+            return _times(case, times)
     rank = int((every != 1).any(1).nonzero()[0])
+    if bool(((every == 0) | (every == 1)).all()):
+        added = every[rank].nonzero().flatten().tolist()
+        return case.diagnosis("all_reduce_subset", f"On rank {rank}, {case.first.name} is the sum of the summands of "
+                              f"the ranks {added} only; all {tp} belong to it.", rank=rank)
     said = " + ".join(f"{n:g} × rank {r}'s" for r, n in enumerate(every[rank].tolist()) if n)
-    return case.diagnosis(None, f"On rank {rank}, {name} is another sum of the ranks' summands than it should be: "
-                          f"{said or 'none of them'}.", rank=rank)
-
-
-def _averaged_or_twice(case: Case, tp: int) -> Diagnosis | None:
-    times = best(case, {n: lambda at, op, n=n: n * right(case, at.rank)(op) for n in (1 / tp, tp)}) if tp > 1 else None
-    return times and _times(case, times)
+    return case.diagnosis(None, f"On rank {rank}, {case.first.name} is another sum of the ranks' summands than it "
+                          f"should be: {said or 'none of them'}.", rank=rank)
 
 
 def _times(case: Case, times: float) -> Diagnosis:
@@ -101,3 +143,7 @@ def _times(case: Case, times: float) -> Diagnosis:
                               "were averaged, not added.", ranks=tp)
     return case.diagnosis("all_reduce_twice", f"{case.op} is {tp} times the right one on every rank: it was reduced "
                           "twice, or every rank's summand was the whole already.", times=tp)
+
+
+STREAMS = (another_sum, scaled_behind_the_embedding)
+REDUCED = (reduced_in_some_calls, not_reduced, another_sum_of_the_parts)

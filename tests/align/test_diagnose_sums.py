@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from helpers.real_cases import AT, RealRun, asked
-
-from tplab.align.diagnose import norms, residuals
+from helpers.real_cases import AT, RealRun, asked, asks_for
 
 MODEL = "model.layers.1."
 DIM, HIDDEN, EPS = 8, 24, 1e-5
@@ -54,7 +52,7 @@ def test_the_norm_by_hand_is_right(run, point):
     ("norm_by_deviation", by_deviation, "divided by the standard deviation, where the mean is left out, not the mean"),
     ("norm_twice", lambda x, w: normed(normed(x, w), w), "normalized twice.")])
 def test_another_kind_of_norm(run, point, fault, make, says):
-    found = asked(run, norms.another_kind_of_norm, made(run, point, make), AT + point)
+    found = asked(run, asks_for("norm_weight_missing"), made(run, point, make), AT + point)
     assert found.fault == fault and found.sentence.startswith(f"{point} is {says}")
 
 
@@ -62,7 +60,7 @@ def test_another_kind_of_norm(run, point, fault, make, says):
 @pytest.mark.parametrize("eps", [1e-2, 1e-3, 1e-1])
 def test_another_epsilon_is_read_off(run, point, eps):
     held = made(run, point, lambda x, w: normed(x, w, eps))
-    found = norms.another_epsilon(run.case(AT + point, held))
+    found = asks_for("norm_epsilon")(run.case(AT + point, held))
     assert found.fault == "norm_epsilon" and found.numbers == {"epsilon": pytest.approx(eps, rel=0.1)}
     assert "the checkpoint says 1e-05" in found.sentence
 
@@ -73,7 +71,7 @@ def test_the_mean_over_all_heads(run, point):
     if point == "k_norm":  # one KV head a rank: there is no other
         assert torch.allclose(held[0], run.x(AT + point, 0), atol=1e-5)
         return
-    found = asked(run, norms.norm_over_all_heads, held, AT + point)
+    found = asked(run, asks_for("norm_over_all_heads"), held, AT + point)
     assert found.fault == "norm_over_all_heads" and found.sentence.startswith("q_norm was divided by the root mean")
 
 
@@ -84,7 +82,8 @@ def test_the_weight_of_another_norm(run, point, other, fault):
     there = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm",
              "self_attn.q_norm": "self_attn.k_norm", "self_attn.k_norm": "self_attn.q_norm"}[name]
     full = f"model.layers.0.{name}.weight" if other == "other layer" else f"{MODEL}{there}.weight"
-    found = asked(run, norms.weight_of_another_norm, made(run, point, lambda x, w: normed(x, run.w(full))), AT + point)
+    held = made(run, point, lambda x, w: normed(x, run.w(full)))
+    found = asked(run, asks_for("norm_weight_exchanged"), held, AT + point)
     assert found.fault == fault
     assert found.sentence == f"{point} is right but for its weight: it was multiplied with {full}."
 
@@ -94,7 +93,7 @@ def test_the_weight_of_another_norm(run, point, other, fault):
     (AT + "o_proj", "attention's output alone, without the residual stream")])
 def test_the_norm_of_something_else(run, source, says):
     held = [normed(run.x(source, rank), run.w(f"{MODEL}post_attention_layernorm.weight")) for rank in range(3)]
-    found = asked(run, norms.norm_of_something_else, held, AT + "post_norm")
+    found = asked(run, asks_for("norm_wrong_input"), held, AT + "post_norm")
     assert found.fault == "norm_wrong_input" and found.sentence == f"post_norm is the norm of {says}."
 
 
@@ -117,7 +116,7 @@ def test_another_sum(run, point, names, fault, says):
     def of(name):
         return "layers.0.output" if name == "before" else AT + name
     held = [sum(times * run.x(of(name), rank) for name, times in names.items()) for rank in range(3)]
-    found = asked(run, residuals.another_sum, held, AT + point)
+    found = asked(run, asks_for("residual_missing"), held, AT + point)
     right = {"residual": "the layer's input + attention's output", "output": "the residual stream + the MLP's output"}
     assert found.fault == fault and found.sentence == f"layers.1.{point} is {says}; right is {right[point]}."
     assert {name: times for name, times in found.numbers.items() if times} == {n: t for n, t in names.items() if t}
@@ -128,17 +127,17 @@ def test_of_numbers_that_are_lost_nothing_is_a_sum(run):
     lost = {AT + "mlp": [run.x(AT + "mlp", 0).clone() for _ in range(3)]}
     for x in lost[AT + "mlp"]:
         x[2, 3] = float("nan")
-    assert residuals.another_sum(run.case(AT + "output", held, instead=lost)) is None
+    assert asks_for("residual_missing")(run.case(AT + "output", held, instead=lost)) is None
     held[0][0, 0] = float("inf")
-    assert residuals.another_sum(run.case(AT + "output", held)) is None
+    assert asks_for("residual_missing")(run.case(AT + "output", held)) is None
 
 
 def test_sublayers_beside_each_other(run):
     """The MLP gets the layer's input as well, so that attention's output comes to the sum behind it."""
     stream = {AT + "residual": [run.x("layers.0.output", rank) for rank in range(3)]}
     held = [run.x("layers.0.output", rank) + run.x(AT + "mlp", rank) + run.x(AT + "o_proj", rank) for rank in range(3)]
-    found = asked(run, residuals.another_sum, held, AT + "output", instead=stream)
+    found = asked(run, asks_for("residual_missing"), held, AT + "output", instead=stream)
     assert found.fault == "parallel_sublayers"
     assert "is the residual stream + the MLP's output + attention's output; right is" in found.sentence
     held = [x + run.x(AT + "mlp", rank) for rank, x in enumerate(held)]
-    assert asked(run, residuals.another_sum, held, AT + "output", instead=stream).fault is None
+    assert asked(run, asks_for("residual_missing"), held, AT + "output", instead=stream).fault is None

@@ -6,9 +6,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 from helpers import real_cases
-from helpers.real_cases import AT, RealRun
-
-from tplab.align.diagnose import attention, attention_scores, batches, cache, calls
+from helpers.real_cases import AT, RealRun, asks_for
 
 DIM, GROUP = 6, 2
 KEYS = [4] * 4 + [5, 6, 7] + [3] * 3 + [4, 5]  # prompts of 4 and of 3 tokens; the others were decoded one by one
@@ -51,7 +49,7 @@ def test_the_run_itself_is_right(run):
         assert torch.allclose(held, run.x(AT + "attn", rank), atol=1e-5)
 
 
-SOFTMAX = attention_scores.another_softmax_scale
+SOFTMAX = asks_for("softmax_scale")
 
 
 @pytest.mark.parametrize("scale, says", [
@@ -75,7 +73,7 @@ def test_the_right_scale_of_hidden_size_by_heads_is_no_other(run):
 
 @pytest.mark.parametrize("size", [1, 2, 5, 6])
 def test_a_window_by_its_size(run, size):
-    found = asked(run, attention_scores.window, attend(run, sees=lambda q, k, keys: q - size < k <= q))
+    found = asked(run, asks_for("sliding_window"), attend(run, sees=lambda q, k, keys: q - size < k <= q))
     assert found.fault == "sliding_window" and found.numbers == {"window": size} and f"last {size} tokens" in str(found)
 
 
@@ -89,7 +87,7 @@ def softmax(scores):
     (lambda s, visible: softmax(s + (~visible).float()), "added as 1 for what is hidden; it must be minus infinity"),
     (lambda s, visible: softmax(s - (~visible).float()), "added as -1 for what is hidden; it must be minus infinity")])
 def test_a_mask_of_which_something_else_was_made(run, weigh, says):
-    found = asked(run, attention_scores.another_use_of_the_mask, attend(run, weigh=weigh))
+    found = asked(run, asks_for("mask_misused"), attend(run, weigh=weigh))
     assert found.fault == "mask_misused" and found.sentence.startswith(f"The mask was {says}")
 
 
@@ -103,18 +101,18 @@ def right_weights(scores, visible):
      "the weights were scaled, where the scores should be"),
     (dict(v_of=lambda run, rank: run.x(AT + "k_rope", rank)), "keys_for_values", "were given to the keys")])
 def test_weights_and_values_of_another_kind(run, how, fault, says):
-    found = asked(run, attention_scores.weights_or_values_of_another_kind, attend(run, **how))
+    found = asked(run, asks_for("softmax_missing"), attend(run, **how))
     assert found.fault == fault and says in found.sentence
 
 
 def test_queries_that_come_out_as_they_went_in(run):
     held = [run.x(AT + "q_rope", rank) for rank in range(2)]
-    found = asked(run, attention_scores.weights_or_values_of_another_kind, held)
+    found = asked(run, asks_for("softmax_missing"), held)
     assert found.fault == "attention_missing" and "the queries come out as they went in" in found.sentence
 
 
 def test_sequences_that_see_each_other(run):
-    found = asked(run, attention_scores.across_sequences, attend(run, across=True))
+    found = asked(run, asks_for("cross_sequence_attention"), attend(run, across=True))
     assert found.fault == "cross_sequence_attention"
 
 
@@ -126,7 +124,7 @@ def test_right_numbers_in_other_places(run, inside, says):
         parts = [x.transpose(1, 2).reshape(x.shape)] if inside else [
             part.transpose(0, 1).reshape(part.shape) for part in x.split([7, 5])]
         held.append(torch.cat(parts))
-    found = asked(run, attention_scores.output_in_another_order, held)
+    found = asked(run, asks_for("heads_not_transposed"), held)
     assert found.fault == "heads_not_transposed" and says in found.sentence
 
 
@@ -145,7 +143,7 @@ OWN = [0, 0, 1, 1, 2, 2, 3, 3]
 def test_query_heads_that_read_other_keys_or_values(run, reads, both, says):
     def mine(part):
         return (reads if part in both else OWN).__getitem__
-    found = asked(run, attention_scores.other_kv_heads, attend(run, reads=mine("k"), reads_v=mine("v")))
+    found = asked(run, asks_for("query_to_kv"), attend(run, reads=mine("k"), reads_v=mine("v")))
     what = {"kv": "", "v": "the values of ", "k": "the keys of "}[both]
     assert found.fault == "query_to_kv" and f"K and V are right, but {says.format(what, what)}" in found.sentence
     head = next(h for h in range(8) if reads[h] != OWN[h])
@@ -156,9 +154,9 @@ def test_query_heads_that_read_other_keys_or_values(run, reads, both, says):
 
 def test_no_mask_at_all(run):
     keys = [7] * 7 + [5] * 5
-    found = asked(run, attention.sees_the_future, attend(run, sees=lambda q, k, keys: k < keys, keys=keys))
+    found = asked(run, asks_for("no_mask", "mask_off_by_one"), attend(run, sees=lambda q, k, keys: k < keys, keys=keys))
     assert found.fault == "no_mask"
-    found = asked(run, attention.sees_the_future, attend(run, sees=lambda q, k, keys: k < keys), num_keys=KEYS)
+    found = asked(run, asks_for("no_mask"), attend(run, sees=lambda q, k, keys: k < keys), num_keys=KEYS)
     assert found.fault == "no_mask", "of what there was: the later tokens are not there yet"
 
 
@@ -166,18 +164,18 @@ def test_no_mask_at_all(run):
 def test_a_mask_that_is_a_step_off(run, shift, says):
     keys = [7] * 7 + [5] * 5
     held = attend(run, sees=lambda q, k, keys: k < keys and k <= q + shift or q + k == 0, keys=keys)
-    found = asked(run, attention.sees_the_future, held)
+    found = asked(run, asks_for("no_mask", "mask_off_by_one"), held)
     assert found.fault == "mask_off_by_one" and found.numbers == {"shift": shift} and says in found.sentence
 
 
 def test_copies_of_repeated_heads_in_the_place_of_others(run):
     """A rank's four copies 0 0 1 1 stand in the cache, of which the first two are read as its KV heads 0 and 1."""
-    found = asked(run, attention.copies_taken_for_heads, attend(run, reads=lambda h: h // 4 * 2))
+    found = asked(run, asks_for("repeated_kv_stored"), attend(run, reads=lambda h: h // 4 * 2))
     assert found.fault == "repeated_kv_stored"
     case = run.case(AT + "attn", attend(run, reads=lambda h: h // 4 * 2))
     case.indices = lambda name, rank: (range(4) if rank == 0 else range(4, 8)) if name == "attn" else (
         (0, 1) if rank == 0 else (0, 3))
-    assert attention.copies_taken_for_heads(case) is None, "query heads 4 and 5 read a KV head that is not here"
+    assert asks_for("repeated_kv_stored")(case) is None, "query heads 4 and 5 read a KV head that is not here"
 
 
 # Several calls: prompts of 3 and 2 tokens, then two at once, then one by one.
@@ -207,7 +205,7 @@ RULES = {
     ("decoded", "cache_rows_lost", "tokens that were decoded are seen by none after them: they were not kept."),
     ("first", "cache_rows_lost", "the tokens of the first call alone were kept.")])
 def test_what_later_calls_see_of_the_past(run, rule, fault, says):
-    asks, held = calls.the_past_is_not_seen_as_it_should_be, by_row(run, RULES[rule])
+    asks, held = asks_for("cache_not_read"), by_row(run, RULES[rule])
     found = asked(run, asks, held, num_keys=CALLS)
     assert found.fault == fault and f"Keys and values are right, but {says}" in found.sentence
     assert asks(run.case(AT + "attn", held)) is None, "of one call nothing is past"
@@ -225,7 +223,7 @@ def test_a_softmax_over_the_queries_of_a_call(run):
                 hidden = torch.arange(len(whole["k"]))[None] > run.positions[list(rows)][:, None]
                 weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), 0).nan_to_num()
                 held[rank][list(rows), local] = weights @ whole["v"]
-    found = asked(run, calls.softmax_over_the_queries, held, num_keys=CALLS)
+    found = asked(run, asks_for("softmax_dim"), held, num_keys=CALLS)
     assert found.fault == "softmax_dim"
 
 
@@ -269,7 +267,7 @@ def test_a_row_of_a_batch_that_sees_as_many_keys_as_the_first(run, facts, keys, 
     held = seen(run, keys)
     held[0][0, 0] += 0 if keys else 1
     found = (asked if says else lambda run, asks, *held, **more: asks(run.case(AT + "attn", *held, **more)))(
-        run, batches.mask_of_the_first_row, held, num_keys=CALLS, decode=facts)
+        run, asks_for("mask_of_another_row"), held, num_keys=CALLS, decode=facts)
     assert (found and found.sentence) == says
     if says:
         prompt, position, keys = (1, 4, 6) if facts is TOGETHER else (0, 5, 5)
@@ -290,19 +288,19 @@ def early(run, row, holds):
 
 def test_a_decoded_token_that_was_written_one_slot_too_early(run):
     held = early(run, 5, [0, 1, 2, 3, 5, None])  # its own key lies over its predecessor's, its own slot is empty
-    found = asked(run, cache.written_too_early, held, num_keys=CALLS)
+    found = asked(run, asks_for("slot_off_by_one"), held, num_keys=CALLS)
     assert found.fault == "slot_off_by_one" and found.numbers == {"position": 5}
     assert found.sentence.startswith("Token 5 of prompt 0, the first to be decoded, finds its own slot empty")
     for holds in ([0, 1, 2, 3, 4, None], [0, 1, 2, 3, 5, 5], [0, 1, 2, 4, 5, None]):
-        assert cache.written_too_early(run.case(AT + "attn", early(run, 5, holds), num_keys=CALLS)) is None
-    assert cache.written_too_early(run.case(AT + "attn", held)) is None, "no token was decoded"
+        assert asks_for("slot_off_by_one")(run.case(AT + "attn", early(run, 5, holds), num_keys=CALLS)) is None
+    assert asks_for("slot_off_by_one")(run.case(AT + "attn", held)) is None, "no token was decoded"
 
 
 def test_a_slot_that_a_decoded_token_left_to_the_one_behind_it(run):
     """Token 4 was decoded, too: its key lies at 3, and that of 5 at 4."""
     alone = [4, 4, 4, 4, 5, 6, 7, 2, 2, 4, 4, 5]
     held = early(run, 4, [0, 1, 2, 4, None])
-    found = asked(run, cache.written_too_early, held, num_keys=alone)
+    found = asked(run, asks_for("slot_off_by_one"), held, num_keys=alone)
     assert found.numbers == {"position": 4} and "Token 4 of prompt 0" in found.sentence
 
 
@@ -319,11 +317,11 @@ def rotated(run, x, positions=None):
 
 def test_values_that_were_rotated_too(run):
     held = attend(run, v_of=lambda run, rank: rotated(run, run.x(AT + "v", rank)))
-    assert asked(run, attention_scores.rotated_values, held).fault == "rope_on_values"
+    assert asked(run, asks_for("rope_on_values"), held).fault == "rope_on_values"
 
 
 def test_keys_and_values_that_change_places_behind_the_projection(run):
-    asks = attention_scores.keys_and_values_exchanged
+    asks = asks_for("qkv_order")
     turned = [rotated(run, run.x(AT + "v", rank)) for rank in range(2)]
     found = asked(run, asks, turned, name=AT + "k_rope")
     assert found.fault == "qkv_order" and "what attention takes for keys are the rotated values" in found.sentence

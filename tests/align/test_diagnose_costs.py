@@ -5,7 +5,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from tplab.align.diagnose import cache, cache_replay, costs
+from tplab.align.diagnose import steps as told
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.report import Evidence
 
@@ -34,7 +34,7 @@ def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
     """``read`` bytes of the file's ``stored`` numbers for parameters of ``kept`` bytes in the run's dtype."""
     report = Some(checkpoint=Some(tensors={"a": Some(dtype=stored)}), dtype=dtype, load_stats=[
         Some(bytes_read=r, parameter_bytes=k) for r, k in zip(read, kept)])
-    found = costs.read_too_much(report)
+    found = told.read_too_much(report)
     assert (found and (found.fault, found.numbers, found.point)) == (times and (
         "full_copy_on_every_rank", {"times": times}, "load"))
     assert not times or f"a rank read {times:.1f} times the bytes that it keeps" in found.sentence
@@ -46,9 +46,9 @@ def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
     ([{(0, 3): 5, (1, 2): 6}] * 2, None, None), ([{(0, 3): 5, (1, 2): 6}, {(0, 3): 5, (1, 2): 7}], 1, 7),
     ([{(0, 3): 5}, {(0, 3): 5}, {(0, 3): 8}], 2, 8), ([{(0, 3): 5}, {}], 1, None), ([{(0, 3): 5}], None, None)])
 def test_a_rank_that_drew_another_token(drawn, rank, token):
-    found = costs.ranks_drew_differently(Some(decode=facts(drawn=drawn)))
+    found = told.ranks_drew_differently(Some(decode=facts(drawn=drawn)))
     if rank is None:
-        assert found is None and costs.ranks_drew_differently(Some(decode=None)) is None
+        assert found is None and told.ranks_drew_differently(Some(decode=None)) is None
         return
     place = (1, 2) if token == 7 else (0, 3)
     assert found.fault == "rank_local_sampling" and found.point == "drawn"
@@ -63,7 +63,7 @@ PLACES = [(0, 3), (1, 2)]
 def drawing(*tokens, logits=LOGITS, places=PLACES):
     evidence = {} if logits is None else {"logits": Evidence(logits, logits, list(logits.split(2, 1)))}
     report = Some(evidence=evidence, decode=facts(drawn=[dict(zip(places, tokens))]))
-    return costs.drawn_by_parts_of_the_vocabulary(report)
+    return told.drawn_by_parts_of_the_vocabulary(report)
 
 
 def test_a_token_that_is_the_best_of_its_ranks_probabilities_only():
@@ -75,7 +75,7 @@ def test_a_token_that_is_the_best_of_its_ranks_probabilities_only():
     assert drawing(1, 0) is None and drawing(2, 0) is None, "the best of nothing"
     assert drawing(0, 1) is None, "another one fits neither"
     assert drawing(0, 0, logits=None) is None and drawing(0, logits=LOGITS, places=PLACES[:1]) is None
-    assert costs.drawn_by_parts_of_the_vocabulary(Some(evidence={}, decode=None)) is None
+    assert told.drawn_by_parts_of_the_vocabulary(Some(evidence={}, decode=None)) is None
 
 
 def test_a_tie_is_drawn_either_way():
@@ -104,14 +104,14 @@ TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9], [1, 7, 7, 7, 7], [1, 2], [1, 2, 8]]
     ([[request(0, 0, 4, (0, 1))], [request(4, 2, 1, (0, 5))],
       [request(1, 0, 4, (2, 3))]], 1, 4)])  # who found it holds it, too
 def test_an_equal_beginning_that_was_not_found(steps, number, before):
-    found = costs.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS))
+    found = told.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS))
     assert (found and found.numbers) == (number and {"prompt": number, "before": before})
     if found:
         assert found.fault == "prefix_never_found" and found.point == "steps"
         assert (f"prompt {number} is computed from its first token on, although it begins as prompt {before} does"
                 in found.sentence)
-    assert costs.prefix_never_found(Some(decode=facts(*steps, prefix_caching=False), ids=TEXTS)) is None
-    assert costs.prefix_never_found(Some(decode=None)) is None
+    assert told.prefix_never_found(Some(decode=facts(*steps, prefix_caching=False), ids=TEXTS)) is None
+    assert told.prefix_never_found(Some(decode=None)) is None
 
 
 # Tables and slots.
@@ -128,11 +128,11 @@ STALE = facts([request(0, 0, 2, (4,))], [request(0, 2, 1, (4, 5)), request(1, 0,
 def test_tables_that_are_not_the_schedulers():
     says = ("In step 1 the ranks were told that sequence 1 has the blocks [6]; the scheduler had given it [7]. The old "
             "blocks had been taken from it by then.")
-    assert cache.stale_table(about(STALE)).sentence == says
-    found = costs.stale_table_without_harm(Some(decode=STALE))
+    assert told.stale_table(about(STALE)).sentence == says
+    found = told.stale_table_without_harm(Some(decode=STALE))
     assert found.fault == "stale_block_table" and found.sentence == f"{says} This time it did no harm."
     longer = facts([request(0, 0, 2, (4, 9))], tables=[{0: (4,)}])
-    assert cache.stale_table(about(longer)) is costs.stale_table_without_harm(Some(decode=longer)) is None
+    assert told.stale_table(about(longer)) is told.stale_table_without_harm(Some(decode=longer)) is None
 
 
 @pytest.mark.parametrize("steps, read", [
@@ -141,15 +141,15 @@ def test_tables_that_are_not_the_schedulers():
     ([[request(0, 0, 4, (0, 1))], [request(2, 0, 2, (1,))], [request(0, 4, 1, (0, 1, 2))]], None),
     ([[request(0, 0, 4, (0, 1))], [request(0, 4, 1, (0, 3, 2))]], (1, 0, 2))])
 def test_keys_that_went_with_the_blocks_of_a_preempted_sequence(steps, read):
-    found = cache_replay.lost_with_its_blocks(about(facts(*steps, preemptions=1)))
+    found = told.lost_with_its_blocks(about(facts(*steps, preemptions=1)))
     assert (found and tuple(found.numbers.values())) == read
     if found:
         assert found.fault == "preempted_not_recomputed" and list(found.numbers) == ["step", "sequence", "position"]
         assert (f"In step {read[0]} sequence {read[1]} comes back after a preemption and reads its token {read[2]} "
                 "from a block that it has just been given" in found.sentence)
-        assert cache_replay.found_before_it_was_there(about(facts(*steps, preemptions=1))) is None
-    assert cache_replay.lost_with_its_blocks(about(facts(*steps))) is None, "nothing was preempted"
-    assert cache_replay.lost_with_its_blocks(about(None)) is cache_replay.found_before_it_was_there(about(None)) is None
+        assert told.found_before_it_was_there(about(facts(*steps, preemptions=1))) is None
+    assert told.lost_with_its_blocks(about(facts(*steps))) is None, "nothing was preempted"
+    assert told.lost_with_its_blocks(about(None)) is told.found_before_it_was_there(about(None)) is None
 
 
 @pytest.mark.parametrize("steps, read", [
@@ -164,10 +164,10 @@ def test_keys_that_went_with_the_blocks_of_a_preempted_sequence(steps, read):
     ([[request(5, 0, 4, (0, 1)), request(6, 0, 2, (2,))], [request(6, 4, 1, (2, 1, 3))]], None)])
 def test_keys_that_nobody_computed(steps, read):
     texts = [*TEXTS, [1, 2, 3, 4], [7, 7, 3, 4, 5]]
-    found = cache_replay.found_before_it_was_there(about(facts(*steps), texts))
+    found = told.found_before_it_was_there(about(facts(*steps), texts))
     assert (found and tuple(found.numbers.values())) == read
     if found:
         assert found.fault == "cached_before_computed" and list(found.numbers) == ["step", "sequence", "position"]
         assert (f"In step {read[0]} sequence {read[1]} finds a block in the prefix cache, and nobody ever computed the "
                 f"key of token {read[2]} in it" in found.sentence)
-    assert cache_replay.lost_with_its_blocks(about(facts(*steps, preemptions=1), texts)) is None
+    assert told.lost_with_its_blocks(about(facts(*steps, preemptions=1), texts)) is None

@@ -1,4 +1,5 @@
-"""What strangers' engines do and the museum does not have: each is named, and a near miss is not."""
+"""The table of mistakes: what strangers' engines do and the museum does not have is named, wherever it stands, and a
+near miss is not."""
 
 import dataclasses
 
@@ -8,10 +9,14 @@ from helpers import mistakes_attention, mistakes_rest
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 from helpers.reports import with_point
+from helpers.scopes import SAID, only
 
-from tplab.align import align, diagnose
+from tplab.align import align, align_decode, diagnose
 from tplab.align.diagnose.diagnose import diagnose_all
+from tplab.align.diagnose.mistakes import TABLE
 from tplab.checkpoint import open_checkpoint
+from tplab.faults import MUSEUM
+from tplab.faults.cases import CASES
 from tplab.patch import Patch, original
 
 MISTAKES = mistakes_attention.MISTAKES | mistakes_rest.MISTAKES  # one table, to which each of the files adds
@@ -53,7 +58,8 @@ IN_BFLOAT16 = ["no norm weight", "LayerNorm", "another layer's qkv", "no o bias"
 WHERE_RANKS_MATTER = ["qkv interleaved per group", "o of the next rank", "first rows of the bias", "KV heads by modulo",
                       "averaged", "rank 0 left out", "embedding not reduced", "gate and up as one block",
                       "residual on every rank", "another layer's gate and up", "head rows shifted by one"]
-EXACT = {"gate and up of zeros", "norms in bfloat16", "o in bfloat16",  # named by digits, or nothing to be off by
+# Named by their digits, or nothing to be off by.
+EXACT = {"gate and up of zeros", "mask the wrong way round", "norms in bfloat16", "o in bfloat16",
          "q and k rounded before they turn"}
 LOST = {"head tied", "head rows reversed", "head rows shifted by one"}  # what is no longer the head's is "head_random"
 
@@ -103,7 +109,7 @@ SAYS = {
     "embedding × sqrt(hidden)": "sqrt(30), the root", "embedding of the token before": "token before",
     "head rows reversed": "token 33's logit where token 0's",
     "head rows shifted by one": "token 33's logit where token 0's", "logits of the token before": "token before",
-    "logits capped": "c = 30;", "logits scaled": "0.137 times", "norms in bfloat16": "as far as bfloat16",
+    "logits capped": "c = 30;", "logits scaled": "0.136986 times", "norms in bfloat16": "as far as bfloat16",
     "o in bfloat16": "as far as bfloat16", "gate and up as one block": "[gate|up], cut out of it as one block"}
 
 
@@ -117,6 +123,38 @@ def test_a_mistake_is_named_and_a_near_miss_is_not(models, name):
     if name not in EXACT:
         off = diagnose(with_point(report, diagnosis.point, lambda x: x + 8 * report.floor * x.abs().max() * noise(x)))
         assert off.fault is None or (name in LOST and off.fault == "head_random"), off
+
+
+def test_each_fault_is_a_mistake_and_each_mistake_can_be_shown():
+    """Broken code and the row that finds it have one name."""
+    names = {name for entry in TABLE for name in entry.names}
+    shown = {*MUSEUM, *(bug.fault for case in CASES.values() for bug in case.bugs), *(
+        one.fault for one in MISTAKES.values())}
+    assert shown <= names
+    assert names - shown == {  # shown with tensors made by hand
+        "cache_not_read", "cache_row_stale", "cache_rows_lost", "cache_scale_ignored", "mask_without_past",
+        "mlp_columns", "written_by_column", "wrong_weight"}
+
+
+IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by the sum", "[v|k|q]", "Meta's rows",
+               "theta 1e6", "positions / 4", "turned back", "cos only", "a mirror", "half of the head",
+               "scores not scaled", "scores scaled twice", "keys for values", "softmax in bfloat16",
+               "gelu", "values by modulo", "no second residual", "first residual behind the norm",
+               "gate and up exchanged", "gate and up in turns", "relu", "silu on both", "silu of the product",
+               "no activation", "logits capped", "logits scaled", "norms in bfloat16"]
+
+
+@pytest.mark.parametrize("scope", ["prefill", "decode", "rank 1"])
+@pytest.mark.parametrize("name", IN_ONE_PART)
+def test_in_one_part_of_a_run_only(models, name, scope):
+    one = MISTAKES[name]
+    found = align_decode(models(one.model), prompts(67), new_tokens=4, tensor_parallel_size=2, logical=True,
+                         patches=only(one.patches, scope)).diagnoses
+    assert found and all(one.fault in diagnosis.names for diagnosis in found), found
+    if scope == "rank 1":
+        assert {diagnosis.ranks for diagnosis in found} == {(1,)}
+    else:
+        assert {diagnosis.scope for diagnosis in found} <= {*SAID[scope]}
 
 
 def noise(x):
@@ -148,7 +186,7 @@ OUTSIDE = (*HOOKS, "q", "k", "v", "attn", "residual", "mlp_act")  # what only bl
                                  "scores not scaled", "averaged", "another layer's o", "no o bias",
                                  "o in bfloat16", "q and k rounded before they turn")),
     *((OUTSIDE, name) for name in ("gate and up exchanged", "relu", "[v|k|q]", "another layer's qkv", "no down bias",
-                                   "o of the next rank", "window of 7", "qkv bias twice"))])
+                                   "o of the next rank", "qkv bias twice"))])
 def test_where_the_points_between_were_not_recorded(models, unseen, name):
     report = report_of(models, name, texts=PROMPTS[:3])  # three texts tell it as well as six
     points = {point: shards for point, shards in report.recording.points.items()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers.real_cases import AT, RealRun, asked
+from helpers.real_cases import AT, RealRun, asked, asks_for
 from torch.nn import functional as F
 
-from tplab.align.diagnose import mlp, weights, weights_of_others
+from tplab.align.diagnose.places import rows_in_other_places
 from tplab.align.diagnose.wrong import _Altered
 
 MODEL = "model.layers.1."
@@ -75,7 +75,7 @@ def test_a_bias_too_few_or_too_many(run, point, times, fault, says):
     held = product(run, point, bias=times * run.w(f"{MODEL}{module}.bias"))
     if not times and point.endswith("partial"):  # then it is added to the sum
         return
-    found = asked(run, weights_of_others.another_bias, held, AT + point)
+    found = asked(run, asks_for("bias_missing", "bias_twice", "bias_first_rows"), held, AT + point)
     assert found.fault == fault
     assert found.sentence == f"layers.1.{point} is right but for the bias of {module}: {says}."
 
@@ -85,7 +85,7 @@ def test_a_bias_that_was_not_cut(run, point):
     bias = run.w(f"{MODEL}{MODULES[point][0]}.bias")
     held = product(run, point, bias=torch.zeros_like(bias))
     held = [x + bias[:x[0].numel()].view(x.shape[1:]) for x in held]
-    found = asked(run, weights_of_others.another_bias, held, AT + point)
+    found = asked(run, asks_for("bias_missing", "bias_twice", "bias_first_rows"), held, AT + point)
     assert found.fault == "bias_first_rows" and "add the first rows of the bias of" in found.sentence
 
 
@@ -93,7 +93,7 @@ def test_a_bias_that_was_not_cut(run, point):
 @pytest.mark.parametrize("times, fault, says", [(-1, "bias_missing", "no rank adds it"), (1, "bias_twice", "it is a")])
 def test_a_sum_without_its_bias(run, point, module, times, fault, says):
     held = run.changed(AT + point, lambda x, rank: x + times * run.w(f"{MODEL}{module}.bias"))
-    found = asked(run, weights_of_others.sum_without_its_bias, held, AT + point)
+    found = asked(run, asks_for("bias_missing", "bias_twice"), held, AT + point)
     assert found.fault == fault and f"is right but for the bias of {module}: {says}" in found.sentence
 
 
@@ -103,7 +103,7 @@ def test_a_sum_without_its_bias(run, point, module, times, fault, says):
 def test_the_weight_of_another_layer(run, point, layer, bias):
     name = f"model.layers.{layer}.{MODULES[point][0]}"
     held = product(run, point, weight=run.w(f"{name}.weight"), bias=run.w(f"{name}.bias") if bias else None)
-    found = asked(run, weights_of_others.weight_of_another_layer, held, AT + point)
+    found = asked(run, asks_for("wrong_layer"), held, AT + point)
     assert found.fault == "wrong_layer" and found.numbers == {"layer": layer}
     assert found.sentence == (f"layers.1.{point} is right for another layer's weight: that of {MODULES[point][0]} of "
                               f"layer {layer}.")
@@ -112,19 +112,19 @@ def test_the_weight_of_another_layer(run, point, layer, bias):
 def test_the_weight_of_another_module(run):
     weight, bias = (run.w(f"{MODEL}self_attn.o_proj.{what}") for what in ("weight", "bias"))
     held = product(run, "q", weight=weight, bias=bias)
-    found = asked(run, weights_of_others.weight_of_another_module, held, AT + "q")
+    found = asked(run, asks_for("wrong_weight"), held, AT + "q")
     assert found.fault == "wrong_weight"
     assert found.sentence == "layers.1.q is right for the weight of self_attn.o_proj, where self_attn.q_proj belongs."
     for point, other in (("k", "v"), ("gate", "up")):  # these have names of their own
         weight, bias = (run.w(f"{MODEL}{MODULES[other][0]}.{what}") for what in ("weight", "bias"))
         case = run.case(AT + point, product(run, point, weight=weight, bias=bias))
-        assert weights_of_others.weight_of_another_module(case) is None
+        assert asks_for("wrong_weight")(case) is None
 
 
 @pytest.mark.parametrize("point", ["q", "o_partial"])
 def test_a_square_weight_read_the_other_way(run, point):
     weight = run.w(f"{MODEL}{MODULES[point][0]}.weight").T
-    found = asked(run, weights_of_others.weight_read_the_other_way, product(run, point, weight=weight), AT + point)
+    found = asked(run, asks_for("weight_transposed"), product(run, point, weight=weight), AT + point)
     assert found.fault == "weight_transposed" and "with the square weight transposed" in found.sentence
 
 
@@ -137,7 +137,7 @@ def test_something_else_was_multiplied(run, point, source, fault, says):
     if name == AT + MODULES[point][1]:
         return  # that is what belongs there
     held = product(run, point, x=lambda rank: run.x(name, rank))
-    found = asked(run, weights_of_others.product_of_something_else, held, AT + point)
+    found = asked(run, asks_for("norm_skipped"), held, AT + point)
     assert found.fault == fault and found.sentence == f"layers.1.{point} was made from {says}."
 
 
@@ -145,7 +145,7 @@ def test_something_else_was_multiplied(run, point, source, fault, says):
 def test_a_weight_of_zeros(run, point):
     weight = torch.zeros_like(run.w(f"{MODEL}{MODULES[point][0]}.weight"))
     held = product(run, point, weight=weight)
-    found = asked(run, weights_of_others.weight_never_loaded, held, AT + point)
+    found = asked(run, asks_for("weight_not_loaded"), held, AT + point)
     assert found.fault == "weight_not_loaded" and "is what a weight of zeros gives" in found.sentence
 
 
@@ -158,10 +158,10 @@ def test_scales_of_the_first_rows(run, point):
         rows = features(run, point, rank)
         changed[rows] *= scale[:len(rows)] / scale[rows]
     held = product(run, point, weight=changed)
-    found = asked(run, weights_of_others.scales_of_other_rows, held, AT + point)
+    found = asked(run, asks_for("channel_scales"), held, AT + point)
     assert found.fault == "channel_scales" and f"have their own rows of {MODULES[point][0]}" in found.sentence
     held[0] = held[0] + 1
-    assert weights_of_others.scales_of_other_rows(run.case(AT + point, held)) is None, "rank 0 has the first rows"
+    assert asks_for("channel_scales")(run.case(AT + point, held)) is None, "rank 0 has the first rows"
 
 
 # Which rows.
@@ -169,15 +169,15 @@ def test_scales_of_the_first_rows(run, point):
 def test_keys_and_values_that_took_each_others_place(run):
     for point, other in (("k", "v"), ("v", "k")):
         held = [run.x(AT + other, rank) for rank in range(2)]
-        assert asked(run, weights.k_and_v_exchanged, held, AT + point).fault == "qkv_order"
+        assert asked(run, asks_for("qkv_order"), held, AT + point).fault == "qkv_order"
 
 
 @pytest.mark.parametrize("point", ["k", "v"])
 def test_the_first_kv_heads_on_every_rank(run, point):
     held = [run.x(AT + point, 0)] * 2
-    found = asked(run, weights.first_kv_rows, held, AT + point)
+    found = asked(run, asks_for("kv_first_rows"), held, AT + point)
     assert found.fault == "kv_first_rows" and f"the first rows of {point}_proj" in found.sentence
-    assert weights.replica_by_modulo(run.case(AT + point, held)) is None, "there are more KV heads than ranks"
+    assert asks_for("kv_replica_modulo")(run.case(AT + point, held)) is None, "there are more KV heads than ranks"
 
 
 @COLUMNS
@@ -189,7 +189,7 @@ def test_a_fused_matrix_that_was_cut_as_one_block(run, point):
         before = sum(len(features(run, part, rank)) for part in parts[:parts.index(point)])
         return (rank * len(weight) // 2 + before + torch.arange(len(features(run, point, rank)))) % len(weight)
     held = product(run, point, weight=weight, bias=bias, rows=rows)
-    found = asked(run, weights.fused_cut_as_one_block, held, AT + point)
+    found = asked(run, asks_for("fused_one_block"), held, AT + point)
     named, cut = ("q|k|v", "Cut q, k and v apart") if point in "qkv" else ("gate|up", "Cut gate and up apart")
     assert found.fault == "fused_one_block" and f"rows of [{named}]" in found.sentence and cut in found.sentence
 
@@ -199,7 +199,7 @@ def test_an_offset_that_was_divided_twice(run, point):
     def rows(rank):
         mine = features(run, point, rank)
         return mine - mine[0] + mine[0] // 2
-    found = asked(run, weights.offset_divided_twice, product(run, point, rows=rows), AT + point)
+    found = asked(run, asks_for("divided_twice"), product(run, point, rows=rows), AT + point)
     assert found.fault == "divided_twice" and f"number of rows of {point}, but they begin" in found.sentence
 
 
@@ -207,12 +207,12 @@ def test_an_offset_that_was_divided_twice(run, point):
 def test_a_matrix_cut_along_its_inputs(run, point):
     weight = run.w(f"{MODEL}{MODULES[point][0]}.weight")
     held = product(run, point, weight=weight.reshape(weight.shape[1], weight.shape[0]).T)
-    found = asked(run, weights.cut_along_dim1, held, AT + point)
+    found = asked(run, asks_for("shard_dim1"), held, AT + point)
     assert found.fault == "shard_dim1" and f"when {point}_proj.weight is taken for [in, out]" in found.sentence
     if point in "kv":  # beginning at whichever head
         held[1] = product(run, point, weight=weight.reshape(weight.shape[1], weight.shape[0]).T,
                           rows=lambda rank: torch.arange(6, 18))[1]
-        assert asked(run, weights.cut_along_dim1, held, AT + point).fault == "shard_dim1"
+        assert asked(run, asks_for("shard_dim1"), held, AT + point).fault == "shard_dim1"
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "gate"])
@@ -226,9 +226,9 @@ def test_rows_written_as_columns(run, point):
         here = slice(start, start + len(features(run, point, rank)))
         y = F.linear(run.x(AT + MODULES[point][1], rank), weight.T.reshape(weight.shape)[here], bias[here])
         held.append(y.unflatten(1, (-1, DIM)) if point in "qkv" else y)
-    found = asked(run, weights.written_by_column, held, AT + point)
-    assert found.fault == ("qkv_written_by_column" if point in "qkv" else None)
-    assert f"the right rows of {', '.join(parts)} and has written them side by side" in found.sentence
+    found = asked(run, asks_for("qkv_written_by_column", "written_by_column"), held, AT + point)
+    assert found.fault == ("qkv_written_by_column" if point in "qkv" else "written_by_column")
+    assert "and has written them side by side" in found.sentence
 
 
 @pytest.mark.parametrize("rank, head, row, wanted", [(0, 1, 0, 48), (1, 3, 66, 60)])
@@ -236,18 +236,18 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
     """Rank 0's first key head is query head 0; rank 1's first is its other one."""
     held = [run.x(AT + "k", rank).clone() for rank in range(2)]
     held[rank][:, 0] = run.x(AT + "q", 0)[:, 0] if rank == 0 else run.x(AT + "k", 1)[:, 1]
-    found = asked(run, weights.rows_in_other_places, held, AT + "k")
+    found = asked(run, rows_in_other_places, held, AT + "k")
     assert found.fault is None and found.numbers == {"rank": rank, "row": row, "wanted": wanted}
     assert f"rank {rank} has row {row} of [q|k|v] where row {wanted} belongs" in found.sentence
     held[rank] = held[rank] + 1
-    assert weights.rows_in_other_places(run.case(AT + "k", held)) is None
+    assert rows_in_other_places(run.case(AT + "k", held)) is None
 
 
 # The MLP.
 
 @pytest.mark.parametrize("point, other", [("gate", "up"), ("up", "gate")])
 def test_gate_in_the_place_of_up(run, point, other):
-    found = asked(run, mlp.gate_is_up, product(run, other), AT + point)
+    found = asked(run, asks_for("gate_up_order"), product(run, other), AT + point)
     assert found.fault == "gate_up_order" and found.sentence.startswith(f"{point} is what {other} should be")
 
 
@@ -261,11 +261,11 @@ def test_features_of_gate_that_stand_elsewhere(run, wrong, rank, column, wanted)
             mine[place] = feature
         return mine
     held = product(run, "gate", rows=rows)
-    found = asked(run, mlp.features_in_other_places, held, AT + "gate")
+    found = asked(run, asks_for("mlp_columns"), held, AT + "gate")
     assert found.fault == "mlp_columns" and found.numbers == {"rank": rank, "column": column, "wanted": wanted}
     assert f"rank {rank} has feature {column} where {wanted} belongs" in found.sentence
     held[rank][0, 1] += 1
-    assert mlp.features_in_other_places(run.case(AT + "gate", held)) is None
+    assert asks_for("mlp_columns")(run.case(AT + "gate", held)) is None
 
 
 ACTS = {"gelu": F.gelu, "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
@@ -280,18 +280,19 @@ COMBINED = {f"{name}(gate) × up": lambda g, u, act=act: act(g) * u for name, ac
 @pytest.mark.parametrize("says", COMBINED)
 def test_another_activation(run, says):
     held = [COMBINED[says](g, u) for g, u in zip(product(run, "gate"), product(run, "up"))]
-    found = asked(run, mlp.another_activation, held, AT + "mlp_act")
+    found = asked(run, asks_for("wrong_activation"), held, AT + "mlp_act")
     assert found.fault == "wrong_activation"
     assert found.sentence == f"mlp_act is {says}; right is silu(gate) × up."
 
 
 def test_gate_and_up_exchanged_or_in_turns(run):
     gate, up = product(run, "gate"), product(run, "up")
-    found = asked(run, mlp.gate_and_up_exchanged, [F.silu(u) * g for g, u in zip(gate, up)], AT + "mlp_act")
+    found = asked(run, asks_for("gate_up_order"), [F.silu(u) * g for g, u in zip(gate, up)], AT + "mlp_act")
     assert found.fault == "gate_up_order" and "is act(up) × gate" in found.sentence
     fused = [torch.cat(pair, 1) for pair in zip(gate, up)]
-    found = asked(run, mlp.gate_and_up_in_turns, [F.silu(f[:, 0::2]) * f[:, 1::2] for f in fused], AT + "mlp_act")
+    held = [F.silu(f[:, 0::2]) * f[:, 1::2] for f in fused]
+    found = asked(run, asks_for("gate_up_interleaved"), held, AT + "mlp_act")
     assert "it holds [gate|up], and was read as gate 0, up 0, gate 1, up 1" in found.sentence
     turns = [torch.stack(pair, -1).flatten(1).chunk(2, 1) for pair in zip(gate, up)]
-    found = asked(run, mlp.gate_and_up_in_turns, [F.silu(a) * b for a, b in turns], AT + "mlp_act")
+    found = asked(run, asks_for("gate_up_interleaved"), [F.silu(a) * b for a, b in turns], AT + "mlp_act")
     assert "it holds gate 0, up 0, gate 1, up 1, …, and was read as [gate|up]" in found.sentence

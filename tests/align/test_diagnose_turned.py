@@ -3,9 +3,9 @@
 import pytest
 import torch
 from helpers.checkpoints import ROPES
-from helpers.real_cases import AT, TEXTS, RealRun, asked
+from helpers.real_cases import AT, TEXTS, RealRun, asked, asks_for
 
-from tplab.align.diagnose import anything, rope, rope_frequencies, rope_terms
+from tplab.align.diagnose.wrong import right
 
 DIM, HIDDEN = 8, 24
 TURNED = pytest.mark.parametrize("part", ["q", "k"])
@@ -60,13 +60,13 @@ def test_the_rotation_by_hand_is_right(run, plain, part):
 def test_what_was_not_rotated_or_in_pairs_or_by_head(run, plain, part):
     for one in (run, plain):
         point, cos = f"{part}_rope", [before(one, part, rank) for rank in range(one.tp)]
-        found = asked(one, rope.not_rotated, cos, AT + point)
+        found = asked(one, asks_for("rope_missing"), cos, AT + point)
         assert found.names == ("rope_missing", "rope_swallowed") and f"{point} equals {part}: nothing" in found.sentence
         angles = one.positions[:, None] * theta_of(one) ** (-torch.arange(0, DIM, 2) / DIM)
         c, s = angles.cos()[:, None], angles.sin()[:, None]
         held = [torch.stack((x[..., 0::2] * c - x[..., 1::2] * s, x[..., 0::2] * s + x[..., 1::2] * c), -1).flatten(-2)
                 for x in cos]
-        found = asked(one, rope.rotated_in_pairs, held, AT + point)
+        found = asked(one, asks_for("rope_pairs"), held, AT + point)
         assert found.fault == "rope_pairs" and "pairs i with i + 4, the two halves" in found.sentence
 
 
@@ -79,7 +79,7 @@ def test_angles_of_heads(plain):
         cos, sin = (torch.cat([t, t], 1)[None] for t in (angles.cos(), angles.sin()))
         a, b = x.chunk(2, -1)
         held.append(x * cos + torch.cat([-b, a], -1) * sin)
-    assert asked(plain, rope.rotated_by_head, held, AT + "q_rope").fault == "rope_over_heads"
+    assert asked(plain, asks_for("rope_over_heads"), held, AT + "q_rope").fault == "rope_over_heads"
 
 
 def test_angles_of_more_heads_than_rows(tmp_path):
@@ -92,7 +92,7 @@ def test_angles_of_more_heads_than_rows(tmp_path):
         cos, sin = (torch.cat([t, t], 1)[None] for t in (angles.cos(), angles.sin()))
         a, b = x.chunk(2, -1)
         held.append(x * cos + torch.cat([-b, a], -1) * sin)
-    assert asked(run, rope.rotated_by_head, held, AT + "q_rope").fault == "rope_over_heads"
+    assert asked(run, asks_for("rope_over_heads"), held, AT + "q_rope").fault == "rope_over_heads"
 
 
 @TURNED
@@ -104,7 +104,7 @@ def test_angles_of_more_heads_than_rows(tmp_path):
     (lambda x, other, cos, sin: x * cos[..., :4].repeat_interleave(2, -1) + other * sin[..., :4].repeat_interleave(
         2, -1), "the halves are turned by tables that were laid out for pairs of neighbours")])
 def test_terms_that_are_others(run, part, swap, says):
-    found = asked(run, rope_terms.terms_of_the_rotation, turned(run, part, swap=swap), AT + f"{part}_rope")
+    found = asked(run, asks_for("rope_terms"), turned(run, part, swap=swap), AT + f"{part}_rope")
     assert found.fault == "rope_terms"
     assert found.sentence.startswith(f"{part}_rope is not what the checkpoint's RoPE gives: {says}")
 
@@ -112,7 +112,7 @@ def test_terms_that_are_others(run, part, swap, says):
 @TURNED
 def test_exponents_with_the_wrong_sign(run, part):
     held = turned(run, part, frequencies=theta_of(run) ** (torch.arange(0, DIM, 2) / DIM))
-    found = asked(run, rope_terms.terms_of_the_rotation, held, AT + f"{part}_rope")
+    found = asked(run, asks_for("rope_terms"), held, AT + f"{part}_rope")
     assert found.fault == "rope_terms" and "theta's exponents have the wrong sign" in found.sentence
 
 
@@ -124,7 +124,7 @@ def test_a_view_where_heads_and_tokens_are_exchanged(plain, first, back, says):
         return x.reshape(x.shape[1], x.shape[0], DIM).transpose(0, 1) if first else x
     held = turned(plain, "q", source=lambda rank: view(before(plain, "q", rank)))
     held = [x.transpose(0, 1).reshape(x.shape) if back else x for x in held]
-    found = asked(plain, rope_terms.viewed_where_transposed, held, AT + "q_rope")
+    found = asked(plain, asks_for("rope_viewed"), held, AT + "q_rope")
     assert found.fault == "rope_viewed" and f"numbers of other tokens: {says}" in found.sentence
 
 
@@ -140,7 +140,7 @@ FREQUENCIES = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
     (dict(frequencies=FREQUENCIES / 3), "rope_scaling", "all positions are multiplied by 0.3333"),
     (dict(frequencies=FREQUENCIES * 1.5), "rope_scaling", "all positions are multiplied by 1.5")])
 def test_frequencies_that_are_others(run, part, how, fault, says):
-    found = asked(run, rope_frequencies.other_frequencies, turned(run, part, **how), AT + f"{part}_rope")
+    found = asked(run, asks_for("rope_twice"), turned(run, part, **how), AT + f"{part}_rope")
     assert found.fault == fault
     assert found.sentence.startswith(f"{part}_rope is not what the checkpoint's RoPE gives: {says}")
 
@@ -148,7 +148,7 @@ def test_frequencies_that_are_others(run, part, how, fault, says):
 @TURNED
 @pytest.mark.parametrize("theta", [5e5, 123.0])
 def test_another_theta(run, part, theta):
-    found = asked(run, rope_frequencies.another_theta, turned(run, part, theta=theta), AT + f"{part}_rope")
+    found = asked(run, asks_for("rope_theta"), turned(run, part, theta=theta), AT + f"{part}_rope")
     assert found.fault == "rope_theta" and found.numbers == {"theta": pytest.approx(theta, rel=1e-3)}
     assert f"{part}_rope is right for theta {theta:g}; the checkpoint says 10000." == found.sentence
 
@@ -156,7 +156,7 @@ def test_another_theta(run, part, theta):
 @pytest.mark.parametrize("size", [4, 24])
 def test_another_size_in_the_exponent(run, size):
     held = turned(run, "q", frequencies=10000.0 ** (-torch.arange(0, DIM, 2) / size))
-    found = asked(run, rope_frequencies.another_theta, held, AT + "q_rope")
+    found = asked(run, asks_for("rope_theta"), held, AT + "q_rope")
     assert found.fault == "rope_theta" and found.numbers == {"size": size}
     assert f"is right for a head of {size} numbers in the exponent of its angles; this model" in str(found)
 
@@ -166,7 +166,7 @@ def test_only_the_front_of_a_head(plain, size, whole):
     frequencies = 10000.0 ** (-torch.arange(0, size, 2) / whole)
     front = turned(plain, "q", frequencies=frequencies, source=lambda rank: before(plain, "q", rank)[..., :size])
     held = [torch.cat([x, before(plain, "q", rank)[..., size:]], -1) for rank, x in enumerate(front)]
-    found = asked(plain, rope_frequencies.rotated_front_of_the_head, held, AT + "q_rope")
+    found = asked(plain, asks_for("rope_partial"), held, AT + "q_rope")
     assert found.fault == "rope_partial" and f"first {size} of a head's 8 numbers" in found.sentence
 
 
@@ -179,10 +179,8 @@ def scaled(tmp_path_factory):
 
 def tables(run, **changed):
     """cos and sin ``[rows, dim]`` as transformers has them for the run's positions."""
-    from tplab.align.diagnose.wrong import right
-    from tplab.align.diagnose.wrong import tables as of
     case = run.case(AT + "q_rope", [run.x(AT + "q_rope", rank) for rank in range(run.tp)])
-    return [table[0] for table in of(right(case, 0), **changed)]
+    return [table[0] for table in right(case, 0).rotary(**changed).values()]
 
 
 @pytest.mark.parametrize("power, says", [(0, "of cos and sin was left out"), (2, "of cos and sin was taken twice")])
@@ -191,7 +189,7 @@ def test_a_factor_of_cos_and_sin(scaled, power, says):
     factor = (cos[0] ** 2 + sin[0] ** 2).sqrt()[0]
     assert factor > 1.01
     held = [x / factor ** (1 - power) for x in (scaled.x(AT + "q_rope", rank) for rank in range(2))]
-    found = asked(scaled, rope_frequencies.other_frequencies, held, AT + "q_rope")
+    found = asked(scaled, asks_for("rope_twice"), held, AT + "q_rope")
     assert found.fault == "rope_attention_factor" and f"the factor {factor:.4g} {says}" in found.sentence
 
 
@@ -206,7 +204,7 @@ def test_parameters_that_were_left_out(scaled, changed, fault, says):
         x = scaled.x(AT + "q", rank)
         a, b = x.chunk(2, -1)
         held.append(x * cos + torch.cat([-b, a], -1) * sin)
-    asks = rope.default_theta if fault == "rope_default_theta" else rope.scaling_ignored
+    asks = asks_for("rope_default_theta") if fault == "rope_default_theta" else asks_for("rope_scaling_ignored")
     found = asked(scaled, asks, held, AT + "q_rope")
     assert found.fault == fault and found.sentence == says
 
@@ -226,7 +224,7 @@ def test_tables_of_too_few_digits(plain, dtype, name, most, what):
     for rank in range(2):
         a, b = before(plain, "q", rank).chunk(2, -1)
         held.append(torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin)
-    found = rope_frequencies.rounded_tables(plain.case(AT + "q_rope", held))
+    found = asks_for("rope_dtype")(plain.case(AT + "q_rope", held))
     says = {"tables": f"cos and sin were rounded to {name}", "frequencies": f"the frequencies were rounded to {name}",
             "angles": f"the angles were rounded to {name}",
             "all": f"the angles, their cos and sin were computed in {name}"}[what]
@@ -242,7 +240,7 @@ def test_positions_of_too_few_digits(plain, dtype, name, most):
     case = plain.case(AT + "q_rope", held)
     assert case.wrong_ranks == (0, 1) and case.tolerance  # by where the rows stand in truth
     case.frame.positions = positions
-    found = rope_frequencies.rounded_tables(case)
+    found = asks_for("rope_dtype")(case)
     assert found.fault == "rope_dtype"
     assert f"the positions were rounded to {name}, which counts no further than {most}. They" in found.sentence
 
@@ -251,9 +249,9 @@ def test_positions_of_too_few_digits(plain, dtype, name, most):
 def test_numbers_of_a_smaller_dtype_that_are_not_the_right_ones(plain, dtype):
     """Each one of the dtype's, and off by more than its last digits."""
     held = plain.changed(AT + "q", lambda x, rank: x.to(dtype).float())
-    assert anything.too_few_digits(plain.case(AT + "q", held)).fault == "low_precision"
+    assert asks_for("low_precision")(plain.case(AT + "q", held)).fault == "low_precision"
     off = [(x + 8 * torch.finfo(dtype).eps * x.abs().max()).to(dtype).float() for x in held]
-    assert anything.too_few_digits(plain.case(AT + "q", off)) is None
+    assert asks_for("low_precision")(plain.case(AT + "q", off)) is None
 
 
 def test_frequencies_that_depend_on_the_length_are_not_tried_with_fewer_digits(tmp_path):
@@ -264,17 +262,17 @@ def test_frequencies_that_depend_on_the_length_are_not_tried_with_fewer_digits(t
     for rank in range(2):
         a, b = run.x(AT + "q", rank).chunk(2, -1)
         held.append(torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin)
-    assert rope_frequencies.rounded_tables(run.case(AT + "q_rope", held)) is None
+    assert asks_for("rope_dtype")(run.case(AT + "q_rope", held)) is None
 
 
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
 def test_queries_of_too_few_digits(plain, dtype, name):
     held = turned(plain, "q", source=lambda rank: before(plain, "q", rank).to(dtype).float())
-    found = asked(plain, rope.rounded_first, held, AT + "q_rope")
+    found = asked(plain, asks_for("low_precision"), held, AT + "q_rope")
     assert found.fault == "low_precision"
     assert f"q_rope fits q in {name}, rotated: it was cast to {name}" in found.sentence
     held = [plain.x(AT + "q", rank).to(dtype).float() for rank in range(2)]
-    found = asked(plain, anything.too_few_digits, held, AT + "q")
+    found = asked(plain, asks_for("low_precision"), held, AT + "q")
     assert found.fault == "low_precision" and f"layers.1.q is right as far as {name} goes, and every" in found.sentence
 
 
@@ -283,7 +281,7 @@ def test_queries_of_too_few_digits(plain, dtype, name):
 def test_rows_of_the_token_beside(plain, shift, whole, says):
     parts = [12] if whole else list(map(len, TEXTS))
     held = plain.changed(AT + "q", lambda x, rank: torch.cat([p.roll(shift, 0) for p in x.split(parts)]))
-    found = asked(plain, anything.rows_of_other_tokens, held, AT + "q")
+    found = asked(plain, asks_for("ids_shifted", "rows_shifted"), held, AT + "q")
     assert found.fault == "rows_shifted" and found.numbers == {"shift": shift}
     assert found.sentence == f"Each row of layers.1.q is right for the token {says} it."
 
@@ -291,7 +289,7 @@ def test_rows_of_the_token_beside(plain, shift, whole, says):
 def test_of_two_rows_nobody_knows_which_is_the_one_before(tmp_path):
     run = RealRun(tmp_path / "m", layers=2, heads=4, kv_heads=2, head_dim=DIM, hidden=HIDDEN, texts=[[5, 6]])
     held = run.changed(AT + "q", lambda x, rank: x.roll(1, 0))
-    assert anything.rows_of_other_tokens(run.case(AT + "q", held)) is None
+    assert asks_for("ids_shifted", "rows_shifted")(run.case(AT + "q", held)) is None
 
 
 # Positions.
@@ -327,16 +325,16 @@ def moved(kind, positions):
              "it stood at 2 (1 of 12 tokens are misplaced).", 4, 2)])
 def test_as_which_positions_tokens_were_turned(run, kind, fault, says, first, used):
     held = turned(run, "q", positions=moved(kind, run.positions))
-    found = asked(run, rope.other_positions, held, AT + "q_rope", num_keys=CALLS)
+    found = asked(run, asks_for("rope_positions"), held, AT + "q_rope", num_keys=CALLS)
     assert found.fault == fault and found.sentence.startswith(says)
     assert found.numbers == {"first_token": first, "position": first, "used": used}
-    found = asked(run, rope.other_positions, held, AT + "q_rope")
+    found = asked(run, asks_for("rope_positions"), held, AT + "q_rope")
     assert found.fault in ("rope_positions", None), "nothing was decoded"
 
 
 @pytest.mark.parametrize("kind, fault, says", [
     ("one too far", "decode_position_off_by_one", "a decoding token is turned one position too far"),
-    ("from 0", "decode_position_restarted", "a decoding token is turned as if it stood at position 0"),
+    ("from 0", "decode_position_restarted", "a decoding token is turned as if it stood at 0"),
     ("per call", "rope_positions", "every call counts its positions from 0 again")])
 def test_wrong_positions_that_only_attention_shows(plain, kind, fault, says):
     """Queries and keys were not recorded behind the rotation."""
@@ -352,7 +350,7 @@ def test_wrong_positions_that_only_attention_shows(plain, kind, fault, says):
                 out[row, local] = torch.softmax(scores, 0) @ values[mine, head // 2]
         held.append(out)
     case = plain.case(AT + "attn", held, hide=("q_rope", "k_rope"), num_keys=CALLS)
-    found = rope.usual_wrong_positions(case.about("q_rope", "k_rope"))
+    found = asks_for("decode_position_restarted")(case.with_(ops=("q_rope", "k_rope")))
     assert found.fault == fault and found.sentence.startswith(f"Attention fits other positions: {says}")
     case = plain.case(AT + "attn", [x * 1.0003 for x in held], hide=("q_rope", "k_rope"), num_keys=CALLS)
-    assert rope.usual_wrong_positions(case.about("q_rope", "k_rope")) is None
+    assert asks_for("decode_position_restarted")(case.with_(ops=("q_rope", "k_rope"))) is None

@@ -33,7 +33,8 @@ def frame(points=None, tp=2, weights=None, heads=4, kv_heads=2, dim=2, **recordi
                  mlp=range(3 * rank, 3 * rank + 3)) for rank in range(tp)]
     vars(found).update(
         recording=Some(points=points or {}, holders={}, **given),
-        config=Some(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, num_layers=2, rms_norm_eps=1e-6),
+        config=Some(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, num_layers=2, rms_norm_eps=1e-6,
+                    qk_norm=False),
         plan=Some(ranks=plan), dtype=F64, ranks=range(tp), weights=Held(weights or {}), _values={}, _once={}, _hf={},
         _indices={}, positions=torch.tensor([position for _, position in given["places"]], dtype=torch.long), ckpt=None)
     return found
@@ -54,7 +55,7 @@ def test_in_which_row_each_key_was_computed(ids, places, rows):
     assert [row.tolist() for row in found.key_rows] == rows
     for number in range(len(ids)):
         mine = [row for row, (s, _) in enumerate(places) if s == number]
-        assert found.rows_of(number) == (slice(mine[0], mine[-1] + 1) if mine else slice(0, 0))
+        assert found.rows_of[number] == (slice(mine[0], mine[-1] + 1) if mine else slice(0, 0))
 
 
 def test_keys_that_no_call_computed_are_hugging_faces():
@@ -108,7 +109,7 @@ def summed(more, bias=B, partials=True):
     ((1, 1), (1, 0)), ((0, .5), (1, 0)), ((2, 0), (1, 0)), ((0.7, 0.3), (1, 0)), ((0, 1.06), (1, 0))])
 def test_which_rank_adds_the_bias(more, shares):
     found = summed(more)
-    assert found.bias_shares("layers.0.", "o", 0) == dict(enumerate(map(float, shares)))
+    assert found.bias_shares("layers.0.", "o_partial", 0) == dict(enumerate(map(float, shares)))
     for rank in (0, 1):
         assert torch.allclose(found.expected("layers.0.o_partial", rank), OWN[rank] + shares[rank] * B)
     total = sum(OWN) + sum(more) * B + (0 if sum(shares) else B)
@@ -116,13 +117,13 @@ def test_which_rank_adds_the_bias(more, shares):
 
 
 def test_a_bias_nobody_can_be_seen_to_add_is_the_first_ranks():
-    assert summed((0, 0), partials=False).bias_shares("layers.0.", "o", 1) == {0: 1.0, 1: 0.0}
+    assert summed((0, 0), partials=False).bias_shares("layers.0.", "o_partial", 1) == {0: 1.0, 1: 0.0}
     none = summed((0, 0), bias=None)
-    assert none.bias_shares("layers.0.", "o", 1) == {0: 0.0, 1: 0.0}
+    assert none.bias_shares("layers.0.", "o_partial", 1) == {0: 0.0, 1: 0.0}
     assert torch.equal(none.expected("layers.0.o_partial", 1), OWN[1])
     lost = summed((0, 1))
     lost.recording.points["layers.0.o_partial"][0] = None
-    assert lost.bias_shares("layers.0.", "o", 0) == {0: 1.0, 1: 0.0}
+    assert lost.bias_shares("layers.0.", "o_partial", 0) == {0: 1.0, 1: 0.0}
 
 
 def test_a_bias_belongs_to_the_first_of_the_ranks_that_make_the_sum():
@@ -130,7 +131,7 @@ def test_a_bias_belongs_to_the_first_of_the_ranks_that_make_the_sum():
     whole = torch.cat(X, 1)
     found = frame({"layers.0.attn": [Shard(whole, "q_heads", range(4))] * 2}, places=[(0, i) for i in range(6)],
                   weights={"model.layers.0.self_attn.o_proj.weight": W, BIAS: B}, ids=[[1] * 6], num_keys=[6] * 6)
-    assert [found.bias_shares("layers.0.", "o", rank) for rank in (0, 1)] == [{0: 1.0}, {1: 1.0}]
+    assert [found.bias_shares("layers.0.", "o_partial", rank) for rank in (0, 1)] == [{0: 1.0}, {1: 1.0}]
     for rank in (0, 1):
         assert torch.allclose(found.expected("layers.0.o_partial", rank), sum(OWN) + B)
 
@@ -142,7 +143,7 @@ def test_a_bias_belongs_to_the_first_of_the_ranks_that_make_the_sum():
 def test_whose_summands_make_the_whole(held, rank, chosen):
     found = frame(tp=len(held))
     found.indices = lambda name, rank: held[rank]
-    assert found.summands("layers.0.", "mlp", rank) == chosen
+    assert found.summands("layers.0.", "mlp_partial", rank) == chosen
 
 
 # Layers in a row, the two ends, indices.

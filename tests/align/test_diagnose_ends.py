@@ -4,9 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
-from helpers.real_cases import TEXTS, RealRun, asked
-
-from tplab.align.diagnose import anything, ends, sums, weights_of_others
+from helpers.real_cases import TEXTS, RealRun, asked, asks_for
 
 IDS = torch.tensor(sum(TEXTS, []))
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -43,29 +41,30 @@ def test_rows_that_were_looked_up_at_their_global_number(run):
         rows = run.plan.ranks[rank].vocab
         there = run.w(EMBED)[rows.start:rows.stop]
         held += there[IDS.clamp(max=len(rows) - 1)] * own(run, rank)
-    found = asked(run, ends.offset_not_subtracted, [held] * 3, "embed")
+    found = asked(run, asks_for("vocab_offset"), [held] * 3, "embed")
     wrong = sum(23 <= token < 66 for token in IDS.tolist())  # the last row is right by chance
     assert found.fault == "vocab_offset" and found.numbers == {"tokens": wrong}
-    assert found.sentence.startswith(f"{wrong} of 12 tokens, all of ranks from 1 on, got another token's embedding")
 
 
 def test_embeddings_that_were_not_added_up(run):
     held = [run.w(EMBED)[IDS] * own(run, rank) for rank in range(3)]
-    assert asked(run, ends.embeddings_not_added_up, held, "embed").fault == "all_reduce_missing"
+    assert asked(run, asks_for("all_reduce_missing", "all_reduce_twice"), held, "embed").fault == "all_reduce_missing"
 
 
 @pytest.mark.parametrize("times, fault, says", [
     (3, "all_reduce_twice", "The embedding is 3 times the right one: it was reduced twice"),
     (1 / 3, "all_reduce_average", "The embedding is 0.333333 times the right one: the ranks' parts were averaged")])
 def test_embeddings_that_were_added_up_otherwise(run, times, fault, says):
-    found = asked(run, ends.embeddings_not_added_up, run.changed("embed", lambda x, rank: x * times), "embed")
+    found, near = (asks_for("all_reduce_missing", "all_reduce_twice")(run.case("embed", run.changed(
+        "embed", lambda x, rank, number=number: x * number))) for number in (times, times * 1.001))
+    assert near.fault == "embedding_scale"
     assert found.fault == fault and found.numbers == {"times": times} and found.sentence.startswith(says)
 
 
 @pytest.mark.parametrize("times, says", [(48 ** 0.5, "sqrt(48), the root of the hidden size, as Gemma does"),
-                                         (48 ** -0.5, "1 / sqrt(48)")])
+                                         (48 ** -0.5, "1 / sqrt(48)"), (3.7, "3.7")])
 def test_embeddings_times_a_number(run, times, says):
-    found = asked(run, ends.scaled_embeddings, run.changed("embed", lambda x, rank: x * times), "embed")
+    found = asks_for("embedding_scale")(run.case("embed", run.changed("embed", lambda x, rank: x * times)))
     assert found.fault == "embedding_scale" and found.numbers == {"times": pytest.approx(times)}
     assert found.sentence == f"The embedding was multiplied with {says}; this model does not."
 
@@ -73,7 +72,7 @@ def test_embeddings_times_a_number(run, times, says):
 @pytest.mark.parametrize("shift", [1, -1])
 def test_embeddings_of_the_token_beside(run, shift):
     held = run.changed("embed", lambda x, rank: torch.cat([part.roll(shift, 0) for part in x.split([7, 5])]))
-    found = asked(run, anything.rows_of_other_tokens, held, "embed")
+    found = asked(run, asks_for("ids_shifted", "rows_shifted"), held, "embed")
     assert found.fault == "ids_shifted" and found.numbers == {"shift": shift}
 
 
@@ -101,10 +100,10 @@ def test_ranks_that_hold_the_rows_of_a_step_in_another_order(run, step, rows, ra
         its = ids if rank in ranks else IDS
         held += run.w(EMBED)[its] * ((its >= mine.start) & (its < mine.stop))[:, None]
     assert not torch.equal(held, right)
-    found = asked(run, ends.rows_in_other_orders, [held] * 3, "embed", decode=STEPS)
+    found = asked(run, asks_for("row_order"), [held] * 3, "embed", decode=STEPS)
     assert found.fault == "row_order" and found.numbers == {"step": step + 4, "rank": 1}
     assert found.sentence.startswith(says)
-    assert ends.rows_in_other_orders(run.case("embed", [held] * 3)) is None, "of a plain pass nothing is known"
+    assert asks_for("row_order")(run.case("embed", [held] * 3)) is None, "of a plain pass nothing is known"
 
 
 # Logits.
@@ -119,33 +118,33 @@ def right(run):
 
 def test_the_head_is_the_embedding(run, tied):
     held = parts(run, run.x("norm", 0) @ run.w(EMBED).T)
-    found = asked(run, ends.head_of_the_embedding, held, "logits")
+    found = asked(run, asks_for("head_tied"), held, "logits")
     assert found.fault == "head_tied" and "this checkpoint has an lm_head.weight of its own" in found.sentence
     other = parts(tied, right(tied) + 1)
-    assert ends.head_of_the_embedding(tied.case("logits", other)) is None, "there it is right"
+    assert asks_for("head_tied")(tied.case("logits", other)) is None, "there it is right"
 
 
 @pytest.mark.parametrize("value, says", [(0.0, "theirs are 0 everywhere"), (float("-inf"), "theirs are -inf e")])
 def test_tokens_that_have_no_row(run, value, says):
     logits = right(run)
     logits[:, [30, 45, 66]] = value
-    found = asked(run, ends.rows_that_nobody_has, parts(run, logits), "logits")
+    found = asked(run, asks_for("vocab_rows_missing"), parts(run, logits), "logits")
     assert found.fault == "vocab_rows_missing" and found.numbers == {"tokens": 3}
     assert f"but for 3 of 67 tokens, of which 30 is the first: {says}" in found.sentence
 
 
 @pytest.mark.parametrize("times", [0.137, 2.0, 1.01])
 def test_logits_times_a_number(run, times):
-    found = ends.changed_logits(run.case("logits", parts(run, times * right(run))))
+    found = asks_for("logits_scale")(run.case("logits", parts(run, times * right(run))))
     assert found.fault == "logits_scale" and found.numbers == {"times": pytest.approx(times, rel=1e-5)}
-    assert found.sentence == f"The logits are {times:.4g} times the right ones."
-    assert ends.changed_logits(run.case("logits", parts(run, -right(run)))) is None
+    assert found.sentence == f"The logits are {times:.6g} times the right ones."
+    assert asks_for("logits_scale")(run.case("logits", parts(run, -right(run)))) is None
 
 
 @pytest.mark.parametrize("share", [1.5, 3.0, 20.0])
 def test_logits_that_were_capped(run, share):
     cap = right(run).abs().max().item() * share
-    found = asked(run, ends.changed_logits, parts(run, cap * torch.tanh(right(run) / cap)), "logits", near=1.001)
+    found = asked(run, asks_for("logits_scale"), parts(run, cap * torch.tanh(right(run) / cap)), "logits", near=1.001)
     assert found.fault == "logits_softcap" and found.numbers == {"cap": pytest.approx(cap, rel=1e-2)}
 
 
@@ -154,22 +153,22 @@ def test_a_rank_with_the_logits_of_another(tied, order):
     whole = parts(tied, right(tied))
     sizes = {len(part[0]) for part in whole}
     assert len(sizes) == 2, "34 and 33"
-    assert ends.ranks_exchanged(tied.case("logits", [x * 1.01 for x in whole])) is None
+    assert asks_for("shard_of_another_rank")(tied.case("logits", [x * 1.01 for x in whole])) is None
     case = tied.case("logits", whole)
     case.shards = lambda name: [whole[order[0]], whole[order[1] - 1 if order[1] else 0]]
-    found = ends.ranks_exchanged(case)
+    found = asks_for("shard_of_another_rank")(case)
     assert found.fault == "shard_of_another_rank" and "stand in another rank's place" in found.sentence
 
 
 @pytest.mark.parametrize("change, wanted, row, says", [
-    (lambda rows: rows.roll(1), 0, 66, "Every logit is right, but for another token: rank 0 has token 66's where"),
+    (lambda rows: rows.roll(1), 0, 66, "right, but for another token: rank 0 has token 66's logit where"),
     (lambda rows: torch.cat([rows[:23].flip(0), rows[23:]]), 0, 22,
      "stand in another order: rank 0 has token 22's logit where token 0's belongs"),
     (lambda rows: torch.cat([rows[:50], rows[50:51], rows[52:53], rows[51:52], rows[53:]]), 51, 52,
      "stand in another order: rank 2 has token 52's logit where token 51's belongs")])
 def test_logits_of_other_tokens(run, change, wanted, row, says):
     held = parts(run, right(run)[:, change(torch.arange(67))])
-    found = asked(run, ends.head_rows_elsewhere, held, "logits")
+    found = asked(run, asks_for("head_rows"), held, "logits")
     assert found.fault == "head_rows" and found.numbers == {"wanted": wanted, "row": row} and says in found.sentence
 
 
@@ -178,11 +177,11 @@ def test_logits_of_other_tokens(run, change, wanted, row, says):
 def test_a_head_of_zeros(request, name, fault, more):
     run = request.getfixturevalue(name)
     held = parts(run, 0 * right(run))
-    found = ends.empty_head(run.case("logits", held))
+    found = asks_for("tie_ignored")(run.case("logits", held))
     assert found.fault == fault and found.sentence.endswith("was made and never filled." + more)
     held[1][3, 2] = 1e-3
-    assert ends.empty_head(run.case("logits", held)) is None
-    assert ends.changed_logits(run.case("logits", parts(run, 0 * right(run)))) is None
+    assert asks_for("tie_ignored")(run.case("logits", held)) is None
+    assert asks_for("logits_scale")(run.case("logits", parts(run, 0 * right(run)))) is None
 
 
 @pytest.mark.parametrize("share, random", [(0.0, True), (0.25, True), (0.35, False), (-0.25, True), (-0.35, False)])
@@ -193,7 +192,7 @@ def test_a_head_that_has_nothing_to_do_with_it(run, share, random):
     other = torch.randn(there.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     other -= other.mean() + (other * there).sum() * there
     held = share * there + (1 - share ** 2) ** 0.5 * other / other.norm()
-    found = ends.unrelated_head(run.case("logits", parts(run, held)))
+    found = asks_for("head_random")(run.case("logits", parts(run, held)))
     assert (found is not None) is random
     if random:
         assert found.fault == "head_random" and found.numbers == {"correlation": pytest.approx(share, abs=1e-5)}
@@ -202,9 +201,9 @@ def test_a_head_that_has_nothing_to_do_with_it(run, share, random):
 
 def test_logits_of_the_token_beside_and_of_too_few_digits(run):
     held = run.changed("logits", lambda x, rank: torch.cat([part.roll(1, 0) for part in x.split([7, 5])]))
-    assert asked(run, anything.rows_of_other_tokens, held, "logits").fault == "rows_shifted"
+    assert asked(run, asks_for("ids_shifted", "rows_shifted"), held, "logits").fault == "rows_shifted"
     held = run.changed("logits", lambda x, rank: x.to(torch.float16).float())
-    assert asked(run, anything.too_few_digits, held, "logits").fault == "low_precision"
+    assert asked(run, asks_for("low_precision"), held, "logits").fault == "low_precision"
 
 
 # Sums.
@@ -213,17 +212,17 @@ def test_logits_of_the_token_beside_and_of_too_few_digits(run):
 def test_each_rank_goes_on_with_its_own_summand(run, part, whole):
     at = "layers.1."
     held = [run.x(at + part, rank) for rank in range(3)]
-    found = asked(run, sums.not_reduced, held, at + whole)
+    found = asked(run, asks_for("all_reduce_dropped"), held, at + whole)
     assert found.names == ("all_reduce_missing", "all_reduce_dropped") and found.numbers["wanted"] == 5
     logs = [[Some(op="all_reduce")] * 5] * 3
-    found = sums.not_reduced(run.case(at + whole, held, logs=logs))
+    found = asks_for("all_reduce_dropped")(run.case(at + whole, held, logs=logs))
     assert found.names == ("all_reduce_dropped",) and found.numbers == {"spread": 0.0, "wanted": 5, "done": 5}
     assert "the 3 summands add up to the right result, and the op log shows every all-reduce" in found.sentence
-    found = sums.not_reduced(run.case(at + whole, held, logs=[logs[0], logs[0][1:], logs[0]]))
+    found = asks_for("all_reduce_dropped")(run.case(at + whole, held, logs=[logs[0], logs[0][1:], logs[0]]))
     assert found.names == ("all_reduce_missing",)
     assert "of 5 all-reduces in a forward pass the op log shows 4" in found.sentence
     hidden = run.case(at + whole, held, hide=(part,))
-    assert sums.not_reduced(hidden).fault == "all_reduce_missing", "the summands were not recorded"
+    assert asks_for("all_reduce_dropped")(hidden).fault == "all_reduce_missing", "the summands were not recorded"
 
 
 def test_the_part_of_another_rank(run):
@@ -232,6 +231,6 @@ def test_the_part_of_another_rank(run):
     weight = run.w("model.layers.1.self_attn.o_proj.weight")
     columns = {rank: torch.tensor([head * 8 + j for head in heads for j in range(8)]) for rank, heads in parts.items()}
     held = [run.x(at + "attn", rank).flatten(1) @ weight[:, columns[(rank + 1) % 3]].T for rank in range(3)]
-    found = asked(run, weights_of_others.shard_of_another_rank, held, at + "o_partial")
+    found = asked(run, asks_for("shard_of_another_rank"), held, at + "o_partial")
     assert found.fault == "shard_of_another_rank" and found.numbers == {"rank": 0, "taken": 1}
     assert "(the ranks' parts: [1, 2, 0])" in found.sentence

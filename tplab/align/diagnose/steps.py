@@ -1,0 +1,315 @@
+"""Procedures about what only the lab's own engine tells: its steps, its block tables, what it cost."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from tplab.align.arithmetic import attend
+from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.table import COST, procedure
+from tplab.align.operations import causal
+from tplab.align.report import AlignReport, DecodeFacts
+
+
+def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Prompt by prompt: its number, tplab's attention output, the rows' positions, their queries."""
+    parts = (tensor.split(case.lengths) for tensor in (case.ours("attn"), case.positions, case.reference("q_rope")))
+    for prompt, (ours, positions, q) in enumerate(zip(*parts)):
+        if len(ours):
+            yield prompt, ours, positions, q
+
+
+def keys_and_values(case: Case, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v of all tokens of a prompt, a head for each query head that a rank holds."""
+    heads = torch.tensor(case.query_heads) // case.group
+    return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
+
+
+@procedure("embed", names="row_order")
+def rows_in_other_orders(case: Case) -> Diagnosis | None:
+    """Do other ranks hold the sequences of a step in another order than rank 0?"""
+    weight, ours = case.weight("model.embed_tokens.weight"), case.ours("embed")
+    row_of = {place: row for row, place in enumerate(case.places)}
+    for step in case.report.decode.steps if case.report.decode else ():
+        sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
+        here = ours[[row_of[place] for places in sequences for place in places]]
+        here_ids = case.token_ids(sum(sequences, []))
+        if case.fits(here, weight[here_ids]):
+            continue
+        for order in itertools.islice(itertools.permutations(sequences), 1, 120):
+            order_ids = case.token_ids(sum(order, []))
+            for ranks in (case.plan.ranks[1:], case.plan.ranks[1::2]):
+                guess = torch.zeros_like(here)
+                for shard in case.plan.ranks:
+                    ids = order_ids if shard in ranks else here_ids
+                    guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
+                if case.fits(here, guess):
+                    names = [[places[0][0] for places in some] for some in (sequences, order)]
+                    return case.diagnosis(
+                        "row_order", f"In step {step.step_number} rank 0 holds the sequences in the order {names[0]}, "
+                        f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike "
+                        "tokens.", step=step.step_number, rank=ranks[0].rank)
+        return None
+
+
+def _together(case: Case) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each ``(prompt, position)`` that was decoded beside others: the position of the first of them, and that of
+    the longest."""
+    found = {}
+    for step in case.report.decode.steps if case.report.decode else ():
+        rows = [(request_id, segment.start) for request_id, segment, *_ in step.requests if segment.count == 1]
+        if len(rows) > 1:
+            found |= dict.fromkeys(rows, (rows[0][1], max(position for _, position in rows)))
+    return found
+
+
+@procedure("attn", names="mask_of_another_row")
+def mask_of_the_first_row(case: Case) -> Diagnosis | None:
+    """Do decoding sequences see as many keys as the first of their batch may?"""
+    batches, wrong = _together(case), []
+    for prompt, ours, positions, q in prompts(case):
+        k, v = keys_and_values(case, prompt)
+        for row, position in enumerate(positions.tolist()):
+            first, longest = batches.get((prompt, position), (position, position))
+            # Shorter sequences are filled up with their own newest key, so that is what stands behind it.
+            seen = [min(key, position) for key in range(min(first, longest) + 1)]
+            here = slice(row, row + 1)
+            if not case.fits(ours[here], attend(q[here], k[seen], v[seen], torch.ones(1, len(seen), dtype=torch.bool),
+                                                case.scaling)):
+                return None
+            wrong += [(prompt, position, first)] * (first != position)
+    if wrong:
+        prompt, position, first = wrong[0]
+        return case.diagnosis(
+            "mask_of_another_row", f"Token {position} of prompt {prompt}, decoded beside others, sees {first + 1} "
+            f"keys, as many as the first sequence of its batch; it may see {position + 1}.",
+            prompt=prompt, position=position, keys=first + 1)
+
+
+def _block_tables(facts: DecodeFacts):
+    """Step by step and sequence by sequence: the step, the sequence, the ranks' table, the scheduler's."""
+    for step, tables in zip(facts.steps, facts.tables):
+        for request_id, segment, *_ in step.requests:
+            yield step.step_number, request_id, list(segment.block_ids), list(tables[request_id])
+
+
+def stale_block_table(report: AlignReport) -> str:
+    """Where the ranks first worked with another block table than the scheduler's; empty if they never did."""
+    for step, number, at_ranks, true in _block_tables(report.decode) if report.decode else ():
+        if at_ranks[:len(true)] != true:
+            return (f"In step {step} the ranks were told that sequence {number} has the blocks {at_ranks}; the "
+                    f"scheduler had given it {true}. The old blocks had been taken from it by then.")
+    return ""
+
+
+@procedure("attn", names="stale_block_table")
+def stale_table(case: Case) -> Diagnosis | None:
+    """Did the ranks work with the tables that the scheduler had?"""
+    says = stale_block_table(case.report)
+    return case.diagnosis("stale_block_table", says) if says else None
+
+
+@procedure("attn", names="slot_off_by_one")
+def written_too_early(case: Case) -> Diagnosis | None:
+    """Does a decoding token find its own slot empty, and its predecessor's holding its own key?"""
+    for prompt, ours, positions, q in prompts(case):
+        k, v = keys_and_values(case, prompt)
+        for row, position in enumerate(positions.tolist()):
+            if (prompt, position) not in case.decoded:
+                continue
+            # What slot s holds after the tokens up to this one were written, the decoding ones one slot too early.
+            holds = [s + 1 if (prompt, s + 1) in case.decoded else s for s in range(position)]
+            empty, here = torch.zeros_like(k[:1]), slice(row, row + 1)
+            guess = attend(q[here], torch.cat([k[holds], empty]), torch.cat([v[holds], empty]),
+                           torch.ones(1, position + 1, dtype=torch.bool), case.scaling)
+            if not case.fits(ours[here], guess):
+                return None
+            return case.diagnosis("slot_off_by_one", f"Token {position} of prompt {prompt}, the first to be decoded, "
+                                  "finds its own slot empty and its predecessor's overwritten with its own key: it was "
+                                  "written one slot too early.", position=position)
+
+
+@procedure("attn", names="prefix_hash_without_parent")
+def shared_without_parent(case: Case) -> Diagnosis | None:
+    """Do shared blocks hold the keys of another prompt, with the same tokens behind another beginning?"""
+    if case.report.decode is None:
+        return None
+    size, texts = case.report.decode.block_size, case.report.ids
+    tables = {number: at_ranks for _, number, at_ranks, _ in _block_tables(case.report.decode)}  # the last ones
+    strangers, computed = [], {}  # block → the prompt that computed what it holds, and as which of its own blocks
+    for prompt, ours, positions, q in prompts(case):
+        k, v = (tensor.clone() for tensor in keys_and_values(case, prompt))
+        found = int(positions[0]) // size
+        for index, block_id in enumerate(tables[prompt][:found]):
+            owner, at = computed.get(block_id, (prompt, index))
+            here, there = (slice(i * size, (i + 1) * size) for i in (index, at))
+            if texts[owner][:there.stop] != texts[prompt][:here.stop]:
+                k[here], v[here] = (tensor[there] for tensor in keys_and_values(case, owner))
+                strangers.append((index, prompt, owner))
+        computed.update({block_id: (prompt, index) for index, block_id in enumerate(tables[prompt]) if index >= found})
+        visible = causal(positions[:, None], torch.arange(len(k))[None], positions)
+        if not case.fits(ours, attend(q, k, v, visible, case.scaling)):
+            return None
+    if strangers:
+        index, prompt, owner = strangers[0]
+        return case.diagnosis("prefix_hash_without_parent", f"Block {index} of prompt {prompt} was not computed but "
+                              f"found, and holds the keys that its tokens have behind prompt {owner}'s beginning: a "
+                              "block's key must include its parent's.", block=index, prompt=prompt, owner=owner)
+
+
+class _Read(NamedTuple):
+    """A slot in which a sequence finds something else than its own key."""
+
+    step: int
+    sequence: int
+    position: int
+    holds: tuple[int, int] | None  # the (sequence, position) that was written there last; None: nothing
+    known: bool  # whether the sequence had computed this key before, in another slot
+
+
+def _strange_read(case: Case) -> _Read | None:
+    """The first such slot of all steps, if blocks are read and written as the tables say."""
+    texts, size = case.report.ids, case.report.decode.block_size
+    slots: dict[int, tuple[int, int]] = {}
+    computed: dict[tuple[int, int], int] = {}
+    for step in case.report.decode.steps:
+        for number, segment, *_ in step.requests:
+            for position in range(segment.start, segment.start + segment.count):
+                slot = segment.block_ids[position // size] * size + position % size
+                slots[slot], computed[number, position] = (number, position), slot
+        for number, segment, *_ in step.requests:
+            for position in range(segment.start):
+                slot = segment.block_ids[position // size] * size + position % size
+                owner, at = slots.get(slot, (number, -1))
+                if at != position or texts[owner][:at + 1] != texts[number][:at + 1]:
+                    return _Read(step.step_number, number, position, slots.get(slot),
+                                 computed.get((number, position), slot) != slot)
+    return None
+
+
+@procedure("attn", names="preempted_not_recomputed")
+def lost_with_its_blocks(case: Case) -> Diagnosis | None:
+    """Does a sequence that was preempted read keys that it had, in blocks that it got since then?"""
+    read = _strange_read(case) if case.report.decode and case.report.decode.preemptions else None
+    if read is not None and read.known:
+        return case.diagnosis("preempted_not_recomputed", f"In step {read.step} sequence {read.sequence} comes back "
+                              f"after a preemption and reads its token {read.position} from a block that it has just "
+                              "been given: its keys went with its old blocks and were not computed again.",
+                              step=read.step, sequence=read.sequence, position=read.position)
+
+
+@procedure("attn", names="cached_before_computed")
+def found_before_it_was_there(case: Case) -> Diagnosis | None:
+    """Does a sequence read, in a shared block, a slot that nobody has filled for its beginning?"""
+    read = _strange_read(case) if case.report.decode else None
+    if read is None or read.known:
+        return None
+    texts, (owner, at) = case.report.ids, read.holds or (read.sequence, -1)
+    if at < 0 or texts[owner][at] != texts[read.sequence][read.position]:  # else its own, behind another beginning
+        return case.diagnosis("cached_before_computed", f"In step {read.step} sequence {read.sequence} finds a block "
+                              f"in the prefix cache, and nobody ever computed the key of token {read.position} in it: "
+                              "the block was made findable when its tokens were known, not when they were computed.",
+                              step=read.step, sequence=read.sequence, position=read.position)
+
+
+@procedure(COST, names="full_copy_on_every_rank")
+def read_too_much(report: AlignReport) -> Diagnosis | None:
+    """Did the ranks read more of the checkpoint than they keep?"""
+    stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
+    times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
+                 for stats in report.load_stats), default=0)
+    if times >= 1.2:
+        return Diagnosis("full_copy_on_every_rank", f"The numbers are right, but a rank read {times:.1f} times the "
+                         "bytes that it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
+
+
+@procedure(COST, names="rank_local_sampling")
+def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
+    """Did all ranks draw the same tokens?"""
+    for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
+        for place, token in report.decode.drawn[0].items():
+            if drawn.get(place) != token:
+                return Diagnosis("rank_local_sampling", f"From the same right logits rank 0 drew token {token} and "
+                                 f"rank {rank} token {drawn.get(place)}: each decides by itself what only all of them "
+                                 "together can know.", "drawn",
+                                 {"rank": rank, "prompt": place[0], "position": place[1]})
+
+
+@procedure(COST, names="softmax_before_gather")
+def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
+    """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
+    logits?"""
+    logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0]) if report.decode else []
+    if logits is None or len(places) != len(logits.ours):
+        return None
+    drawn = torch.tensor([report.decode.drawn[0][place] for place in places])
+    parts = [shard.float().log_softmax(-1) for shard in logits.shards]
+    ours, apart = logits.ours.float(), torch.cat(parts, -1)
+    behind = ours.max(-1).values - ours.gather(-1, drawn[:, None])[:, 0]
+    wrong = (behind > 1e-2 * ours.abs().max()).nonzero().flatten().tolist()
+    if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
+        return None
+    number, position = places[wrong[0]]
+    return Diagnosis("softmax_before_gather", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens "
+                     f"are not the most probable ones: behind token {position} of prompt {number} one was drawn whose "
+                     f"logit is {behind[wrong[0]]:.1f} below the largest. They are the best by the ranks' "
+                     "probabilities, each normalized over its own part of the vocabulary.", "drawn",
+                     {"prompt": number, "position": position})
+
+
+@procedure(COST, names="prefix_never_found")
+def prefix_never_found(report: AlignReport) -> Diagnosis | None:
+    """Does a text begin at its first token, although another one with the same first block was computed before?"""
+    facts = report.decode
+    if facts is None or not facts.prefix_caching:
+        return None
+    size, full, seen = facts.block_size, {}, set()  # full: {block: the text whose first block it holds}
+    for step in facts.steps:
+        for number, segment, *_ in step.requests:
+            begin = report.ids[number][:size]
+            before = [other for other in full.values() if report.ids[other][:size] == begin]
+            if number not in seen and not segment.start and before and segment.prompt_length > size:
+                return Diagnosis("prefix_never_found", f"The numbers are right, but prompt {number} is computed from "
+                                 f"its first token on, although it begins as prompt {before[0]} does, whose blocks "
+                                 "are full and were handed out to nobody since: equal beginnings are not found in the "
+                                 "prefix cache.", "steps", {"prompt": number, "before": before[0]})
+        for number, segment, *_ in step.requests:
+            seen.add(number)
+            full = {block: other for block, other in full.items() if other == number or block not in segment.block_ids}
+            if segment.start + segment.count >= size:
+                full[segment.block_ids[0]] = number
+
+
+@procedure(COST, names="cache_ignored")
+def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
+    """Were tokens computed more than once?"""
+    if report.decode is None or report.decode.preemptions:
+        return None
+    done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
+    needed = sum(map(len, report.computed))
+    if done != needed:
+        return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were "
+                         "needed: steps begin at the first token again instead of using the cache.", "steps",
+                         {"computed": done, "needed": needed})
+
+
+@procedure(COST, names="stale_block_table")
+def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
+    """Did the ranks work with other tables than the scheduler's, and were lucky?"""
+    says = stale_block_table(report)
+    return Diagnosis("stale_block_table", f"{says} This time it did no harm.", "blocks") if says else None
+
+
+@procedure(COST, names="block_leaked")
+def blocks_not_released(report: AlignReport) -> Diagnosis | None:
+    """Did all blocks come back?"""
+    left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
+    if left:
+        return Diagnosis("block_leaked", f"The numbers are right, but {left} block{'s' * (left > 1)} of {many} "
+                         f"finished sequence{'s' * (many > 1)} never came back.", "blocks", {"left": left})
+
+
+COSTS = (read_too_much, ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found,
+         tokens_computed_again, stale_table_without_harm, blocks_not_released)
