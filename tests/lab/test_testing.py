@@ -72,7 +72,7 @@ def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd
     assert "1 failed, 1 passed" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("cores, workers", [(1, "2"), (16, "8")])
+@pytest.mark.parametrize("cores, workers", [(1, "2"), (7, "3"), (16, "4")])
 @pytest.mark.parametrize("said, threads", [(None, "1"), ("3", "3")])
 def test_workers_and_threads_are_those_of_the_machine_and_the_environment(cores, workers, said, threads, monkeypatch):
     def call(command, cwd, env):

@@ -4,7 +4,7 @@ Some of them want the real model, smollm2: it is fetched first, once.
 
 With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
-At least two workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
+Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
 than half of the time of one after the other. The tests of one file stay with one worker (see tests/conftest.py).
 """
 
@@ -46,7 +46,7 @@ def run_part(settings: dict[str, str], options: list[str]) -> int:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **settings}
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    workers = str(max(2, available_cores() // 2))
+    workers = str(max(2, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
     return subprocess.call(pytest_command(["--numprocesses", workers, *options]), cwd=ROOT, env=environment)
 
 
