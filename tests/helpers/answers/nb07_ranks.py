@@ -149,7 +149,7 @@ ANSWERS = {
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
                   return (versions[0] - versions[1]).abs().max().item()
-              """, "3 ranks, only rank 2 differs: rank 0 says 0, the largest difference between two ranks is 1.5"),
+              """, "3 ranks, only rank 2 differs: rank 0 says 0, the largest difference between two ranks is 1.75"),
         Wrong("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
@@ -164,7 +164,7 @@ ANSWERS = {
               def my_spread(x):
                   total = all_reduce(x.clone())
                   return (total / world_size() - x).abs().max().item()
-              """, "rank 0 says 0.75, the largest difference between two ranks is 1.5"),
+              """, "rank 0 says 0.875, the largest difference between two ranks is 1.75"),
         Wrong("""
               def my_spread(x):
                   before = x

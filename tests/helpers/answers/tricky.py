@@ -14,6 +14,11 @@ def layer(right: str, wrong: str) -> str:
 
 ANSWERS = {
     "mask_scores": [
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('nan'))", "just the entries that "
+              "hide "
+              "a key are NaN"),
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('inf'))", "there is +inf in it"),
+        Wrong("def mask_scores(scores, mask): return scores * ~mask", "a score of 0 is not a weight of 0"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask.any(0, keepdim=True), float('-inf'))",
               "keys that may be seen are hidden as well"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, -1e9)", "yours hides where the mask is "
@@ -116,6 +121,8 @@ def my_attend(q, k, v, mask, scaling):
               ".bool).triu(keys - positions.shape[1] + 1)", "the last query does not always stand at the last key"),
     ],
     "my_token_positions": [
+        Wrong("def my_token_positions(segment): return range(segment.start, segment.start + segment.count - 1)",
+              "one too few: a range ends before its end"),
         Wrong("def my_token_positions(segment): return range(10**12)", "far more than follow"),
     ],
     "MyCache": [
@@ -137,6 +144,9 @@ class MyCache:
               "block_size for p in positions]", "how many slots do the blocks before block 4 have?"),
     ],
     "my_key": [
+        Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1], sum(ids)))", "does it look at each "
+              "token, or "
+              "at a sum?"),
         Wrong("def my_key(parent, ids): return parent + b''.join((i % 65536).to_bytes(2, 'big') for i in ids)",
               "large vocabularies do not fit into two bytes"),
         Wrong("import hashlib\ndef my_key(parent, ids): return hashlib.sha256(parent + repr(list(ids)).encode())"
@@ -312,5 +322,10 @@ def generate(self, input_ids, max_new_tokens):
               .replace("        out = ", "        KV[rank()] = self.k, self.v\n        out = "),
               "is not Hugging Face's, though one layer was right by itself: is something shared between two layers"),
         Right(layer("x.pow(2).mean(-1, keepdim=True)", "(x * x).sum(-1, keepdim=True) / x.shape[-1]")),
+    ],
+    "my_spread": [
+        Wrong("def my_spread(x):\n    all_of = all_gather(x[None], dim=0)\n    return (all_of.amax(0) - "
+              "all_of.amin(0)).mean()"
+              ".item()", "that is their mean; the largest is asked for"),
     ],
 }

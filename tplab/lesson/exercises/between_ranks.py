@@ -91,7 +91,7 @@ def _examine_sent(answers: list, source: ToySource, ranges) -> None:
 @exercise("my_spread", "07", takes="x", agreed="every rank knows the largest difference between any two")
 def my_spread(mine: Mine, setting: Setting):
     """Tensors whose differences cancel, hide behind equal maxima, or sit on the last rank; then an engine's own."""
-    equal, low = torch.tensor([[4.0, -9.0], [2.0, 0.5]]), torch.tensor([[4.0, -9.0], [0.5, 2.0]])
+    equal, low = torch.tensor([[4.0, -9.0], [2.0, 0.5]]), torch.tensor([[4.0, -9.0], [0.25, 2.0]])
     high = torch.tensor([[4.0, -9.0], [2.5, -2.0]])
     for versions, why in (
         ([equal, equal], "both hold the same"), ([equal, low], "they differ at two places, in both directions"),
@@ -133,11 +133,15 @@ def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> No
         if not ops:
             raise NotYet(f"{have}: rank {number} says {found:g} without a word to the others; how could it know?")
         largest = stacked.flatten(1).amax(1)
-        ways = {"it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
+        ways = {"that is their mean; the largest is asked for": (stacked.amax(0) - stacked.amin(0)).mean(),
+                "that is the standard deviation": stacked.std(0).max(),
+                "it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
                 "that is between the first rank and the last; and the others?": (stacked[0] - stacked[-1]).abs().max(),
+                "that is between ranks 0 and 1; and the others?": (stacked[0] - stacked[1]).abs().max(),
                 "that is the distance from the ranks' mean": (stacked - stacked.mean(0)).abs().max(),
                 "that is how far this one is from the mean": (versions[number] - stacked.mean(0)).abs().max()}
         if not abs(found - true) <= 1e-5:
-            why = next((f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5), "")
+            like = [f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5]
+            why = like[0] if len(like) == 1 else ""  # two mistakes with one number are no cause
             raise NotYet(f"{have}: rank {number} says {found:g}, the largest difference between two ranks is {true:g}"
                          f"{why}")

@@ -33,6 +33,13 @@ def shaped(scores: torch.Tensor) -> dict:
 def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor) -> None:
     """Refuse masked scores that hide other keys than ``mask``, or hide them badly."""
     hidden = mask.expand_as(scores)
+    if masked.isnan().any() and masked.isnan().equal(hidden):
+        raise NotYet("just the entries that hide a key are NaN, and softmax spoils the whole row with one: what is a "
+                     "score whose exp is 0?")
+    if (masked == INF).any():
+        raise NotYet("there is +inf in it: softmax would look at that key alone, and of two it makes NaN. A hidden "
+                     "key's "
+                     "score is as low as there is")
     if masked.isnan().any():
         raise NotYet(f"{masked.isnan().double().mean():.0%} NaN in a small example: is something multiplying 0 by "
                      "-inf?")
@@ -50,6 +57,8 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
             raise NotYet(f"{left}none of sequence 0's, and those of sequence 1. Each sequence has a mask of its own, "
                          "mask[0] and mask[1]")
         shown = masked[hidden & (weights > 0)]
+        if not masked[hidden].any():
+            raise NotYet(f"{left}their scores are 0, and exp(0) is 1: a score of 0 is not a weight of 0")
         if (shown < scores[hidden & (weights > 0)]).all():
             raise NotYet(f"{left}their scores are low, {shown.max():.3g} for example, and exp({shown.max():.3g}) is "
                          f"{shown.max().exp():.1g} and not 0. What is low enough for every model?")

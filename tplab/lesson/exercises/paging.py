@@ -166,6 +166,8 @@ def my_key(mine: Mine, setting: Setting):
             ([a], [[7, 300 + 65536, 9]], "blocks {} and {} get the same key; large vocabularies do not fit into two "
              "bytes"),
             ([a], [[9, 300, 7]], "blocks {} and {} get the same key: does the order of the tokens count?"),
+            ([[*a, 4]], [[7, 301, 8, 4]], "blocks {} and {} get the same key: does it look at each token, or at a "
+                                          "sum?"),
             ([[1, 23, 4]], [[12, 3, 4]], "blocks {} and {} get the same key: where does one number end?"),
             ([[*a, *b]], [[*a, *b[:2], 12]], "blocks of 6, {} and {}, get the same key: is a block size in your code?"),
             ([a[:2]], [[*a[:2], 0]], "a part of a block, {}, gets the key of a full one, {}: is something filled up?"),

@@ -80,6 +80,7 @@ def my_token_positions(mine: Mine, setting: Setting):
                 "only the last of the new tokens has a position": right[-1:],
                 "those in the cache have their positions already": range(start + count),
                 "one too many: does a range hold its end?": range(start, start + count + 1),
+                "one too few: a range ends before its end": range(start, start + max(1, count - 1)),
                 "count says how many come, not where they end": range(start, count)}
         if found != right:
             raise NotYet(have + next((says for says, wrong in ways.items() if found == list(wrong)),
