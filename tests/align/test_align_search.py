@@ -1,4 +1,4 @@
-"""What a search with mutations found open: comparison, floors and spread on tensors made by hand; hypotheses where only
+"""What a search with mutations found open: comparison, floors and spread on tensors made by hand; mistakes where only
 k, only one layer, only some ranks or only some prompts are wrong."""
 
 import dataclasses
@@ -118,7 +118,7 @@ def test_hugging_face_writes_on_behind_an_end_of_text(folder):
         config.eos_token_id = None
 
 
-# The hypotheses.
+# The mistakes.
 
 def test_in_float64_a_small_beginning_of_something_large_is_no_rounding():
     def split_heads(self, qkv):

@@ -5,7 +5,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
-from helpers.hand_cases import noise
+from helpers.real_cases import noise
 
 from tplab.align.diagnose import steps, wrong
 from tplab.align.diagnose.case import Case, Diagnosis

@@ -4,7 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
-from helpers.hand_cases import noise
+from helpers.real_cases import noise
 
 from tplab.align import local
 from tplab.align.local import LocalFrame

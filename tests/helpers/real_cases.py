@@ -75,10 +75,14 @@ class RealRun:
         return local_diffs(self.recording, self.ckpt, self.plan)
 
 
-def asked(run, hypothesis, held, name, near=1.0003, **more):
-    """What a hypothesis says of ``held``, the tensors at a point; of numbers that are a little off it says nothing."""
-    assert hypothesis(run.case(name, [x * near for x in held], **more)) is None, "near is not there"
-    return hypothesis(run.case(name, held, **more))
+def asked(run, asks, held, name, near=1.0003, **more):
+    """What an entry of the table says of ``held``, the tensors at a point; of numbers that are a little off it says nothing."""
+    assert asks(run.case(name, [x * near for x in held], **more)) is None, "near is not there"
+    return asks(run.case(name, held, **more))
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def asks_for(*names):

@@ -343,18 +343,22 @@ class _Cache:
         per_head = len(seen) * min(torch.bincount(self.reads)).item()  # equations for each KV head
         if per_head < 2 or not seen:
             return
-        row, held, above, below, free = seen[0]
-        if not len(free):
-            mine = self.e[row, cached][:, None]
-            yield cached, self._alike((held * (below + mine) - above) / mine.clamp(min=1e-300)), (
-                "holds a value that no token has, beside its own key")
+        if not any(len(free) for *_, free in seen):
+            yield cached, self._value(cached, seen), "holds a value that no token has, beside its own key"
         yield -1, own, "holds a key that no token has, beside its own value"
         if (value := self._solved(seen)) is not None:
             yield -1, value, "holds a key and a value that no token has"
 
-    def _alike(self, found: torch.Tensor) -> torch.Tensor:
-        """One value for all query heads that read one KV head."""
-        return torch.stack([found[self.reads == kv].mean(0) for kv in self.reads])
+    def _value(self, cached: int, seen: list) -> torch.Tensor:
+        """The value beside its own key, one for all query heads that read one KV head; a larger share says more."""
+        found, shares = [], []
+        for row, held, above, below, _ in seen:
+            mine = self.e[row, cached][:, None]
+            found.append((held * (below + mine) - above) / mine.clamp(min=1e-300))
+            shares.append((mine / (below + mine)) ** 2)
+        found, shares = torch.stack(found), torch.stack(shares)
+        total = torch.stack([(found * shares)[:, self.reads == kv].sum((0, 1)) for kv in self.reads])
+        return total / torch.stack([shares[:, self.reads == kv].sum((0, 1)) for kv in self.reads]).clamp(min=1e-300)
 
     def _solved(self, seen: list) -> torch.Tensor | None:
         """The value of a row of which nothing is known. If ``base`` is what the known keys give, a query holds ``base +
