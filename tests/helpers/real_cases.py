@@ -76,7 +76,7 @@ class RealRun:
 
 
 def asked(run, asks, held, name, near=1.0003, **more):
-    """What an entry of the table says of ``held``, the tensors at a point; of numbers that are a little off it says nothing."""
+    """What an entry of the table says of ``held``, the tensors at a point; of numbers a little off it says nothing."""
     assert asks(run.case(name, [x * near for x in held], **more)) is None, "near is not there"
     return asks(run.case(name, held, **more))
 
