@@ -59,10 +59,8 @@ class RankPool:
             self._owner = threading.get_ident()
             self._ready()
             self._owner = None
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, RankError) and (why := too_few_threads(size)):
-                raise RankError(why) from None
             raise
 
     def __enter__(self):
@@ -180,9 +178,11 @@ class RankPool:
             for process in dead:
                 process.start(self)
             Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
-        except BaseException:
+        except BaseException as error:
             # Those that have not joined wait in gloo's rendezvous for the others.
             end_all([m for m in self._processes if self._control.word(m.rank, ANSWERED) != self._number])
+            if isinstance(error, RankError) and (why := too_few_threads(self.size)):
+                raise RankError(why) from None
             raise
         finally:
             for process in self._processes:
