@@ -207,6 +207,20 @@ def _forget():
     del state["fast test"]
 
 
+@pytest.mark.parametrize("table", [(0, 4), (-1, 0)])
+def test_a_block_that_is_not_there_is_neither_read_nor_written(tmp_path, two, table):
+    two.run(_keep, str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"])), timeout=LOAD_TIMEOUT)
+    with pytest.raises(RankError, match=f"IndexError: block tables name blocks {min(table)} to {max(table)}; there are "
+                                        "0 to 3"):
+        two.run(_a_step_of, table)
+    assert two.run(_fast_kept) == [True, True]
+
+
+def _a_step_of(table):
+    with torch.inference_mode():
+        _kept_runner().forward(torch.arange(20), torch.arange(20), [Segment(0, 20, table, 20)], [19])
+
+
 # A rank that does something else than the others' step.
 
 

@@ -136,11 +136,11 @@ class FastModel:
         slots, blocks = [], len(self.cache.k_cache[0])
         tables = np.zeros((len(segments), max(len(segment.block_ids) for segment in segments)), np.int64)
         for table, segment in zip(tables, segments):
-            if not all(0 <= block < blocks for block in segment.block_ids):
-                raise IndexError(f"block table {list(segment.block_ids)} names blocks that are none of the {blocks}")
             table[:len(segment.block_ids)] = segment.block_ids
             slots += slot_mapping(segment.block_ids, range(segment.start, segment.start + segment.count),
                                   self.cache.block_size)
+        if tables.min() < 0 or tables.max() >= blocks:
+            raise IndexError(f"block tables name blocks {tables.min()} to {tables.max()}; there are 0 to {blocks - 1}")
         if self.rotation is None:
             lengths = [part for segment in segments for part in rope_parts(segment)]
             cos, sin = (table[0].numpy() for table in self.model.rotary(_NUMBER, positions, lengths))
