@@ -328,4 +328,19 @@ def generate(self, input_ids, max_new_tokens):
               "all_of.amin(0)).mean()"
               ".item()", "that is their mean; the largest is asked for"),
     ],
+    "my_row_shard": [
+        Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].half().float()",
+              "What is off by so little has lost digits: in which dtype is it computed, or kept?"),
+    ],
+    "my_apply_rope": [
+        Wrong("""
+def my_apply_rope(self, q, k, cos, sin):
+    q, k = self.rotate(q.transpose(0, 1)[None].float(), k.transpose(0, 1)[None].float(), cos, sin)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+""", "for q and k in bfloat16 it returns torch.float32"),
+    ],
+    "my_rotate_half": [
+        Wrong("def my_rotate_half(x):\n    a, b = x.float().chunk(2, -1)\n    return torch.cat([-b, a], -1)",
+              "it returns torch.float32; torch.bfloat16 must come back"),
+    ],
 }

@@ -33,6 +33,9 @@ def my_attend(mine: Mine, setting: Setting):
     for case in (((2, 3, 2, 4, 7, 5), (3, 2)), ((1, 2, 3, 1, 6, 8), (5,)), ((2, 4, 1, 3, 3, 6), (0, 0))):
         not_only(check, shown, case, "right for one sequence and one KV head, where all heads "
                  "read the same, and not for several")
+    half = (numbers(1, heads, 3, 6).bfloat16() for heads in (4, 2, 2))
+    mine.tensor(*half, causal_mask(torch.arange(3)[None], 3), 0.4, dims="batch, heads, queries, head_dim",
+                shape=(1, 4, 3, 6), dtype=torch.bfloat16)
     setting.align(Patch("tplab.model.attention.attend", mine.function),
                   dtype="float32" if setting.dtype == "float64" else setting.dtype)
 

@@ -22,6 +22,7 @@ def mask_scores(mine: Mine, setting: Setting):
         if batch > 1:
             mask[1, :, :, 0] = True  # the second sequence is shorter, and padded on the left
         judge_masked(mine.tensor(scores, mask, **shaped(scores)), scores, mask)
+    mine.tensor(half := scores.bfloat16(), mask, **shaped(half))
     setting.align(Patch(TARGET, mine.function))
 
 

@@ -22,6 +22,10 @@ def my_apply_rope(mine: Mine, setting: Setting):
     function = rotate(setting.checkpoint.config.model_type)
     for tokens, heads, kv_heads in ((5, 4, 2), (4, 4, 4), (3, 6, 1), (1, 2, 1)):
         _in_shape(mine, function, tokens, heads, kv_heads)
+    half = mine(SimpleNamespace(rotate=function), *(numbers(*shape).bfloat16() for shape in (
+        (5, 4, 6), (5, 2, 6), (1, 5, 6), (1, 5, 6))))
+    if any(one.dtype != torch.bfloat16 for one in half):
+        raise NotYet(f"for q and k in bfloat16 it returns {half[0].dtype}; they must come back as they are")
     setting.align(Patch(APPLY, mine.function))
 
 

@@ -80,6 +80,7 @@ def my_rotate_half(mine: Mine, setting: Setting):
     size = setting.checkpoint.config.head_dim
     not_only(check, (4, 3, size), (4, 3, 6), f"right for heads of {size} numbers, wrong for 6. Is a size written down?")
     check((2, 2, 4, 10))
+    mine.tensor(numbers(4, 3, 6).bfloat16(), dims="tokens, heads, head_dim", shape=(4, 3, 6), dtype=torch.bfloat16)
 
     function = mine.function
 

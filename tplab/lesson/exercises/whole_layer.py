@@ -227,7 +227,9 @@ class _Judge:
             return {"this is the rank's own summand: who adds them up?": partial,
                     f"this is {self.size} times the sum: it is added up twice": self.size * whole,
                     "the summands are averaged": whole / self.size,
-                    "every rank takes the first share of the weights; where does its own begin?": self._firsts(name),
+                    "the ranks' parts meet the same weights: does every rank take the first ones, or does the sum come "
+                    "first?":
+                        self._firsts(name),
                     "the residual is in it already": whole + p["embed" if name == "o_proj" else "residual"][rows],
                     **({says: value @ down.T for says, value in inner.items()} if name == "mlp" else {})}
         into, more = ("embed", "o_proj") if name == "residual" else ("residual", "mlp")
@@ -238,7 +240,8 @@ class _Judge:
                 f"norm": p[normed_in][rows] + p[more][rows],
                 "attention's part is lost: the second sum begins with what the first one made":
                     x + p[more][rows] if name == "output" else p[more][rows],
-                "the residual is added on every rank before the sum": p[into][rows] * self.size + p[more][rows]}
+                f"the residual is in it {self.size} times: is it added on every rank, before the "
+                f"sum?": p[into][rows] * self.size + p[more][rows]}
 
     def _partial(self, name: str) -> torch.Tensor:
         w, own = self.toy.weights, self.here.mlp
