@@ -119,6 +119,12 @@ class Ordinary:
         self.missed += 1
         return None
 
+    def fits(self, what: str, name: str) -> bool:
+        """Whether this explains a guilty point as well."""
+        self.right.enter(name)
+        return all(self._left(what, name, rank, *self._off(name, rank)) <= LEFT
+                   for rank in self.report.local[name].guilty)
+
     def noisy(self, names: list[str]) -> bool:
         """Whether points are off by what eight bits leave, at random, and in every layer that has them."""
         kinds = {name.rpartition(".")[2] for name in names}
