@@ -10,6 +10,7 @@ from tplab.align import judge as judging
 from tplab.align import local
 from tplab.align.arithmetic import distance
 from tplab.align.check.verdict import GROWN, CheckReport
+from tplab.align.diagnose import Diagnosis
 from tplab.align.floors import DECODE, LOCAL, LOGITS, LOGITS_RELATIVE, RELATIVE, SHORT, TIMES, bound, inside
 from tplab.align.guilty import CLEAR, Judge, LocalDiff, local_diffs
 from tplab.align.local import LocalFrame, Weights
@@ -334,3 +335,11 @@ def test_weights_have_the_runs_digits_in_the_judges_dtype(monkeypatch):
 def test_from_which_points_a_point_is_made(name, plain, normed):
     assert inputs(name, 4, True) == normed
     assert inputs(name, 4, False) == plain or name.endswith("q_norm")
+
+
+def test_a_finding_is_told_in_five_lines_and_whole_if_asked_for():
+    long = "It is off. " * 60
+    found = report(local=GUILTY)
+    found.diagnoses = [Diagnosis(None, long.strip(), "layers.0.q")]
+    said = [line for line in found.summary().splitlines() if line.startswith("1. ")][0]
+    assert len(said) <= 482 and said.endswith("It is off. …") and long.strip() in found.summary(verbose=True)

@@ -16,6 +16,7 @@ from tplab.align.report import AlignReport, internal_error
 GROWN = 10  # so many floors of float32 rounding can grow in an engine whose modules are all right
 CLEARLY = 100  # so many floors are no rounding
 _WEIGHTED = ("embed", "q", "k", "v", "gate", "up", "o_partial", "mlp_partial", "logits")  # points that a matrix makes
+_LONGEST = 480  # letters that are said of a bug, unless all is asked for: five lines
 _LOOKED = " Looked for and not found:"
 
 
@@ -196,7 +197,7 @@ class CheckReport(AlignReport):
         lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would"
                       + ", but for what the warning says" * bool(self.ordinary),
                       "bug": f"not clean{counted if many else ''}", "cannot tell": "cannot tell"}[self.verdict])
-        lines += [line if verbose else line.partition(_LOOKED)[0] for line in self.diagnosis_lines()]
+        lines += [line if verbose else _shortened(line.partition(_LOOKED)[0]) for line in self.diagnosis_lines()]
         lines += [f"weights: {name}: {what}" for name, what in self.parameters.items() if not self.foreign]
         lines += [f"stopped: {what}" for what in self.stopped]
         lines += [f"open: {what}" for what in self.open_questions]
@@ -232,6 +233,11 @@ class CheckReport(AlignReport):
             "local": [asdict(diff) | {"says": self.says(diff.name)} for diff in self.local.values()],
             "assumed": self.recording.assumed, "unplaced": self.recording.unplaced, "notes": self.recording.notes,
             "contradictions": self.recording.contradictions, "open": self.open_questions}
+
+
+def _shortened(line: str) -> str:
+    """As many of its sentences as five lines of a terminal hold."""
+    return line if len(line) <= _LONGEST else line[:line.rfind(". ", 0, _LONGEST) + 1] + " …"
 
 
 def _likeness(judge: Judge, name: str) -> float:
