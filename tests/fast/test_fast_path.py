@@ -207,6 +207,27 @@ def _forget():
     del state["fast test"]
 
 
+def _with_threads(counts):
+    """Logits of steps of 1, 5 and 30 tokens, with so many threads each time."""
+    own = torch.get_num_threads()
+    try:
+        found = []
+        for count in counts:
+            torch.set_num_threads(count)
+            found.append([a_step(_kept_runner(), tokens)[0].clone() for tokens in (1, 5, 30)])
+        return found
+    finally:
+        torch.set_num_threads(own)
+
+
+@pytest.mark.parametrize("name", ["odd sizes, tied", "uneven heads", "all biases"])
+def test_threads_of_a_rank_compute_the_same_bits(tmp_path, two, name):
+    two.run(_keep, str(make_checkpoint(tmp_path, **MODELS[name])), timeout=LOAD_TIMEOUT)
+    for one, *others in two.run(_with_threads, [1, 2, 3]):
+        for other in others:
+            assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("table", [(0, 4), (-1, 0)])
 def test_a_block_that_is_not_there_is_neither_read_nor_written(tmp_path, two, table):
     two.run(_keep, str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"])), timeout=LOAD_TIMEOUT)
