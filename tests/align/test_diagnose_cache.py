@@ -166,7 +166,7 @@ class Nan:
     ([0, 1, 3], (), None, "in 3 rows every key is hidden"), ([2, 3], (), None, "in 2 rows"),
     ([1, 2, 3, 4], (), "nan_mask", "7% NaN"), ([0, 1], ((0, 2),), None, "in 2 rows"),
     ([0, 1, 3, 4], ((0, 2),), "nan_mask", ""),  # a token that came alone has nothing to hide
-    ([0, 1, 3], ((0, 2), (1, 1)), "nan_mask", ""), ([1, 3], ((0, 2), (1, 1)), "nan_mask", "")])
+    ([0, 1, 3], ((0, 2), (1, 1)), "nan_mask", ""), ([1, 3], ((0, 2), (1, 1)), "mask_inverted", "")])
 def test_which_rows_are_nan(nan, decoded, fault, says):
     found = zero_times_infinity(Nan(nan, decoded))
     assert found.fault == fault and says in found.sentence

@@ -47,7 +47,7 @@ def _scale_says(case: Case, times: float) -> str:
 def embedding_times(case: Case) -> Diagnosis | None:
     """Is the embedding a multiple of the right one?"""
     tp, rank = case.recording.world_size, case.wrong_ranks[0]
-    times = _factor(case.shard("embed", rank), right(case, rank).expected())
+    times = _factor(*map(case.looked_at, (case.shard("embed", rank), right(case, rank).expected())))
     says = {tp: ("all_reduce_twice", "it was reduced twice, or every rank looked all tokens up before the sum"),
             1 / tp: ("all_reduce_average", "the ranks' parts were averaged")} if tp > 1 else {}
     times = next((known for known in says if abs(times / known - 1) < 1e-4), times)
@@ -63,7 +63,7 @@ def embedding_times(case: Case) -> Diagnosis | None:
 @procedure("logits", names="vocab_rows_missing")
 def rows_that_nobody_has(case: Case) -> Diagnosis | None:
     """Are all logits right, but for tokens whose row of the head is on no rank?"""
-    should, ours = case.reference("logits"), case.ours("logits")
+    should, ours = map(case.looked_at, (case.reference("logits"), case.ours("logits")))
     lost = (ours == 0).all(0) | torch.isneginf(ours).all(0)
     if lost.any() and not lost.all() and case.fits(ours[:, ~lost], should[:, ~lost]):
         tokens = lost.nonzero().flatten().tolist()
@@ -107,8 +107,9 @@ def empty_head(case: Case) -> Diagnosis | None:
 @procedure("logits", names="head_random", last=True)
 def unrelated_head(case: Case) -> Diagnosis | None:
     """Have the logits anything to do with Hugging Face's?"""
-    likeness = _likeness(*(x - x.mean() for x in (case.ours("logits").double(), case.reference("logits").double())))
-    if case.ours("logits").any() and abs(likeness) < 0.3:
+    ours, should = (case.looked_at(x).double() for x in (case.ours("logits"), case.reference("logits")))
+    likeness = _likeness(ours - ours.mean(), should - should.mean())
+    if ours.any() and abs(likeness) < 0.3 and case.looked_at(case.guilty_rows).all():
         return case.diagnosis("head_random", "The final norm is right, and the logits have nothing to do with Hugging "
                               f"Face's (correlation {likeness:z.2f}): the head's weights are not the checkpoint's.",
                               correlation=likeness)
@@ -155,9 +156,9 @@ def norm_in_place(case: Case) -> Diagnosis | None:
         source = frame.before(f"{case.layer}." if case.layer else "") if case.op != "post_norm" else (
             f"{case.layer}.residual")
         before = case.report.recording.points.get(source)
-        if source not in case.report.guilty or not before or not all(
-                shard and torch.equal(shard.tensor, before[rank].tensor) for rank, shard in enumerate(
-                    case.recording.points[case.first.name]) if before[rank]):
+        if source not in case.report.guilty or not before or not all(before[rank] and torch.equal(*(
+                case.looked_at(shards[rank].tensor) for shards in (before, case.recording.points[case.first.name])))
+                for rank in case.wrong_ranks):
             return None
         return case.diagnosis("norm_in_place", says.format(case.op))
     last = int(case.layer.split(".")[1]) == case.config.num_layers - 1
@@ -196,12 +197,12 @@ def zero_times_infinity(case: Case) -> Diagnosis | None:
     # A decoding token has no later ones to be hidden: an engine that reads its cache masks only what it reads at once.
     masked = {s: row for (s, p), row in rows.items() if (s, p) not in case.decoded} or {s: row for (s, _), row in
                                                                                         rows.items()}
-    last = [rows[s, max(p for t, p in rows if t == s)] for s in {s for s, _ in rows}]
-    if nan[last].all() and int(nan.sum()) == len(last) < len(nan):
+    ends, together = list(masked.values()), [row for place, row in rows.items() if place not in case.decoded]
+    if nan[ends].all() and int(nan[together].sum()) == len(ends) < len(together):
         return case.diagnosis("mask_inverted", f"{share}: only the last token of each text, from which nothing is "
                               "hidden. The mask is the wrong way round, and hides all that this token may see.",
                               **numbers)
-    if nan[list(masked.values())].all():
+    if nan[ends].all():
         return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
                               "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
                               "masked_fill.",

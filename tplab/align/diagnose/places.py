@@ -127,8 +127,8 @@ def ranks_exchanged(case: Case) -> Diagnosis | None:
 @procedure("logits", names="head_rows")
 def head_rows(case: Case) -> Diagnosis | None:
     """Is every logit right, for another token?"""
-    should, rows = case.reference("logits").double(), []
-    for rank, held in enumerate(case.shards("logits")):
+    should, rows = case.looked_at(case.reference("logits")).double(), []
+    for rank, held in enumerate(map(case.looked_at, case.shards("logits"))):
         wanted = torch.tensor(right(case, rank).indices("logits"))
         some = torch.arange(len(wanted))[::max(1, len(wanted) // 256)]
         for column in some.tolist():
