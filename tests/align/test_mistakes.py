@@ -138,10 +138,11 @@ def test_each_fault_is_a_mistake_and_each_mistake_can_be_shown():
 
 IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by the sum", "[v|k|q]", "Meta's rows",
                "theta 1e6", "positions / 4", "turned back", "cos only", "a mirror", "half of the head",
-               "scores not scaled", "scores scaled twice", "keys for values", "softmax in bfloat16",
-               "gelu", "values by modulo", "no second residual", "first residual behind the norm",
-               "gate and up exchanged", "gate and up in turns", "relu", "silu on both", "silu of the product",
-               "no activation", "logits capped", "logits scaled", "norms in bfloat16"]
+               "scores not scaled", "scores scaled twice", "keys for values", "softmax in bfloat16", "gelu",
+               "values by modulo", "no second residual", "first residual behind the norm", "gate and up exchanged",
+               "gate and up in turns", "relu", "silu on both", "silu of the product", "no activation", "logits capped",
+               "logits scaled", "norms in bfloat16", "norm in place", "averaged", "head rows reversed",
+               "embedding × 3.7", "last rows of the head lost"]
 
 
 @pytest.mark.parametrize("scope", ["prefill", "decode", "rank 1"])
