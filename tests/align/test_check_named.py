@@ -81,6 +81,30 @@ def test_rows_of_a_cache_that_were_not_written(ckpts, tmp_path, kind, says):
     assert says in report.diagnoses[0].sentence and report.guilty == ["layers.0.attn", "layers.1.attn"]
 
 
+def last(mask):
+    return mask & ~mask.roll(-1, -1)
+
+
+ODD = {  # what is no row of the table, and what no eight bits leave
+    "a bias by distance": lambda s, mask: Core.weigh(None, s + 0.1 * mask.cumsum(-1), mask),
+    "a sink": lambda s, mask: torch.softmax(torch.cat([
+        s.masked_fill(~mask, float("-inf")), torch.zeros_like(s[..., :1])], -1), -1)[..., :-1],
+    "capped scores": lambda s, mask: Core.weigh(None, 0.5 * torch.tanh(2 * s), mask),
+    "more of the first key": lambda s, mask: Core.weigh(None, s + 0.7 * (torch.arange(s.shape[-1]) == 0), mask),
+    "more of the own key": lambda s, mask: Core.weigh(None, s + 0.7 * last(mask), mask),
+    "every third key dropped": lambda s, mask: Core.weigh(None, s, mask & (torch.arange(s.shape[-1]) % 3 != 1)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_in_no_table_has_no_name_and_is_a_bug(ckpts, tmp_path, name):
+    kind = type("Odd", (Core,), {"weigh": lambda self, scores, mask: ODD[name](scores, mask)})
+    run(tmp_path / "run", ckpts["llama"], VllmLike, CALLS, change=core(kind))
+    report = check(tmp_path / "run", ckpts["llama"])
+    assert report.verdict == "bug" and [one.fault for one in report.diagnoses] == [None], report.summary()
+    assert report.guilty == ["layers.0.attn", "layers.1.attn"]
+
+
 def test_a_cache_whose_scale_is_ignored(ckpts, tmp_path):
     run(tmp_path / "run", ckpts["llama"], VllmLike, CALLS, change=core(Unscaled))
     found, = check(tmp_path / "run", ckpts["llama"]).diagnoses

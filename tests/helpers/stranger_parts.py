@@ -158,9 +158,13 @@ class Core(nn.Module):
             self.past[number] = keys, values
             mask = torch.ones(len(rows), len(keys), dtype=torch.bool).tril(len(keys) - len(rows))
             scores = torch.einsum("qhd,khd->hqk", q[rows], keys[:, self.reads]) * self.dim ** -0.5
-            weights = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(q.dtype)
+            weights = self.weigh(scores, mask).to(q.dtype)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values[:, self.reads])
         return out.flatten(1)
+
+    def weigh(self, scores, mask):
+        """``[heads, queries, keys]``."""
+        return scores.masked_fill(~mask, float("-inf")).float().softmax(-1)
 
 
 def linear(w: Weights, *modules, **options) -> Matrix:
