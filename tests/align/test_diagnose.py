@@ -54,8 +54,8 @@ def test_a_disagreement_between_ranks_alone_is_seen():
         return all_reduce(partial) * (1 + rank())
 
     diagnosis = broken(f"{ROW}.reduce", reduce)
-    assert diagnosis.point == "layers.0.o_proj" and diagnosis.fault is None
-    assert diagnosis.sentence.startswith("On rank 1, layers.0.o_proj is another sum of the ranks' summands")
+    assert diagnosis.point == "layers.0.o_proj" and diagnosis.fault == "all_reduce_twice"
+    assert "2 times the right one on rank 1 only" in diagnosis.sentence
 
 
 def test_of_several_faults_the_first_to_show_is_named():

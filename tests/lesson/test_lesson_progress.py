@@ -142,7 +142,6 @@ def test_the_cell_of_the_latest_right_answer_is_kept(capsys):
 CELL = """
 from tplab.lesson import progress_file
 
-pytestmark = pytest.mark.pool
 progress_file.note("mask_scores", lambda scores, mask: scores, passed=True)
 print(sorted(progress_file.load()))
 """

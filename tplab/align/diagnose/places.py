@@ -14,7 +14,6 @@ LINEAR = made_by("linear", "head")
 
 
 # Rows of weights.
-
 def kv_rule(name: str, change, when, says: str):
     """A rule of which KV heads a rank holds. All ranks have to fit it, those that are right, too: they tell rules apart
     that give the wrong ranks the same rows."""
@@ -151,7 +150,6 @@ def head_rows(case: Case) -> Diagnosis | None:
 
 
 # KV heads.
-
 @procedure("attn", names="query_to_kv")
 def other_kv_heads(case: Case) -> Diagnosis | None:
     """Which KV head does each query head read: its keys and its values, or only one of the two?"""
@@ -204,7 +202,6 @@ def keys_and_values_exchanged(change, when):
 
 
 # Rows of a cache.
-
 @procedure("attn", names="cache_row_stale", last=True)
 def another_row_in_the_cache(case: Case) -> Diagnosis | None:
     """Does a row of the cache hold another token's key or value, or what no token has?"""
@@ -378,9 +375,8 @@ class _Cache:
         return total / torch.stack([shares[:, self.reads == kv].sum((0, 1)) for kv in self.reads]).clamp(min=1e-300)
 
     def _solved(self, seen: list) -> torch.Tensor | None:
-        """The value of a row of which nothing is known. If ``base`` is what the known keys give, a query holds ``base +
-        share · (value - base)``, so ``value - (held - base) / share = base``: linear in the value, in 1 / share, and
-        in the ratios of the shares of other unknown keys to it."""
+        """The value of a row of which nothing is known. ``base`` is what the known keys give; a query holds ``base +
+        share · (value - base)``: linear in the value, in 1 / share, and in ratios of unknown keys' shares."""
         out, dim = torch.zeros_like(self.values[0]), self.values.shape[-1]
         for kv in self.reads.unique():
             sides, blocks = [], []

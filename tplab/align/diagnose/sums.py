@@ -137,11 +137,12 @@ def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
 
 def _times(case: Case, times: float) -> Diagnosis:
     """The right sum, so many times."""
-    tp = case.recording.world_size
+    tp, wrong = case.recording.world_size, list(case.wrong_ranks)
+    where = "every rank" if len(wrong) == tp else f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} only"
     if times < 1:
-        return case.diagnosis("all_reduce_average", f"{case.op} is 1/{tp} of the right one on every rank: the summands "
+        return case.diagnosis("all_reduce_average", f"{case.op} is 1/{tp} of the right one on {where}: the summands "
                               "were averaged, not added.", ranks=tp)
-    return case.diagnosis("all_reduce_twice", f"{case.op} is {tp} times the right one on every rank: it was reduced "
+    return case.diagnosis("all_reduce_twice", f"{case.op} is {tp} times the right one on {where}: it was reduced "
                           "twice, or every rank's summand was the whole already.", times=tp)
 
 
