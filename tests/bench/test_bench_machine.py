@@ -20,7 +20,7 @@ WEIGHT = {1: 1e-9, 4: 2e-9, 16: 3e-9, 64: 7e-9, 512: 4e-8}
 KV_BYTE, SCORE = 3e-10, 5e-11
 
 
-def simulated(tp, cores, monkeypatch, disturbed=0.0):
+def simulated(tp, cores, monkeypatch, disturbed=0.0, dtype=torch.float64):
     """Stand-ins that take as long as the model of cost says; returns what was measured."""
     asked = []
 
@@ -30,12 +30,13 @@ def simulated(tp, cores, monkeypatch, disturbed=0.0):
 
     def seconds(pool, sizes, kinds, dtype):
         asked.append((pool.size, sizes, dtype))
-        own = {kind: STEP + SEQUENCE * (kind.sequences - 1) + REQUEST * kind.sequences * (kind.what == "prompt")
+        own = {kind: STEP + SEQUENCE * (kind.sequences - 1) + REQUEST * (kind.what == "prompt")
                for kind in kinds}
         turns, layers = max(1, pool.size / cores), sizes["num_hidden_layers"]
         latency = LATENCY if pool.size > 1 else 0.0
         if sizes["hidden_size"] == 64:
-            more = (layers - 1) * (2 * latency + turns * 1e-6) - disturbed * layers
+            shared = turns if dtype == torch.float64 else 1 / min(pool.size, cores)  # the fast path's work is divided
+            more = (layers - 1) * (2 * latency + shared * 1e-6) - disturbed * layers
             return {kind: own[kind] + more for kind in kinds}
         made = machine.Machine("by hand", cores, WEIGHT, KV_BYTE, SCORE, latency, BYTE)
         plan, found = ShardPlan.from_config(FABLE, pool.size), {}
@@ -50,14 +51,15 @@ def simulated(tp, cores, monkeypatch, disturbed=0.0):
     monkeypatch.setattr(machine, "RankPool", Pool)
     monkeypatch.setattr(machine, "available_cores", lambda: cores)
     monkeypatch.setattr(machine, "_step_seconds", seconds)
-    return machine.measure_machine(FABLE, tp, torch.float64), asked
+    return machine.measure_machine(FABLE, tp, dtype), asked
 
 
 @pytest.mark.parametrize("tp, cores, pools", [(1, 1, {1}), (1, 4, {1}), (2, 2, {1, 2}), (4, 2, {1, 2, 4}),
                                               (2, 1, {1, 2})])
-def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, dtype, monkeypatch):
     """fable's 8 and 2 heads; more ranks than cores take turns in a layer, and its weights are timed on fewer."""
-    found, asked = simulated(tp, cores, monkeypatch)
+    found, asked = simulated(tp, cores, monkeypatch, dtype=dtype)
     near = pytest.approx
     assert (found.name, found.places) == (f"this machine, {cores} core{'s' * (cores > 1)}", cores)
     assert (found.step, found.sequence, found.request) == (near(STEP), near(SEQUENCE), near(REQUEST))
@@ -66,7 +68,7 @@ def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, monkeypatc
     # All but the last layer's MLP, which computes no row that gets no token: 1 of 12 phases.
     assert found.weight == {rows: near(seconds, rel=0.15) for rows, seconds in WEIGHT.items()}
     assert (found.kv_byte, found.score) == (near(KV_BYTE, rel=0.01), near(SCORE, rel=0.1))
-    assert {size for size, *_ in asked} == pools and {dtype for *_, dtype in asked} == {torch.float64}
+    assert {size for size, *_ in asked} == pools and {given for *_, given in asked} == {dtype}
     large = [(size, sizes) for size, sizes, _ in asked if sizes["hidden_size"] != 64]
     assert [size for size, _ in large] == [min(tp, cores)] and large[0][1]["num_hidden_layers"] == 6
 

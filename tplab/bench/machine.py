@@ -17,6 +17,7 @@ import torch
 from tplab.bench.amounts import Part, attention_amount, mlp_amount
 from tplab.bench.steps import CONTEXT, decode_seconds, prompt_seconds
 from tplab.checkpoint.random_weights import write_random
+from tplab.fast import why_not
 from tplab.llm.llm import LLM
 from tplab.pool import RankPool, available_cores
 from tplab.ranks import all_reduce, barrier
@@ -45,7 +46,7 @@ class Machine:
         score: per operation of attention where many queries meet many keys.
         reduce_latency, reduce_byte: of an all-reduce: whatever its size, and per byte of its message.
         step, sequence: per step, and per step and further sequence: scheduling, sending, sampling, answering.
-        request: per request: from the call to its first step, and from its last to the answer.
+        request: per request that comes alone: from the call to its first step, and from its last to the answer.
     """
 
     name: str
@@ -114,7 +115,10 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
                 byte = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
             if size == plan.tensor_parallel_size:
                 seconds = _step_seconds(pool, sizes | {"num_hidden_layers": layers}, kinds, dtype)
-    latency = {size: max(0.0, found.layer - own[1].layer * max(1, size / cores)) / 2 for size, found in own.items()}
+    # A tiny layer's compiled work is shared by the ranks; the reference's Python is paid by each, in turn.
+    in_turn = why_not(config, dtype) is not None
+    latency = {size: max(0.0, found.layer - own[1].layer * (max(1, size / cores) if in_turn else 1 / min(size, cores))
+                         ) / 2 if size > 1 else 0.0 for size, found in own.items()}
     here = plan.tensor_parallel_size
     meeting = (latency[here], byte) if here > 1 else (0.0, 0.0)
     return Machine(f"this machine, {cores} core{'s' * (cores > 1)}", cores,
@@ -137,8 +141,7 @@ class _Engine:
 
     def seconds(self, kind: Kind) -> float:
         """Its own of such a step."""
-        come = kind.sequences if kind.what == "prompt" else 0
-        return self.step + self.sequence * (kind.sequences - 1) + self.request * come
+        return self.step + self.sequence * (kind.sequences - 1) + self.request * (kind.what == "prompt")
 
 
 def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds: dict[Kind, float], own: _Engine,
