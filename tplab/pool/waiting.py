@@ -26,7 +26,8 @@ class SpinBudget(NamedTuple):
     """How often a rank reads the other one's word before it sleeps.
 
     Attributes:
-        compiled: in compiled code, with a pause instruction after each read: 2,000 take up to 0.1 ms.
+        compiled: in compiled code, with a pause instruction after each read: 20,000 take 0.3 to 1 ms, longer than one
+            rank or thread waits for another one that has more heads.
         python: in Python.
     """
 
@@ -34,7 +35,7 @@ class SpinBudget(NamedTuple):
     python: int
 
 
-LONG_SPIN, SHORT_SPIN = SpinBudget(2000, 3000), SpinBudget(30, 10)
+LONG_SPIN, SHORT_SPIN = SpinBudget(20_000, 3000), SpinBudget(30, 10)
 _WINDOW = 1e8  # nanoseconds of running and waiting for a core over which contention is measured
 _BEGINS, _STAYS = 0.2, 0.1  # shares of waiting; 0.01 to 0.08 on a quiet machine, 0.2 to 0.5 beside a busy process
 
