@@ -144,9 +144,9 @@ def align(chosen) -> int:
     from tplab.lesson import default_prompt
 
     broken = [fault(name) for name in chosen.fault]
-    if chosen.fast:
-        return _align_fast(chosen, prompt)
     ckpt = open_checkpoint(chosen.model)
+    if chosen.fast:
+        return _align_fast(chosen, ckpt, default_prompt(ckpt) if prompt is None else prompt)
     decoding = [one.name for one in broken if one.shows_in == "decode"]
     if prompt is not None or not decoding:
         run = {"prompts": default_prompt(ckpt) if prompt is None else prompt}
@@ -175,16 +175,12 @@ def align(chosen) -> int:
     return 0 if report.ok else 1
 
 
-def _align_fast(chosen, prompt) -> int:
+def _align_fast(chosen, ckpt, prompt) -> int:
     from tplab.align import align_fast
-    from tplab.checkpoint import open_checkpoint
-    from tplab.lesson import default_prompt
 
     if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
         raise CommandError(f"--fast compares what nobody has broken, and writes no file: leave out --{unfit[0]}")
-    ckpt = open_checkpoint(chosen.model)
-    report = align_fast(ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp,
-                        dtype=chosen.dtype)
+    report = align_fast(ckpt, prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype)
     print(report)
     return 0 if report.ok else 1
 

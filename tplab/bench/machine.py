@@ -23,7 +23,7 @@ from tplab.pool import RankPool, available_cores
 from tplab.ranks import all_reduce, barrier
 from tplab.shard import ShardPlan
 
-DECODING, PROMPTS = (1, 4, 16), (64, 512)  # rows of the steps that are timed: of so many sequences, or of one prompt
+PROMPTS = 64, 512  # tokens of those that are timed
 LONG = 960  # tokens before each of 4 sequences that decode, where many keys are read
 WORKING_SET = 1 << 28  # bytes of a rank's weights, at most: beyond a cache of its own
 WORDS = 1024  # of a vocabulary, so many are enough
@@ -90,9 +90,8 @@ class Kind(NamedTuple):
 
 FEW_KEYS, MANY_KEYS = Kind("decode", 4, CONTEXT), Kind("decode", 4, LONG)
 ONE_PROMPT, SHORT_PROMPTS = Kind("prompt", 1, PROMPTS[1]), Kind("prompt", PROMPTS[1] // PROMPTS[0], PROMPTS[0])
-TIMED = {1: Kind("decode", 1, CONTEXT), 4: FEW_KEYS, 16: Kind("decode", 16, CONTEXT), 64: Kind("prompt", 1, PROMPTS[0]),
-         512: ONE_PROMPT}
 ALONE, CROWD, FIRST = Kind("decode", 1, CONTEXT), Kind("decode", 16, CONTEXT), Kind("prompt", 1, 1)
+TIMED = {1: ALONE, 4: FEW_KEYS, 16: CROWD, 64: Kind("prompt", 1, PROMPTS[0]), 512: ONE_PROMPT}  # by their rows
 
 
 def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:

@@ -16,9 +16,9 @@ from tplab.ranks.oplog import ENTERED, LEFT, RECORD_BYTES, RECORDS, RING_AT
 
 _NAP = 50  # microseconds; ranks wait so long only where cores are short or work is uneven
 _SLOT = SLOT_BYTES // 4
-SEQ, LINE, STATE, SAME, DETAIL, SHAPE = 0, 1, 2, 3, 4, 5  # int64 words of a record; from SAME on, ranks must agree
+LINE, STATE, SAME, SHAPE = 1, 2, 3, 5  # int64 words of a record; from SAME on, ranks must agree
 RECORD_WORDS = 13
-DONE, STOPPED, MISMATCH = 0, 1, 2
+DONE, MISMATCH = 0, 2
 
 
 class Ranks(NamedTuple):

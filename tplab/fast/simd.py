@@ -257,22 +257,6 @@ def load_acquire(typing, words, index):
 
 
 @intrinsic
-def add_atomic(typing, words, index, value):
-    """Add to an int64 that several threads add to; returns what it was before."""
-    return types.int64(words, types.int64, types.int64), lambda context, builder, signature, args: builder.atomic_rmw(
-        "add", _address(context, builder, words, *args[:2]), args[2], "seq_cst")
-
-
-@intrinsic
-def fence(typing):
-    """Order what stands before against what stands after, for all processors."""
-    def code(context, builder, signature, args):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-    return types.void(), code
-
-
-@intrinsic
 def pause(typing):
     """Tell the processor that this thread looks at a word again and again."""
     def code(context, builder, signature, args):
