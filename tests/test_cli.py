@@ -327,7 +327,8 @@ def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
 
 NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
 DEFAULTS = {
-    "fetch m": {"model": "m"}, "plan m": {"model": "m", "tp": 2, "dtype": "float32"},
+    "fetch m": {"model": "m"},
+    "plan m": {"model": "m", "config": None, "tp": 2, "dtype": "float32", "expert_parallel": False},
     "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "fast": False, "save": None,
                 **NUMBERS},

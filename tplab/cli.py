@@ -74,8 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = command("plan", plan, "Show who holds which heads, MLP columns and vocabulary rows, what that needs, and how "
                   "fast it would be: here, and on accelerators behind three links.", model=False)
-    one.add_argument("model", metavar="MODEL", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, mistral-7b, "
-                     "llama-3.1-70b")
+    which = one.add_mutually_exclusive_group(required=True)
+    which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
+                       "mistral-7b, llama-3.1-70b")
+    which.add_argument("--config", metavar="FILE", help="the config.json of a published model, without its weights")
+    one.add_argument("--expert-parallel", action="store_true", help="deal whole experts out")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
 
     one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
@@ -120,16 +123,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def plan(chosen) -> int:
-    from tplab.bench.outlook import memory_lines, speed_lines
+    from tplab.bench.outlook import config_file, memory_lines, speed_lines
     from tplab.bench.shapes import SHAPES, shape_config
     from tplab.checkpoint import open_checkpoint
+    from tplab.fast import why_not
     from tplab.model.dtypes import parse_dtype
     from tplab.shard import ShardPlan
 
     dtype = parse_dtype(chosen.dtype)
-    config = shape_config(chosen.model) if chosen.model in SHAPES else open_checkpoint(chosen.model).config
-    made = ShardPlan.from_config(config, chosen.tp)
-    print(f"{_about(chosen.model, config)}\n{made}")
+    if chosen.config is not None:
+        config, lines = config_file(chosen.config, chosen.tp, dtype)
+        _print_lines(lines)
+        if config is None:
+            return 0
+    else:
+        config = shape_config(chosen.model) if chosen.model in SHAPES else open_checkpoint(chosen.model).config
+    made = ShardPlan.from_config(config, chosen.tp, enable_expert_parallel=chosen.expert_parallel)
+    print(f"{_about(chosen.config or chosen.model, config)}\n{made}")
+    if why := why_not(config, dtype):
+        print(f"the reference computes it: of the fast path, {why}")
     print("\n".join(memory_lines(config, made, dtype)), flush=True)  # what follows takes some seconds
     _print_lines(list(speed_lines(config, made, dtype)))
     return 0

@@ -1,5 +1,6 @@
 """The model of cost: counts by hand for one small shape, seconds by hand for one round machine, and its limits."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from tplab.bench.cost import CostError, predict, step_cost
 from tplab.bench.links import LINKS, linked_machine
 from tplab.bench.machine import Machine
 from tplab.bench.shapes import SHAPES, shape_config
-from tplab.checkpoint import open_checkpoint
+from tplab.checkpoint import ModelConfig, open_checkpoint
 from tplab.cli import main
 from tplab.engine.errors import EngineError
 from tplab.faults.score import _SMALL, LAYOUTS
@@ -29,10 +30,10 @@ from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
 # Three query heads of 4 and one KV head over two ranks: 2 + 1 heads, the KV head on both; 5 MLP columns as 3 + 2.
-CONFIG = SimpleNamespace(hidden_size=10, num_heads=3, num_kv_heads=1, head_dim=4, intermediate_size=5, vocab_size=7,
-                         num_layers=2, qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False,
-                         tie_word_embeddings=False, eos_token_ids=(), max_position_embeddings=64,
-                         hf=SimpleNamespace(rope_parameters={"rope_type": "default"}))
+CONFIG = ModelConfig(model_type="qwen2", hidden_size=10, num_heads=3, num_kv_heads=1, head_dim=4, intermediate_size=5,
+                     vocab_size=7, num_layers=2, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False,
+                     qkv_bias=True, eos_token_ids=(), max_position_embeddings=64, scaling=0.5, windows=(None, None),
+                     rotates=(True, True), hf=SimpleNamespace(rope_parameters={"rope_type": "default"}))
 PLAN = ShardPlan.from_config(CONFIG, 2)
 BF16 = torch.bfloat16
 PARTS = [Part(5, 1), Part(0, 3)]  # one sequence decodes its sixth token, one reads its first three
@@ -56,7 +57,7 @@ def test_the_counts_of_a_small_shape_by_hand():
     for parts, due, rows in (PARTS, 2, [4, 4, 4, 2, 2]), (PARTS[1:], 0, [3, 3, 3, 1]):
         assert [amount.rows for amount in step_amount(CONFIG, PLAN, 0, parts, due, BF16)] == rows
     assert kv_bytes(CONFIG, first, 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2
-    config = SimpleNamespace(**{**vars(CONFIG), "num_heads": 4, "num_kv_heads": 2})
+    config = replace(CONFIG, num_heads=4, num_kv_heads=2)
     assert kv_bytes(config, ShardPlan.from_config(config, 2).ranks[1], 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2, "one of two"
 
 
@@ -140,7 +141,7 @@ def test_requests_are_predicted_step_by_step_as_the_scheduler_deals_them():
 
 def test_a_prompt_in_pieces_gets_its_token_behind_the_last_one_and_nothing_is_found_in_a_cache():
     """The engine computes no logits and exchanges no tokens for a piece that is not the last."""
-    config = SimpleNamespace(**{**vars(CONFIG), "max_position_embeddings": 2048, "eos_token_ids": (0,)})
+    config = replace(CONFIG, max_position_embeddings=2048, eos_token_ids=(0,))
     piece = step_cost(CONFIG, PLAN, [Part(0, 512)], 0, BF16, ROUND)
     assert piece.products == (2 * 240 + 90) * 3.0 * 512 / 5 + 90, "the last MLP computes a single row"
     assert piece.meetings == 4 * (100 + 2 * 512 * 10 * 2) + 100 + 2 * 10 * 2

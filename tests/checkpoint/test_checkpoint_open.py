@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tplab.checkpoint import CheckpointError, ModelConfig, cache_dir, open_checkpoint
-from tplab.checkpoint.config import ARCHITECTURES
 from tplab.checkpoint.layout import HEAD, expected_shapes
 from tplab.checkpoint.random_weights import write_random
+
+LLAMAS = ("qwen2", "qwen3", "llama", "mistral")  # tests/model has the others, as transformers saves them
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", LLAMAS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_expected_tensors_are_those_of_hugging_face(model_type, tie, bias):
     """Red when a bias, a norm or a size is promised that HF does not have, or the other way round."""
@@ -53,7 +54,7 @@ def test_expected_tensors_are_those_of_hugging_face(model_type, tie, bias):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", LLAMAS)
 def test_every_architecture_and_rope_opens(tmp_path, model_type, rope):
     ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", model_type, rope=rope, shards=2))
     c = ckpt.config

@@ -40,17 +40,27 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen3_moe"}, "mixture of experts"),
-        ({"model_type": "mixtral"}, "mixture of experts"),
-        ({"num_experts": 8}, "mixture of experts"),
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; tplab runs Qwen2/2.5, Qwen3, Llama and Mistral"),
+        ({"num_experts": 8}, "num_experts asks for a mixture of experts, which is not supported in a qwen2"),
+        ({"kv_lora_rank": 8}, "multi-head latent attention (MLA), which is not supported in a qwen2"),
+        ({"vision_config": {"depth": 2}}, "images beside the text, which is not supported in a qwen2"),
+        ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2,
+          "num_experts_per_tok": 3}, "cannot go to 3 of 2 experts"),
+        ({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+         "use_bidirectional_attention is True"),
+        ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0},
+         "attn_logit_softcapping is 5.0, for which a gemma3_text has no trait here; None works"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; tplab runs qwen2, qwen3, llama, mistral, gemma, "),
         ({"model_type": None}, "None is not supported"),
         ({"model_type": ["qwen2"]}, "is not supported"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
         ({"architectures": ["Qwen2ForCausalLM", "Qwen2ForSequenceClassification"]}, "expected Qwen2ForCausalLM"),
         ({"trust_remote_code": True}, "remote code"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}}, "remote code"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"auto_map": {"AutoConfig": "modeling.Qwen2Config", "AutoModelForCausalLM": "x.Qwen2Model"}}, "remote code"),
+        ({"auto_map": {"AutoTokenizer": ["x.Qwen2Config", None]}}, "remote code"),
+        ({"auto_map": "modeling.Qwen2Config"}, "remote code"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (quantization_config: gptq)"),
         ({"compression_config": {}}, "quantised"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config"),
         ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope type 'mrope' is unknown"),
@@ -66,9 +76,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "'10000'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": True}}, "rope_theta is True"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta"),
-        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1, "layer_types": None},
-         "window of 128"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1, "layer_types": None},
+         "a sliding window of 0 tokens is no window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]},
+         "layer_types has layers with a sliding window, but a qwen2 of this config has none"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "sliding_window": 8,
+          "layer_types": ["sliding_attention"] * 2}, "but a llama of this config has none"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": 5}, "layer_types 5"),
         ({"num_hidden_layers": 10**12, "layer_types": None}, "num_hidden_layers is 1000000000000"),
@@ -149,10 +162,9 @@ def test_an_untied_checkpoint_without_a_head(tmp_path):
                          [(4096, 32768, True), (None, 32768, False), (4096, 4096, False)])
 def test_mistral_windows_count_where_they_hide_something(tmp_path, window, longest, active):
     folder = edit(make_checkpoint(tmp_path / "m", "mistral"), sliding_window=window, max_position_embeddings=longest)
-    if active:
-        assert "sliding window of 4096 tokens is active" in refusal(folder)
-    else:
-        assert open_checkpoint(folder).config.hf.sliding_window == window
+    config = open_checkpoint(folder).config
+    assert config.windows == ((window if active else None),) * 2
+    assert config.traits == (["a sliding window"] if active else [])
 
 
 def test_a_window_that_llama_does_not_know_hides_nothing(tmp_path):
@@ -170,7 +182,13 @@ def test_a_mistral_config_without_the_key_has_hugging_faces_default_window(tmp_p
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert "sliding window of 4096" in refusal(folder)
+    assert open_checkpoint(folder).config.windows == (4096, 4096)
+
+
+def test_an_auto_map_that_names_what_transformers_has_itself(tmp_path):
+    """Older checkpoints of Phi-3 brought the code along that transformers has by now."""
+    named = {"AutoConfig": "configuration_qwen2.Qwen2Config", "AutoModelForCausalLM": "modeling.Qwen2ForCausalLM"}
+    assert open_checkpoint(edit(make_checkpoint(tmp_path / "m"), auto_map=named)).config.num_layers == 2
 
 
 def test_remote_code_in_the_tokenizer_config(tmp_path):

@@ -105,7 +105,7 @@ def test_a_fault_says_why_it_cannot_show():
     config = open_checkpoint("fable").config
     assert fault("rope_scaling_ignored").why_not(config) == "the model's RoPE is not scaled"
     seven = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=2, hidden_size=2, intermediate_size=8, vocab_size=8,
-                            tie_word_embeddings=False)
+                            tie_word_embeddings=False, experts=None)
     assert fault("kv_replica_modulo").why_not(seven, 2) == "no KV head is on two ranks here"
     assert not fault("kv_replica_modulo").why_not(seven, 4)
     assert "either rule gives the same head" in fault("kv_replica_modulo").why_not(SimpleNamespace(

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
+from tplab.checkpoint.config import ModelConfig
 from tplab.checkpoint.headers import INDEX, SINGLE
 from tplab.checkpoint.random_weights import random_tensors
+from tplab.checkpoint.traits import ARCHITECTURES
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
             "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32, "factor": 4.0}

@@ -11,6 +11,7 @@ import torch
 
 from tplab.align.gather import recorded
 from tplab.align.judge import judge
+from tplab.align.points import refuse_unknown_traits
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, check_prompts, pool_for
 from tplab.cache import blocks_needed
@@ -113,6 +114,7 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         AlignError: a prompt is not longer than ``new_tokens``; otherwise as :func:`tplab.align.align`.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    refuse_unknown_traits(ckpt)
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     texts = check_prompts(ckpt, prompts)

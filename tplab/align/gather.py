@@ -106,8 +106,11 @@ class Piece(NamedTuple):
 
 def model_pieces(model: TensorParallelCausalLM) -> Iterator[Piece]:
     """Every parameter of this rank, cut into its pieces of the checkpoint's tensors, by Hugging Face's names."""
+    here = dict(model.named_parameters())
     for path, parts in by_parameter(tensor_parts(model.config, ())).items():
-        parameter = model.get_parameter(path)
+        if path not in here:  # an expert that another rank holds
+            continue
+        parameter = here[path]
         tensors = parameter.data.split([len(rows) for rows in parameter.ranges], parameter.shard_dim)
         for name, rows, tensor in zip(parts, parameter.ranges, tensors, strict=True):
             yield Piece(name, parameter.shard_dim, rows, tensor)

@@ -5,6 +5,12 @@ A further architecture is a matter of further rows.
 
 from typing import NamedTuple
 
+from tplab.errors import TplabError
+
+
+class UnknownTraitError(TplabError):
+    """The model has something for which there are no points and operations yet."""
+
 
 class Point(NamedTuple):
     """One point of the forward pass.
@@ -51,6 +57,13 @@ POINTS = {
 }
 OUTER = ("embed", "norm", "logits")  # the points of no layer
 LAYER_POINTS = tuple(name for name in POINTS if name not in OUTER)
+
+
+def refuse_unknown_traits(ckpt) -> None:
+    """UnknownTraitError for a model with a trait that the table does not know: no comparison may miss it."""
+    if traits := ckpt.config.traits:
+        raise UnknownTraitError(f"{ckpt.name} has {', '.join(traits)}: the comparison with Hugging Face does not know "
+                                "that yet; generate runs it")
 
 
 def made_by(*ops: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from tplab.checkpoint import Checkpoint
-from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.checkpoint.layout import expected_shapes, read_part, tensor_parts
 from tplab.model.dtypes import parse_dtype
 
 _loaded: OrderedDict = OrderedDict()
@@ -18,7 +18,8 @@ _loaded: OrderedDict = OrderedDict()
 
 def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
     """transformers' model of a checkpoint on the CPU; the last two are kept in memory, while their files are as they
-    were. Eager attention, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
+    were. Eager attention, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not. Eager
+    experts, too: one after the other.
 
     Raises CheckpointError if they are no longer those that were opened: the two sides would run different models.
     """
@@ -38,11 +39,12 @@ def _load(ckpt: Checkpoint, dtype: torch.dtype):
 
     logging.disable_progress_bar()  # its bar goes to stderr with timings, which a stored notebook would then hold
     options = {"dtype": dtype, "attn_implementation": "eager"}
-    parts = tensor_parts(ckpt.config, ckpt.tensors)
-    if parts.keys() == ckpt.tensors.keys():
+    if ckpt.config.experts:
+        options["experts_implementation"] = "eager"
+    if expected_shapes(ckpt.config, ()).keys() == ckpt.tensors.keys():
         return AutoModelForCausalLM.from_pretrained(ckpt.folder, local_files_only=True, **options)
     # transformers knows no fused q|k|v for these architectures: hand it the parts under its own names.
-    model = AutoModelForCausalLM.from_config(ckpt.config.hf, **options)
+    model, parts = AutoModelForCausalLM.from_config(ckpt.config.hf, **options), tensor_parts(ckpt.config, ckpt.tensors)
     with ckpt.reader() as reader:
         model.load_state_dict({name: read_part(part, reader) for name, part in parts.items()},
                               strict=not ckpt.config.tie_word_embeddings)

@@ -6,6 +6,7 @@ import torch
 
 from tplab.align.gather import pieces_on_rank, recorded, trace_on_rank
 from tplab.align.judge import judge
+from tplab.align.points import refuse_unknown_traits
 from tplab.align.report import AlignReport
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
@@ -69,6 +70,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         RankError: a rank failed.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    refuse_unknown_traits(ckpt)
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     ids = check_prompts(ckpt, prompts)
@@ -99,8 +101,8 @@ def pool_for(size: int, pool: RankPool | None) -> RankPool:
     return pool or shared_pool(size)
 
 
-def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patches: Sequence = (),
-               pool: RankPool | None = None, logical: bool = False) -> dict[str, str]:
+def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, enable_expert_parallel: bool = False,
+               patches: Sequence = (), pool: RankPool | None = None, logical: bool = False) -> dict[str, str]:
     """Gather every rank's shards and compare them with the checkpoint, bit for bit.
 
     Returns:
@@ -109,7 +111,7 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, patche
         checkpoint exactly.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size, enable_expert_parallel=enable_expert_parallel)
     with applied(*as_patches(patches)):
         ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, pool=pool, logical=logical)
     by_name: dict[str, list] = {}

@@ -66,6 +66,20 @@ def mlp_amount(config, shard: RankShard, rows: int) -> Amount:
     return Amount(rows, 3 * config.hidden_size * len(shard.mlp))
 
 
+def experts_amount(config, shard: RankShard, rows: int) -> Amount:
+    """One layer's mixture of experts on one rank, where the router sends as many rows to each expert.
+
+    An expert to which no row goes is not read; one row takes ``top_k`` of them. Under expert parallelism, a rank is
+    taken to be asked for as large a share of them as it holds.
+    """
+    moe, h = config.experts, config.hidden_size
+    asked = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
+    each = 3 * h * len(shard.expert_mlp) * len(shard.experts) / moe.num_experts
+    always = h * moe.num_experts + (3 * h * len(shard.shared_mlp) + h) * bool(moe.shared_intermediate_size)
+    weights = round(asked * each) + always
+    return Amount(max(1, round(rows * (moe.top_k * each + always) / weights)), weights)
+
+
 def head_amount(config, shard: RankShard, due: int) -> Amount:
     """The LM head on one rank, for the ``due`` rows that get a token."""
     return Amount(due, config.hidden_size * len(shard.vocab))
@@ -78,9 +92,11 @@ def step_amount(config, plan: ShardPlan, rank: int, parts: Sequence[Part], due: 
     In the last layer, rows that get no token skip the MLP.
     """
     shard, attention = plan.ranks[rank], attention_amount(config, plan.ranks[rank], parts, dtype)
-    layer = [attention, mlp_amount(config, shard, attention.rows)]
-    last = [attention, mlp_amount(config, shard, last_mlp_rows(due))]
-    return layer * (config.num_layers - 1) + last + [head_amount(config, shard, due)] * bool(due)
+    sparse = config.experts.layers if config.experts else (False,) * config.num_layers
+    rows = [attention.rows] * (config.num_layers - 1) + [last_mlp_rows(due)]
+    layers = [[attention, (experts_amount if has_experts else mlp_amount)(config, shard, count)]
+              for has_experts, count in zip(sparse, rows)]
+    return sum(layers, []) + [head_amount(config, shard, due)] * bool(due)
 
 
 def last_mlp_rows(due: int) -> int:
@@ -98,13 +114,25 @@ def messages(config, parts: Sequence[Part], due: int, dtype: torch.dtype) -> lis
 
 def parameter_bytes(config, shard: RankShard, dtype: torch.dtype) -> int:
     """What one rank's weights occupy: its rows and columns of the matrices, and its copies of what is not cut."""
-    d, h = config.head_dim, config.hidden_size
-    q, kv, columns = len(shard.q_heads) * d, len(shard.kv_heads) * d, len(shard.mlp)
-    layer = h * (2 * q + 2 * kv) + 3 * h * columns + 2 * h
-    layer += (q + 2 * kv) * config.qkv_bias + h * config.o_bias + (2 * columns + h) * config.mlp_bias
-    layer += 2 * d * config.qk_norm
+    d, h, moe = config.head_dim, config.hidden_size, config.experts
+    q, kv = len(shard.q_heads) * d, len(shard.kv_heads) * d
+    attention = h * (2 * q + 2 * kv) + (q + 2 * kv) * config.qkv_bias + h * config.o_bias
+    attention += (config.q_size + config.kv_size if config.full_width_qk_norm else 2 * d) * config.qk_norm
+    attention += len(shard.q_heads) * config.sinks + h * len(config.norms)
+    dense = _mlp_numbers(h, len(shard.mlp), config.mlp_bias)
+    experts = sum(moe.layers) if moe else 0
+    layers = config.num_layers * attention + (config.num_layers - experts) * dense
+    if moe:
+        sparse = len(shard.experts) * _mlp_numbers(h, len(shard.expert_mlp), moe.bias)
+        sparse += (h + moe.bias) * moe.num_experts
+        sparse += (3 * h * len(shard.shared_mlp) + h) * bool(moe.shared_intermediate_size)
+        layers += experts * sparse
     ends = h * len(shard.vocab) * (1 if config.tie_word_embeddings else 2) + h
-    return (config.num_layers * layer + ends) * dtype.itemsize
+    return (layers + ends) * dtype.itemsize
+
+
+def _mlp_numbers(hidden: int, columns: int, bias: bool) -> int:
+    return 3 * hidden * columns + (2 * columns + hidden) * bias
 
 
 def kv_bytes(config, shard: RankShard, tokens: int, dtype: torch.dtype) -> int:

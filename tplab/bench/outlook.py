@@ -1,20 +1,39 @@
 """``python -m tplab plan``: what a model would need on so many ranks, and how fast it would be, here and elsewhere."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import psutil
 import torch
 
 from tplab.bench.amounts import Part, kv_bytes, parameter_bytes
 from tplab.bench.cost import step_cost
+from tplab.bench.latent import is_latent, latent_lines
 from tplab.bench.links import LINKS, MEMORY_BYTES, linked_machine
 from tplab.bench.machine import Machine, measure_machine
 from tplab.bench.shapes import shape_config
+from tplab.checkpoint import ModelConfig
+from tplab.checkpoint.config import config_of
+from tplab.checkpoint.headers import read_json
+from tplab.checks import whole_number
 from tplab.engine.config import longest_sequence
 from tplab.shard import ShardPlan
 
 CONTEXT, SEQUENCES, PROMPT = 512, 16, 512
 _WIDTHS = (26, 12, 16, 18, 24)
+
+
+def config_file(path: str, tp: int, dtype: torch.dtype) -> tuple[ModelConfig | None, list[str]]:
+    """The config in a published ``config.json``, and what is to be said of it first; None for a model with MLA, of
+    which the lines say all that is known.
+
+    Raises CheckpointError for a file that is none, and for models that the engine does not run.
+    """
+    raw = read_json(Path(path))
+    if is_latent(raw):
+        return None, list(latent_lines(raw, whole_number(tp, 1) or 1, dtype))
+    said = [f"the published weights are quantised; here they are counted in {str(dtype).removeprefix('torch.')}"]
+    return config_of(raw, quantised=True), said if raw.get("quantization_config") else []
 
 
 def memory_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:

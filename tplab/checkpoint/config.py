@@ -1,19 +1,24 @@
 """``config.json`` read through Hugging Face's own config classes, and refused where tplab cannot follow it."""
 
 import copy
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, words_of
 from .headers import read_json
+from .traits import ARCHITECTURES, LAYER_TYPES, SLIDING, ExpertsConfig, Reading, read_traits
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
-                 "mistral": "MistralForCausalLM"}
 CONFIGS = ("config.json", "generation_config.json")  # the second need not be there
-_SUPPORTED = "Qwen2/2.5, Qwen3, Llama and Mistral"
-_LAYER_TYPES = ("full_attention", "sliding_attention")  # the second is refused only where it is active
-_MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+# What a configuration of a type that is not in the table may say, and what that is called.
+_MISSING = {"kv_lora_rank": "multi-head latent attention (MLA)", "vision_config": "images beside the text",
+            "linear_num_key_heads": "linear attention", "mamba_d_state": "state-space layers (Mamba)",
+            "ssm_state_size": "state-space layers (Mamba)", "topk_group": "experts chosen by groups",
+            "layer_norm_eps": "LayerNorm", "layer_norm_epsilon": "LayerNorm"} | dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"), "a mixture of experts")
+_QUANTISED = ("quantization_config", "compression_config")
+_NORMS = (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_attention_layernorm"))
 # What a causal language model has no use for, but Hugging Face would build lists of that length from.
 _CLASSIFIER_KEYS = ("num_labels", "id2label", "label2id")
 _LARGEST = 1 << 24  # beyond any model; tables of such a length must not be built to find out
@@ -25,6 +30,23 @@ class ModelConfig:
 
     Sizes count elements; ``head_dim`` need not be ``hidden_size / num_heads``. ``eos_token_ids`` may be
     empty. ``hf`` is the transformers config object the sizes were read from (RoPE: ``hf.rope_parameters``).
+
+    Attributes of models that are more than a Llama (:attr:`traits` says which of them a model has):
+        full_width_qk_norm: q and k are normalised over all heads together, not head by head.
+        scaling: of the scores in attention.
+        windows: for each layer, how many tokens a query sees, itself among them; None: all before it.
+        sinks: a logit per head takes part in each softmax, and has no value.
+        attn_logit_softcapping, final_logit_softcapping: scores and logits stay within these.
+        rotates: for each layer, whether q and k are rotated at all.
+        rope_layer_types: the layers' types where each type has its own frequencies; empty otherwise.
+        partial_rotary_factor: how much of a head is rotated.
+        rotates_pairs: neighbours are rotated together, not a head's halves.
+        norm: which RMSNorm it is, a class of :mod:`tplab.model.norm`.
+        norms: for each norm of a layer, its place (a name of :class:`tplab.model.decoder.DecoderLayer`) and the
+            checkpoint's name for it.
+        embedding_multiplier, residual_multiplier, logits_scaling: factors, and a divisor.
+        fused_qkv, fused_gate_up: stored as one tensor.
+        experts: None for a model without.
     """
 
     model_type: str
@@ -38,13 +60,31 @@ class ModelConfig:
     rms_norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     hf: Any = field(repr=False, compare=False)
+    scaling: float
+    windows: tuple[int | None, ...]
+    rotates: tuple[bool, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    full_width_qk_norm: bool = False
+    sinks: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    rope_layer_types: tuple[str, ...] = ()
+    partial_rotary_factor: float = 1.0
+    rotates_pairs: bool = False
+    norm: str = "RMSNorm"
+    norms: tuple[tuple[str, str], ...] = _NORMS
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    experts: ExpertsConfig | None = None
 
     @property
     def q_size(self) -> int:
@@ -56,6 +96,35 @@ class ModelConfig:
         """Rows of all key heads together (as many again for the values), over all ranks."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def ropes(self) -> dict[str | None, dict]:
+        """The parameters of RoPE, by the type of layer where types differ; ``{None: parameters}`` otherwise."""
+        parameters = self.hf.rope_parameters
+        return {kind: parameters[kind] for kind in dict.fromkeys(self.rope_layer_types)} or {None: parameters}
+
+    @property
+    def rope_types(self) -> set[str]:
+        """The kinds of RoPE in it, such as ``{"default"}``."""
+        return {rope["rope_type"] for rope in self.ropes.values()}
+
+    @property
+    def traits(self) -> list[str]:
+        """What it has beyond a Llama, Qwen2 or Qwen3, in words: whoever computes must know all of it, or step aside."""
+        moe = self.experts
+        return [what for what, has in {
+            "a sliding window": any(self.windows), "attention sinks": self.sinks,
+            "capped scores": self.attn_logit_softcapping, "capped logits": self.final_logit_softcapping,
+            "a q/k norm over the full width": self.full_width_qk_norm,
+            "scores scaled by a number of its own": self.scaling != self.head_dim ** -0.5,
+            "norms in other places": self.norms != _NORMS, "norms with weight + 1": self.norm == "GemmaRMSNorm",
+            "norms that multiply in float32": self.norm == "WideRMSNorm",
+            "layers without rotation": not all(self.rotates), "rotation by the type of layer": self.rope_layer_types,
+            "rotation of a part of each head": self.partial_rotary_factor != 1, "rotation in pairs": self.rotates_pairs,
+            "a scaled embedding": self.embedding_multiplier != 1, "a scaled residual": self.residual_multiplier != 1,
+            "scaled logits": self.logits_scaling != 1, "experts": moe,
+            "a shared expert": moe and moe.shared_intermediate_size,
+        }.items() if has]
+
     @classmethod
     def from_hf(cls, hf: Any, eos_token_id: int | list[int] | None = None) -> "ModelConfig":
         """The same facts from a transformers config object.
@@ -64,22 +133,25 @@ class ModelConfig:
         Raises ``CheckpointError`` for what is unsupported and for sizes that cannot be.
         """
         if hf.model_type not in ARCHITECTURES:
-            raise CheckpointError(f"model_type {hf.model_type!r} is not supported; tplab runs {_SUPPORTED}")
-        attention_bias = bool(getattr(hf, "attention_bias", False))
-        llama_like = hf.model_type in ("llama", "qwen3")
-        config = cls(model_type=hf.model_type, hidden_size=hf.hidden_size, intermediate_size=hf.intermediate_size,
-                     num_layers=hf.num_hidden_layers, num_heads=hf.num_attention_heads,
-                     num_kv_heads=hf.num_key_value_heads, head_dim=getattr(hf, "head_dim", None) or _head_dim(hf),
-                     vocab_size=hf.vocab_size, rms_norm_eps=hf.rms_norm_eps, hidden_act=hf.hidden_act,
-                     tie_word_embeddings=hf.tie_word_embeddings,
-                     qkv_bias=hf.model_type == "qwen2" or (llama_like and attention_bias),
-                     o_bias=llama_like and attention_bias, mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
-                     qk_norm=hf.model_type == "qwen3", max_position_embeddings=hf.max_position_embeddings,
-                     eos_token_ids=_id_tuple(hf.eos_token_id if eos_token_id is None else eos_token_id), hf=hf)
+            raise CheckpointError(_unknown_type(hf.to_dict()))
+        said = Reading(hf)
+        layers, head_dim = said.num_hidden_layers, getattr(said, "head_dim", None) or _head_dim(said)
+        eos = said.eos_token_id
+        config = cls(**{
+            "model_type": hf.model_type, "hidden_size": said.hidden_size, "intermediate_size": said.intermediate_size,
+            "num_layers": layers, "num_heads": said.num_attention_heads, "num_kv_heads": said.num_key_value_heads,
+            "head_dim": head_dim, "vocab_size": said.vocab_size, "rms_norm_eps": said.rms_norm_eps,
+            "hidden_act": getattr(said, "hidden_act", None), "tie_word_embeddings": said.tie_word_embeddings,
+            "max_position_embeddings": said.max_position_embeddings, "hf": hf,
+            "eos_token_ids": _id_tuple(eos if eos_token_id is None else eos_token_id),
+            "scaling": head_dim ** -0.5, "windows": (None,) * layers, "rotates": (True,) * layers} | read_traits(said))
+        said.refuse_unread()
         _check_sizes(config)
-        _refuse_sliding_windows(config)
+        _check_windows(config)
         _check_rope(config)
-        return config
+        longest = math.inf if "dynamic" in config.rope_types else config.max_position_embeddings
+        # A window as long as the longest sequence never hides anything.
+        return replace(config, windows=tuple(size if size and size < longest else None for size in config.windows))
 
 
 def read_config(folder: Path, tensor_count: int) -> ModelConfig:
@@ -92,7 +164,7 @@ def read_config(folder: Path, tensor_count: int) -> ModelConfig:
     generation, tokenizer = (read_json(folder / file) if (folder / file).exists() else {}
                              for file in ("generation_config.json", "tokenizer_config.json"))
     try:
-        if "auto_map" in raw or "auto_map" in tokenizer or raw.get("trust_remote_code"):
+        if not _is_transformers_own(raw) or "auto_map" in tokenizer or raw.get("trust_remote_code"):
             raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")
         _refuse_unsupported(raw)
         layers = raw.get("num_hidden_layers")
@@ -101,6 +173,22 @@ def read_config(folder: Path, tensor_count: int) -> ModelConfig:
         return ModelConfig.from_hf(_hf_config(raw), generation.get("eos_token_id"))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: config.json: {error}") from error.__cause__
+
+
+def config_of(raw: dict[str, Any], *, quantised: bool = False) -> ModelConfig:
+    """The config that a ``config.json`` states, without a checkpoint; ``quantised``: also one of quantised weights."""
+    if quantised:
+        raw = {key: value for key, value in raw.items() if key not in _QUANTISED}
+    _refuse_unsupported(raw)
+    return ModelConfig.from_hf(_hf_config(raw))
+
+
+def _is_transformers_own(raw: dict[str, Any]) -> bool:
+    """Whether an ``auto_map`` names only what transformers has itself by now, as older Phi-3 checkpoints do."""
+    named = raw.get("auto_map", {}).values() if isinstance(raw.get("auto_map", {}), dict) else [None]
+    own = ARCHITECTURES.get(str(raw.get("model_type")), "")
+    return all(isinstance(name, str) and name.rpartition(".")[2] in (own, own.replace("ForCausalLM", "Config"))
+               for name in named)
 
 
 def _hf_config(raw: dict[str, Any]) -> Any:
@@ -113,18 +201,26 @@ def _hf_config(raw: dict[str, Any]) -> Any:
         raise CheckpointError(words_of(error)) from error
 
 
+def _unknown_type(raw: dict[str, Any]) -> str:
+    missing = ", ".join(dict.fromkeys(what for key, what in _MISSING.items() if raw.get(key)))
+    return (f"model_type {raw.get('model_type')!r} is not supported{missing and f' ({missing})'}; tplab runs "
+            f"{', '.join(ARCHITECTURES)}")
+
+
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
-    if "moe" in str(model_type).lower() or model_type == "mixtral" or any(raw.get(key) for key in _MOE_KEYS):
-        raise CheckpointError(f"{model_type!r} is a mixture of experts (MoE), which is not supported")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise CheckpointError(f"model_type {model_type!r} is not supported; tplab runs {_SUPPORTED}")
+        raise CheckpointError(_unknown_type(raw))
+    known = {what for key, what in _MISSING.items() if hasattr(_config_class(model_type), key)}
+    if stray := [key for key, what in _MISSING.items() if raw.get(key) and what not in known]:
+        raise CheckpointError(f"{stray[0]} asks for {_MISSING[stray[0]]}, which is not supported in a {model_type}")
     architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
     if architectures != [ARCHITECTURES[model_type]]:
         raise CheckpointError(f"architectures {architectures!r} is not supported; expected {ARCHITECTURES[model_type]}")
-    for key in ("quantization_config", "compression_config"):
+    for key in _QUANTISED:
         if raw.get(key) is not None:
-            raise CheckpointError(f"the weights are quantised ({key}), which is not supported")
+            method = raw[key].get("quant_method", "") if isinstance(raw[key], dict) else ""
+            raise CheckpointError(f"the weights are quantised ({key}: {method}), which is not supported")
     if raw.get("per_layer_config") is not None:
         raise CheckpointError("layers with configs of their own (per_layer_config) are not supported")
     for key in ("rope_parameters", "rope_scaling"):
@@ -134,8 +230,14 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
                 raise CheckpointError(f"{key} is {rope!r}, not an object")
             _check_rope_type(rope.get("rope_type", rope.get("type", "default")))
     layer_types = raw.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind not in _LAYER_TYPES for kind in layer_types):
-        raise CheckpointError(f"layer_types {layer_types!r} is not supported; every layer must attend in full")
+    if not isinstance(layer_types, list) or any(kind not in LAYER_TYPES for kind in layer_types):
+        raise CheckpointError(f"layer_types {layer_types!r} is not supported; it can name {' and '.join(LAYER_TYPES)}")
+
+
+def _config_class(model_type: str) -> type:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type]
 
 
 def _check_rope_type(rope_type: Any) -> None:
@@ -164,8 +266,12 @@ def _check_sizes(config: ModelConfig) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     for name in (*sizes, "max_position_embeddings"):
         value = getattr(config, name)
-        if type(value) is not int or not 0 < value <= _LARGEST:
-            raise CheckpointError(f"{name} is {value!r}, not a whole number from 1 to {_LARGEST}")
+        _check_size(name, value)
+    if moe := config.experts:
+        for name in ("num_experts", "top_k", "intermediate_size"):
+            _check_size(f"{name} of the experts", getattr(moe, name))
+        if moe.top_k > moe.num_experts:
+            raise CheckpointError(f"a token cannot go to {moe.top_k} of {moe.num_experts} experts")
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads evenly")
     if config.head_dim % 2:
@@ -180,32 +286,41 @@ def _check_sizes(config: ModelConfig) -> None:
             raise CheckpointError(f"eos_token_id {token!r} is outside the vocabulary of {config.vocab_size}")
 
 
-def _refuse_sliding_windows(config: ModelConfig) -> None:
-    # A window as long as the longest sequence never hides anything: then it is not active. Mistral has one
-    # window for all layers, or None; the others name the layers that have one.
-    window = getattr(config.hf, "sliding_window", None)
-    by_layer = "sliding_attention" in (getattr(config.hf, "layer_types", None) or ())
-    if not by_layer and (config.model_type != "mistral" or window is None):
-        return
-    if window is None or window < config.max_position_embeddings:
-        raise CheckpointError(f"a sliding window of {window} tokens is active, which is not supported")
+def _check_size(name: str, value: Any) -> None:
+    if type(value) is not int or not 0 < value <= _LARGEST:
+        raise CheckpointError(f"{name} is {value!r}, not a whole number from 1 to {_LARGEST}")
+
+
+def _check_windows(config: ModelConfig) -> None:
+    for window in config.windows:
+        if window is not None and (type(window) is not int or window < 1):
+            raise CheckpointError(f"a sliding window of {window!r} tokens is no window; it must be from 1 up")
+    sliding = [kind for kind in getattr(config.hf, "layer_types", None) or () if kind == SLIDING]
+    if len(sliding) > len([window for window in config.windows if window]):
+        raise CheckpointError(f"layer_types has layers with a sliding window, but a {config.model_type} of this config "
+                              "has none")
 
 
 def _check_rope(config: ModelConfig) -> None:
+    for layer_type, rope in config.ropes.items():
+        kind, theta = rope.get("rope_type"), rope.get("rope_theta")
+        _check_rope_type(kind)
+        if type(theta) not in (int, float) or not 0 < theta < 1e30:
+            raise CheckpointError(f"rope_theta is {theta!r}, not a positive number")
+        if kind != "default":
+            _check_frequencies(config, kind, {} if layer_type is None else {"layer_type": layer_type})
+
+
+def _check_frequencies(config: ModelConfig, kind: str, of: dict[str, str]) -> None:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = config.hf.rope_parameters
-    kind, theta = rope.get("rope_type"), rope.get("rope_theta")
-    _check_rope_type(kind)
-    if type(theta) not in (int, float) or not 0 < theta < 1e30:
-        raise CheckpointError(f"rope_theta is {theta!r}, not a positive number")
-    if kind == "default":
-        return
+    rotated = int(config.head_dim * config.partial_rotary_factor)
     try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config.hf))
-        usable = len(frequencies) == config.head_dim // 2 and bool(torch.isfinite(frequencies * scale).all())
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config.hf), **of)
+        usable = len(frequencies) == -(-rotated // 2) and bool(torch.isfinite(frequencies * scale).all())
     except Exception as error:  # missing keys, lists of the wrong length, factors of the wrong type
         raise CheckpointError(f"rope {kind!r} cannot be set up: {words_of(error)}") from error
     if not usable:
-        raise CheckpointError(f"rope {kind!r} gives no finite frequency for each pair of head_dim {config.head_dim}")
+        raise CheckpointError(f"rope {kind!r} gives no finite frequency for each pair of {rotated} rotated numbers of "
+                              f"head_dim {config.head_dim}")

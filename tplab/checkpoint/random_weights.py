@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from tplab.checkpoint.config import ARCHITECTURES, ModelConfig
+from tplab.checkpoint.config import ModelConfig
 from tplab.checkpoint.headers import SINGLE
 from tplab.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
+from tplab.checkpoint.traits import ARCHITECTURES
 
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
@@ -22,15 +23,15 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     for name, shape in expected_shapes(config, ()).items():
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
-            tensors[name] = 1 + 0.3 * noise
-        elif name.endswith(".bias"):
+            tensors[name] = (config.norm != "GemmaRMSNorm") + 0.3 * noise
+        elif name.endswith(("bias", "sinks")):
             tensors[name] = 0.5 * noise
         elif name == HEAD or (name == EMBEDDING and config.tie_word_embeddings):
             tensors[name] = noise * 3 / math.sqrt(config.hidden_size)
         elif name == EMBEDDING:
             tensors[name] = noise
         else:
-            tensors[name] = noise * 1.5 / math.sqrt(shape[1])
+            tensors[name] = noise * 1.5 / math.sqrt(shape[-1] if len(shape) == 2 else shape[1])  # of its inputs
     return tensors
 
 

@@ -95,14 +95,13 @@ class EngineConfig:
 
 def longest_sequence(model) -> int:
     """Most tokens the model is made for. Dynamic RoPE counts the stretched length; its config states the plain one."""
-    rope = model.hf.rope_parameters
-    stretch = rope["factor"] if rope["rope_type"] == "dynamic" else 1
+    stretch = max(rope["factor"] if rope["rope_type"] == "dynamic" else 1 for rope in model.ropes.values())
     return int(model.max_position_embeddings * stretch)
 
 
 def depends_on_length(model) -> bool:
     """Whether a token's key depends on how long its prompt is, so that equal beginnings cannot be shared."""
-    return model.hf.rope_parameters["rope_type"] in ("dynamic", "longrope")
+    return not model.rope_types.isdisjoint(("dynamic", "longrope"))
 
 
 def bytes_per_token(model, kv_heads: int, dtype: torch.dtype) -> int:

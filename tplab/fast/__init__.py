@@ -23,6 +23,8 @@ def why_not(config, dtype: torch.dtype) -> str | None:
         return f"{SWITCH}=0 turns it off"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"{str(dtype).removeprefix('torch.')} is the reference's alone"
+    if config.traits:
+        return f"it does not know {config.traits[0]}"
     if config.hidden_act != "silu":
         return f"it does not know hidden_act {config.hidden_act!r}"
     return None

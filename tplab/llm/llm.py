@@ -32,6 +32,7 @@ class LLM:
         model: ``"fable"``, ``"smollm2"``, a folder, a hub id, or an opened checkpoint.
         tensor_parallel_size: number of ranks.
         dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; of weights, activations and cache.
+        enable_expert_parallel: deal whole experts out, rather than cut each over all ranks.
         block_size: tokens per cache block.
         num_blocks: blocks in the cache; None: room for ``max_num_seqs`` sequences of full length within 1 GiB over
             all ranks. Memory is committed as it is used.
@@ -56,13 +57,15 @@ class LLM:
     """
 
     def __init__(self, model: str | Checkpoint, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32", *,
-                 block_size: int = 16, num_blocks: int | None = None, max_model_len: int | None = None,
-                 max_num_seqs: int = 16, max_num_batched_tokens: int = 512, enable_prefix_caching: bool = True,
-                 strict: bool = False, enforce_eager: bool = False, num_scheduler_steps: int | None = None,
-                 patches: Many = (), pool: RankPool | None = None, logical: bool = False, executor=None):
+                 enable_expert_parallel: bool = False, block_size: int = 16, num_blocks: int | None = None,
+                 max_model_len: int | None = None, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
+                 enable_prefix_caching: bool = True, strict: bool = False, enforce_eager: bool = False,
+                 num_scheduler_steps: int | None = None, patches: Many = (), pool: RankPool | None = None,
+                 logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
-        self.plan = ShardPlan.from_config(self.checkpoint.config, tensor_parallel_size)
+        self.plan = ShardPlan.from_config(self.checkpoint.config, tensor_parallel_size,
+                                          enable_expert_parallel=enable_expert_parallel)
         ranks = self.plan.tensor_parallel_size
         if not isinstance(pool, RankPool | None):
             raise EngineError(f"pool must be a RankPool, such as RankPool({ranks}), or None, not {shown(pool)}")

@@ -11,11 +11,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from tplab.model.norm import RMSNorm
-from tplab.model.rope import rotate
+from tplab.model.norm import RMSNorm, make_norm
+from tplab.model.rope import leave, rotate
 from tplab.model.trace import point
-from tplab.ranks import rank
+from tplab.ranks import all_gather, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
+from tplab.shard.linear import column_shard
+from tplab.shard.parameter import sharded_parameter
 
 
 class AttentionBatch(NamedTuple):
@@ -47,6 +49,15 @@ def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
     return (torch.arange(keys, device=positions.device) > positions[..., None])[:, None]
 
 
+def within_window(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """Hide, too, what stands ``window`` tokens or more before a query: the last key that it sees is itself.
+
+    From a causal mask ``[batch, 1, queries, keys]``, whatever of the sequence is cached.
+    """
+    seen = (~mask).sum(-1, keepdim=True)
+    return mask | (torch.arange(mask.shape[-1], device=mask.device) < seen - window)
+
+
 def mask_scores(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Hide the future. Selecting, not multiplying: ``0 * -inf`` is NaN."""
     return scores.masked_fill(mask, float("-inf"))
@@ -67,13 +78,33 @@ class NoCache:
             start += length
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+def softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Weights of all keys, in float32 as Hugging Face has them."""
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The same where each head has a sink besides: a score that takes its part of the sum, and leads to no value."""
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    every = torch.cat([scores, column], dim=-1)
+    return torch.softmax(every - every.amax(-1, keepdim=True), dim=-1)[..., :-1]  # in the working dtype
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Keep ``x`` within ``cap``, smoothly (arXiv:2408.00118)."""
+    return torch.tanh(x / cap) * cap
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float,
+           softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Masked softmax attention of grouped queries.
 
     Args:
         q: ``[batch, kv_heads * group, queries, head_dim]``; the queries of one KV head stand together.
         k, v: ``[batch, kv_heads, keys, head_dim]``.
         mask: ``[batch, 1, queries, keys]``, True = hidden.
+        softcap: scores stay within it.
+        sinks: ``[kv_heads * group]``.
 
     Returns:
         ``[batch, kv_heads * group, queries, head_dim]``.
@@ -81,8 +112,37 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     batch, heads, queries, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
     scores = (grouped @ k.transpose(2, 3)).view(batch, heads, queries, -1) * scaling
-    weights = torch.softmax(mask_scores(scores, mask), dim=-1, dtype=torch.float32).to(q.dtype)
+    scores = mask_scores(scores if softcap is None else soft_cap(scores, softcap), mask)
+    weights = softmax(scores) if sinks is None else softmax_with_sinks(scores, sinks)
     return (weights.view(*grouped.shape[:3], -1) @ v).view(q.shape)
+
+
+def norm_each_head(q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k ``[tokens, heads here, head_dim]`` normalised head by head (Qwen3): nothing that other ranks know."""
+    return q_norm(q), k_norm(k)
+
+
+class FullWidthNorm:
+    """q and k normalised over all heads of the model (OLMo-2): one all-gather, since a rank sees only its own.
+
+    Summing up the ranks' squares would send less, but add in another order than Hugging Face does, in float32.
+    """
+
+    def __init__(self, plan: ShardPlan):
+        self.shard, self.sizes = plan.ranks[rank()], [len(s.q_heads) + len(s.kv_heads) for s in plan.ranks]
+        gathered = [(kind, head) for s in plan.ranks for kind in ("q_heads", "kv_heads") for head in getattr(s, kind)]
+        # Where each head stands among the gathered ones; a KV head that several ranks hold counts once.
+        self.at = [[gathered.index((kind, head)) for head in range(count)]
+                   for kind, count in (("q_heads", plan.num_heads), ("kv_heads", plan.num_kv_heads))]
+
+    def __call__(self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = all_gather(torch.cat([q, k], dim=1), dim=1, sizes=self.sizes)
+        q, k = (norm(whole[:, at].flatten(1)).unflatten(1, (len(at), -1))
+                for norm, at in zip((q_norm, k_norm), self.at))
+        return q[:, self.shard.q_heads.start:self.shard.q_heads.stop], k[:, self.shard.kv_heads.start:
+                                                                         self.shard.kv_heads.stop]
 
 
 class TensorParallelAttention(nn.Module):
@@ -90,16 +150,29 @@ class TensorParallelAttention(nn.Module):
 
     def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
         super().__init__()
-        self.layer, self.scaling = layer, config.head_dim ** -0.5
-        self.groups = plan.ranks[rank()].kv_groups
-        self.rotate = rotate(config.model_type)
+        self.layer, self.scaling, self.window = layer, config.scaling, config.windows[layer]
+        self.shard, self.groups = plan.ranks[rank()], plan.ranks[rank()].kv_groups
+        self.rotate = rotate(config.model_type) if config.rotates[layer] else leave
         self.qkv_proj = QKVParallelLinear(config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads,
                                           shards=plan.ranks, bias=config.qkv_bias, dtype=dtype)
         columns = [range(s.q_heads.start * config.head_dim, s.q_heads.stop * config.head_dim) for s in plan.ranks]
         self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, parts=columns,
                                         bias=config.o_bias, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.q_norm = self.k_norm = self.sinks = None
+        self.options = {} if config.attn_logit_softcapping is None else {"softcap": config.attn_logit_softcapping}
+        if config.full_width_qk_norm:
+            self.q_norm, self.k_norm = make_norm(config, config.q_size, dtype), make_norm(config, config.kv_size, dtype)
+            self.norm_heads = FullWidthNorm(plan)
+        elif config.qk_norm:
+            self.q_norm, self.k_norm = (make_norm(config, config.head_dim, dtype) for _ in "qk")
+            self.norm_heads = norm_each_head
+        if config.sinks:
+            heads = self.shard.q_heads
+            self.sinks = sharded_parameter(self, "sinks", torch.empty(len(heads), dtype=dtype), [heads])
+
+    def load(self, parameter: str, source) -> None:
+        """Fill ``"sinks"``: those of this rank's heads."""
+        getattr(self, parameter).data.copy_(column_shard(source, self.shard.q_heads))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
                 ) -> torch.Tensor:
@@ -108,7 +181,7 @@ class TensorParallelAttention(nn.Module):
         q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
         point(name + "q", q), point(name + "k", k), point(name + "v", v)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.norm_heads(self.q_norm, self.k_norm, q, k)
             point(name + "q_norm", q), point(name + "k_norm", k)
         q, k = self.apply_rope(q, k, cos, sin)
         point(name + "q_rope", q), point(name + "k_rope", k)
@@ -132,8 +205,14 @@ class TensorParallelAttention(nn.Module):
         out = torch.empty_like(q)
         for rows, keys, values, mask in context.batches(self.layer, k, v):
             batch, _, queries, _ = mask.shape
+            mask = mask if self.window is None else within_window(mask, self.window)
             q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
             attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
-                               values[:, kv.start:kv.stop], mask, self.scaling) for heads, kv in self.groups]
+                               values[:, kv.start:kv.stop], mask, self.scaling, **self.options_of(heads))
+                        for heads, kv in self.groups]
             out[rows] = torch.cat(attended, dim=1).transpose(1, 2).flatten(0, 1)
         return out
+
+    def options_of(self, heads: range) -> dict:
+        """What these heads have beyond a plain softmax; most models nothing."""
+        return self.options if self.sinks is None else {"sinks": self.sinks[heads.start:heads.stop], **self.options}

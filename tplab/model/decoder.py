@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from tplab.model.attention import AttentionContext, TensorParallelAttention
+from tplab.model.attention import AttentionContext, TensorParallelAttention, soft_cap
+from tplab.model.experts import SparseMoeBlock
 from tplab.model.mlp import TensorParallelMLP
-from tplab.model.norm import RMSNorm
+from tplab.model.norm import make_norm
 from tplab.model.rope import Rotary
 from tplab.model.trace import point
 from tplab.ranks import rank
@@ -13,15 +14,21 @@ from tplab.shard import ParallelLMHead, ShardPlan, VocabParallelEmbedding
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals, in Hugging Face's order of additions."""
+    """Attention and MLP with norms and residuals, in Hugging Face's order of additions.
+
+    Norms can stand before a block, behind it, or both; where a model has none, nothing happens. The names of the four
+    places are GLM-4's, the only model in which each says where it is.
+    """
 
     def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
         super().__init__()
-        self.layer = layer
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.layer, self.residual_multiplier = layer, config.residual_multiplier
         self.self_attn = TensorParallelAttention(config, plan, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = TensorParallelMLP(config, plan, layer, dtype)
+        sparse = config.experts is not None and config.experts.layers[layer]
+        self.mlp = (SparseMoeBlock if sparse else TensorParallelMLP)(config, plan, layer, dtype)
+        places = dict(config.norms)
+        for place in ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"):
+            setattr(self, place, make_norm(config, config.hidden_size, dtype) if place in places else nn.Identity())
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
                 ) -> torch.Tensor:
@@ -29,26 +36,33 @@ class DecoderLayer(nn.Module):
         name = f"layers.{self.layer}."
         normed = self.input_layernorm(hidden)
         point(name + "input_norm", normed)
-        hidden = hidden + self.self_attn(normed, cos, sin, context)
+        hidden = hidden + self.scaled(self.post_self_attn_layernorm(self.self_attn(normed, cos, sin, context)))
         point(name + "residual", hidden)
         normed = self.post_attention_layernorm(hidden)
         point(name + "post_norm", normed)
-        hidden = hidden + self.mlp(normed)
+        hidden = hidden + self.scaled(self.post_mlp_layernorm(self.mlp(normed)))
         point(name + "output", hidden)
         return hidden
 
+    def scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        """What a block puts out, as it is added to the residual stream."""
+        return branch if self.residual_multiplier == 1 else branch * self.residual_multiplier
+
 
 class TensorParallelCausalLM(nn.Module):
-    """One rank's part of a Qwen2, Qwen3, Llama or Mistral model with its LM head: the rank's part of ``plan``."""
+    """One rank's part of a model with its LM head: the rank's part of ``plan``."""
 
     def __init__(self, config, plan: ShardPlan, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.plan, self.shard = config, plan, plan.ranks[rank()]
         vocab = [shard.vocab for shard in plan.ranks]
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parts=vocab, dtype=dtype)
+        # A number of the weights' dtype, as in Gemma: the root of 3072 is 55.5 in bfloat16.
+        self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype)
         self.rotary = Rotary(config.hf)
+        self.rope_layer_types = [(kind,) for kind in config.rope_layer_types] or [()] * config.num_layers
         self.layers = nn.ModuleList(DecoderLayer(config, plan, i, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = make_norm(config, config.hidden_size, dtype)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts=vocab, dtype=dtype)
         if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.embed_tokens)
@@ -65,16 +79,24 @@ class TensorParallelCausalLM(nn.Module):
             ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
         """
         hidden = self.embed_tokens(input_ids)
+        hidden = hidden if self.config.embedding_multiplier == 1 else hidden * self.embedding_multiplier
         point("embed", hidden)
-        cos, sin = self.rotary(hidden, positions, context.lengths)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, context)
+        # One pair of tables for all layers, or one for each type of layer.
+        tables = {kind: self.rotary(hidden, positions, context.lengths, *kind) for kind in set(self.rope_layer_types)}
+        for layer, kind in zip(self.layers, self.rope_layer_types):
+            hidden = layer(hidden, *tables[kind], context)
         hidden = self.norm(hidden)
         point("norm", hidden)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, hidden]`` → this rank's ``[n, vocabulary here]`` logits."""
-        logits = self.lm_head(hidden)
+        logits = self.finish(self.lm_head(hidden))
         point("logits", logits)
         return logits
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scaled and capped, number by number: so each rank does it with its own."""
+        logits = logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else soft_cap(logits, cap)

@@ -24,8 +24,10 @@ def load_model(ckpt, plan: ShardPlan, dtype: torch.dtype = torch.float32) -> Ten
     their values are converted to ``dtype``.
     """
     model = TensorParallelCausalLM(ckpt.config, plan, dtype)
+    here = dict(model.named_parameters())  # under expert parallelism, other experts are other ranks' alone
     with ckpt.reader() as reader:
         for path, parts in by_parameter(tensor_parts(ckpt.config, ckpt.tensors)).items():
-            model.get_parameter(path).weight_loader(*sources(parts.values(), reader))
+            if path in here:
+                here[path].weight_loader(*sources(parts.values(), reader))
         model.load_stats = LoadStats(reader.bytes_read, sum(p.numel() * p.element_size() for p in model.parameters()))
     return model.eval()

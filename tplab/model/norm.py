@@ -22,3 +22,27 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+class WideRMSNorm(RMSNorm):
+    """The same, multiplied before the cast back (OLMo-2, gpt-oss): another rounding in bfloat16 alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * wide).to(x.dtype)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """``(1 + weight) * x / rms(x)``, all of it in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.to(torch.float32))).to(x.dtype)
+
+
+def make_norm(config, size: int, dtype: torch.dtype) -> RMSNorm:
+    """The kind of norm that a :class:`tplab.checkpoint.ModelConfig` names."""
+    kinds = {kind.__name__: kind for kind in (RMSNorm, WideRMSNorm, GemmaRMSNorm)}
+    return kinds[config.norm](size, config.rms_norm_eps, dtype)

@@ -9,12 +9,15 @@ from importlib import import_module
 
 import torch
 
-_CLASSES = {"qwen2": "Qwen2RotaryEmbedding", "qwen3": "Qwen3RotaryEmbedding", "llama": "LlamaRotaryEmbedding",
-            "mistral": "MistralRotaryEmbedding"}
-
 
 def _modeling(model_type: str):
-    return import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    name = model_type.removesuffix("_text")  # Gemma-3's text model lives beside the one with images
+    return import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def rotary_class(model_type: str) -> type:
+    """The architecture's own rotary module."""
+    return next(found for name, found in vars(_modeling(model_type)).items() if name.endswith("RotaryEmbedding"))
 
 
 class Rotary:
@@ -22,12 +25,14 @@ class Rotary:
 
     def __init__(self, config):
         self.config = config
-        self.make = getattr(_modeling(config.model_type), _CLASSES[config.model_type])
+        self.make = rotary_class(config.model_type)
         self.embedding = self.make(config)
-        self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
+        types = self.embedding.rope_type  # one, or one for each type of layer
+        types = types.values() if isinstance(types, dict) else [types]
+        self.per_sequence = any("dynamic" in one or one == "longrope" for one in types)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, lengths: list[int] | list[tuple[int, int]]
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, lengths: list[int] | list[tuple[int, int]],
+                 *layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each ``[1, tokens, head_dim]`` in the dtype of ``x``.
 
         Args:
@@ -37,23 +42,29 @@ class Rotary:
                 ``(tokens, length of the sequence when Hugging Face would compute them)`` for each part. Rope types
                 whose frequencies depend on that length (dynamic, longrope) are evaluated part by part, so that
                 sequences in one batch cannot influence each other; the others ignore it.
+            layer_type: for which layers, where each type of layer has its own frequencies.
         """
         if not self.per_sequence:
-            return self.embedding(x, positions[None])
+            return self.embedding(x, positions[None], *layer_type)
         parts = [part if isinstance(part, tuple) else (part, None) for part in lengths]
-        tables = [self._table(x, own, length) for own, (_, length)
+        tables = [self._table(x, own, length, *layer_type) for own, (_, length)
                   in zip(positions.split([tokens for tokens, _ in parts]), parts, strict=True)]
         return torch.cat([cos for cos, _ in tables], dim=1), torch.cat([sin for _, sin in tables], dim=1)
 
-    def _table(self, x: torch.Tensor, positions: torch.Tensor, length: int | None
+    def _table(self, x: torch.Tensor, positions: torch.Tensor, length: int | None, *layer_type: str
                ) -> tuple[torch.Tensor, torch.Tensor]:
         # The module reads the length off the largest position, so it is shown the sequence's last position too. It
         # also remembers the longest sequence it has met, so each part gets a new module.
         last = positions.max() if length is None else positions.new_tensor(length - 1)
-        cos, sin = self.make(self.config)(x, torch.cat([positions, last[None]])[None])
+        cos, sin = self.make(self.config)(x, torch.cat([positions, last[None]])[None], *layer_type)
         return cos[:, :-1], sin[:, :-1]
 
 
 def rotate(model_type: str):
     """The architecture's own ``apply_rotary_pos_emb(q, k, cos, sin)``."""
     return _modeling(model_type).apply_rotary_pos_emb
+
+
+def leave(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands in the place of a rotation in layers without one."""
+    return q, k

@@ -113,7 +113,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     """A linear layer whose *input* features are dealt out: each rank computes a partial sum, one all-reduce adds them.
 
-    The bias belongs to the sum, so exactly one rank adds it (rank 0, as in vLLM).
+    The bias belongs to the sum, so exactly one rank adds it: the first that holds columns, so rank 0 as in vLLM, unless
+    the layer is another rank's alone.
 
     Args:
         input_size: **global** ``in_features``.
@@ -125,8 +126,10 @@ class RowParallelLinear(nn.Module):
                  parts: Sequence[range] | None = None, dtype: torch.dtype = torch.float32):
         super().__init__()
         parts = parts or split_evenly(input_size, world_size())
-        assert parts[-1].stop == input_size, f"the parts end at {parts[-1].stop}, the input at {input_size}"
+        end = max(part.stop for part in parts)
+        assert end == input_size, f"the parts end at {end}, the input at {input_size}"
         self.input_size, self.output_size, self.columns = input_size, output_size, parts[rank()]
+        self.adds_bias = not any(parts[:rank()])
         weight, whole = torch.empty(output_size, len(self.columns), dtype=dtype), [range(output_size)]
         self.weight = sharded_parameter(self, "weight", weight, [self.columns], dim=1)
         self.bias = sharded_parameter(self, "bias", torch.empty(output_size, dtype=dtype), whole) if bias else None
@@ -138,7 +141,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, ``[tokens, output_size]``; the summands of all ranks add up to the layer's output."""
-        return F.linear(x, self.weight, self.bias if rank() == 0 else None)
+        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Add up the ranks' summands; overwrites ``partial``."""
@@ -146,3 +149,20 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.reduce(self.partial(x))
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer that every rank holds whole: a router, a gate."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        whole = [range(output_size)]
+        self.weight = sharded_parameter(self, "weight", torch.empty(output_size, input_size, dtype=dtype), whole)
+        self.bias = sharded_parameter(self, "bias", torch.empty(output_size, dtype=dtype), whole) if bias else None
+
+    def load(self, parameter: str, source) -> None:
+        """Fill ``"weight"`` or ``"bias"``."""
+        getattr(self, parameter).data.copy_(source[:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)

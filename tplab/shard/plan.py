@@ -1,4 +1,4 @@
-"""``ShardPlan``: who owns which heads, MLP columns and vocabulary rows.
+"""``ShardPlan``: who owns which heads, MLP columns, experts and vocabulary rows.
 
 The plan is computed once, from the *global* counts of the configuration and the number of ranks. Every local size
 is read from it; no global size is ever derived as ``local * tensor_parallel_size``.
@@ -32,6 +32,9 @@ class RankShard:
         kv_for_q: for each local query head, the *local* index of the KV head it reads.
         mlp: global columns of the MLP's intermediate dimension.
         vocab: global rows of the embedding and the LM head.
+        experts: the experts of which it holds something: all of them, or under expert parallelism its own.
+        expert_mlp: global columns of each of these experts' intermediate dimension.
+        shared_mlp: global columns of the shared expert's.
     """
 
     rank: int
@@ -40,6 +43,9 @@ class RankShard:
     kv_for_q: tuple[int, ...]
     mlp: range
     vocab: range
+    experts: range = range(0)
+    expert_mlp: range = range(0)
+    shared_mlp: range = range(0)
 
     @property
     def kv_groups(self) -> tuple[tuple[range, range], ...]:
@@ -67,6 +73,8 @@ class ShardPlan:
         kind: ``"partition"`` (each KV head on one rank, all ranks alike), ``"replication"`` (fewer KV heads than
             ranks, all ranks alike) or ``"uneven"`` (ranks hold different head counts, or read across a group's edge).
         ranks: one :class:`RankShard` per rank.
+        num_experts, expert_intermediate_size, shared_intermediate_size: of a mixture of experts; 0 without one.
+        enable_expert_parallel: whole experts are dealt out; otherwise each expert is cut over all ranks.
     """
 
     tensor_parallel_size: int
@@ -78,16 +86,29 @@ class ShardPlan:
     vocab_size: int
     kind: str
     ranks: tuple[RankShard, ...]
+    num_experts: int = 0
+    expert_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    enable_expert_parallel: bool = False
 
     @classmethod
     def make(cls, *, tensor_parallel_size: int, num_heads: int, num_kv_heads: int, head_dim: int,
-             hidden_size: int, intermediate_size: int, vocab_size: int) -> "ShardPlan":
+             hidden_size: int, intermediate_size: int, vocab_size: int, num_experts: int = 0,
+             expert_intermediate_size: int = 0, shared_intermediate_size: int = 0, enable_expert_parallel: bool = False
+             ) -> "ShardPlan":
         """Deal the heads out: whole GQA groups while there are at least as many KV heads as ranks, then head by head.
 
         Raises:
-            ShardPlanError: heads that do not form groups, or more ranks than query heads, MLP columns or tokens.
+            ShardPlanError: heads that do not form groups; more ranks than query heads, MLP columns, tokens, or columns
+                of an expert (under expert parallelism, experts); expert parallelism without experts.
         """
-        counts = {"query heads": num_heads, "MLP columns": intermediate_size, "tokens": vocab_size}
+        if enable_expert_parallel and not num_experts:
+            raise ShardPlanError("enable_expert_parallel deals experts out, but this model has none")
+        per_expert = ("experts", num_experts) if enable_expert_parallel else ("columns of each expert",
+                                                                              expert_intermediate_size)
+        shared = ("columns of the shared expert", shared_intermediate_size)
+        counts = {"query heads": num_heads, "MLP columns": intermediate_size, "tokens": vocab_size} | {
+            what: count for what, count in (per_expert, shared) if count}
         scarce = min(counts, key=counts.get)
         tp = whole_number(tensor_parallel_size, 1)
         if tp is None:
@@ -105,20 +126,28 @@ class ShardPlan:
         else:
             q_parts = split_evenly(num_heads, tp)
             kv_parts = tuple(range(q[0] // group, q[-1] // group + 1) for q in q_parts)
+        whole = range(num_experts), range(expert_intermediate_size)
+        experts = ([(part, whole[1]) for part in split_evenly(num_experts, tp)] if enable_expert_parallel
+                   else [(whole[0], part) for part in split_evenly(expert_intermediate_size, tp)])
         ranks = tuple(
-            RankShard(rank, q, kv, tuple(head // group - kv.start for head in q), mlp, vocab)
-            for rank, (q, kv, mlp, vocab) in enumerate(zip(
-                q_parts, kv_parts, split_evenly(intermediate_size, tp), split_evenly(vocab_size, tp))))
+            RankShard(rank, q, kv, tuple(head // group - kv.start for head in q), mlp, vocab, *own, shared)
+            for rank, (q, kv, mlp, vocab, own, shared) in enumerate(zip(
+                q_parts, kv_parts, split_evenly(intermediate_size, tp), split_evenly(vocab_size, tp), experts,
+                split_evenly(shared_intermediate_size, tp))))
         alike = len({shard.kv_for_q for shard in ranks}) == 1
         kind = "uneven" if not alike else "partition" if num_kv_heads >= tp else "replication"
-        return cls(tp, num_heads, num_kv_heads, head_dim, hidden_size, intermediate_size, vocab_size, kind, ranks)
+        return cls(tp, num_heads, num_kv_heads, head_dim, hidden_size, intermediate_size, vocab_size, kind, ranks,
+                   num_experts, expert_intermediate_size, shared_intermediate_size, enable_expert_parallel)
 
     @classmethod
-    def from_config(cls, config, tensor_parallel_size: int) -> "ShardPlan":
+    def from_config(cls, config, tensor_parallel_size: int, *, enable_expert_parallel: bool = False) -> "ShardPlan":
         """The plan for a :class:`tplab.checkpoint.ModelConfig`. Errors as in :meth:`make`."""
-        return cls.make(tensor_parallel_size=tensor_parallel_size, **{
+        moe = config.experts
+        experts = {"num_experts": moe.num_experts, "expert_intermediate_size": moe.intermediate_size,
+                   "shared_intermediate_size": moe.shared_intermediate_size} if moe else {}
+        return cls.make(tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel, **{
             name: getattr(config, name) for name in (
-                "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")})
+                "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")}, **experts)
 
     def sizes(self, dimension: str) -> list[int]:
         """Per-rank lengths of ``"q_heads"``, ``"kv_heads"``, ``"mlp"`` or ``"vocab"``, as ``all_gather`` takes them."""
@@ -126,16 +155,28 @@ class ShardPlan:
 
     def rows(self) -> list[dict]:
         """One plain dictionary per rank, ready for a table or for JSON."""
-        return [{"rank": s.rank, "q_heads": list(s.q_heads), "kv_heads": list(s.kv_heads),
-                 "mlp": [s.mlp.start, s.mlp.stop], "vocab": [s.vocab.start, s.vocab.stop]} for s in self.ranks]
+        more = ("experts", "expert_mlp") if self.num_experts else ()
+        more += ("shared_mlp",) if self.shared_intermediate_size else ()
+        return [{"rank": s.rank, "q_heads": list(s.q_heads), "kv_heads": list(s.kv_heads)} | {
+            name: [getattr(s, name).start, getattr(s, name).stop] for name in ("mlp", "vocab", *more)}
+            for s in self.ranks]
 
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.num_heads} query heads and {self.num_kv_heads} KV heads "
                  f"over {self.tensor_parallel_size} rank{'s' * (self.tensor_parallel_size > 1)}"]
         for s in self.ranks:
             lines.append(f"  rank {s.rank}: {_count(s.q_heads, 'query head')}, {_count(s.kv_heads, 'KV head')}, "
-                         f"MLP columns {_span(s.mlp)}, vocabulary rows {_span(s.vocab)}")
+                         f"MLP columns {_span(s.mlp)}{self.experts_of(s)}, vocabulary rows {_span(s.vocab)}")
         return "\n".join(lines)
+
+    def experts_of(self, shard: RankShard) -> str:
+        """What a rank holds of the experts, in words; nothing where there are none."""
+        if not self.num_experts:
+            return ""
+        shared = f", columns {_span(shard.shared_mlp)} of the shared one" if self.shared_intermediate_size else ""
+        if self.enable_expert_parallel:
+            return f", {_count(shard.experts, 'expert')}{shared}"
+        return f", columns {_span(shard.expert_mlp)} of each of {self.num_experts} experts{shared}"
 
     def _repr_html_(self) -> str:
         import tplab  # its face knows the drawing, which stands in a room above this one

@@ -6,19 +6,19 @@ from tplab import patch
 from tplab.align import align
 from tplab.align.run import check_prompts
 from tplab.faults.case_file import Bug, CaseFile, Trial
-from tplab.model.rope import _CLASSES, _modeling
+from tplab.model.rope import rotary_class
 
 
 def __init__(self, config):
     self.config = config
-    self.make = getattr(_modeling(config.model_type), _CLASSES[config.model_type])
+    self.make = rotary_class(config.model_type)
     self.embedding = self.make(config).to(torch.bfloat16)
     self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
 
 
 def my_init(self, config):
     self.config = config
-    self.make = getattr(_modeling(config.model_type), _CLASSES[config.model_type])
+    self.make = rotary_class(config.model_type)
     self.embedding = self.make(config)  # its frequencies stay in float32, whatever the model's dtype
     self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
 

@@ -30,8 +30,8 @@ def heads_patch(deal: Callable) -> Patch:
     """The engine's plan with the heads as a learner's function deals them out."""
     target = "tplab.shard.plan.ShardPlan.from_config"
 
-    def from_config(cls, config, tensor_parallel_size):
-        plan, ranks = original(target)(cls, config, tensor_parallel_size), []
+    def from_config(cls, config, tensor_parallel_size, **options):
+        plan, ranks = original(target)(cls, config, tensor_parallel_size, **options), []
         for shard, (q, kv) in zip(plan.ranks, deal(config.num_heads, config.num_kv_heads, tensor_parallel_size)):
             q, kv, group = list(q), list(kv), config.num_heads // config.num_kv_heads
             ranks.append(replace(shard, q_heads=range(q[0], q[-1] + 1), kv_heads=range(kv[0], kv[-1] + 1),

@@ -13,8 +13,11 @@ def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
     cell = max(7.0, min(26.0 if ends else 21.0, 560 / plan.num_heads))
     left, top, row, group = 62.0, 62.0, 62.0, plan.num_heads // plan.num_kv_heads
     heads_end = left + plan.num_heads * cell
-    bars = [(heads_end + 30 + 128 * i, dim, total, what) for i, (dim, total, what) in enumerate((
-        ("mlp", plan.intermediate_size, "MLP columns"), ("vocab", plan.vocab_size, "vocabulary rows")))] if ends else []
+    parts = [("mlp", plan.intermediate_size, "MLP columns"), ("vocab", plan.vocab_size, "vocabulary rows"),
+             ("experts", plan.num_experts, "experts"), ("expert_mlp", plan.expert_intermediate_size, "columns of each"),
+             ("shared_mlp", plan.shared_intermediate_size, "of the shared one")]
+    parts = [part for part in parts if part[1]] if ends else []
+    bars = [(heads_end + 30 + 128 * i, *part) for i, part in enumerate(parts)]
     width = max(heads_end + 14 + 128 * len(bars) + 16 * ends, 262.0)
     body = write(8, 16, title or "Who holds what", size=13.5, bold=True)
     body += write(8, 38, f"{plan.kind}: {plan.num_heads} query, {plan.num_kv_heads} KV heads, "
