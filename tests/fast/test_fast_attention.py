@@ -72,7 +72,7 @@ def test_one_position_in_place(keys, head_dim, group, block_size, dtype):
     case = Case(keys, head_dim, group, block_size, dtype)
     q = case.q[0].numpy().copy()
     _paged(q, *case.arrays(), case.table, block_size, keys, np.float32(case.scaling),
-           np.full(group * keys, np.nan, np.float32))
+           np.full(2 * group * (keys + 8), np.nan, np.float32))
     case.check(torch.from_numpy(q)[None])
 
 

@@ -165,7 +165,7 @@ class FastModel:
             per_thread = (tile_words, tiled * shape.head_dim_words, linear.panels(shape.head_dim) * WIDTH * tiled)
             x, tile, keys, values = (np.zeros(words, _WORDS[self.dtype]) for words in (
                 tokens * product_rows, *((threads, max(1, words)) for words in per_thread)))
-            scores = np.zeros((threads, max(group * longest, TILE * group * max(
+            scores = np.zeros((threads, max(2 * group * (longest + 8), TILE * group * max(
                 tiled, linear.panels(shape.head_dim) * WIDTH))), np.float32)
             self.memory = Work(
                 np.zeros((tokens, shape.hidden), np.float32), self._as_numbers(x), x,

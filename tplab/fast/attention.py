@@ -13,13 +13,15 @@ from tplab.fast.rowwise import copy, scale, softmax
 from tplab.fast.simd import (
     LANES,
     WIDTH,
+    add_products,
     load_vector,
     multiply_add,
     prefetch,
     spread,
-    store_vector,
-    sum_lanes,
+    store_lane_sums,
+    store_sums,
     widened,
+    zero_sums,
 )
 
 TILE = 16  # positions whose queries attend together
@@ -31,49 +33,85 @@ def ask_for_next_block(cache, table, block, block_size, keys, row, at, head_dim)
     if (block + 1) * block_size < keys:
         slot = table[block + 1] * block_size * row + at
         for key in range(block_size):
-            for d in range(0, head_dim, LINE):
+            for d in range(0, head_dim, LINE * 4 // cache.itemsize):
                 prefetch(cache, slot + key * row + d)
+
+
+@inner
+def products(q, k, slot, key, block_size, row):
+    """The products of a query with key number ``key`` of a block, in a vector whose sum is wanted.
+
+    Behind the block's end it is the last key.
+    """
+    at, sums = slot + min(key, block_size - 1) * row, spread(np.float32(0))
+    for d in range(0, len(q) // LANES * LANES, LANES):
+        sums = multiply_add(load_vector(q, d), load_vector(k, at + d), sums)
+    return sums
+
+
+@inner
+def score_keys(q, k, slot, count, block_size, row, scores, to):
+    """``scores[to:to + count] = k @ q`` for the first keys of a block; up to seven more are written."""
+    for n in range(0, count, 8):
+        store_lane_sums(scores, to + n, (
+            products(q, k, slot, n, block_size, row), products(q, k, slot, n + 1, block_size, row),
+            products(q, k, slot, n + 2, block_size, row), products(q, k, slot, n + 3, block_size, row),
+            products(q, k, slot, n + 4, block_size, row), products(q, k, slot, n + 5, block_size, row),
+            products(q, k, slot, n + 6, block_size, row), products(q, k, slot, n + 7, block_size, row)))
+    for d in range(len(q) // LANES * LANES, len(q)):
+        for n in range(count):
+            scores[to + n] += q[d] * widened(k[slot + n * row + d])
+
+
+@inner
+def add_values(weights, rows, v, slot, count, row, head_dim, y, to, is_first):
+    """``y += weights @ v`` for the first values of a block and one or two queries; ``=`` if ``is_first``."""
+    whole = head_dim // WIDTH * WIDTH
+    for d in range(0, whole, WIDTH):
+        sums = zero_sums(rows)
+        for n in range(count):
+            sums = add_products(sums, weights, rows, n, v, slot + n * row + d)
+        store_sums(sums, y, to, d, is_first)
+    for g in range(len(rows)):
+        own = y[to[g] + whole:to[g] + head_dim]
+        if is_first:
+            own[:] = 0
+        for n in range(count):
+            weight, at = weights[rows[g] + n], slot + n * row + whole
+            for d in range(len(own)):
+                own[d] += weight * widened(v[at + d])
 
 
 @inner
 def paged_attention(q, k, v, kv_heads, kv_head, table, block_size, keys, scaling, scores):
     """One position: the queries that share a KV head, ``q [group, head_dim]`` in float32, meet its first ``keys`` keys
-    and values. ``q`` is overwritten by what comes out; ``scores`` is memory for ``group * keys`` numbers.
+    and values. ``q`` is overwritten by what comes out; ``scores`` is memory for ``2 * group * (keys + 8)`` numbers.
     """
     group, head_dim = q.shape
-    row, whole = kv_heads * head_dim, head_dim // LANES * LANES
+    row, longest = kv_heads * head_dim, keys + 8  # of a row of scores; what stands behind its keys is nobody's
     for block in range((keys + block_size - 1) // block_size):
         first = block * block_size
         slot = table[block] * block_size * row + kv_head * head_dim
         ask_for_next_block(k, table, block, block_size, keys, row, kv_head * head_dim, head_dim)
-        for key in range(first, min(keys, first + block_size)):
-            for g in range(group):
-                sums = spread(np.float32(0))
-                for d in range(0, whole, LANES):
-                    sums = multiply_add(load_vector(q[g], d), load_vector(k, slot + d), sums)
-                total = sum_lanes(sums)
-                for d in range(whole, head_dim):
-                    total += q[g, d] * widened(k[slot + d])
-                scores[g * keys + key] = total
-            slot += row
-    for g in range(group):
-        own = scores[g * keys:(g + 1) * keys]
-        scale(own, softmax(own, scaling, own), own)
-    q[:] = 0
-    for block in range((keys + block_size - 1) // block_size):
-        first = block * block_size
-        slot = table[block] * block_size * row + kv_head * head_dim
-        ask_for_next_block(v, table, block, block_size, keys, row, kv_head * head_dim, head_dim)
         for g in range(group):
-            weights = scores[g * keys + first:g * keys + min(keys, first + block_size)]
-            for d in range(0, whole, LANES):
-                sums = load_vector(q[g], d)
-                for key in range(len(weights)):
-                    sums = multiply_add(spread(weights[key]), load_vector(v, slot + key * row + d), sums)
-                store_vector(q[g], d, sums)
-            for d in range(whole, head_dim):
-                for key in range(len(weights)):
-                    q[g, d] += weights[key] * widened(v[slot + key * row + d])
+            score_keys(q[g], k, slot, min(keys - first, block_size), block_size, row, scores, g * longest + first)
+    weights, y = scores[group * longest:], q.reshape(group * head_dim)
+    for g in range(group):
+        own = slice(g * longest, g * longest + keys)
+        scores[own.stop] = softmax(scores[own], scaling, weights[own])  # the factor of what comes out
+    for block in range((keys + block_size - 1) // block_size):
+        first, g = block * block_size, 0
+        slot, count = table[block] * block_size * row + kv_head * head_dim, min(keys - first, block_size)
+        ask_for_next_block(v, table, block, block_size, keys, row, kv_head * head_dim, head_dim)
+        while g + 2 <= group:
+            rows = (g * longest + first, (g + 1) * longest + first)
+            add_values(weights, rows, v, slot, count, row, head_dim, y, (g * head_dim, (g + 1) * head_dim), block == 0)
+            g += 2
+        if g < group:
+            add_values(weights, (g * longest + first,), v, slot, count, row, head_dim, y, (g * head_dim,), block == 0)
+    for g in range(group):
+        for d in range(head_dim):
+            q[g, d] *= scores[g * longest + keys]
 
 
 @inner

@@ -97,22 +97,31 @@ def store_sums(typing, sums, y, rows, column, is_first):
 def add_products(typing, sums, x, rows, i, weight, at):
     """``sums[row] += x[row + i] * weight[at:at + WIDTH]`` for each of ``rows``.
 
-    float32 numbers; or words of two bfloat16 numbers each, whose two products are both added.
+    float32 numbers; or words of two bfloat16 numbers each, whose two products are both added. Against float32 numbers
+    of ``x``, the weight may also be single bfloat16 numbers, kept as uint16.
     """
     def code(context, builder, signature, args):
         value, x_array, starts, i, w_array, at = args
-        vector = _FLOATS if weight.dtype == types.float32 else _WORDS
+        vector = _FLOATS if x.dtype == types.float32 else _WORDS
         factors = [_spread(builder, builder.load(_address(context, builder, x, x_array, builder.add(
             builder.extract_value(starts, row), i))), vector) for row in range(sums.rows)]
         for n in range(VECTORS):
-            place = _address(context, builder, weight, w_array, builder.add(at, _number(n * LANES)), vector)
-            loaded = builder.load(place, align=4)
+            place = builder.add(at, _number(n * LANES))
+            loaded = _load(context, builder, weight, w_array, place, vector)
             for row, factor in enumerate(factors):
                 k = row * VECTORS + n
                 value = builder.insert_value(value, _multiply_add(
                     builder, builder.extract_value(value, k), factor, loaded), k)
         return value
     return sums(sums, x, rows, types.int64, weight, types.int64), code
+
+
+def _load(context, builder, kind, array, index, vector):
+    if kind.dtype != types.uint16:
+        return builder.load(_address(context, builder, kind, array, index, vector), align=4)
+    halves = builder.load(_address(context, builder, kind, array, index, ir.VectorType(ir.IntType(16), LANES)), align=2)
+    words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
+    return builder.bitcast(words, _FLOATS)
 
 
 def _multiply_add(builder, total, a, b):
@@ -156,22 +165,8 @@ def spread(typing, number):
 @intrinsic
 def load_vector(typing, array, index):
     """``array[index:index + LANES]``: float32 numbers, or bfloat16 ones kept as uint16."""
-    def code(context, builder, signature, args):
-        if array.dtype == types.float32:
-            return builder.load(_address(context, builder, array, *args, _FLOATS), align=4)
-        halves = builder.load(_address(context, builder, array, *args, ir.VectorType(ir.IntType(16), LANES)), align=2)
-        words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
-        return builder.bitcast(words, _FLOATS)
-    return _VECTOR(array, types.int64), code
-
-
-@intrinsic
-def store_vector(typing, array, index, vector):
-    """``array[index:index + LANES] = vector``, of float32 numbers."""
-    def code(context, builder, signature, args):
-        builder.store(args[2], _address(context, builder, array, *args[:2], _FLOATS), align=4)
-        return context.get_dummy_value()
-    return types.void(array, types.int64, _VECTOR), code
+    return _VECTOR(array, types.int64), lambda context, builder, signature, args: _load(
+        context, builder, array, *args, _FLOATS)
 
 
 @intrinsic
@@ -182,11 +177,23 @@ def multiply_add(typing, a, b, total):
 
 
 @intrinsic
-def sum_lanes(typing, vector):
-    """The sum of a vector's numbers."""
-    return types.float32(_VECTOR), lambda context, builder, signature, args: _call(
-        builder, f"llvm.vector.reduce.fadd.v{LANES}f32", _FLOAT, [ir.Constant(_FLOAT, 0.0), args[0]],
-        fastmath=("reassoc",))
+def store_lane_sums(typing, array, index, vectors):
+    """``array[index:index + 8] =`` the sums of the numbers of each of eight vectors."""
+    def code(context, builder, signature, args):
+        def fold(a, b, apart):  # two lanes that are ``apart`` hold their sum in ``a``, then their sum in ``b``
+            both = (ir.Constant(_WORDS, [(lane | apart if later else lane & ~apart) + LANES * bool(lane & apart)
+                                         for lane in range(LANES)]) for later in (False, True))
+            return builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in both))
+
+        sums = [builder.extract_value(args[2], n) for n in range(8)]
+        for apart in (1, 2, 4):
+            sums = [fold(*sums[n:n + 2], apart) for n in range(0, len(sums), 2)]
+        halves = [builder.shuffle_vector(sums[0], sums[0], ir.Constant(ir.VectorType(_INT, 8), list(range(n, n + 8))))
+                  for n in range(0, LANES, 8)]
+        eight = halves[0] if len(halves) == 1 else builder.fadd(*halves)
+        builder.store(eight, _address(context, builder, array, *args[:2], eight.type), align=4)
+        return context.get_dummy_value()
+    return types.void(array, types.int64, types.UniTuple(_VECTOR, 8)), code
 
 
 @intrinsic

@@ -267,7 +267,7 @@ def step(shape, weights, batch, work, ranks, thread):
             if thread == 0:
                 for r in range(rows):
                     if batch.wanted[r] > r:
-                        work.hidden[r] = work.hidden[batch.wanted[r]]
+                        copy(work.hidden[batch.wanted[r]], work.hidden[r])
         join_heads(rows, shape, batch, work, is_last, thread, threads)
         barrier(thread, ranks)
         _product(work, rows, shape.heads_words, weights, at + qkv_words, size, thread, threads)
