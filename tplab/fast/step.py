@@ -114,9 +114,13 @@ def _panels(outputs):
 
 @inner
 def _product(work, rows, words, weights, at, outputs, thread, threads):
-    """This thread's panels of ``work.y = work.x @ weight.T``."""
-    linear(work.x_words, words, rows, words, weights.panels, at, words * WIDTH, thread, _panels(outputs), threads,
-           work.y, _panels(outputs) * WIDTH)
+    """This thread's part of ``work.y = work.x @ weight.T``: some panels, or some rows where there are many."""
+    panels, row, first, by, top, bottom = _panels(outputs), _panels(outputs) * WIDTH, thread, threads, 0, rows
+    if rows >= 64 * threads:
+        share = (rows // threads + 31) // 32 * 32
+        first, by, top, bottom = 0, 1, min(rows, thread * share), min(rows, (thread + 1) * share)
+    linear(work.x_words[top * words:], words, bottom - top, words, weights.panels, at, words * WIDTH, first, panels, by,
+           work.y[top * row:], row)
 
 
 @inner
