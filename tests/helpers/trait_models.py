@@ -63,7 +63,7 @@ TRAITS = {
 }
 
 
-def make_model(folder: Path, seed: int = 0, **config) -> Path:
+def make_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
     """A random model of this configuration, as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,5 +82,5 @@ def make_model(folder: Path, seed: int = 0, **config) -> Path:
                 inputs = parameter.shape[1] if "experts" in name and "gpt" in hf.model_type else parameter.shape[-1]
                 noise = noise * 1.5 / math.sqrt(inputs)
             parameter.copy_(noise)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder

@@ -104,6 +104,7 @@ def test_there_are_as_many_as_are_promised():
 def test_a_published_configuration_runs_as_in_hugging_face(tmp_path, name):
     ckpt, tp = open_checkpoint(make_model(tmp_path / "m", **SMALL | RUN[name])), 2
     prompts = some_prompts(97)
+    assert ckpt.config.max_position_embeddings == (64 if "mini" in name and "4k" not in name else 128)
     for dealt_out in [False, True][:1 + (ckpt.config.experts is not None)]:
         plan = ShardPlan.from_config(ckpt.config, tp, enable_expert_parallel=dealt_out)
         for dtype in (torch.float32, torch.float64):

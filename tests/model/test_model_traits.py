@@ -6,7 +6,7 @@
 import pytest
 import torch
 from helpers.trait_models import EXPERTS, ODD, TRAITS, make_model, theta
-from helpers.trait_sweep import measure, our_logits, some_prompts, undecided
+from helpers.trait_sweep import hf_logits, measure, our_logits, some_prompts, undecided
 from safetensors.torch import load_file, save_file
 
 from tplab.align import align, align_decode, reassemble
@@ -81,6 +81,16 @@ def test_a_window_counts_the_query_itself_and_what_is_cached():
                                 (3, 9, ["1111"])]:
         mask = within_window(causal_mask(torch.arange(start, 4)[None], 4), window)
         assert ["".join(str(int(not hidden)) for hidden in row) for row in mask[0, 0]] == seen
+
+
+@pytest.mark.parametrize("name", [name for name, config in TRAITS.items() if "num_experts_per_tok" not in config])
+def test_in_bfloat16_it_is_as_exact_as_hugging_face(tmp_path, name):
+    """Of experts, another one can be chosen in bfloat16, so those are left out."""
+    ckpt = open_checkpoint(make_model(tmp_path / "m", dtype=torch.bfloat16, **TRAITS[name]))
+    prompts = some_prompts(71)
+    exact, theirs = (torch.cat(hf_logits(ckpt, dtype, prompts)).double() for dtype in (torch.float64, torch.bfloat16))
+    for ours in logical_ranks(2, our_logits, ckpt, ShardPlan.from_config(ckpt.config, 2), torch.bfloat16, prompts):
+        assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
 
 
 # Where rounding chooses an expert.

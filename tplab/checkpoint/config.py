@@ -45,6 +45,7 @@ class ModelConfig:
         norms: for each norm of a layer, its place (a name of :class:`tplab.model.decoder.DecoderLayer`) and the
             checkpoint's name for it.
         embedding_multiplier, residual_multiplier, logits_scaling: factors, and a divisor.
+        rounds_multiplier: the embedding's factor is rounded to the weights' dtype.
         fused_qkv, fused_gate_up: stored as one tensor.
         experts: None for a model without.
     """
@@ -80,6 +81,7 @@ class ModelConfig:
     norm: str = "RMSNorm"
     norms: tuple[tuple[str, str], ...] = _NORMS
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     fused_qkv: bool = False

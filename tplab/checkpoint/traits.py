@@ -29,6 +29,7 @@ class ExpertsConfig:
         stored: how a checkpoint names them: a key of :data:`tplab.checkpoint.layout.EXPERTS`.
         renormalize: the weights of a token's experts are divided by their sum.
         softmax_first: softmax over all experts, then the best of them; otherwise over the chosen ones only.
+        wide_weights: the weights stay float32, whatever the dtype.
         bias: router and experts have biases.
         shared_intermediate_size: of the expert that every token goes to, behind a gate of its own; 0 if there is none.
         swiglu: ``(alpha, limit)`` of gpt-oss' clamped activation; None: the model's own.
@@ -41,6 +42,7 @@ class ExpertsConfig:
     stored: str
     renormalize: bool = False
     softmax_first: bool = True
+    wide_weights: bool = False
     bias: bool = False
     shared_intermediate_size: int = 0
     swiglu: tuple[float, float] | None = None
@@ -153,7 +155,7 @@ def norm_in_float32(hf) -> dict:
 
 
 def embedding_times_root(hf) -> dict:
-    return {"embedding_multiplier": hf.hidden_size ** 0.5}
+    return {"embedding_multiplier": hf.hidden_size ** 0.5, "rounds_multiplier": True}
 
 
 def multipliers(hf) -> dict:
@@ -200,7 +202,7 @@ def olmoe_experts(hf) -> dict:
 
 def mixtral_experts(hf) -> dict:
     return {"experts": ExpertsConfig(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size,
-                                     (True,) * hf.num_hidden_layers, "mixtral", renormalize=True)}
+                                     (True,) * hf.num_hidden_layers, "mixtral", renormalize=True, wide_weights=True)}
 
 
 def gpt_oss_experts(hf) -> dict:

@@ -81,7 +81,8 @@ def fast_path():
         return
     from tplab.fast.cpu import form
 
-    yield Finding(f"fast path: {form()}; in float32 and bfloat16, while nothing is patched or traced")
+    yield Finding(f"fast path: {form()}; in float32 and bfloat16, while nothing is patched or traced; the "
+                  "reference computes models with windows, experts and the like (`tplab plan` says so)")
 
 
 def kernel():

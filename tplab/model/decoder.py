@@ -57,8 +57,9 @@ class TensorParallelCausalLM(nn.Module):
         self.config, self.plan, self.shard = config, plan, plan.ranks[rank()]
         vocab = [shard.vocab for shard in plan.ranks]
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parts=vocab, dtype=dtype)
-        # A number of the weights' dtype, as in Gemma: the root of 3072 is 55.5 in bfloat16.
-        self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype)
+        factor = config.embedding_multiplier
+        # Gemma's is a number of the weights' dtype: the root of 3072 is 55.5 in bfloat16.
+        self.embedding_multiplier = torch.tensor(factor, dtype=dtype).item() if config.rounds_multiplier else factor
         self.rotary = Rotary(config.hf)
         self.rope_layer_types = [(kind,) for kind in config.rope_layer_types] or [()] * config.num_layers
         self.layers = nn.ModuleList(DecoderLayer(config, plan, i, dtype) for i in range(config.num_layers))
@@ -79,7 +80,7 @@ class TensorParallelCausalLM(nn.Module):
             ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
         """
         hidden = self.embed_tokens(input_ids)
-        hidden = hidden if self.config.embedding_multiplier == 1 else hidden * self.embedding_multiplier
+        hidden = hidden if self.embedding_multiplier == 1 else hidden * self.embedding_multiplier
         point("embed", hidden)
         # One pair of tables for all layers, or one for each type of layer.
         tables = {kind: self.rotary(hidden, positions, context.lengths, *kind) for kind in set(self.rope_layer_types)}

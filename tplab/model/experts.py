@@ -21,25 +21,25 @@ Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def softmax_then_top_k(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits ``[tokens, experts]`` → weights and global ids of each token's experts, both ``[tokens, top_k]``.
 
-    The weights are probabilities over *all* experts, divided by their sum where ``renormalize`` says so.
+    The weights are probabilities over *all* experts, in float32, divided by their sum where ``renormalize`` says so.
     """
     weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype), ids
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids
 
 
 def top_k_then_softmax(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with probabilities over the chosen experts alone (gpt-oss)."""
+    """The same with probabilities over the chosen experts alone, in the logits' dtype (gpt-oss)."""
     chosen, ids = torch.topk(logits, top_k, dim=-1)
     return torch.softmax(chosen, dim=-1), ids
 
 
 def routed_by(moe) -> Route:
     """How the models of an :class:`tplab.checkpoint.traits.ExpertsConfig` choose."""
-    if moe.softmax_first:
-        return lambda logits: softmax_then_top_k(logits, moe.top_k, moe.renormalize)
-    return lambda logits: top_k_then_softmax(logits, moe.top_k)
+    def route(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = (softmax_then_top_k(logits, moe.top_k, moe.renormalize) if moe.softmax_first
+                        else top_k_then_softmax(logits, moe.top_k))
+        return weights if moe.wide_weights else weights.to(logits.dtype), ids
+    return route
 
 
 class ClampedMLP(GatedMLP):
@@ -72,7 +72,8 @@ class FusedMoE(nn.ModuleDict):
         for expert, mlp in self.items():
             place, rows = torch.where(ids.T == int(expert))
             if len(rows):
-                partial.index_add_(0, rows, mlp.partial(x[rows]) * weights[rows, place, None])
+                weighted = mlp.partial(x[rows]) * weights[rows, place, None]
+                partial.index_add_(0, rows, weighted.to(partial.dtype))
         return partial
 
 

@@ -107,8 +107,9 @@ class ShardPlan:
         per_expert = ("experts", num_experts) if enable_expert_parallel else ("columns of each expert",
                                                                               expert_intermediate_size)
         shared = ("columns of the shared expert", shared_intermediate_size)
-        counts = {"query heads": num_heads, "MLP columns": intermediate_size, "tokens": vocab_size} | {
-            what: count for what, count in (per_expert, shared) if count}
+        mlp = ("MLP columns", intermediate_size)
+        counts = {"query heads": num_heads, "tokens": vocab_size} | {
+            what: count for what, count in (mlp, per_expert, shared) if count or not num_experts and what == mlp[0]}
         scarce = min(counts, key=counts.get)
         tp = whole_number(tensor_parallel_size, 1)
         if tp is None:
@@ -142,12 +143,14 @@ class ShardPlan:
     @classmethod
     def from_config(cls, config, tensor_parallel_size: int, *, enable_expert_parallel: bool = False) -> "ShardPlan":
         """The plan for a :class:`tplab.checkpoint.ModelConfig`. Errors as in :meth:`make`."""
-        moe = config.experts
+        moe, sizes = config.experts, {name: getattr(config, name) for name in (
+            "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")}
+        if moe and all(moe.layers):
+            sizes["intermediate_size"] = 0  # of a dense layer's MLP
         experts = {"num_experts": moe.num_experts, "expert_intermediate_size": moe.intermediate_size,
                    "shared_intermediate_size": moe.shared_intermediate_size} if moe else {}
-        return cls.make(tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel, **{
-            name: getattr(config, name) for name in (
-                "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")}, **experts)
+        return cls.make(tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel,
+                        **sizes, **experts)
 
     def sizes(self, dimension: str) -> list[int]:
         """Per-rank lengths of ``"q_heads"``, ``"kv_heads"``, ``"mlp"`` or ``"vocab"``, as ``all_gather`` takes them."""
@@ -166,17 +169,18 @@ class ShardPlan:
                  f"over {self.tensor_parallel_size} rank{'s' * (self.tensor_parallel_size > 1)}"]
         for s in self.ranks:
             lines.append(f"  rank {s.rank}: {_count(s.q_heads, 'query head')}, {_count(s.kv_heads, 'KV head')}, "
-                         f"MLP columns {_span(s.mlp)}{self.experts_of(s)}, vocabulary rows {_span(s.vocab)}")
+                         f"{f'MLP columns {_span(s.mlp)}, ' if s.mlp else ''}{self.experts_of(s)}vocabulary rows "
+                         f"{_span(s.vocab)}")
         return "\n".join(lines)
 
     def experts_of(self, shard: RankShard) -> str:
         """What a rank holds of the experts, in words; nothing where there are none."""
         if not self.num_experts:
             return ""
-        shared = f", columns {_span(shard.shared_mlp)} of the shared one" if self.shared_intermediate_size else ""
+        shared = f"columns {_span(shard.shared_mlp)} of the shared one, " if self.shared_intermediate_size else ""
         if self.enable_expert_parallel:
-            return f", {_count(shard.experts, 'expert')}{shared}"
-        return f", columns {_span(shard.expert_mlp)} of each of {self.num_experts} experts{shared}"
+            return f"{_count(shard.experts, 'expert')}, {shared}"
+        return f"columns {_span(shard.expert_mlp)} of each of {self.num_experts} experts, {shared}"
 
     def _repr_html_(self) -> str:
         import tplab  # its face knows the drawing, which stands in a room above this one
