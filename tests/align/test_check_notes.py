@@ -9,7 +9,7 @@ from helpers.faults import prompts
 from helpers.recorded import record_lab
 
 from tplab.align import check
-from tplab.align.check.evidence import Tables
+from tplab.align.check.evidence import Evidence
 from tplab.align.check.notes import call_notes, once
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import Patch
@@ -73,17 +73,17 @@ def test_cos_and_sin_are_known_by_their_numbers(ckpt, tmp_path, dtype):
     (range(3), 6, 0, True), (range(3), 3, 0, True), (range(3), 12, 0, False), (range(3), 6, 2 ** -8, True),
     (range(3), 6, 2 ** -6, False), ([0], 6, 0, False), ([4, 4], 6, 0, False)])  # at one position it could be anything
 def test_tables_are_hugging_faces_at_the_recorded_positions(ckpt, rows, wide, off, known):
-    config = SimpleNamespace(head_dim=6, hf=ckpt.config.hf)
-    tables = Tables(SimpleNamespace(places=[(0, row) for row in rows], complete=lambda source: [1, 2], rows=lambda *_: (
-        held)), config)
     frequencies = 10000.0 ** (-torch.arange(0, 6, 2) / 6)
-    tables._rotary = lambda x, positions, parts: [
+    evidence = Evidence(ckpt, SimpleNamespace(places=[(0, row) for row in rows], complete=lambda source: [1, 2],
+                                              rows=lambda *_: held))
+    evidence.config = SimpleNamespace(head_dim=6)
+    evidence._rotary = lambda x, positions, parts: [
         table(positions[:, None] * frequencies.repeat(2)[None])[None] for table in (torch.cos, torch.sin)]
     for table in (torch.cos, torch.sin):
         held = table(torch.tensor(list(rows))[:, None] * frequencies.repeat(4)[None, :wide]) + off
-        assert tables.known(SimpleNamespace(name="model.thing", path="0")) is known
-        assert tables.known(SimpleNamespace(name="model.rotary_emb", path="0")), "by its name"
-        assert tables.known(SimpleNamespace(name="model.thing", path="position_embeddings.1"))
+        assert evidence.are_tables(SimpleNamespace(name="model.thing", path="0")) is known
+        assert evidence.are_tables(SimpleNamespace(name="model.rotary_emb", path="0")), "by its name"
+        assert evidence.are_tables(SimpleNamespace(name="model.thing", path="position_embeddings.1"))
 
 
 def test_a_failure_stands_once_in_a_report(ckpt, tmp_path):

@@ -5,10 +5,10 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from tplab.align.check import layouts
-from tplab.align.check.layouts import agreed, candidates, decide, fit, near, not_a_partition, not_serving, span
+from tplab.align.check.match import decide, match, near, not_a_partition, not_serving, span, tolerance, usual_shares
 from tplab.align.check.rows import CallRows, Texts, _spread, call_inputs
 from tplab.align.check.shapes import AFTER, BEFORE, FLAT, as_heads, as_rows
+from tplab.align.check.shares import Shares
 from tplab.align.recording import PlacementError
 
 NAN = float("nan")
@@ -19,12 +19,12 @@ DTYPES = [(torch.float64, 1e-4), (torch.float32, 1e-3), (torch.bfloat16, 5e-2), 
 
 @pytest.mark.parametrize("dtype, tol", DTYPES)
 def test_how_far_a_column_may_stand(dtype, tol):
-    assert layouts.tolerance(dtype) == tol
+    assert tolerance(dtype) == tol
     one = torch.tensor([[64.0, 64.0]])
     for part, same in ((0.8, True), (1.25, False)):
         off = one.double() * (1 + part * tol)
         if dtype in (torch.float32, torch.float64):
-            assert near(off.to(dtype), one.to(dtype)) is same and (fit(off.to(dtype), one.to(dtype), [(0, 1)])
+            assert near(off.to(dtype), one.to(dtype)) is same and (match(off.to(dtype), one.to(dtype), [(0, 1)])
                                                                    == (0, 1)) is same
         else:  # the recorded tensor's dtype decides, the other may be wider
             assert near(off.to(dtype), one) is same
@@ -41,27 +41,27 @@ def test_near_knows_shapes_and_what_is_no_number():
     ((6, 3, 1, 2), [(3, 4, 5), (1, 3, 5), tuple(range(6))]), ((3, 5, 0, 1), [(0, 1, 2, -1, -1)] * 3),
     ((5, 3, 2, 3), [(-1, -1, -1), (2, -1, -1), tuple(range(5))]), ((1, 1, 0, 1), [(0,)] * 3)])
 def test_usual_shares(given, shares):
-    assert candidates(*given) == shares
+    assert usual_shares(*given) == shares
 
 
 def test_a_fit_is_the_first_share_that_fits_else_what_is_found():
     full = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 1.0, 2.0, 6.0]])
     local = full[:, [2, 0]]
-    assert fit(local, full, [(0, 1), (2, 0)]) == (2, 0) == fit(local, full, [])
-    assert fit(local, full, [(0, 1)], search=False) is None and fit(local + 1, full, []) is None
-    assert fit(torch.cat([local, torch.zeros(2, 1)], 1), full, []) == (2, 0, -1)
-    assert fit(full[:, :1], full[:, [0, 0]], [(1,), (0,)]) == (1,), "two that are alike: the first asked"
-    assert fit(full[:, [0, 1]], full, [(0,), (0, 1, 2)], search=False) is None, "shares of another size"
-    assert fit(full[:, [0, 0]], full, [(0,)], search=False) is None, "one item is not two alike"
+    assert match(local, full, [(0, 1), (2, 0)]) == (2, 0) == match(local, full, [])
+    assert match(local, full, [(0, 1)], search=False) is None and match(local + 1, full, []) is None
+    assert match(torch.cat([local, torch.zeros(2, 1)], 1), full, []) == (2, 0, -1)
+    assert match(full[:, :1], full[:, [0, 0]], [(1,), (0,)]) == (1,), "two that are alike: the first asked"
+    assert match(full[:, [0, 1]], full, [(0,), (0, 1, 2)], search=False) is None, "shares of another size"
+    assert match(full[:, [0, 0]], full, [(0,)], search=False) is None, "one item is not two alike"
 
 
 def test_rows_that_are_not_finite_say_nothing_in_a_fit():
     full = torch.tensor([[1.0, 2.0], [NAN, 1.0], [3.0, 9.0]])
     local = torch.tensor([[2.0, 1.0], [7.0, 7.0], [9.0, 3.0]])
-    assert fit(local, full, []) == (1, 0)
+    assert match(local, full, []) == (1, 0)
     local[2, 0] = float("inf")
-    assert fit(local, full, []) == (1, 0)
-    assert fit(local[1:2], full[1:2], [(0, 1)]) is None
+    assert match(local, full, []) == (1, 0)
+    assert match(local[1:2], full[1:2], [(0, 1)]) is None
 
 
 @pytest.mark.parametrize("off, dtype, fits", [(1, torch.bfloat16, True), (2, torch.bfloat16, False),
@@ -70,19 +70,20 @@ def test_one_of_a_hundred_columns_may_be_off_in_bfloat16(off, dtype, fits):
     full = torch.linspace(1, 2, 100)[None].to(dtype)
     local = full.clone()
     local[0, :off] *= 2
-    assert (fit(local, full, [tuple(range(100))], search=False) is not None) is fits
+    assert (match(local, full, [tuple(range(100))], search=False) is not None) is fits
 
 
 @pytest.mark.parametrize("off, fits", [(0.8e-4, True), (1.2e-4, False)])
 def test_a_small_column_is_measured_by_a_tenth_of_the_usual_one(off, fits):
     full = torch.tensor([[1.0, 1.0, 0.0]])
-    assert (fit(full + torch.tensor([0, 0, off]), full, [(0, 1, 2)], search=False) is not None) is fits
+    assert (match(full + torch.tensor([0, 0, off]), full, [(0, 1, 2)], search=False) is not None) is fits
 
 
 def test_most_layers_decide():
     a, b = (0, 1), (2, 3)
-    assert agreed([[a, None], [b, None], [b, a]]) == [b, a] and agreed([[None]]) == [None]
-    assert agreed([[a], [None], [None]]) == [a], "who says nothing has no vote"
+    votes = {"0": {0: a}, "1": {0: b}, "2": {0: b, 1: a}, "3": {0: None, 1: None}}
+    shares = Some(sampled=[*votes], sources=Some(world_size=3))
+    assert Shares.polled(shares, votes.get) == [b, a, None], "who says nothing has no vote"
 
 
 @pytest.mark.parametrize("indices, total, words", [

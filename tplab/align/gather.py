@@ -41,14 +41,17 @@ def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[
 
 
 def recorded(traces: list[dict[str, torch.Tensor]], plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]],
-             places: list[tuple[int, int]], num_keys: list[int], logit_places: list[tuple[int, int]]) -> Recording:
-    """The lab's own traces, one per rank, as a :class:`Recording`: every share is the plan's."""
+             places: list[tuple[int, int]], num_keys: list[int], logit_places: list[tuple[int, int]],
+             origins: list[tuple[int, int]] | None = None) -> Recording:
+    """The lab's own traces, one per rank, as a :class:`Recording`: every share is the plan's; one call if no other
+    ``origins`` are given."""
     def shard(name: str, rank: int) -> Shard:
         how = layout(name)
         shares = () if how in ("replicated", "partial") else getattr(plan.ranks[rank], how)
         return Shard(traces[rank][name], how, shares)
     points = {name: [shard(name, rank) for rank in range(len(traces))] for name in traces[0]}
-    return Recording(len(traces), ids, places, num_keys, logit_places, points, dtype)
+    return Recording(len(traces), ids, places, num_keys, logit_places, points, dtype,
+                     origins or [(0, row) for row in range(len(places))])
 
 
 def whole_point(name: str, shards: list[Shard | None]) -> tuple[torch.Tensor, float, list[int] | None]:

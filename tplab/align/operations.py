@@ -221,21 +221,24 @@ class Operations:
 
     def attention(self, at: str, point: str, rank: int, *, scaling: float | None = None, rule: Callable = causal,
                   keys_of: Sequence[int] | None = None, values_of: Sequence[int] | None = None,
-                  weigh: Callable | None = None, keys: Callable | None = None, values: Callable | None = None
-                  ) -> torch.Tensor:
+                  weigh: Callable | None = None, keys: Callable | None = None, values: Callable | None = None,
+                  longest: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of this rank's query heads, ``[rows, heads here, head_dim]``.
 
         ``keys_of``, ``values_of``: the KV head that each query head of the model reads; ``rule``: as :func:`causal`;
         ``weigh(scores, visible)``: the weights, both of them ``[heads, n, m]`` (``visible`` without heads), for who
         does something else than a masked softmax; ``keys(one)`` and ``values(one)``: others than an :class:`Attended`
-        has.
+        has; ``longest``: for each row to how many keys its own are filled up with the newest, 0 if they are not.
         """
         scaling = self.config.head_dim ** -0.5 if scaling is None else scaling
         pair = [[int((of or self.kv_heads)[head]) for head in self.indices(at + "attn", rank)]
                 for of in (keys_of, values_of)]
         held, outs = sorted({*pair[0], *pair[1]}), []
         reads = [[held.index(head) for head in of] for of in pair]
-        for one in self.sequences(at, rank, held):
+        sequences = self.sequences(at, rank, held)
+        if longest is not None:
+            sequences = (part for whole in sequences for part in filled_up(whole, longest))
+        for one in sequences:
             k, v = (keys(one) if keys else one.k)[:, reads[0]], (values(one) if values else one.v)[:, reads[1]]
             visible = rule(one.positions[:, None], torch.arange(len(k))[None], one.num_keys[:, None])
             if weigh is None:
@@ -303,6 +306,17 @@ class Operations:
         columns = self.indices(at + point, rank)
         gate, up = (self.parts_of(at + part, rank, columns) for part in ("gate", "up"))
         return activation(self.config.hidden_act)(gate) * up if act is None else act(gate, up)
+
+
+def filled_up(one: Attended, longest: torch.Tensor) -> Iterator[Attended]:
+    """The rows of a sequence, those apart that see their own keys filled up with the newest to the ``longest``."""
+    for padded, run in groupby(range(len(one.q)), lambda row: row if longest[one.rows][row] else -1):
+        first, *more = run
+        rows = slice(first, first + 1 + len(more))
+        keys = slice(None) if padded < 0 else torch.arange(int(longest[one.rows][first])).clamp(
+            max=int(one.positions[first]))
+        yield one._replace(positions=one.positions[rows], num_keys=one.num_keys[rows], q=one.q[rows], k=one.k[keys],
+                           v=one.v[keys])
 
 
 def columns_of(items: Sequence[int], size: int) -> list[int]:

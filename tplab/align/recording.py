@@ -66,6 +66,7 @@ class Recording:
         ids: the whole text of each sequence.
         places: ``(sequence, position)`` of each row of every point but the logits; position = tokens before it.
         num_keys: for each row, how many keys of its sequence existed at the end of the call that computed it.
+        origins: for each row, the call that computed it and its place among the rows there.
         logit_places: the same as ``places``, of the rows of the logits (perhaps last positions only).
         points: canonical name (:mod:`tplab.align.points`, and ``gate`` and ``up`` of each layer) → one :class:`Shard`
             per rank, None for a rank without it. A point that was not recorded is missing.
@@ -92,6 +93,7 @@ class Recording:
     logit_places: list[tuple[int, int]]
     points: dict[str, list[Shard | None]]
     dtype: torch.dtype
+    origins: list[tuple[int, int]] = field(default_factory=list)
     declared: list[int] | None = None
     assumed: dict[str, str] = field(default_factory=dict)
     unplaced: list[str] = field(default_factory=list)

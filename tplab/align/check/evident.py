@@ -5,11 +5,12 @@ tensor that equals a point of Hugging Face's trace on the same ids is that point
 """
 
 from tplab.align.arithmetic import rms_norm
-from tplab.align.check import layouts
-from tplab.align.check.fused import columns_in, heads_in
+from tplab.align.check.fused import Fused
+from tplab.align.check.match import GROUP_OF, PADDING, PARTS, near
 from tplab.align.check.names import pattern_of, place_of, role_of
-from tplab.align.check.shares import GROUPS, Shares
+from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SAMPLE, Source, Sources
+from tplab.align.check.sums import ROWS, kinds
 from tplab.align.operations import columns_of
 from tplab.align.points import LAYER_POINTS, layout
 from tplab.checkpoint.layout import EMBEDDING
@@ -22,7 +23,7 @@ def learn(sources: Sources, shares: Shares) -> dict:
     roles: dict[str, str] = {}  # of modules
     order: dict[str, int] = {}
     for pattern, (entering, leaving) in _modules(sources).items():
-        if role := _role(sources, shares, entering, leaving):
+        if role := _role(shares, entering, leaving):
             roles[pattern], order[pattern] = role, leaving.order
     norms = [pattern for pattern in sorted(order, key=order.get) if roles[pattern] in _NORMS]
     if [roles[pattern] for pattern in norms] == [*_NORMS][::-1]:  # they have each other's weights
@@ -31,7 +32,7 @@ def learn(sources: Sources, shares: Shares) -> dict:
         sources.claim(roles=roles)
     points: dict[tuple[str, str, str], str] = {}
     for source in {source.pattern: source for source in reversed(_unknown(sources))}.values():  # the first of each
-        if point := _equal(sources, shares, source):
+        if point := _point(shares, source):
             points[source.pattern] = point
     if points:
         sources.claim(roles=roles, points=points)
@@ -44,114 +45,82 @@ def _unknown(sources: Sources) -> list[Source]:
     return [source for source in sources.unclaimed() if source.kind == "tensor" or not role_of(*place_of(source.name))]
 
 
-def _modules(sources: Sources) -> dict[str, tuple[Source, Source]]:
-    """By pattern, the modules nobody knows that take one tensor and give one; the first layer's."""
+def _modules(sources: Sources) -> dict[str, tuple[Source | None, Source]]:
+    """By pattern, the modules nobody knows that take at most one tensor and give one; the first layer's."""
     found: dict[str, dict[str, list[Source]]] = {}
     for source in _unknown(sources):
         if source.kind != "tensor":
-            found.setdefault(source.name, {"in": [], "out": []})[source.kind].append(source)
-    modules: dict[str, tuple[Source, Source]] = {}
+            found.setdefault(source.name, {"in": [None], "out": []})[source.kind].append(source)
+    modules: dict[str, tuple[Source | None, Source]] = {}
     for name, sides in found.items():
         if sides["out"]:
-            entering = sides["in"] or [None]
-            modules.setdefault(pattern_of(name), (entering[0], sides["out"][0]))
+            modules.setdefault(pattern_of(name), (sides["in"][:2][-1], sides["out"][0]))
     return modules
 
 
-def _role(sources: Sources, shares: Shares, entering: Source | None, leaving: Source) -> str | None:
+def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | None:
     """What a module does, as a role of :mod:`tplab.align.check.names`."""
-    rank = sources.complete(leaving)[0]
-    y, (layer, _) = sources.rows(leaving, rank, FEW), place_of(leaving.name)
-    if y is None or not y.numel():
+    sources, evidence, hidden = shares.sources, shares.evidence, shares.config.hidden_size
+    rank, layer = sources.complete(leaving)[0], place_of(leaving.name)[0]
+    x, y = (source and sources.rows(source, rank, FEW) for source in (entering, leaving))
+    if y is None or not y.numel() or entering and x is None:
         return None
-    hidden, evidence = shares.config.hidden_size, shares.evidence
     if entering is None:
         ids = [sources.texts.ids[number][position] for number, position in sources.places[:SAMPLE]]
-        same = y.shape[1] == hidden and layouts.near(y, evidence.weight(EMBEDDING)[ids])
-        return "embed" if same and layer is None else None
-    x = sources.rows(entering, rank, FEW)
-    if x is None:
-        return None
+        same = layer is None and y.shape[1] == hidden and near(y, evidence.weight(EMBEDDING)[ids])
+        return "embed" if same else None
     if x.shape[1] == y.shape[1] == hidden:
         norms = {"norm": "model.norm.weight"} if layer is None else {
             role: f"model.layers.{layer}.{name}" for role, name in _NORMS.items()}
         for role, name in norms.items():
-            if layouts.near(y, rms_norm(x.float(), evidence.weight(name), shares.config.rms_norm_eps)):
+            if near(y, rms_norm(x.float(), evidence.weight(name), shares.config.rms_norm_eps)):
                 return role
     if layer is None:
-        return "head" if x.shape[1] == hidden and shares.vote("vocab", y, evidence.logits(x), rank) else None
-    if x.shape[1] == hidden:
-        dim = shares.config.head_dim
-        for which in "qkv" if y.shape[1] % dim == 0 else "":
-            if shares.vote(which, y.unflatten(1, (-1, dim)), evidence.of(layer, which, x), rank):
-                return which
-        for which in ("gate", "up"):
-            if shares.vote("mlp", y, evidence.of(layer, which, x), rank):
-                return which
-        for role, fused in (("qkv", heads_in(shares)), ("gate_up", columns_in(shares))):
-            if fused.labels(y, x, layer, rank):
-                return role
-    if y.shape[1] == hidden:
-        for role in ("o", "down"):
-            if _is_row_parallel(sources, shares, entering, leaving, layer, role):
-                return role
-    return None
+        return "head" if x.shape[1] == hidden and shares.vote("vocab", y, evidence.of("logits", x), rank) else None
+    for name in PARTS if x.shape[1] == hidden else ():
+        fused = Fused(shares, name)
+        labels = fused.labels(y, x, f"layers.{layer}.", rank) or ()
+        if found := {fused.part_of(label) for label in labels if label != PADDING}:
+            return name if len(found) > 1 else found.pop()
+    return next((role for role in ROWS if y.shape[1] == hidden and _is_row_parallel(
+        shares, entering, leaving, f"layers.{layer}.", role)), None)
 
 
-def _is_row_parallel(sources: Sources, shares: Shares, entering: Source, leaving: Source, layer: int, role: str
-                     ) -> bool:
+def _is_row_parallel(shares: Shares, entering: Source, leaving: Source, at: str, role: str) -> bool:
     """Whether a module gives its rank's summand of ``o`` or ``down``, or the sum of all."""
-    dim, partial = (shares.config.head_dim, "o_partial") if role == "o" else (1, "mlp_partial")
+    partial, before, group = ROWS[role]
     own, outs = {}, {}
-    for rank in sources.complete(leaving):
-        x = sources.rows(entering, rank, FEW)
-        columns = columns_of(shares.planned["q" if role == "o" else "mlp"][rank], dim)
-        if x is None or x.shape[1] != len(columns):
+    for rank in shares.sources.complete(leaving):
+        x, outs[rank] = (shares.sources.rows(source, rank, FEW) for source in (entering, leaving))
+        columns = columns_of(shares.planned[group][rank], shares.dim(before))
+        if x is None or outs[rank] is None or x.shape[1] != len(columns):
             return False
-        own[rank] = shares.evidence.summand(layer, partial, x, columns)
-        outs[rank] = sources.rows(leaving, rank, FEW)
-    bias = shares.evidence.bias(layer, partial)
-    total = sum(own.values())
-    return any(all(layouts.near(outs[rank], found[rank] + more) for rank in outs)
-               for found in (own, dict.fromkeys(own, total)) for more in ([0.0] if bias is None else [0.0, bias]))
+        own[rank] = shares.evidence.of(at + partial, x, features=columns, bias=0.0)
+    return kinds(shares.evidence, at + partial, outs, own) in ({"summand"}, {"sum"})
 
 
-def _equal(sources: Sources, shares: Shares, source: Source) -> str | None:
+def _point(shares: Shares, source: Source) -> str | None:
     """The point of Hugging Face's trace that a tensor equals on every rank, ``{i}`` in the place of its layer."""
     layer, _ = place_of(source.name)
     names = ["embed", "norm", "logits"] if layer is None else [f"layers.{layer}.{point}" for point in LAYER_POINTS]
-    return next((name if layer is None else name.replace(f".{layer}.", ".{i}.") for name in names
-                 if _equals(sources, shares, source, name)), None)
+    return next((name.replace(f".{layer}.", ".{i}.") for name in names if _equals(shares, source, name)), None)
 
 
-def _equals(sources: Sources, shares: Shares, source: Source, name: str) -> bool:
-    ranks = sources.complete(source)
+def _equals(shares: Shares, source: Source, name: str) -> bool:
+    sources, ranks, kind = shares.sources, shares.sources.complete(source), layout(name)
+    size = shares.seat(ranks[0])[1]
     if name == "logits":
         seen = {rank: sources.logits(source, rank, FEW) for rank in ranks}
-        least = shares.config.vocab_size / shares.seat(ranks[0])[1] if ranks else 0
-        if any(found is None or found[1].shape[1] < least for found in seen.values()):
-            return False
-        return bool(seen) and all(shares.vote("vocab", tensor, shares.reference.logits(places), rank)
-                                  for rank, (places, tensor) in seen.items())
-    true = shares.reference.point(name)
-    if true is None or not ranks:
+        return all(found is not None and found[1].shape[1] >= shares.config.vocab_size / size and shares.vote(
+            "vocab", found[1], shares.evidence.logits(found[0]), rank) for rank, found in seen.items())
+    true = shares.evidence.reference(name)
+    if true is None:
         return False
-    kind = layout(name)
+    outs = [sources.rows(source, rank, FEW) for rank in ranks]
     if kind == "partial":
-        outs = [sources.rows(source, rank, FEW) for rank in ranks]
-        same = all(out is not None and out.shape == true.shape for out in outs)
-        return len(ranks) == shares.seat(ranks[0])[1] > 1 and same and layouts.near(sum(out.float() for out in outs),
-                                                                                    true)
-    for rank in ranks:
-        if kind == "replicated":
-            tensor = sources.rows(source, rank, FEW)
-            if tensor is None or not layouts.near(tensor, true):
-                return False
-        else:
-            ways = [sources.rows(source, rank, FEW)] if kind == "mlp" else list(
-                sources.heads(source, rank, FEW).values())
-            if not any(way is not None and shares.vote(GROUPS[name.rpartition(".")[2]], way, true, rank)
-                       for way in ways):
-                return False
-    return True
-
+        same = len(ranks) == size > 1 and all(out is not None and out.shape == true.shape for out in outs)
+        return same and near(sum(out.float() for out in outs), true)
+    if kind == "replicated":
+        return all(out is not None and near(out, true) for out in outs)
+    return all(any(way is not None and shares.vote(GROUP_OF[name.rpartition(".")[2]], way, true, rank) for way in (
+        [out] if kind == "mlp" else sources.heads(source, rank, FEW).values())) for rank, out in zip(ranks, outs))

@@ -5,178 +5,140 @@ what follows was computed right with it, or if the parts lie in turns and what f
 then a bug is behind it. Otherwise the engine wrote one order and read another, a bug here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from tplab.align.arithmetic import activation
-from tplab.align.check.layouts import PADDING, Indices, agreed, candidates, fit, near
-from tplab.align.check.sources import FEW, SAMPLE
+from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices, match, near, usual_shares
+from tplab.align.check.sources import FEW, SAMPLE, Source
+from tplab.align.recording import Contradiction
+
+_AROUND = {"qkv": ("input_norm", "attn"), "gate_up": ("post_norm", "mlp_act")}  # what they are made from, what of them
 
 
-@dataclass(frozen=True)
-class Split:
-    """Per rank, ``{"q": columns, "k": columns, "v": columns}`` of the fused output (``gate`` and ``up``), and its
-    ``widths``; None for a rank where nothing fits."""
+class Split(NamedTuple):
+    """Per rank, the columns of a fused output that are q, k and v (gate and up), and how many it has; None for a rank
+    where nothing fits."""
 
     parts: list[dict[str, list[int]] | None]
-    widths: list[int]
-    sentence: str = ""
-    contradiction: str | None = None
+    widths: list[int | None]
+    sentence: str
 
 
 class Fused:
-    """One kind of fused output: ``parts`` of items of ``dim`` columns, computed from the point ``before``, needed for
-    the point ``after``. An item's label is its number in all parts laid one behind the other."""
+    """One kind of fused output: ``"qkv"`` or ``"gate_up"``. An item is a head, or a column; its label is its number in
+    all parts laid one behind the other."""
 
-    def __init__(self, shares, name: str, parts: tuple[str, ...], dim: int, before: str, after: str):
-        self.shares, self.name, self.dim, self.before, self.after = shares, name, dim, before, after
-        self.groups = {part: part if part in ("q", "k", "v") else "mlp" for part in parts}
-        sizes = [shares.totals[group] for group in self.groups.values()]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.sections = {part: range(start, start + size) for part, start, size in zip(parts, starts, sizes)}
+    def __init__(self, shares, name: str):
+        self.shares, self.sources, self.evidence, self.name = shares, shares.sources, shares.evidence, name
+        self.parts, self.dim = PARTS[name], shares.dim(PARTS[name][0])
+        self.groups = [GROUP_OF[part] for part in self.parts]
+        self.totals = [shares.totals[group] for group in self.groups]
+        starts = [sum(self.totals[:i]) for i in range(len(self.totals))]
+        self.sections = {part: range(start, start + total) for part, start, total in zip(
+            self.parts, starts, self.totals)}
+        self.before, self.after = _AROUND[name]
 
-    def labels(self, rows: torch.Tensor, x: torch.Tensor, layer: int, rank: int) -> Indices | None:
+    def labels(self, rows: torch.Tensor, x: torch.Tensor, at: str, rank: int) -> Indices | None:
         """Which items a rank's output ``[rows, columns]`` of the input ``x`` consists of; None if of none."""
         if rows.shape[1] % self.dim:
             return None
-        whole = torch.cat([self.shares.evidence.of(layer, part, x).flatten(1) for part in self.sections], 1)
+        whole = torch.cat([self.evidence.of(at + part, x).flatten(1) for part in self.parts], 1)
         local, full = (tensor.unflatten(1, (-1, self.dim)) for tensor in (rows, whole))
-        return fit(local, full, self._usual(rank, local.shape[1]))
+        planned = [[self.shares.planned[group][rank]] for group in self.groups]
+        if len(self.parts) == 2:  # alike, so also the usual shares of another engine
+            count = local.shape[1] // 2
+            planned = [own + usual_shares(self.totals[0], count, *self.shares.seat(rank)) for own in planned]
+        return match(local, full, [tuple(i if i == PADDING else section[i] for section, part in zip(
+            self.sections.values(), share) for i in part) for share in zip(*planned)])
 
-    def _usual(self, rank: int, count: int) -> list[Indices]:
-        """The plan's share of every part; of two alike, also the usual shares of another engine."""
-        planned = {part: [self.shares.planned[group][rank]] for part, group in self.groups.items()}
-        if len(planned) == 2:
-            for part, group in self.groups.items():
-                planned[part] += candidates(self.shares.totals[group], count // 2, *self.shares.seat(rank))
-        return [tuple(i if i == PADDING else section[i] for section, part in zip(self.sections.values(), share)
-                      for i in part) for share in zip(*planned.values())]
+    def part_of(self, label: int) -> str | None:
+        """The part in which an item is."""
+        return next((part for part, section in self.sections.items() if label in section), None)
 
+    def split(self) -> Split:
+        """Find the cut, rank by rank."""
+        parts, widths, sentences, wrong = [], [None] * self.sources.world_size, [], []
 
-def heads_in(shares) -> Fused:
-    """What there is to know about ``qkv``."""
-    return Fused(shares, "qkv", ("q", "k", "v"), shares.config.head_dim, "input_norm", "attn")
+        def ask(at: str) -> dict[int, Indices | None]:
+            found = {}
+            for source in self.sources.of(at + self.name)[:1]:
+                for rank in self.sources.complete(source):
+                    if (rows := self.sources.rows(source, rank, FEW)) is not None:
+                        widths[rank] = rows.shape[1]
+                        x = self.evidence.input_of(source, at + self.before, rank)
+                        found[rank] = None if x is None else self.labels(rows, x, at, rank)
+            return found
+        usual_order = f"[{'|'.join(self.parts)}]"
+        for rank, labels in enumerate(self.shares.polled(ask)):
+            part, usual = labels and self._by_label(labels), self.by_size(widths[rank], rank)
+            own = f"columns of {self.name} on rank {rank} in an order of their own"
+            if part and sum(part.values(), []) == sorted(sum(part.values(), [])):
+                pass
+            elif part and self._follows(rank):
+                sentences.append(f"{own}, which what follows confirms; ")
+            elif part and usual and any(c[-1] - c[0] >= len(c) for c in part.values()) and not self._made_of(
+                    rank, usual):
+                sentences.append(f"{own}; what follows was not made of {usual_order}; ")
+            elif part := usual:
+                sentences.append(f"cut as {usual_order} by size on rank {rank}; ")
+            elif widths[rank] is not None:
+                wrong.append(f"{widths[rank]} columns on rank {rank}")
+            parts.append(part)
+        if wrong:
+            self.shares.contradictions.append(Contradiction(
+                f"{self.name} has {' and '.join(wrong)}; no cut into {usual_order} fits",
+                about=GROUPS[self.groups[0]].behind))
+        return Split(parts, widths, "".join(dict.fromkeys(sentences)))
 
+    def _by_label(self, labels: Indices) -> dict[str, list[int]] | None:
+        """The columns of each part, each head or column known by its values. Padding belongs to the part before."""
+        parts: dict[str, list[int]] = {part: [] for part in self.parts}
+        part = self.parts[0]
+        for at, label in enumerate(labels):
+            part = self.part_of(label) or part
+            parts[part] += range(at * self.dim, (at + 1) * self.dim)
+        return parts if all(parts.values()) else None
 
-def columns_in(shares) -> Fused:
-    """What there is to know about ``gate_up``."""
-    return Fused(shares, "gate_up", ("gate", "up"), 1, "post_norm", "mlp_act")
+    def by_size(self, width: int | None, rank: int) -> dict[str, list[int]] | None:
+        """The cut of ``[q|k|v]`` that the plan's rule gives, or that of all heads; of two alike, equal halves."""
+        sizes = [[(width or 0) // 2] * 2] if len(self.parts) == 2 else [
+            [len(self.shares.planned[group][rank]) * self.dim for group in self.groups],
+            [total * self.dim for total in self.totals]]
+        for cut in sizes:
+            if sum(cut) == width:
+                return dict(zip(self.parts, (part.tolist() for part in torch.arange(width).split(cut))))
+        return None
 
+    def _behind(self, rank: int) -> Iterator[tuple[str, Source, torch.Tensor, torch.Tensor]]:
+        """Layer by layer, the sampled rows of the fused output on a rank, and of the point that is made of it."""
+        for at in self.shares.sampled:
+            for source, made in zip(self.sources.of(at + self.name)[:1], self.sources.of(at + self.after)[:1]):
+                if rank in self.sources.complete(source) and rank in self.sources.complete(made):
+                    rows = self.sources.rows(source, rank, FEW)
+                    seen = self.shares.tensor(made, at + self.after, rank, FEW)
+                    if rows is not None and seen is not None:
+                        yield at + self.after, source, rows, seen
 
-def split(shares, fused: Fused) -> Split:
-    """Find the cut of a fused output, rank by rank."""
-    widths, votes, seen = [None] * shares.sources.world_size, [], None
-    for at in shares.sampled:
-        vote = [None] * shares.sources.world_size
-        for source in shares.sources.of(at + fused.name)[:1]:
-            for rank in shares.sources.complete(source):
-                rows = shares.sources.rows(source, rank, FEW)
-                if rows is not None:
-                    seen, widths[rank] = source, rows.shape[1]
-                    x = shares.own_input(source, at + fused.before, rank)
-                    vote[rank] = None if x is None else fused.labels(rows, x, int(at.split(".")[1]), rank)
-        votes.append(vote)
-    if seen is None:
-        return Split([None] * shares.sources.world_size, widths)
-    found = agreed(votes)
-    parts: list[dict | None] = []
-    sentences, wrong = [], []
-    for rank, width in enumerate(widths):
-        if width is None:
-            parts.append(None)
-            continue
-        labels = found[rank]
-        part, usual = labels and _by_label(labels, fused), _by_size(width, fused, rank)
-        names, own = "|".join(fused.sections), f"columns of {fused.name} on rank {rank} in an order of their own"
-        if part and _in_order(part):
-            pass
-        elif part and _follows(fused, rank):
-            sentences.append(f"{own}, which what follows confirms; ")
-        elif part and usual and _in_turns(part) and not _made_of(fused, rank, usual):
-            sentences.append(f"{own}; what follows was not made of [{names}]; ")
-        else:
-            part = usual
-            if part:
-                sentences.append(f"cut as [{names}] by size on rank {rank}; ")
-            else:
-                wrong.append(f"{width} columns on rank {rank}")
-        parts.append(part)
-    contradiction = f"{seen.pattern[0]} gives {' and '.join(wrong)}; no cut into [{'|'.join(fused.sections)}] fits"
-    return Split(parts, widths, "".join(dict.fromkeys(sentences)), contradiction if wrong else None)
-
-
-def _by_label(labels: Indices, fused: Fused) -> dict[str, list[int]] | None:
-    """The columns of each part, each head or column known by its values. Padding belongs to the part before."""
-    parts: dict[str, list[int]] = {part: [] for part in fused.sections}
-    part = next(iter(parts))
-    for at, label in enumerate(labels):
-        part = next((which for which, section in fused.sections.items() if label in section), part)
-        parts[part] += range(at * fused.dim, (at + 1) * fused.dim)
-    return parts if all(parts.values()) else None
-
-
-def _by_size(width: int, fused: Fused, rank: int) -> dict[str, list[int]] | None:
-    """The cut of ``[q|k|v]`` that the plan's rule gives, or that of all heads; of two alike, equal halves."""
-    sizes = [[width // 2] * 2] if len(fused.sections) == 2 else [
-        [len(fused.shares.planned[group][rank]) * fused.dim for group in fused.groups.values()],
-        [len(section) * fused.dim for section in fused.sections.values()]]
-    for cut in sizes:
-        if sum(cut) == width:
-            starts = [sum(cut[:i]) for i in range(len(cut))]
-            return {part: list(range(start, start + size)) for part, start, size in zip(fused.sections, starts, cut)}
-    return None
-
-
-def _in_order(parts: dict[str, list[int]]) -> bool:
-    columns = [column for part in parts.values() for column in part]
-    return columns == sorted(columns)
-
-
-def _in_turns(parts: dict[str, list[int]]) -> bool:
-    return any(columns[-1] - columns[0] >= len(columns) for columns in parts.values())
-
-
-def _made_of(fused: Fused, rank: int, parts: dict[str, list[int]]) -> bool:
-    """Whether the engine went on with these columns, or nothing tells: of gate and up, what the activation gives; of
-    q, k and v, the attention of first tokens, which are their values, whatever rotation, scale and mask are."""
-    shares, sources, told = fused.shares, fused.shares.sources, False
-    first = [row for row, (_, position) in enumerate(sources.places[:SAMPLE]) if position == 0]
-    for at in shares.sampled:
-        for source, after in zip(sources.of(at + fused.name)[:1], sources.of(at + fused.after)[:1]):
-            complete = rank in sources.complete(source) and rank in sources.complete(after)
-            rows = sources.rows(source, rank, FEW) if complete else None
-            if rows is None:
-                continue
-            if fused.after == "mlp_act":
-                gate, up = (rows[:, parts[part]].float() for part in ("gate", "up"))
-                made = sources.rows(after, rank, FEW)
-                told = told or made is not None
-                made_of = made is not None and near(made, activation(shares.config.hidden_act)(gate) * up)
-            else:
-                made = next(iter(sources.heads(after, rank, FEW).values()), None)
-                told = told or made is not None and bool(first)
-                values = rows[first][:, parts["v"]].unflatten(1, (-1, fused.dim))
-                made_of = made is not None and bool(first) and fit(made[first], values, []) is not None
-            if made_of:
+    def _follows(self, rank: int) -> bool:
+        """Whether the point behind is right, so that the engine must have cut as the values say."""
+        for name, source, _, made in self._behind(rank):
+            full = self.evidence.reference(name) if self.name == "qkv" else self.evidence.own(name, source, rank)
+            if full is not None and match(made, full):
                 return True
-    return not told
+        return False
 
-
-def _follows(fused: Fused, rank: int) -> bool:
-    """Whether the point behind the fused one is right, so that the engine must have cut as the values say."""
-    shares = fused.shares
-    for at in shares.sampled:
-        for source in shares.sources.of(at + fused.after)[:1]:
-            if rank not in shares.sources.complete(source):
-                continue
-            if fused.after == "mlp_act":
-                local = shares.sources.rows(source, rank, FEW)
-                x = shares.own_input(shares.sources.of(at + fused.name)[0], at + fused.before, rank)
-                full = None if x is None else shares.evidence.of(int(at.split(".")[1]), "mlp_act", x)
-            else:
-                local = next(iter(shares.sources.heads(source, rank, FEW).values()), None)
-                full = shares.reference.point(at + fused.after)
-            if local is not None and full is not None and fit(local, full, []) is not None:
-                return True
-    return False
+    def _made_of(self, rank: int, parts: dict[str, list[int]]) -> bool:
+        """Whether the engine went on with these columns, or nothing tells: of gate and up, what the activation gives;
+        of q, k and v, the attention of first tokens, which are their values, whatever rotation, scale and mask are."""
+        first, told = [row for row, (_, at) in enumerate(self.sources.places[:SAMPLE]) if at == 0], []
+        for _, _, rows, made in self._behind(rank):
+            if self.name == "gate_up":
+                gate, up = (rows[:, parts[part]].float() for part in self.parts)
+                told.append(near(made, activation(self.shares.config.hidden_act)(gate) * up))
+            elif first:
+                values = rows[first][:, parts["v"]].unflatten(1, (-1, self.dim))
+                told.append(match(made[first], values) is not None)
+        return any(told) or not told

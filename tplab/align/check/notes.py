@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from tplab.align.check.layouts import span
+from tplab.align.check.match import span
 from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.recorded import RecordedRank
 

@@ -8,11 +8,11 @@ from itertools import islice
 
 import torch
 
-from tplab.align.check.evidence import TABLES, Tables
+from tplab.align.check.evidence import TABLES
 from tplab.align.check.evident import learn
-from tplab.align.check.layouts import PADDING, Layout, near, span
+from tplab.align.check.match import GROUP_OF, PADDING, Layout, near, span
 from tplab.align.check.names import pattern_of, place_of
-from tplab.align.check.shares import GROUPS, Shares
+from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.sums import Sums
 from tplab.align.check.weights import parameters_of
@@ -109,79 +109,86 @@ class _Placing:
         self.unplaced: dict[tuple[str, str], list[int]] = {}  # what and why, without the layer → the layers
 
     def recording(self) -> Recording:
-        logit_places = self.sources.places
+        sources, tables = self.sources, []
+        logit_places = sources.places
         self._find_lost_layers()
         self._check_padding()
-        for name in point_names(self.config.num_layers, self.config.qk_norm):
-            at, _, point = name.rpartition(".")
-            if point == "mlp_act":
-                for half in ("gate", "up"):
-                    self._dealt(f"{at}.{half}", half)
-            if name == "logits":
-                logit_places = self._logits()
-            elif layout(name) == "replicated":
-                self._hidden(name, "replicated")
-            elif layout(name) == "partial":
-                self._hidden(name, "partial")
-            else:
-                self._dealt(name, point)
-        self._name_unclaimed()
-        sources = self.sources
-        tables = [self._listed(what, layers) for (what, why), layers in self.unplaced.items() if why == TABLES]
+        for name in point_names(self.config.num_layers, self.config.qk_norm, gate_up=True):
+            if (source := self._place(name)) and name == "logits":
+                logit_places, _ = sources.logits(source, sources.complete(source)[0], SHAPE)
+                self._check_joined(source, logit_places, self.points.builders[name]())
+        for source in sources.unclaimed():
+            parts = source.name.lower().split(".")
+            adapter = "base_layer" in parts or any(part.startswith("lora_") for part in parts)
+            self._leave_out(source, "part of an adapted layer" if adapter else TABLES if
+                            self.shares.evidence.are_tables(source) else "no point that the conventions know")
+        unplaced = []
+        for (what, why), layers in self.unplaced.items():
+            where = f" (layer{'s' * (len(layers) > 1)} {span(sorted(layers))})" if layers else ""
+            (tables if why == TABLES else unplaced).append(what + f": {why}" * (why != TABLES) + where)
         return Recording(
             world_size=sources.world_size, ids=sources.texts.ids, places=sources.places, num_keys=sources.num_keys,
             logit_places=logit_places, points=self.points,
             dtype=self.dtypes.most_common(1)[0][0] if self.dtypes else torch.float32, declared=sources.declared,
-            assumed=self.assumed, unplaced=[self._listed(f"{what}: {why}", layers) for (what, why), layers
-                                             in self.unplaced.items() if why != TABLES],
+            origins=sources.origins, assumed=self.assumed, unplaced=unplaced, warnings=self.warnings,
             notes=sources.notes + [f"{TABLES}: {'; '.join(tables)}"] * bool(tables),
-            warnings=self.warnings, contradictions=sources.contradictions + self.shares.contradictions,
+            contradictions=sources.contradictions + self.shares.contradictions,
             lost={f"layers.{layer}.output" for layer in self.lost})
 
-    def _keep(self, name: str, source: Source, sentence: str, build: Callable[[], dict[int, Shard]]) -> None:
-        self.points.builders[name] = build
-        self.dtypes[source.dtype] += 1
-        how = self.learnt.get(source.pattern) or self.learnt.get(source.pattern[0])
-        self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {sentence}"
-
-    def _rows(self, source: Source, look: str, kind: str) -> dict[int, Shard] | None:
-        tensors = {rank: self.sources.rows(source, rank, look) for rank in self.sources.complete(source)}
-        whole = all(tensor is not None and tensor.shape[1] == self.config.hidden_size for tensor in tensors.values())
-        return {rank: Shard(tensor, kind) for rank, tensor in tensors.items()} if whole else None
-
-    def _hidden(self, name: str, kind: str) -> None:
-        """A point of the hidden size: the same on every rank, or a summand on each."""
-        for source in self.sums.sources_of(name):
-            if self._rows(source, SHAPE, kind):
-                sentence = "whole on every rank" if kind == "replicated" else "one summand on each rank"
-                return self._keep(name, source, sentence, partial(self._rows, source, WHOLE, kind))
+    def _place(self, name: str) -> Source | None:
+        """Keep the first candidate for a point that has its rows and columns."""
+        for source, sentence, read in self._candidates(name):
+            if None not in self._shards(name, read, SHAPE).values():
+                self.points.builders[name] = partial(self._shards, name, read, WHOLE)
+                self.dtypes[source.dtype] += 1
+                how = self.learnt.get(source.pattern) or self.learnt.get(source.pattern[0])
+                self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {sentence}"
+                return source
             self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
+        return None
 
-    def _dealt(self, name: str, point: str) -> None:
-        """A point of heads or columns."""
-        group = self.shares.layouts[GROUPS[point]]
-        for at, found in enumerate(self.shares.held(name, SHAPE)):
-            shards = {rank: self._shard(tensor, layout(name), group, rank, point)
-                      for rank, tensor in found.tensors.items()}
-            if None not in shards.values():
-                return self._keep(name, found.source, found.sentence + group.sentence, partial(
-                    self._shards, name, at, group))
-            rank = next(rank for rank, shard in shards.items() if shard is None)
-            self._leave_out(found.source, f"{found.tensors[rank].shape[1]} of {layout(name)} on rank {rank}, where its "
-                            f"layout has {len(group.indices[rank] or ())}")
+    def _candidates(self, name: str) -> Iterator[tuple[Source, str, Callable[[str], dict[int, torch.Tensor | None]]]]:
+        """What can be taken for a point, the most plausible first: a source, in words who holds what of it, and what
+        reads its tensors, rank by rank."""
+        kind = layout(name)
+        if name == "logits":
+            for source in self.sources.of(name):
+                yield source, self._group(name).sentence, partial(self._read, self.sources.logits, source)
+        elif kind in ("replicated", "partial"):
+            words = "whole on every rank" if kind == "replicated" else "one summand on each rank"
+            for source in self.sums.sources_of(name):
+                yield source, words, partial(self._read, self.sources.rows, source)
+        else:
+            for at, held in enumerate(self.shares.held(name, SHAPE)):
+                yield held.source, held.sentence + self._group(name).sentence, partial(self._held, name, at)
 
-    def _shards(self, name: str, at: int, group: Layout) -> dict[int, Shard]:
-        held = next(islice(self.shares.held(name), at, None))
-        return {rank: self._shard(tensor, layout(name), group, rank, name.rpartition(".")[2])
-                for rank, tensor in held.tensors.items()}
+    def _read(self, read: Callable, source: Source, look: str) -> dict[int, torch.Tensor | None]:
+        found = {rank: read(source, rank, look) for rank in self.sources.complete(source)}
+        return {rank: one[1] if isinstance(one, tuple) else one for rank, one in found.items()}
 
-    def _shard(self, tensor: torch.Tensor, kind: str, group: Layout, rank: int, point: str) -> Shard | None:
-        indices, total = group.indices[rank], self.shares.totals[GROUPS[point]]
-        if indices is None or tensor.shape[1] != len(indices):
-            if tensor.shape[1] == total:
+    def _held(self, name: str, at: int, look: str) -> dict[int, torch.Tensor]:
+        return next(islice(self.shares.held(name, look), at, None)).tensors
+
+    def _group(self, name: str) -> Layout:
+        return self.shares.layouts[GROUP_OF[name.rpartition(".")[2]]]
+
+    def _shards(self, name: str, read: Callable, look: str) -> dict[int, Shard | None]:
+        return {rank: None if tensor is None else self._shard(tensor, name, rank)
+                for rank, tensor in read(look).items()}
+
+    def _shard(self, tensor: torch.Tensor, name: str, rank: int) -> Shard | None:
+        """A rank's tensor as its part of a point; None if it has other columns."""
+        kind, count = layout(name), tensor.shape[1]
+        if kind in ("replicated", "partial"):
+            return Shard(tensor, kind) if count == self.config.hidden_size else None
+        indices, total = self._group(name).indices[rank], self.shares.totals[GROUP_OF[name.rpartition(".")[2]]]
+        if indices is None or count != len(indices):
+            q = self.shares.layouts["q"].indices[rank]
+            if count == total:
                 indices = tuple(range(total))
-            elif kind == "kv_heads" and (repeated := self._repeated(tensor.shape[1], rank)):
-                first = {head: at for at, head in reversed(list(enumerate(repeated)))}
+            elif kind == "kv_heads" and q is not None and len(q) == count:  # every query head has its own copy
+                group = self.config.num_heads // self.config.num_kv_heads
+                first = {head // group: at for at, head in reversed(list(enumerate(q)))}
                 indices = tuple(sorted(first))
                 tensor = tensor[:, [first[head] for head in indices]]
             else:
@@ -191,74 +198,46 @@ class _Placing:
             tensor, indices = tensor[:, kept], tuple(indices[at] for at in kept)
         return Shard(tensor, kind, indices)
 
-    def _repeated(self, count: int, rank: int) -> list[int] | None:
-        """The KV head of each of ``count`` heads, where every query head of a rank has its own copy."""
-        q = self.shares.layouts["q"].indices[rank]
-        group = self.config.num_heads // self.config.num_kv_heads
-        return [head // group for head in q] if q is not None and len(q) == count else None
-
-    def _logits(self) -> list[tuple[int, int]]:
-        group = self.shares.layouts["vocab"]
-
-        def shards(source: Source) -> dict[int, Shard]:
-            found = {rank: self.sources.logits(source, rank) for rank in self.sources.complete(source)}
-            return {rank: self._shard(tensor, "vocab", group, rank, "logits") for rank, (_, tensor) in found.items()}
-
-        for source in self.sources.of("logits"):
-            found = {rank: self.sources.logits(source, rank, SHAPE) for rank in self.sources.complete(source)}
-            if all(value is not None and group.indices[rank] is not None and value[1].shape[1] == len(
-                    group.indices[rank]) for rank, value in found.items()):
-                self._keep("logits", source, group.sentence, partial(shards, source))
-                places = next(iter(found.values()))[0]
-                self._check_joined(source, places, shards(source))
-                return places
-            self._leave_out(source, "rows or columns other than the logits'")
-        return self.sources.places
-
     def _check_padding(self) -> None:
         """Where nothing recorded has just the vocabulary, whoever draws a token sees the padding, too."""
-        wide = {source: self.sources.beyond(source, self.sources.complete(source)[0])
-                for source in self.sources.of("logits") if self.sources.complete(source)}
-        if not wide or None in (above := list(wide.values())):
+        sources = self.sources.of("logits")
+        above = [self.sources.beyond(source, self.sources.complete(source)[0]) for source in sources]
+        if not sources or any(one is None for one in above):
             return
-        source = next(iter(wide))
-        more = f"{next(iter(source.entries.values())).shape[-1] - self.config.vocab_size} columns of padding"
+        columns = next(iter(sources[0].entries.values())).shape[-1]
+        more = f"{sources[0]} has {columns - self.config.vocab_size} columns of padding"
         if drawn := int((above[0] > 0).sum()):
             self.shares.contradictions.append(Contradiction(
-                f"{source} has {more}, and in {drawn} of {len(above[0])} rows the largest number stands there: token "
-                "ids that there are not", "vocab_padding"))
+                f"{more}, and in {drawn} of {len(above[0])} rows the largest number stands there: token ids that there "
+                "are not", "vocab_padding"))
         else:
-            self.warnings.append(f"{source} has {more}; what draws tokens must not see them")
+            self.warnings.append(f"{more}; what draws tokens must not see them")
 
     def _check_joined(self, kept: Source, places: list[tuple[int, int]], shards: dict[int, Shard]) -> None:
         """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""
-        if self.sources.world_size == 1:
-            return  # there is nothing to join
-        row_of = {place: row for row, place in enumerate(places)}
-        for source in self.sources.of("logits"):
-            for rank in self.sources.complete(source) if source is not kept else ():
-                there, joined = self.sources.logits(source, rank) or ([], torch.empty(0, 0))
-                rows = [(row_of[place], row) for row, place in enumerate(there) if place in row_of][:SAMPLE]
-                if joined.shape[1] < self.config.vocab_size or not rows:
-                    continue
-                here, there = map(list, zip(*rows))
-                few = [replace(shard, tensor=shard.tensor[here]) for shard in shards.values()]
-                whole, _, held = whole_point("logits", few[::-1])  # of several that hold a token, the last
-                if held != list(range(self.config.vocab_size)):
-                    return
-                joined = joined[there, :len(held)].double().T.contiguous()
-                ours = whole.double().T.contiguous()
-                differs = (joined != ours) & ~(joined.isnan() & ours.isnan())
-                wrong = differs.any(1).nonzero().flatten().tolist()
-                if not wrong:
-                    continue
-                token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
-                found = [token_of.get(bytes(column.numpy().data)) for column in joined]
-                if None not in found:
-                    self.shares.contradictions.append(Contradiction(
-                        f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
-                        f"{found[wrong[0]]} stand where those of token {wrong[0]} belong", "head_rows"))
-                    return
+        row_of, size = {place: row for row, place in enumerate(places)}, self.config.vocab_size
+        others = [(source, rank) for source in self.sources.of("logits") if source is not kept
+                  for rank in self.sources.complete(source)] if self.sources.world_size > 1 else []
+        for source, rank in others:
+            there, joined = self.sources.logits(source, rank) or ([], torch.empty(0, 0))
+            rows = [(row_of[place], row) for row, place in enumerate(there) if place in row_of][:SAMPLE]
+            few = [replace(shard, tensor=shard.tensor[[here for here, _ in rows]]) for shard in shards.values()]
+            if joined.shape[1] < size or not rows:
+                continue
+            whole, _, held = whole_point("logits", few[::-1])  # of several that hold a token, the last
+            if held != list(range(size)):
+                return
+            joined = joined[[row for _, row in rows], :size]
+            ours, theirs = (x.double().T.contiguous() for x in (whole, joined))
+            differs = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
+            token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
+            found = [token_of.get(bytes(column.numpy().data)) for column in theirs]
+            if differs.any() and None not in found:
+                wrong = int(differs.any(1).nonzero()[0])
+                self.shares.contradictions.append(Contradiction(
+                    f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
+                    f"{found[wrong]} stand where those of token {wrong} belong", "head_rows"))
+                return
 
     def _leave_out(self, source: Source, why: str) -> None:
         layer, _ = place_of(source.name)
@@ -287,18 +266,6 @@ class _Placing:
         """A replicated point's first rows on the first rank that has it."""
         return next((rows for source in self.sums.sources_of(name) for rank in self.sources.complete(source)[:1]
                      if (rows := self.sources.rows(source, rank, FEW)) is not None), None)
-
-    def _name_unclaimed(self) -> None:
-        tables = Tables(self.sources, self.config)
-        for source in self.sources.unclaimed():
-            parts = source.name.lower().split(".")
-            adapter = "base_layer" in parts or any(part.startswith("lora_") for part in parts)
-            self._leave_out(source, "part of an adapted layer" if adapter else TABLES if tables.known(source) else
-                            "no point that the conventions know")
-
-    @staticmethod
-    def _listed(what: str, layers: list[int]) -> str:
-        return what if not layers else f"{what} (layer{'s' * (len(layers) > 1)} {span(sorted(layers))})"
 
 
 __all__ = ["PlacementError", "place"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tplab.align.check.layouts import span
+from tplab.align.check.match import span
 from tplab.align.check.names import EVIDENT, OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
 from tplab.align.check.notes import call_notes
 from tplab.align.check.overrides import check_names
@@ -51,7 +51,7 @@ class Sources:
         ranks: those that recorded something.
         calls: the rows of each call that is looked at, in order.
         texts: the sequences.
-        places, num_keys, declared: as in :class:`tplab.align.recording.Recording`.
+        places, num_keys, declared, origins: as in :class:`tplab.align.recording.Recording`.
     """
 
     def __init__(self, recorded, config, names, **reading):
@@ -162,7 +162,7 @@ class Sources:
                 and place[1] < len(texts.ids[place[0]])}
         self.places, self._known = sorted(last), last.keys()
         self._index = torch.tensor([last[place][0] for place in self.places], dtype=torch.long)
-        self._origins = [last[place][3] for place in self.places]
+        self.origins = [last[place][3] for place in self.places]
         self._in_order = torch.equal(self._index, torch.arange(len(self._index)))
         self.num_keys = [last[place][1] for place in self.places]
         said = [position if last[(number, position)][2] is None else last[(number, position)][2]
@@ -286,7 +286,7 @@ class Sources:
         if look == SHAPE:
             return tensors[0].new_empty(len(self.places), *tensors[0].shape[1:])
         if look == FEW:
-            return torch.stack([tensors[call][row] for call, row in self._origins[:SAMPLE]])
+            return torch.stack([tensors[call][row] for call, row in self.origins[:SAMPLE]])
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return whole[:len(self._index)] if self._in_order else whole[self._index]
 

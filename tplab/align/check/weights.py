@@ -7,19 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
-from tplab.align.check.layouts import PADDING, Indices, candidates, fit
+from tplab.align.check.fused import Fused
+from tplab.align.check.match import GROUP_OF, PADDING, PARTS, Indices, match, usual_shares
 from tplab.align.check.names import place_of, role_of
 from tplab.align.check.shares import Shares
+from tplab.align.check.sums import ROWS
 from tplab.align.local import Weights
+from tplab.align.points import POINTS
 from tplab.align.recording import Parameter, Recording
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 
-_WHOLE = {"norm": "model.norm", "input_norm": "input_layernorm", "post_norm": "post_attention_layernorm",
-          "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-_PARTS = {"qkv": ("q", "k", "v"), "q": ("q",), "k": ("k",), "v": ("v",), "gate_up": ("gate", "up"), "gate": ("gate",),
-          "up": ("up",)}
-_ROWS = {"o": ("self_attn.o_proj", "q"), "down": ("mlp.down_proj", "mlp")}
+_LINEAR = [part for parts in PARTS.values() for part in parts]
 _COLUMNS = 16  # of a weight's input that are compared to find out which rows it holds
 
 
@@ -32,7 +31,14 @@ def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] |
     """
     found, unknown = [], {}
     held = [known.parameters if known else {} for known in recorded.ranks]
-    _vote(held, shares)
+    for rank, entries in enumerate(held):
+        for name, entry in entries.items():
+            if place_of(name)[0] == 0 and name.endswith(".weight"):
+                for part, rows in _parts(shares, name, entry, rank)[1].items():
+                    full, dim = shares.evidence.weight(f"model.layers.0.{POINTS[part].module}.weight"), shares.dim(part)
+                    if rows.shape[1] == full.shape[1] and len(rows) % dim == 0:
+                        local, full = (w[:, :_COLUMNS].T.float().unflatten(1, (-1, dim)) for w in (rows, full))
+                        shares.vote_by_weight(GROUP_OF[part], rank, local, full)
     for rank, entries in enumerate(held):
         pieces: dict[str, Parameter] = {}
         for name, entry in entries.items():
@@ -44,75 +50,47 @@ def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] |
     return found, list(unknown)
 
 
-def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, str, dict[str, torch.Tensor]]:
-    """``(role, "weight" or "bias", {part: its rows})`` of a recorded weight; the role is ``""`` where it has none."""
+def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """``(role, {part: its rows})`` of a recorded weight or bias; the role is ``""`` where it has none."""
     module, _, kind = name.rpartition(".")
     layer, rest = place_of(module)
     role = role_of(layer, rest)
     if role is None or kind not in ("weight", "bias") or (layer or 0) >= shares.config.num_layers or (
             len(entry.shape) not in (1, 2)):
-        return "", kind, {}
-    tensor = entry.tensor()
-    parts = _PARTS.get(role, ())
-    if len(parts) < 2:
-        return role, kind, dict.fromkeys(parts, tensor)
-    dim = shares.config.head_dim if role == "qkv" else 1
-    sizes = [len(shares.planned[_group(part)][rank]) * dim for part in parts]
-    split = shares.splits[role]
-    if split.parts[rank] is not None and split.widths[rank] == len(tensor):
-        return role, kind, {part: tensor[rows] for part, rows in split.parts[rank].items()}
-    if role == "gate_up" and len(tensor) % 2 == 0:  # as wide as each other, whatever the plan says
-        sizes = [len(tensor) // 2] * 2
-    return (role, kind, dict(zip(parts, tensor.split(sizes)))) if sum(sizes) == len(tensor) else ("", kind, {})
-
-
-def _group(part: str) -> str:
-    return "mlp" if part in ("gate", "up") else part
-
-
-def _vote(held: list[dict], shares: Shares) -> None:
-    """Where no activation says which rows a rank holds, let its weights say it."""
-    for rank, entries in enumerate(held):
-        for name, entry in entries.items():
-            if place_of(name)[0] == 0:
-                _, kind, parts = _parts(shares, name, entry, rank)
-                for part, rows in parts.items() if kind == "weight" else ():
-                    dim = 1 if _group(part) == "mlp" else shares.config.head_dim
-                    module = "mlp" if dim == 1 else "self_attn"
-                    full = shares.evidence.weight(f"model.layers.0.{module}.{part}_proj.weight")
-                    if rows.shape[1] == full.shape[1] and len(rows) % dim == 0:
-                        local, full = (w[:, :_COLUMNS].T.float().unflatten(1, (-1, dim)) for w in (rows, full))
-                        shares.vote_by_weight(_group(part), rank, local, full)
+        return "", {}
+    if role not in PARTS:
+        return role, {role: entry.tensor()} if role in _LINEAR else {}
+    tensor, split = entry.tensor(), shares.splits[role]
+    cut = split.parts[rank] if split.widths[rank] == len(tensor) else None
+    cut = cut or Fused(shares, role).by_size(len(tensor), rank)
+    return (role, {part: tensor[rows] for part, rows in cut.items()}) if cut else ("", {})
 
 
 def _pieces(shares: Shares, name: str, entry, rank: int) -> Iterator[tuple[str, Parameter]]:
     """``(checkpoint name, Parameter)`` of everything that is stacked in one recorded weight or bias."""
-    role, kind, parts = _parts(shares, name, entry, rank)
-    at = f"model.layers.{place_of(name)[0]}."
+    (role, parts), layer, kind = _parts(shares, name, entry, rank), place_of(name)[0], name.rpartition(".")[2]
+    at, tensor = "" if layer is None else f"model.layers.{layer}.", None if parts else entry.tensor()
+    if POINTS.get(role, POINTS["q"]).op == "norm" and kind == "weight":
+        yield f"{at}{POINTS[role].module}.weight", Parameter(tensor)
+    elif role in ROWS:
+        partial, source, group = ROWS[role]
+        target = f"{at}{POINTS[partial].module}.{kind}"
+        if kind == "weight":
+            yield target, _share(tensor, 1, shares.layouts[group].indices[rank], shares.dim(source))
+        elif shares.evidence.weight(target) is not None and not (rank and not tensor.any()):
+            yield target, Parameter(tensor)  # added once: the other ranks may hold zeros
+    elif role in ("embed", "head") and kind == "weight":
+        target = EMBEDDING if role == "embed" else HEAD
+        full, total = shares.evidence.weight(target), shares.totals["vocab"]
+        usual = [shares.planned["vocab"][rank], *usual_shares(total, len(tensor), *shares.seat(rank))]
+        columns = (w[:, :_COLUMNS].T[..., None] for w in (tensor, full)) if tensor.dim() == 2 else ()
+        yield target, _share(tensor, 0, (tensor.dim() == 2 and match(*columns, usual, search=False)) or usual[0], 1)
     for part, rows in parts.items():
-        module = "mlp" if _group(part) == "mlp" else "self_attn"
-        dim = 1 if _group(part) == "mlp" else shares.config.head_dim
-        target = f"{at}{module}.{part}_proj.{kind}"
+        target, dim = f"{at}{POINTS[part].module}.{kind}", shares.dim(part)
         if part in shares.orders:
             rows = rows.unflatten(0, (-1, dim))[:, shares.orders[part]].flatten(0, 1)
         if shares.evidence.weight(target) is not None:
-            yield target, _share(rows, 0, shares.layouts[_group(part)].indices[rank], dim)
-    if role in _ROWS:
-        module, group = _ROWS[role]
-        tensor = entry.tensor()
-        if kind == "weight":
-            dim = 1 if group == "mlp" else shares.config.head_dim
-            yield f"{at}{module}.weight", _share(tensor, 1, shares.layouts[group].indices[rank], dim)
-        elif shares.evidence.weight(f"{at}{module}.bias") is not None and not (rank and not tensor.any()):
-            yield f"{at}{module}.bias", Parameter(tensor)  # added once: the other ranks may hold zeros
-    elif role in _WHOLE and kind == "weight":
-        yield f"{'' if role == 'norm' else at}{_WHOLE[role]}.weight", Parameter(entry.tensor())
-    elif role in ("embed", "head") and kind == "weight":
-        target, tensor = EMBEDDING if role == "embed" else HEAD, entry.tensor()
-        full, total = shares.evidence.weight(target), shares.totals["vocab"]
-        usual = [shares.planned["vocab"][rank], *candidates(total, len(tensor), *shares.seat(rank))]
-        columns = (w[:, :_COLUMNS].T[..., None] for w in (tensor, full)) if tensor.dim() == 2 else ()
-        yield target, _share(tensor, 0, (tensor.dim() == 2 and fit(*columns, usual, search=False)) or usual[0], 1)
+            yield target, _share(rows, 0, shares.layouts[GROUP_OF[part]].indices[rank], dim)
 
 
 def _share(tensor: torch.Tensor, dim: int, indices: Indices | None, size: int) -> Parameter:

@@ -1,6 +1,7 @@
 """Mistakes of attention: scale, mask, weights, heads, and what is seen of a cache."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -8,7 +9,7 @@ from tplab.align.arithmetic import as_dtype, attend, rotated
 from tplab.align.diagnose import numbers, places, steps
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser
+from tplab.align.diagnose.wrong import At, coarser, in_calls
 
 
 def _everything(query, key, keys):
@@ -117,13 +118,15 @@ def _flattened(at: At) -> torch.Tensor:
     parts = [(one.q, one.k[one.positions], one.v[one.positions])
              for one in at.frame.sequences(at.layer, at.rank, heads)]
     q, k, v = (torch.cat(part) for part in zip(*parts))
-    row, reads = torch.arange(len(q)), [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
-    return attend(q, k[:, reads], v[:, reads], row[None] <= row[:, None], at.case.scaling)
+    out, reads = torch.empty_like(q), [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
+    for rows in at.case.calls:
+        n = torch.arange(len(rows))
+        out[rows] = attend(q[rows], k[rows][:, reads], v[rows][:, reads], n[None] <= n[:, None], at.case.scaling)
+    return out
 
 
 def _not_transposed(at: At) -> torch.Tensor:
-    parts = at.expected().split(list(filter(None, at.case.lengths)))
-    return torch.cat([part.transpose(0, 1).reshape(part.shape) for part in parts])
+    return in_calls(at.case, at.expected(), lambda x: x.transpose(0, 1).reshape(x.shape), apart=True)
 
 
 def _turned_values(at: At) -> dict:
@@ -165,12 +168,32 @@ def _over_queries(at: At) -> torch.Tensor:
     return torch.cat(outs)
 
 
+def _filled_up(*mistakes: Mistake) -> Family:
+    """The same where the keys of a decode step's sequences are filled up to the longest's with their newest."""
+    def other(one: Mistake) -> Mistake:
+        return replace(one, change=lambda at, *value: one.changed(*value)(at) | {"longest": at.case.longest}, rows=None,
+                       when=lambda case: one.when(case) and bool(case.longest.any()))
+    return Family("attn", *map(other, mistakes), last=True)
+
+
+_MASKS = (
+    Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No mask is applied.",
+            {"rule": _everything}, rows=_have_later),
+    Mistake("mask_off_by_one", "The mask's diagonal is one off: each token also sees the next one.",
+            lambda at, shift: {"rule": _shifted_mask(shift)}, {1: ""}, number="shift"),
+    _misused("multiplied with the scores, and a score of 0 is not a weight of 0",
+             lambda scores, visible: softmax(scores * visible)),
+    _misused("applied behind the softmax, so the weights that are left do not add up to 1",
+             lambda scores, visible: softmax(scores) * visible),
+    _misused("added as 1 for what is hidden; it must be minus infinity",
+             lambda scores, visible: softmax(scores + (~visible).to(scores))),
+    _misused("added as -1 for what is hidden; it must be minus infinity",
+             lambda scores, visible: softmax(scores - (~visible).to(scores))))
+
 ATTENDING = (
     numbers.zero_times_infinity,
-    Family("attn", Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No "
-                           "mask is applied.", {"rule": _everything}, rows=_have_later)),
-    Family("attn", Mistake("mask_off_by_one", "The mask's diagonal is one off: each token also sees the next one.",
-                           lambda at, shift: {"rule": _shifted_mask(shift)}, {1: ""}, number="shift"),
+    Family("attn", _MASKS[0]),
+    Family("attn", _MASKS[1],
            Mistake("mask_off_by_one", "The mask's diagonal is one off: no token sees itself.",
                    lambda at, shift: {"rule": _shifted_mask(shift)}, {-1: ""}, number="shift")),
     Family("attn", Mistake(
@@ -188,14 +211,8 @@ ATTENDING = (
         "sliding_window", "Each token sees the last {value} tokens only; this model has no sliding window.",
         lambda at, size: {"rule": lambda query, key, keys: (key <= query) & (key > query - size)}, _windows,
         number="window")),
-    Family("attn", _misused("multiplied with the scores, and a score of 0 is not a weight of 0",
-                            lambda scores, visible: softmax(scores * visible)),
-           _misused("applied behind the softmax, so the weights that are left do not add up to 1",
-                    lambda scores, visible: softmax(scores) * visible),
-           _misused("added as 1 for what is hidden; it must be minus infinity",
-                    lambda scores, visible: softmax(scores + (~visible).to(scores))),
-           _misused("added as -1 for what is hidden; it must be minus infinity",
-                    lambda scores, visible: softmax(scores - (~visible).to(scores)))),
+    Family("attn", *_MASKS[2:]),
+    _filled_up(*_MASKS),
     Family("attn", Mistake("softmax_missing", "Queries, keys and values are right; the scores were taken for weights: "
                            "there is no softmax.", {"weigh": lambda scores, visible: scores * visible}),
            Mistake("softmax_scale", "Queries, keys and values are right; the weights were scaled, where the scores "

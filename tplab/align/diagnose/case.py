@@ -190,6 +190,24 @@ class Case:
         return off
 
     @cached_property
+    def calls(self) -> list[torch.Tensor]:
+        """The rows of each call, in the order in which the engine had them."""
+        origin, found = dict(zip(self.recording.places, self.recording.origins)), {}
+        for row in sorted(range(len(self.places)), key=lambda row: origin.get(self.places[row], (0, row))):
+            found.setdefault(origin.get(self.places[row], (0, row))[0], []).append(row)
+        return [torch.tensor(rows) for rows in found.values()]
+
+    @cached_property
+    def longest(self) -> torch.Tensor:
+        """For each row that was decoded beside longer sequences, how many keys the longest had; 0 for others."""
+        found = torch.zeros(len(self.places), dtype=torch.long)
+        for rows in self.calls:
+            alone = [row for row in rows.tolist() if self.places[row] in self.decoded]
+            longest = max((self.places[row][1] + 1 for row in alone), default=0)
+            found[[row for row in alone if self.places[row][1] + 1 < longest]] = longest
+        return found
+
+    @cached_property
     def begins(self) -> torch.Tensor:
         """For each row, the position at which its call's part of the sequence began."""
         keys_of = dict(zip(self.recording.places, self.recording.num_keys))

@@ -7,7 +7,7 @@ import torch
 from tplab.align.diagnose import numbers, places, steps
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser, right, rounded, several_ranks
+from tplab.align.diagnose.wrong import At, coarser, in_calls, right, rounded, several_ranks
 from tplab.align.points import POINTS, made_by
 from tplab.checkpoint.layout import EMBEDDING
 
@@ -17,14 +17,13 @@ NORMS = made_by("norm")
 # Anything.
 
 def shifted(at: At, value: tuple[int, bool]) -> torch.Tensor:
-    lengths = [len(at.case.positions)] if value[1] else at.case.lengths
-    return torch.cat([part.roll(value[0], 0) for part in right(at.case, at.rank)(at.op).split(lengths)])
+    return in_calls(at.case, right(at.case, at.rank)(at.op), lambda x: x.roll(value[0], 0), value[1])
 
 
 def _shifts(name: str, when: Callable) -> Mistake:
     return Mistake(name, "Each row of {name} is right for the token {text} it.", shifted,
-                   {(shift, whole): where for shift, where in ((1, "before"), (-1, "behind"))
-                    for whole in (True, False)}, number="shift",
+                   {(shift, apart): where for shift, where in ((1, "before"), (-1, "behind"))
+                    for apart in (False, True)}, number="shift",
                    when=lambda case: len(case.positions) > 2 and when(case))
 
 

@@ -306,17 +306,19 @@ def measured_frequencies(case: Case) -> torch.Tensor | None:
                      for x in map(case.looked_at, _before_and_after(case)))
     if not torch.isfinite(torch.view_as_real(after)).all():
         return None
-    turn = (after * before.conj()).sum(1)  # [tokens, pairs]
-    frequencies, positions = None, case.looked_at(case.positions)
+    def wound(angle: torch.Tensor) -> torch.Tensor:
+        return (angle + math.pi).remainder(2 * math.pi) - math.pi
+    turn, positions = (after * before.conj()).sum(1), case.looked_at(case.positions)  # [tokens, pairs], [tokens]
+    frequencies = first = start = None
     for position in positions.unique().tolist()[:200]:
         angle = turn[positions == position].sum(0).angle()
-        if position and frequencies is None:
-            if position > 1:
-                return None  # nothing says how often it went round
-            frequencies = angle
-        elif position:
-            wound = (angle - frequencies * position + math.pi).remainder(2 * math.pi) - math.pi
-            frequencies = frequencies + wound / position
+        if frequencies is not None:
+            far = position - first
+            frequencies = frequencies + wound(angle - start - frequencies * far) / far
+        elif first == position - 1:
+            frequencies = wound(angle - start)  # of two neighbours, since nothing says how often it went round
+        else:
+            first, start = position, angle
     return frequencies
 
 

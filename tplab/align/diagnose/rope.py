@@ -8,7 +8,7 @@ from tplab.align.arithmetic import rotated
 from tplab.align.diagnose import numbers
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser, rounded
+from tplab.align.diagnose.wrong import At, coarser, in_calls, rounded
 from tplab.align.points import made_by
 from tplab.model.rope import Rotary
 
@@ -127,10 +127,13 @@ def _upwards(at: At) -> dict:
 
 def _viewed(says: str, before: bool, behind: bool) -> Mistake:
     def change(at: At) -> torch.Tensor:
-        x = at.given()
-        tokens, heads, dim = x.shape
-        turned = at.make(x=x.reshape(heads, tokens, dim).transpose(0, 1) if before else x)
-        return turned.transpose(0, 1).reshape(x.shape) if behind else turned
+        def view(x):
+            return x.reshape(x.shape[1], len(x), -1).transpose(0, 1)
+
+        def back(x):
+            return x.transpose(0, 1).reshape(x.shape)
+        turned = at.make(x=in_calls(at.case, at.given(), view) if before else at.given())
+        return in_calls(at.case, turned, back) if behind else turned
     return Mistake("rope_viewed", "{op} is turned with numbers of other tokens: " + says + ", a view or reshape stands "
                    "where a transpose exchanges heads and tokens.", change)
 

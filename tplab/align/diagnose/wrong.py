@@ -120,6 +120,17 @@ class _Altered(LocalFrame):
         return torch.where(rows.view(-1, *[1] * (should.dim() - 1)), guess, should)
 
 
+def in_calls(case: Case, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], apart: bool = False
+             ) -> torch.Tensor:
+    """``change`` of the rows of each call, as the engine had them; ``apart``: of each sequence's."""
+    out, sequences = x.clone(), torch.tensor([sequence for sequence, _ in case.places])
+    for rows in case.calls:
+        own = sequences[rows]
+        for part in [rows[own == sequence] for sequence in own.unique()] if apart else [rows]:
+            out[part] = change(x[part])
+    return out
+
+
 def right(case: Case, rank: int) -> At:
     """What a rank's operations see where none of them is wrong."""
     return At(case, rank, case.frame, case.op)

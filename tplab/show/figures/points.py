@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import matplotlib
 
-from tplab.align.check.layouts import span
+from tplab.align.check.match import span
 from tplab.show.figures.diffs import finish
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import RC, STAGES, Picture, looks, picture
