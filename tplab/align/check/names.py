@@ -14,21 +14,21 @@ from tplab.align.points import LAYER_POINTS
 
 # role: the last part of a module's name
 _IN_LAYER = {
-    "q": "q_proj wq q query to_q query_proj q_linear linear_q",
-    "k": "k_proj wk k key to_k key_proj k_linear linear_k",
-    "v": "v_proj wv v value to_v value_proj v_linear linear_v",
+    "q": "q_proj wq q query to_q query_proj q_linear linear_q w_query",
+    "k": "k_proj wk k key to_k key_proj k_linear linear_k w_key",
+    "v": "v_proj wv v value to_v value_proj v_linear linear_v w_value",
     "qkv": "qkv_proj wqkv qkv c_attn query_key_value attn_qkv in_proj w_pack to_qkv qkv_linear linear_qkv",
-    "o": "o_proj wo out_proj o to_out dense o_linear linear_proj attn_out attn_proj",
+    "o": "o_proj wo out_proj o to_out dense o_linear linear_proj attn_out attn_proj output_proj",
     "gate": "gate_proj w1 gate w_gate gate_linear",
     "up": "up_proj w3 up w_up up_linear",
     "gate_up": "gate_up_proj w13 gate_up w1_w3 gate_up_linear linear_fc1",
     "down": "down_proj w2 down w_down down_linear linear_fc2",
-    "attention": "self_attn attention attn self_attention mha",
+    "attention": "self_attn attention attn self_attention mha att",
     "feed_forward": "mlp feed_forward ffn ff feedforward",
-    "input_norm": "input_layernorm attention_norm attn_norm ln_1 ln1 norm1 input_norm pre_attention_norm "
-                  "pre_attn_norm pre_attention_layernorm rms_1 ln_attn norm_attn",
-    "post_norm": "post_attention_layernorm ffn_norm mlp_norm ln_2 ln2 norm2 post_norm pre_mlp_layernorm pre_ffn_norm "
-                 "post_attention_norm rms_2 ln_mlp norm_mlp pre_feedforward_layernorm",
+    "input_norm": "input_layernorm attention_norm attn_norm ln_1 ln1 norm1 norm_1 sa_norm input_norm "
+                  "pre_attention_norm pre_attn_norm pre_attention_layernorm rms_1 ln_attn norm_attn",
+    "post_norm": "post_attention_layernorm ffn_norm mlp_norm ln_2 ln2 norm2 norm_2 post_norm pre_mlp_layernorm "
+                 "pre_ffn_norm post_attention_norm rms_2 ln_mlp norm_mlp pre_feedforward_layernorm",
     "q_norm": "q_norm q_layernorm query_norm norm_q q_ln",
     "k_norm": "k_norm k_layernorm key_norm norm_k k_ln",
     "rotary": "rotary_emb rotary rope rotary_embedding rope_emb rotary_pos_emb apply_rotary pos_embeddings",
@@ -40,7 +40,7 @@ _OUTSIDE = {
     "embed": "embed_tokens tok_embeddings wte embedding embeddings embed word_embeddings token_embedding "
              "token_embeddings tok_emb embed_in",
     "norm": "norm final_norm ln_f final_layernorm final_layer_norm norm_f model_norm",
-    "head": "lm_head output final_proj head output_layer embed_out unembed output_proj lm_proj",
+    "head": "lm_head output final_proj head out_head output_layer embed_out unembed output_proj lm_proj",
     "logits": "logits_processor compute_logits",
     "rotary": _IN_LAYER["rotary"],
 }
@@ -50,6 +50,30 @@ _INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # wh
 # How strong a claim is: the smaller, the stronger. A fused output has to be split first, so what goes into the next
 # module (direct) tells more.
 OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, EVIDENT = range(7)
+_Flow = tuple[str, int, str, int]  # of which of a module's tensors, the how-manieth is which point, and how surely
+
+
+def _through(before: str, point: str, entering: str = "hidden in", leaving: str = "out", direct: int = CONSUMER
+             ) -> tuple[_Flow, ...]:
+    return (entering, 0, before, direct), (leaving, 0, point, PRODUCER)
+
+
+# role: what goes in and out
+_FLOWS: dict[str, tuple[_Flow, ...]] = {
+    **{role: _through("input_norm", role) for role in ("q", "k", "v", "qkv")},
+    **{role: _through("post_norm", role) for role in ("gate", "up", "gate_up")},
+    **{f"{part}_norm": _through(part, f"{part}_norm", "in", direct=DIRECT) for part in "qk"},
+    "o": _through("attn", "o", "in", "hidden out"), "down": _through("mlp_act", "down", "in", "hidden out"),
+    "attention": (("hidden in", 0, "input_norm", CONSUMER), ("hidden out", 0, "o", CONSUMER)),
+    "feed_forward": (("hidden in", 0, "post_norm", CONSUMER), ("hidden out", 0, "down", CONSUMER)),
+    "core": (("heads in", 0, "q_rope", CONSUMER), ("heads in", 1, "k_rope", CONSUMER), ("heads in", 2, "v", DIRECT),
+             ("out", 0, "attn", PRODUCER)),
+    "kv_cache": (("heads in", 0, "k_rope", CONSUMER), ("heads in", 1, "v", DIRECT)),
+    "input_norm": (("hidden out", 0, "input_norm", PRODUCER),), "norm": (("hidden out", 0, "norm", PRODUCER),),
+    "post_norm": (("hidden out", 0, "post_norm", PRODUCER), ("hidden out", 1, "residual", PRODUCER)),
+    "embed": (("hidden out", 0, "embed", PRODUCER),), "head": _through("norm", "logits"),
+    "logits": _through("norm", "logits"), "act": (("in", 0, "gate", DIRECT),),
+    "act of both": _through("gate_up", "mlp_act", "in")}
 
 
 @dataclass(frozen=True)
@@ -169,114 +193,55 @@ def _named_point(name: str) -> str | None:
     return f"layers.{layer}.{point}" if point in (*LAYER_POINTS, "qkv", "gate_up") else None
 
 
-def _floats(entries: list) -> list:
-    return [entry for entry in entries if entry.dtype.is_floating_point and len(entry.shape) > 1]
-
-
 def _by_role(visit: Visit, layer: int | None, role: str | None, sizes: Sizes, half: int) -> Iterator[Claim]:
-    ins, outs = _floats(visit.ins), _floats(visit.outs)
-    hidden_in, hidden_out = ([e for e in side if _is_hidden(e, sizes)] for side in (ins, outs))
-    at = f"layers.{layer}."
+    sides = {side: [entry for entry in entries if entry.dtype.is_floating_point and len(entry.shape) > 1]
+             for side, entries in (("in", visit.ins), ("out", visit.outs))}
+    for side in ("in", "out"):
+        sides[f"hidden {side}"] = [e for e in sides[side] if len(e.shape) <= 3 and e.shape[-1] == sizes.hidden]
+        sides[f"heads {side}"] = [e for e in sides[side] if e.shape[-1] % sizes.head_dim == 0]  # or it can be them
+    at = "" if role in _OUTSIDE and layer is None else f"layers.{layer}."
     before = f"layers.{(sizes.layers if layer is None else layer) - 1}."
-
-    def inner(point: str, entries: list, strength: int) -> Iterator[Claim]:
-        if entries:
-            yield Claim(at + point, entries[0], strength)
-
-    def stream(entries: list, sublayer: str, residual: str, summed: str, strength: int) -> Iterator[Claim]:
-        """The residual stream, whole, or as what was added last and what it is to be added to."""
-        if len(entries) == 1:
-            yield Claim(summed, entries[0], strength)
-        elif len(entries) > 1 and not sublayer.startswith("layers.-1"):
-            yield Claim(sublayer, entries[0], strength)
-            yield Claim(residual, entries[1], strength)
-
     last = (before + "mlp", before + "residual", before + "output" if layer != 0 else "embed")
+
+    def stream(side: str, sublayer: str, residual: str, summed: str, strength: int) -> Iterator[Claim]:
+        """The residual stream, whole, or as what was added last and what it is to be added to."""
+        if len(sides[side]) == 1:
+            yield Claim(summed, sides[side][0], strength)
+        elif len(sides[side]) > 1 and not sublayer.startswith("layers.-1"):
+            yield Claim(sublayer, sides[side][0], strength)
+            yield Claim(residual, sides[side][1], strength)
     match role:
-        case "input_norm" | "norm":
-            yield from stream(hidden_in, *last, CONSUMER)
-            if hidden_out:
-                yield Claim("norm" if role == "norm" else at + "input_norm", hidden_out[0], PRODUCER)
-            if len(hidden_out) > 1:
-                yield Claim(last[2], hidden_out[1], PRODUCER)
+        case "input_norm" | "norm" | "layer":
+            yield from stream("hidden in", *last, CONSUMER)
         case "post_norm":
-            yield from stream(hidden_in, at + "o_proj", last[2], at + "residual", CONSUMER)
-            yield from inner("post_norm", hidden_out, PRODUCER)
-            yield from inner("residual", hidden_out[1:], PRODUCER)
-        case "layer":
-            yield from stream(hidden_in, *last, CONSUMER)
-            yield from stream(hidden_out, at + "mlp", at + "residual", at + "output", PRODUCER)
-        case "attention" if len(_headed(ins, sizes)) >= 3 and not hidden_in:
-            yield from _core(inner, ins, outs, sizes)
-        case "attention":
-            yield from inner("input_norm", hidden_in, CONSUMER)
-            yield from inner("o", hidden_out, CONSUMER)
-        case "core":
-            yield from _core(inner, ins, outs, sizes)
-        case "feed_forward":
-            yield from inner("post_norm", hidden_in, CONSUMER)
-            yield from inner("down", hidden_out, CONSUMER)
-        case "q" | "k" | "v" | "qkv":
-            yield from inner("input_norm", hidden_in, CONSUMER)
-            yield from inner(role, outs, PRODUCER)
-        case "gate" | "up" | "gate_up":
-            yield from inner("post_norm", hidden_in, CONSUMER)
-            yield from inner(role, outs, PRODUCER)
-        case "q_norm" | "k_norm" if sizes.qk_norm:
-            yield from inner(role[0], ins, DIRECT)
-            yield from inner(role, outs, PRODUCER)
+            yield from stream("hidden in", at + "o_proj", last[2], at + "residual", CONSUMER)
+        case "attention" if len(sides["heads in"]) >= 3 and not sides["hidden in"]:
+            role = "core"
+        case "act" if sides["in"] and sides["out"] and sides["in"][0].shape[-1] == 2 * sides["out"][0].shape[-1]:
+            role = "act of both"
         case "rotary" if layer is not None:
             raw = ("q_norm", "k_norm") if sizes.qk_norm else ("q", "k")
-            heads_in, heads_out = _headed(ins, sizes), _headed(outs, sizes)
-            if len(heads_out) == 1:  # called for q, then for k
-                heads_in, heads_out = [None] * half + heads_in[:1], [None] * half + heads_out
-            for side, points in ((heads_in, raw), (heads_out, ("q_rope", "k_rope"))):
-                for point, entry in zip(points, side):
-                    if entry is not None:
-                        yield Claim(at + point, entry, DIRECT)
-        case "o" | "down":
-            yield from inner("attn" if role == "o" else "mlp_act", ins, CONSUMER)
-            yield from inner(role, hidden_out, PRODUCER)
-        case "act":
-            if ins and outs and ins[0].shape[-1] == 2 * outs[0].shape[-1]:
-                yield from inner("gate_up", ins, CONSUMER)
-                yield from inner("mlp_act", outs, PRODUCER)
-            else:
-                yield from inner("gate", ins, DIRECT)
-        case "kv_cache":
-            yield from inner("k_rope", _headed(ins, sizes), CONSUMER)
-            yield from inner("v", _headed(ins, sizes)[1:], DIRECT)
-        case "embed":
-            if hidden_out:
-                yield Claim("embed", hidden_out[0], PRODUCER)
-        case "head" | "logits":
-            if hidden_in:
-                yield Claim("norm", hidden_in[0], CONSUMER)
-            if outs:
-                yield Claim("logits", outs[0], PRODUCER)
+            ins, outs = sides["heads in"], sides["heads out"]
+            if len(outs) == 1:  # called for q, then for k
+                ins, outs = [None] * half + ins[:1], [None] * half + outs
+            for point, entry in (*zip(raw, ins), *zip(("q_rope", "k_rope"), outs)):
+                if entry is not None:
+                    yield Claim(at + point, entry, DIRECT)
         case None if layer is None and _is_root(visit.name):
-            for entry in outs:
+            for entry in sides["out"]:
                 if entry.path in ("logits", "last_hidden_state"):
                     yield Claim("logits" if entry.path == "logits" else "norm", entry, CONSUMER)
-                elif entry.path in ("", "0") and entry.shape:
-                    hidden = _is_hidden(entry, sizes) and sizes.hidden != sizes.vocab
+                elif entry.path in ("", "0"):
+                    hidden = entry in sides["hidden out"] and sizes.hidden != sizes.vocab
                     yield Claim("norm" if hidden else "logits", entry, CONSUMER)
-
-
-def _core(inner, ins: list, outs: list, sizes: Sizes) -> Iterator[Claim]:
-    for point, entry in zip(("q_rope", "k_rope", "v"), _headed(ins, sizes)):
-        yield from inner(point, [entry], DIRECT if point == "v" else CONSUMER)
-    yield from inner("attn", outs, PRODUCER)
+    for side, number, point, strength in _FLOWS.get(role, ()):
+        if len(sides[side]) > number and (sizes.qk_norm or role not in ("q_norm", "k_norm")):
+            yield Claim(at + point, sides[side][number], strength)
+    if role == "layer":
+        yield from stream("hidden out", at + "mlp", at + "residual", at + "output", PRODUCER)
+    elif role in ("input_norm", "norm") and len(sides["hidden out"]) > 1:
+        yield Claim(last[2], sides["hidden out"][1], PRODUCER)
 
 
 def _is_root(name: str) -> bool:
     return name.rpartition(".")[2] in ("", "model", "transformer", "decoder", *_WRAPPERS)
-
-
-def _is_hidden(entry, sizes: Sizes) -> bool:
-    return 2 <= len(entry.shape) <= 3 and entry.shape[-1] == sizes.hidden
-
-
-def _headed(entries: list, sizes: Sizes) -> list:
-    """Of floating-point tensors, those that can be heads: ``[…, heads * head_dim]`` or ``[…, heads, head_dim]``."""
-    return [e for e in entries if len(e.shape) >= 2 and e.shape[-1] % sizes.head_dim == 0]

@@ -200,12 +200,17 @@ class _Placing:
 
     def _check_padding(self) -> None:
         """Where nothing recorded has just the vocabulary, whoever draws a token sees the padding, too."""
-        sources = self.sources.of("logits")
-        above = [self.sources.beyond(source, self.sources.complete(source)[0]) for source in sources]
-        if not sources or any(one is None for one in above):
+        sources, above = self.sources.of("logits"), []
+        for source in sources:
+            (_, padding), (_, own) = (self.sources.logits(source, self.sources.complete(source)[0], padding=behind) or (
+                [], torch.empty(0, 0)) for behind in (True, False))
+            if not padding.numel():
+                return
+            above.append(padding.amax(1) - own.amax(1))
+        if not sources:
             return
-        columns = next(iter(sources[0].entries.values())).shape[-1]
-        more = f"{sources[0]} has {columns - self.config.vocab_size} columns of padding"
+        more = f"{sources[0]} has {next(iter(sources[0].entries.values())).shape[-1] - self.config.vocab_size} columns"
+        more += " of padding"
         if drawn := int((above[0] > 0).sum()):
             self.shares.contradictions.append(Contradiction(
                 f"{more}, and in {drawn} of {len(above[0])} rows the largest number stands there: token ids that there "

@@ -39,6 +39,10 @@ class CallRows:
         """All rows, padding included."""
         return self.batch * self.tokens
 
+    def without_cut(self, known: dict[tuple[int, int], object]) -> dict:
+        """What is known by place, without what the texts lost in this call."""
+        return {place: found for place, found in known.items() if place[1] < self.cut.get(place[0], place[1] + 1)}
+
     def pad(self, size: int) -> None:
         """Count ``size`` rows: those behind the ones that were said are padding."""
         self.batch, self.tokens = (1, size) if self.batch == 1 else (size // self.tokens, self.tokens)

@@ -102,20 +102,16 @@ class Sources:
                                          "positions) before the call does")
                 continue
             first = min(known)
-            for rank, ids in known.items():
-                if not torch.equal(ids, known[first]):
-                    self.contradictions.append(Contradiction(
-                        f"call {index}: rank {rank} was given other token ids than rank {first}: {_short(ids)}, not "
-                        f"{_short(known[first])}", "inputs_differ"))
+            said = {rank: positions for rank, (_, positions, _) in seen.items() if positions is not None}
+            for what, given in (("token ids", known), ("positions", said)):
+                for rank, own in given.items():
+                    if not torch.equal(own, right := given[min(given)]):
+                        self.contradictions.append(Contradiction(
+                            f"call {index}: rank {rank} was given other {what} than rank {min(given)}: {_short(own)}, "
+                            f"not {_short(right)}", "inputs_differ"))
             if (known[first] >= self.config.vocab_size).any():
                 raise PlacementError(f"call {index}: token id {int(known[first].max())} is not in the checkpoint's "
                                      f"vocabulary: 0 to {self.config.vocab_size - 1}")
-            said = {rank: positions for rank, (_, positions, _) in seen.items() if positions is not None}
-            for rank, positions in said.items():
-                if not torch.equal(positions, said[min(said)]):
-                    self.contradictions.append(Contradiction(
-                        f"call {index}: rank {rank} was given other positions than rank {min(said)}: "
-                        f"{_short(positions)}, not {_short(said[min(said)])}", "inputs_differ"))
             sequences = self.recorded[first][index].sequences
             mask = next((mask for *_, mask in seen.values() if mask is not None), None)
             call = self.texts.add_call(index, known[first], said[min(said)] if said else None, sequences, mask)
@@ -149,24 +145,19 @@ class Sources:
                                      "tokens: record one rank alone, with rank=0 and world_size=1, on a whole text")
 
     def _order_rows(self) -> None:
-        last: dict[tuple[int, int], tuple[int, int, int | None, tuple[int, int]]] = {}
-        offset = 0
+        last: dict[tuple[int, int], tuple[tuple[int, int], int, int]] = {}  # place → where, keys, the position given
         for number, call in enumerate(self.calls):
-            last = {place: found for place, found in last.items() if place[1] < call.cut.get(place[0], place[1] + 1)}
-            for i, (row, place, keys) in enumerate(zip(call.rows, call.places, call.keys)):
-                declared = None if call.declared is None else call.declared[i]
-                last[place] = offset + row, keys, declared, (number, row)
-            offset += call.size
-        texts = self.texts
+            last = call.without_cut(last)
+            declared = call.declared or [position for _, position in call.places]
+            last |= {place: ((number, row), keys, said) for row, place, keys, said in zip(
+                call.rows, call.places, call.keys, declared)}
+        texts, starts = self.texts, [sum(call.size for call in self.calls[:n]) for n in range(len(self.calls))]
         last = {place: found for place, found in last.items() if place[0] not in texts.headless
                 and place[1] < len(texts.ids[place[0]])}
         self.places, self._known = sorted(last), last.keys()
-        self._index = torch.tensor([last[place][0] for place in self.places], dtype=torch.long)
-        self.origins = [last[place][3] for place in self.places]
+        self.origins, self.num_keys, said = ([last[place][i] for place in self.places] for i in range(3))
+        self._index = torch.tensor([starts[number] + row for number, row in self.origins], dtype=torch.long)
         self._in_order = torch.equal(self._index, torch.arange(len(self._index)))
-        self.num_keys = [last[place][1] for place in self.places]
-        said = [position if last[(number, position)][2] is None else last[(number, position)][2]
-                for number, position in self.places]
         self.declared = said if said != [position for _, position in self.places] else None
 
     def claim(self, roles: dict[str, str] | None = None, points: dict[tuple[str, str, str], str] | None = None) -> None:
@@ -290,39 +281,27 @@ class Sources:
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return whole[:len(self._index)] if self._in_order else whole[self._index]
 
-    def logits(self, source: Source, rank: int, look: str = WHOLE
+    def logits(self, source: Source, rank: int, look: str = WHOLE, padding: bool = False
                ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call. Columns
-        behind the vocabulary are left out."""
-        rows = self._logits(source, rank, look)
-        return rows and (rows[0], rows[1][:, :self.config.vocab_size])
-
-    def beyond(self, source: Source, rank: int) -> torch.Tensor | None:
-        """Of logits wider than the vocabulary, how far each row's largest padding is above its largest token."""
-        rows, size = self._logits(source, rank, WHOLE), self.config.vocab_size
-        if rows is None or rows[1].shape[1] <= size:
-            return None
-        return rows[1][:, size:].amax(1) - rows[1][:, :size].amax(1)
-
-    def _logits(self, source: Source, rank: int, look: str) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
+        behind the vocabulary are left out, or the only ones that are not (``padding``)."""
         found = [as_rows(tensor, call) for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
-        if found and all(tensor is not None and len(tensor) == call.size for tensor, call in zip(found, self.calls)):
+        columns = slice(self.config.vocab_size, None) if padding else slice(self.config.vocab_size)
+        if not found or any(tensor is None for tensor in found):
+            return None
+        if all(len(tensor) == call.size for tensor, call in zip(found, self.calls)):
             ordered = self._ordered(found, look)
-            return None if ordered is None else (self.places[:len(ordered)], ordered)
+            return None if ordered is None else (self.places[:len(ordered)], ordered[:, columns])
         last: dict[tuple[int, int], torch.Tensor] = {}
         for tensor, call in zip(found, self.calls):
-            if tensor is None:
-                return None
-            last = {place: row for place, row in last.items() if place[1] < call.cut.get(place[0], place[1] + 1)}
+            last = call.without_cut(last)
             where = {row: place for row, place in zip(call.rows, call.places) if place in self._known}
-            if len(tensor) == call.size:
-                last.update({place: tensor[row] for row, place in where.items()})
-            else:
-                last.update({where[row]: tensor[i] for i, row in enumerate(call.ends) if row in where})
+            rows = range(call.size) if len(tensor) == call.size else call.ends
+            last |= {where[row]: tensor[i] for i, row in enumerate(rows) if row in where}
         if not last or len({len(row) for row in last.values()}) != 1:
             return None
         places = sorted(last)[:SAMPLE if look == FEW else None]
-        return places, torch.stack([last[place] for place in places])
+        return places, torch.stack([last[place] for place in places])[:, columns]
 
 
 def _collect(sources: dict[tuple, Source], strength: int, rank: int, call: int, entry) -> None:

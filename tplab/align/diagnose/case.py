@@ -199,12 +199,11 @@ class Case:
 
     @cached_property
     def longest(self) -> torch.Tensor:
-        """For each row that was decoded beside longer sequences, how many keys the longest had; 0 for others."""
+        """For each row that was decoded, how many keys the longest sequence had beside it; 0 for others."""
         found = torch.zeros(len(self.places), dtype=torch.long)
         for rows in self.calls:
             alone = [row for row in rows.tolist() if self.places[row] in self.decoded]
-            longest = max((self.places[row][1] + 1 for row in alone), default=0)
-            found[[row for row in alone if self.places[row][1] + 1 < longest]] = longest
+            found[alone] = max((self.places[row][1] + 1 for row in alone), default=0)
         return found
 
     @cached_property
