@@ -52,11 +52,12 @@ def test_what_a_module_is_for(layer, rest, role):
 F32 = torch.float32
 
 
-def run(name, ins=(), outs=(), nth=0):
+def run(name, ins=(), outs=(), nth=0, module_class="Linear"):
     """The entries of one module run, by their shapes; ``(shape, dtype)`` for others than float32."""
     def entry(kind, number, shape):
         shape, dtype = shape if isinstance(shape[0], tuple) else (shape, F32)
-        return Some(name=name, kind=kind, path=str(number), nth=nth, shape=shape, dtype=dtype, order=0)
+        return Some(name=name, kind=kind, path=str(number), nth=nth, shape=shape, dtype=dtype, order=0,
+                    module_class=module_class)
     found = [entry("in", i, shape) for i, shape in enumerate(ins)] + [entry("out", i, shape) for i, shape in
                                                                      enumerate(outs)]
     for order, one in enumerate(found):
@@ -122,6 +123,7 @@ LAST = "layers.0."
     (run("lm_head", [X], [(3, 20)]), [("norm", "in 0", CONSUMER), ("logits", "out 0", PRODUCER)]),
     (run("", [((3,), torch.long)], [(3, 20)]), [("logits", "out 0", CONSUMER)]),
     (run("model", [((3,), torch.long)], [X]), [("norm", "out 0", CONSUMER)]),
+    (run("layers.1.post_attention_norm", [X], [X], module_class="Identity"), []),  # it does nothing
     (run("layers.1.q_norm", [HEADS], [HEADS]), [])])
 def test_claims_of_a_module(entries, found):
     assert claimed(entries) == found

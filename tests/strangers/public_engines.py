@@ -39,6 +39,9 @@ DECODED = 3
 # What an engine imports and this environment lacks.
 
 class _Nothing(type):
+    def __getitem__(cls, item):
+        return cls
+
     def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -62,9 +65,9 @@ class _Module(ModuleType):
 class Lacking(MetaPathFinder, Loader):
     """Finds modules that do nothing, for some packages."""
 
-    packages = ("lightning", "tiktoken", "torchao", "simple_parsing", "mistral_common", "datasets", "sentencepiece",
-                "omegaconf", "PIL", "kagglehub", "blobfile", "fire", "matplotlib", "requests", "torchvision",
-                "torchdata", "jsonargparse", "pandas")
+    packages = ("lightning", "lightning_utilities", "tiktoken", "torchao", "simple_parsing", "mistral_common",
+                "datasets", "sentencepiece", "omegaconf", "PIL", "kagglehub", "blobfile", "fire", "matplotlib",
+                "requests", "torchvision", "torchdata", "jsonargparse", "pandas")
 
     def find_spec(self, name, path=None, target=None):
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.packages else None
@@ -80,7 +83,9 @@ def provide(name: str, **content) -> None:
     """A module of our own under a name of somebody else's."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
-        sys.modules.setdefault(".".join(parts[:i]), _Module(".".join(parts[:i])))
+        here = sys.modules.setdefault(".".join(parts[:i]), _Module(".".join(parts[:i])))
+        if i > 1:
+            setattr(sys.modules[".".join(parts[:i - 1])], parts[i - 1], here)
     vars(sys.modules[name]).update(content)
 
 

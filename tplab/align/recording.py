@@ -83,6 +83,7 @@ class Recording:
         holders: the ranks that hold a layer, where not all do.
         doubts: where the engine's positions, taken for right, would give other texts.
         unjudged: what of the run could not be looked at.
+        reordered: whether the numbers in a head of q and k were taken to stand in an order of the engine's own.
         warnings: what a right engine may do, and what can follow.
     """
 
@@ -105,4 +106,5 @@ class Recording:
     holders: dict[int, list[int]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
+    reordered: bool = False
     warnings: list[str] = field(default_factory=list)

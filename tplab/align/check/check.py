@@ -50,6 +50,10 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
             if set(other.guilty) < set(report.guilty):  # an engine whose positions are right explains more
                 other.recording.notes += [f"positions taken for right: {doubt}" for doubt in other.recording.doubts]
                 report = other
+    if report.guilty and report.recording.reordered:
+        other = _judged(recorded, ckpt, names, as_it_stands=True)
+        if not set(other.guilty) & set(report.guilty):  # what follows knows of no such order
+            report = other
     _without_adapters(report, recorded, ckpt, names or {})
     return report
 

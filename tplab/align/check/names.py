@@ -140,10 +140,11 @@ def role_of(layer: int | None, rest: str) -> str | None:
 
 
 def visits(entries) -> list[Visit]:
-    """A call's entries, in their order, module run by module run; tensors recorded by hand are not among them."""
+    """A call's entries, in their order, module run by module run; tensors recorded by hand are not among them, nor what
+    stands in a module's place and does nothing."""
     found: dict[tuple[str, int], Visit] = {}
     for entry in entries:
-        if entry.kind != "tensor":
+        if entry.kind != "tensor" and entry.module_class != "Identity":
             visit = found.setdefault((entry.name, entry.nth), Visit(entry.name, entry.nth))
             (visit.ins if entry.kind == "in" else visit.outs).append(entry)
     return list(found.values())

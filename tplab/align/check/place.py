@@ -25,13 +25,15 @@ from tplab.shard import ShardPlan
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
-def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, **reading) -> Recording:
+def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, as_it_stands: bool = False,
+          **reading) -> Recording:
     """Find out what was recorded: which tensor is which point, which token each row, what each rank holds of it.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
         names: ``{pattern: point}`` for what the conventions do not know, as
             :func:`tplab.align.check.overrides.check_names` describes.
+        as_it_stands: as :class:`tplab.align.check.shares.Shares` takes it.
         reading: what is taken for granted, as :class:`tplab.align.check.rows.Texts` takes it.
 
     Raises:
@@ -40,12 +42,12 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, **rea
     """
     sources = Sources(recorded, ckpt.config, names, **reading)
     plan = staged(ckpt.config, sources.stages)
-    shares = Shares(sources, ckpt, plan)
+    shares = Shares(sources, ckpt, plan, as_it_stands)
     learnt = learn(sources, shares)
     parameters, unknown = parameters_of(recorded, shares)
     found = _Placing(sources, shares, learnt).recording()
     found.plan, found.doubts = plan, list(dict.fromkeys(sources.texts.doubts))
-    found.unjudged = sources.texts.unjudged
+    found.unjudged, found.reordered = sources.texts.unjudged, bool(shares.orders)
     found.holders = {layer: stage for stage in sources.stages for layer in sources.layers_of(*stage)}
     found.parameters, found.unplaced = parameters, found.unplaced + [
         f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]

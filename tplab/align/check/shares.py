@@ -45,10 +45,12 @@ class Held(NamedTuple):
 class Shares:
     """Decides what each rank holds of each dimension: ``layouts`` of ``q``, ``k``, ``v``, ``mlp`` and ``vocab``.
 
-    ``totals`` says how many heads, columns and rows there are; ``contradictions`` what no layout explains.
+    ``totals`` says how many heads, columns and rows there are; ``contradictions`` what no layout explains;
+    ``as_it_stands``: the numbers of a head are taken to be in Hugging Face's order.
     """
 
-    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan):
+    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan, as_it_stands: bool = False):
+        self.as_it_stands = as_it_stands
         self.sources, self.config, self.evidence = sources, ckpt.config, Evidence(ckpt, sources)
         self.stages, config = sources.stages, ckpt.config
         self.totals = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads,
@@ -88,20 +90,16 @@ class Shares:
         """Where a head's numbers stand in another order than Hugging Face's, the same for q and k: ``"q"``, ``"k"``,
         ``"q_rope"``, ``"k_rope"`` → where in the engine's head each of Hugging Face's numbers stands.
 
-        Such an order is a layout (rows of q and k permuted for a rotation in pairs) if what is made of it is right.
+        Such an order is a layout (rows of q and k permuted for a rotation in pairs), unless :func:`check` finds that
+        what is made of it is right as it stands.
         """
         found: dict[str, list[int]] = {}
-        for at in self.sampled[:1]:
-            for more in ("", "_rope"):
-                one, other = (self._order(at, part + more, found.get(part)) for part in "qk")
-                if one is not None and one == other:
-                    found |= {f"q{more}": one, f"k{more}": one}
-                elif more and found and any(any(self._raw(f"{at}{part}{more}", FEW)) for part in "qk"):
-                    return {}  # the rotation does not know of the order: that is a bug
-            for held in islice(self._raw(f"{at}attn", FEW), 1) if found else ():
-                full = self.evidence.reference(f"{at}attn")
-                if full is None or any(not self.vote("q", x, full, rank) for rank, x in held.tensors.items()):
-                    return {}
+        for at in () if self.as_it_stands else self.sampled[:1]:
+            for more in ("", "_rope"):  # where one has a bug, the other says it; a rotation keeps the order
+                orders = [self._order(at, part + more, found.get(part)) for part in "qk"]
+                seen = [order for order in orders if order] or [found[part] for part in "q" if more and part in found]
+                if seen and all(order == seen[0] for order in seen):
+                    found |= dict.fromkeys((f"q{more}", f"k{more}"), seen[0])
         return {point: order for point, order in found.items() if order != sorted(order)}
 
     def _order(self, at: str, point: str, before: list[int] | None) -> list[int] | None:

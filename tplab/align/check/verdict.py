@@ -10,7 +10,6 @@ from tplab.align.check.ordinary import Ordinary
 from tplab.align.diagnose.case import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
-from tplab.align.points import goes_into
 from tplab.align.report import AlignReport, internal_error
 
 GROWN = 10  # so many floors of float32 rounding can grow in an engine whose modules are all right
@@ -89,18 +88,11 @@ class CheckReport(AlignReport):
 
     @cached_property
     def misplaced(self) -> bool:
-        """Whether all that is wrong has no name, and what is made of it is right: then it is not what it is taken for.
-        """
-        if not self.guilty or self.dtype in SHORT or any(one.fault for one in self.diagnoses):
-            return False
-        names = [point.name for point in self.points]
-
-        def made_of(name: str) -> list[str]:
-            layer, _, point = name.rpartition(".")
-            return [other for other in names[names.index(name) + 1:] if other.rpartition(".")[0] != layer
-                    or goes_into(point, other.rpartition(".")[2])]
-        return all(self.local[name].relative > CLEARLY * self[name].floor and (after := made_of(name)) and all(
-            self[other].relative <= GROWN * self[other].floor for other in after) for name in self.guilty)
+        """Whether all else is right up to the end: then what is wrong is not what it is taken for."""
+        others = [point for point in self.points if point.name not in self.guilty]
+        return bool(self.guilty) and self.dtype not in SHORT and others[-1:] == self.points[-1:] and all(
+            point.relative <= GROWN * point.floor for point in others) and all(
+            self.local[name].relative > CLEARLY * self[name].floor for name in self.guilty)
 
     @property
     def ok(self) -> bool:
