@@ -237,8 +237,7 @@ ATTENDING = (
     Family("attn", Mistake("rope_on_values", "Attention fits values that were rotated; RoPE turns q and k alone.",
                            _turned_values)),
     places.other_kv_heads,
-    steps.mask_of_the_first_row, steps.stale_table, steps.written_too_early, steps.shared_without_parent,
-    steps.lost_with_its_blocks, steps.found_before_it_was_there,
+    steps.mask_of_the_first_row, steps.strange_blocks, steps.written_too_early,
     Family("attn", _past("cache_not_read", "each token sees those of its own call only; what is in the cache is not "
                          "read",
                          lambda query, key, keys: (key <= query) & (key >= calls(query, keys)[0])),

@@ -9,7 +9,6 @@ import torch
 from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.table import COST, procedure
-from tplab.align.operations import causal
 from tplab.align.report import AlignReport, DecodeFacts
 
 
@@ -104,13 +103,6 @@ def stale_block_table(report: AlignReport) -> str:
     return ""
 
 
-@procedure("attn", names="stale_block_table")
-def stale_table(case: Case) -> Diagnosis | None:
-    """Did the ranks work with the tables that the scheduler had?"""
-    says = stale_block_table(case.report)
-    return case.diagnosis("stale_block_table", says) if says else None
-
-
 @procedure("attn", names="slot_off_by_one")
 def written_too_early(case: Case) -> Diagnosis | None:
     """Does a decoding token find its own slot empty, and its predecessor's holding its own key?"""
@@ -131,34 +123,6 @@ def written_too_early(case: Case) -> Diagnosis | None:
                                   "written one slot too early.", position=position)
 
 
-@procedure("attn", names="prefix_hash_without_parent")
-def shared_without_parent(case: Case) -> Diagnosis | None:
-    """Do shared blocks hold the keys of another prompt, with the same tokens behind another beginning?"""
-    if case.report.decode is None:
-        return None
-    size, texts = case.report.decode.block_size, case.report.ids
-    tables = {number: at_ranks for _, number, at_ranks, _ in _block_tables(case.report.decode)}  # the last ones
-    strangers, computed = [], {}  # block → the prompt that computed what it holds, and as which of its own blocks
-    for prompt, ours, positions, q in prompts(case):
-        k, v = (tensor.clone() for tensor in keys_and_values(case, prompt))
-        found = int(positions[0]) // size
-        for index, block_id in enumerate(tables[prompt][:found]):
-            owner, at = computed.get(block_id, (prompt, index))
-            here, there = (slice(i * size, (i + 1) * size) for i in (index, at))
-            if texts[owner][:there.stop] != texts[prompt][:here.stop]:
-                k[here], v[here] = (tensor[there] for tensor in keys_and_values(case, owner))
-                strangers.append((index, prompt, owner))
-        computed.update({block_id: (prompt, index) for index, block_id in enumerate(tables[prompt]) if index >= found})
-        visible = causal(positions[:, None], torch.arange(len(k))[None], positions)
-        if not case.fits(ours, attend(q, k, v, visible, case.scaling)):
-            return None
-    if strangers:
-        index, prompt, owner = strangers[0]
-        return case.diagnosis("prefix_hash_without_parent", f"Block {index} of prompt {prompt} was not computed but "
-                              f"found, and holds the keys that its tokens have behind prompt {owner}'s beginning: a "
-                              "block's key must include its parent's.", block=index, prompt=prompt, owner=owner)
-
-
 class _Read(NamedTuple):
     """A slot in which a sequence finds something else than its own key."""
 
@@ -171,6 +135,8 @@ class _Read(NamedTuple):
 
 def _strange_read(case: Case) -> _Read | None:
     """The first such slot of all steps, if blocks are read and written as the tables say."""
+    if case.report.decode is None:
+        return None
     texts, size = case.report.ids, case.report.decode.block_size
     slots: dict[int, tuple[int, int]] = {}
     computed: dict[tuple[int, int], int] = {}
@@ -189,29 +155,30 @@ def _strange_read(case: Case) -> _Read | None:
     return None
 
 
-@procedure("attn", names="preempted_not_recomputed")
-def lost_with_its_blocks(case: Case) -> Diagnosis | None:
-    """Does a sequence that was preempted read keys that it had, in blocks that it got since then?"""
-    read = _strange_read(case) if case.report.decode and case.report.decode.preemptions else None
-    if read is not None and read.known:
-        return case.diagnosis("preempted_not_recomputed", f"In step {read.step} sequence {read.sequence} comes back "
-                              f"after a preemption and reads its token {read.position} from a block that it has just "
-                              "been given: its keys went with its old blocks and were not computed again.",
-                              step=read.step, sequence=read.sequence, position=read.position)
-
-
-@procedure("attn", names="cached_before_computed")
-def found_before_it_was_there(case: Case) -> Diagnosis | None:
-    """Does a sequence read, in a shared block, a slot that nobody has filled for its beginning?"""
-    read = _strange_read(case) if case.report.decode else None
-    if read is None or read.known:
+@procedure("attn", names="stale_block_table preempted_not_recomputed prefix_hash_without_parent "
+                         "cached_before_computed")
+def strange_blocks(case: Case) -> Diagnosis | None:
+    """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
+    of its own?"""
+    if says := stale_block_table(case.report):
+        return case.diagnosis("stale_block_table", says)
+    if (read := _strange_read(case)) is None:
         return None
     texts, (owner, at) = case.report.ids, read.holds or (read.sequence, -1)
-    if at < 0 or texts[owner][at] != texts[read.sequence][read.position]:  # else its own, behind another beginning
-        return case.diagnosis("cached_before_computed", f"In step {read.step} sequence {read.sequence} finds a block "
-                              f"in the prefix cache, and nobody ever computed the key of token {read.position} in it: "
-                              "the block was made findable when its tokens were known, not when they were computed.",
-                              step=read.step, sequence=read.sequence, position=read.position)
+    where = dict(step=read.step, sequence=read.sequence, position=read.position)
+    if read.known:
+        return None if not case.report.decode.preemptions else case.diagnosis(
+            "preempted_not_recomputed", f"In step {read.step} sequence {read.sequence} comes back after a preemption "
+            f"and reads its token {read.position} from a block that it has just been given: its keys went with its old "
+            "blocks and were not computed again.", **where)
+    if at >= 0 and texts[owner][at] == texts[read.sequence][read.position]:
+        return case.diagnosis("prefix_hash_without_parent", f"In step {read.step} sequence {read.sequence} finds the "
+                              f"block of token {read.position} in the prefix cache, and it holds the keys that its "
+                              f"tokens have behind the beginning of sequence {owner}: a block's key must include its "
+                              "parent's.", owner=owner, **where)
+    return case.diagnosis("cached_before_computed", f"In step {read.step} sequence {read.sequence} finds a block in "
+                          f"the prefix cache, and nobody ever computed the key of token {read.position} in it: it was "
+                          "made findable when its tokens were known, not when they were computed.", **where)
 
 
 @procedure(COST, names="full_copy_on_every_rank")
