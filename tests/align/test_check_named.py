@@ -56,11 +56,17 @@ class NoValues(Unwritten):
 class Hole(Core):
     """One slot of the prompt was never written."""
 
+    fill = 0.7
+
     def forward(self, q, k, v):
         if len(q) > len(set(self.call)):
             k, v = k.clone(), v.clone()
-            k[4], v[4] = 0.7, -0.7
+            k[4], v[4] = self.fill, -self.fill
         return super().forward(q, k, v)
+
+
+class Huge(Hole):
+    fill = 1e4
 
 
 class Unscaled(Core):
@@ -73,7 +79,7 @@ class Unscaled(Core):
 @pytest.mark.parametrize("kind, says", [
     (NoKeys, "row 7 of sequence 0's cache holds a key that no token has, beside its own value, and 5 more rows"),
     (NoValues, "row 7 of sequence 0's cache holds a value that no token has, beside its own key, and 5 more rows"),
-    (Hole, "row 4 of sequence 0's cache holds a key and a value that no token has:")])
+    *((kind, "row 4 of sequence 0's cache holds a key and a value that no token has:") for kind in (Hole, Huge))])
 def test_rows_of_a_cache_that_were_not_written(ckpts, tmp_path, kind, says):
     run(tmp_path / "run", ckpts["llama"], VllmLike, CALLS, change=core(kind))
     report = check(tmp_path / "run", ckpts["llama"])

@@ -376,24 +376,19 @@ class _Cache:
 
     def _solved(self, seen: list) -> torch.Tensor | None:
         """The value of a row of which nothing is known. ``base`` is what the known keys give; a query holds ``base +
-        share · (value - base)``: linear in the value, in 1 / share, and in ratios of unknown keys' shares."""
+        share · (value - base)``, and as much of the values whose keys nobody knows: the value is where these lines
+        meet, of which the longest tell most."""
         out, dim = torch.zeros_like(self.values[0]), self.values.shape[-1]
         for kv in self.reads.unique():
-            sides, blocks = [], []
+            total, side = torch.zeros(dim, dim).to(out), torch.zeros(dim).to(out)
             for _, held, above, below, free in seen:
                 for head in (self.reads == kv).nonzero().flatten().tolist():
                     base = above[head] / below[head].clamp(min=1e-300)
-                    blocks.append(torch.stack([base - held[head], *(self.values[free, head] - base)], 1))
-                    sides.append(base)
-            unknown = dim + sum(block.shape[1] for block in blocks)
-            if len(blocks) * dim < unknown + dim // 2:
+                    along = torch.stack([held[head] - base, *(self.values[free, head] - base)], 1)
+                    line, _ = torch.linalg.qr(along)
+                    across = along[:, 0].norm() ** 2 * (torch.eye(dim).to(out) - line @ line.T)
+                    total, side = total + across, side + across @ base
+            if not torch.linalg.cond(total) < 1e10:
                 return None
-            matrix = torch.cat([torch.eye(dim, dtype=out.dtype).repeat(len(blocks), 1), torch.block_diag(*blocks)], 1)
-            weigh, side = torch.ones(len(matrix), 1, dtype=out.dtype), torch.cat(sides)[:, None]
-            for _ in range(3):  # what has a small share of a row is told by it badly
-                solved = torch.linalg.lstsq(matrix * weigh, side * weigh).solution[:, 0]
-                sizes = torch.tensor([block.shape[1] for block in blocks])
-                shares = solved[dim:][sizes.cumsum(0) - sizes]
-                weigh = (1 / shares.abs().clamp(min=1)).repeat_interleave(dim)[:, None]
-            out[self.reads == kv] = solved[:dim]
+            out[self.reads == kv] = torch.linalg.solve(total, side)
         return out
