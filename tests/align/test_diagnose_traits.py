@@ -125,14 +125,14 @@ def angles(positions, frequencies, **more):
                    "positions": torch.tensor(positions)} | more)
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 3], [1, 2, 3], [0, 1, 0, 1, 2, 7, 30]])
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3], [1, 2, 3], [0, 1, 0, 1, 2, 7, 30], [5, 6, 9]])
 @pytest.mark.parametrize("frequencies", [(1.0, 0.01), (2.9, -0.3)])
 def test_angles_are_read_off_from_one_position_to_the_next(positions, frequencies):
     assert measured_frequencies(angles(positions, frequencies)).tolist() == pytest.approx(frequencies, abs=1e-9)
 
 
 def test_where_no_angle_can_be_read_off():
-    assert measured_frequencies(angles([5, 6, 7], (2.9, 0.1))) is None, "nothing says how often it went round before"
+    assert measured_frequencies(angles([5, 7, 9], (2.9, 0.1))) is None, "nothing says how often it went round between"
     assert measured_frequencies(angles([0, 0], (1.0, 0.1))) is None
     assert measured_frequencies(angles([0, 1], (1.0, 0.1), point="attn")) is None
     assert measured_frequencies(angles([0, 1], (1.0, 0.1), has=lambda name: False)) is None

@@ -142,7 +142,9 @@ IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by th
                "values by modulo", "no second residual", "first residual behind the norm", "gate and up exchanged",
                "gate and up in turns", "relu", "silu on both", "silu of the product", "no activation", "logits capped",
                "logits scaled", "norms in bfloat16", "norm in place", "averaged", "head rows reversed",
-               "embedding × 3.7", "last rows of the head lost"]
+               "embedding × 3.7", "last rows of the head lost", "heads viewed", "theta 12345", "mask times scores",
+               "mask behind the softmax", "mask added as 1", "sequences see each other",
+               "embedding of the token before", "logits of the token before"]
 
 
 @pytest.mark.parametrize("scope", ["prefill", "decode", "rank 1"])

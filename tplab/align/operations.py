@@ -236,8 +236,8 @@ class Operations:
         held, outs = sorted({*pair[0], *pair[1]}), []
         reads = [[held.index(head) for head in of] for of in pair]
         sequences = self.sequences(at, rank, held)
-        if longest is not None:
-            sequences = (part for whole in sequences for part in filled_up(whole, longest))
+        if longest is not None or weigh is not None:
+            sequences = (part for whole in sequences for part in call_by_call(whole, longest))
         for one in sequences:
             k, v = (keys(one) if keys else one.k)[:, reads[0]], (values(one) if values else one.v)[:, reads[1]]
             visible = rule(one.positions[:, None], torch.arange(len(k))[None], one.num_keys[:, None])
@@ -308,15 +308,15 @@ class Operations:
         return activation(self.config.hidden_act)(gate) * up if act is None else act(gate, up)
 
 
-def filled_up(one: Attended, longest: torch.Tensor) -> Iterator[Attended]:
-    """The rows of a sequence, those apart that see their own keys filled up with the newest to the ``longest``."""
-    for padded, run in groupby(range(len(one.q)), lambda row: row if longest[one.rows][row] else -1):
+def call_by_call(one: Attended, longest: torch.Tensor | None) -> Iterator[Attended]:
+    """The rows of a sequence call by call, with the keys that there were; in a call of its own, they are filled up with
+    the newest to the ``longest``."""
+    for keys, run in groupby(range(len(one.q)), lambda row: int(one.num_keys[row])):
         first, *more = run
-        rows = slice(first, first + 1 + len(more))
-        keys = slice(None) if padded < 0 else torch.arange(int(longest[one.rows][first])).clamp(
-            max=int(one.positions[first]))
-        yield one._replace(positions=one.positions[rows], num_keys=one.num_keys[rows], q=one.q[rows], k=one.k[keys],
-                           v=one.v[keys])
+        rows, size = slice(first, first + 1 + len(more)), 0 if longest is None else int(longest[one.rows][first])
+        seen = torch.arange(size or keys).clamp(max=keys - 1)
+        yield one._replace(positions=one.positions[rows], num_keys=one.num_keys[rows], q=one.q[rows], k=one.k[seen],
+                           v=one.v[seen])
 
 
 def columns_of(items: Sequence[int], size: int) -> list[int]:

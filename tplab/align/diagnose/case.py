@@ -58,10 +58,13 @@ class Diagnosis:
         return self.sentence
 
 
+IN_DECODE, IN_PROMPTS = "in decode calls only", "in calls of several tokens only"
+
+
 class Scope(NamedTuple):
     """Some rows of a run, in which a bug may stand alone."""
 
-    words: str  # "in decode calls only"
+    words: str  # IN_DECODE
     rows: torch.Tensor  # [rows] boolean
 
 
@@ -215,6 +218,12 @@ class Case:
             begins[call] = min(position, begins.get(call, position))
         return torch.tensor([begins[call] for call in calls])
 
+    def kind_of_call(self, rows: list[int]) -> str:
+        """In words, if these rows are all of one kind of call, and there are rows of the other."""
+        alone = {self.places[row] in self.decoded for row in rows}
+        both = 0 < len(self.decoded) < len(self.places)
+        return {(True,): IN_DECODE, (False,): IN_PROMPTS}.get(tuple(alone), "") if both else ""
+
     def scopes(self) -> Iterator[Scope]:
         """The kinds of rows that hold all that is wrong and not all rows: of decode calls, of the calls of several
         tokens, of first or of later chunks, of one sequence, from a position on, between two."""
@@ -222,7 +231,7 @@ class Case:
         alone = torch.tensor([place in self.decoded for place in self.places])
         later = (self.begins > 0) & ~alone
         first, last = (int(x) for x in self.positions[guilty].aminmax()) if guilty.any() else (0, 0)
-        found = [Scope("in decode calls only", alone), Scope("in calls of several tokens only", ~alone),
+        found = [Scope(IN_DECODE, alone), Scope(IN_PROMPTS, ~alone),
                  Scope("in later chunks only", later), Scope("in first calls only", ~later & ~alone)]
         found += [Scope(f"in sequence {s} only", sequences == s) for s in sequences[guilty].unique().tolist()]
         found += [Scope(f"from position {first} on", self.positions >= first),

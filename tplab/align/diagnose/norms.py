@@ -57,6 +57,14 @@ def _own_rows(at: At) -> torch.Tensor:
     return at.expected() * torch.isin(at.case.ids, torch.tensor([*at.case.plan.ranks[at.rank].vocab]))[:, None]
 
 
+def _shifted_on(at: At, value: tuple[int, int]) -> torch.Tensor:
+    rank, shift = value
+    ids, own = at.case.ids, torch.tensor([*at.case.plan.ranks[rank].vocab])
+    shifted = in_calls(at.case, ids, lambda x: x.roll(shift, 0))
+    return (at.expected() * ~torch.isin(ids, own)[:, None]
+            + at.make(ids=shifted) * torch.isin(shifted, own)[:, None])
+
+
 ENDS = (
     Family("embed", Mistake(
         "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
@@ -66,6 +74,10 @@ ENDS = (
     Family("embed", Mistake(
         "all_reduce_missing", "Each rank has the embeddings of its own tokens, and zeros for the others: the "
         "all-reduce behind the embedding is missing, or its result was dropped.", _own_rows, when=several_ranks)),
+    Family("embed", Mistake(
+        "ids_shifted", "The embeddings of rank {value[0]}'s rows were looked up for the token {text} each, the others for "
+        "the right one.", _shifted_on, lambda case: {(rank, shift): where for shift, where in ((1, "before"), (
+            -1, "behind")) for rank in case.frame.ranks if several_ranks(case)}, number="rank")),
     numbers.embedding_times,
     Family("logits", Mistake(
         "head_tied", "The logits were made with the embedding as the head; this checkpoint has an lm_head.weight of "

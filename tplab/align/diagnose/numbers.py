@@ -6,8 +6,8 @@ import torch
 
 from tplab.align import arithmetic
 from tplab.align.arithmetic import rms_norm, rotated
-from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.table import procedure
+from tplab.align.diagnose.case import IN_PROMPTS, Case, Diagnosis
+from tplab.align.diagnose.table import in_scope, procedure
 from tplab.align.diagnose.wrong import At, coarser, distance, explains, fitted, fitting, module, right, rounded
 from tplab.align.points import POINTS, layout, made_by
 
@@ -199,9 +199,10 @@ def zero_times_infinity(case: Case) -> Diagnosis | None:
                                                                                         rows.items()}
     ends, together = list(masked.values()), [row for place, row in rows.items() if place not in case.decoded]
     if nan[ends].all() and int(nan[together].sum()) == len(ends) < len(together):
-        return case.diagnosis("mask_inverted", f"{share}: only the last token of each text, from which nothing is "
-                              "hidden. The mask is the wrong way round, and hides all that this token may see.",
-                              **numbers)
+        found = case.diagnosis("mask_inverted", f"{share}: only the last token of each text, from which nothing is "
+                               "hidden. The mask is the wrong way round, and hides all that this token may see.",
+                               **numbers)
+        return in_scope(found, IN_PROMPTS) if case.decoded and together else found
     if nan[ends].all():
         return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
                               "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
@@ -256,7 +257,8 @@ def other_positions(case: Case) -> Diagnosis | None:
         return case.diagnosis("rope_missing", f"{case.point} equals {case.point[0]} where several tokens came at once; "
                               "tokens that came alone were turned. RoPE fails for prompts, and something swallows the "
                               "exception.", "rope_swallowed", **numbers)
-    return case.diagnosis("rope_positions", f"RoPE is right, the positions are not: {says}.", **numbers)
+    found = case.diagnosis("rope_positions", f"RoPE is right, the positions are not: {says}.", **numbers)
+    return in_scope(found, where) if (where := case.kind_of_call(wrong.tolist())) else found
 
 
 def _positions_used(case: Case) -> torch.Tensor | None:

@@ -271,7 +271,7 @@ class _Cache:
         if len(free):
             more = self.values[free] - guess  # [free, heads, dim]
             share = torch.linalg.lstsq(more.permute(1, 2, 0), (held - guess)[..., None]).solution[..., 0].T[..., None]
-            guess = guess + (share * more).sum(0)
+            guess = guess + (share.clamp(0, 1) * more).sum(0)
         return float((guess - held).abs().max() / held.abs().max().clamp(min=1e-30))
 
     def holds_keys_of_none(self, held: torch.Tensor) -> bool:
@@ -380,15 +380,15 @@ class _Cache:
         meet, of which the longest tell most."""
         out, dim = torch.zeros_like(self.values[0]), self.values.shape[-1]
         for kv in self.reads.unique():
-            total, side = torch.zeros(dim, dim).to(out), torch.zeros(dim).to(out)
+            total, side, known = torch.zeros(dim, dim).to(out), torch.zeros(dim).to(out), -dim // 2
             for _, held, above, below, free in seen:
                 for head in (self.reads == kv).nonzero().flatten().tolist():
                     base = above[head] / below[head].clamp(min=1e-300)
                     along = torch.stack([held[head] - base, *(self.values[free, head] - base)], 1)
                     line, _ = torch.linalg.qr(along)
                     across = along[:, 0].norm() ** 2 * (torch.eye(dim).to(out) - line @ line.T)
-                    total, side = total + across, side + across @ base
-            if not torch.linalg.cond(total) < 1e10:
+                    total, side, known = total + across, side + across @ base, known + dim - along.shape[1]
+            if known < dim or not torch.linalg.cond(total) < 1e10:  # too little is known of too much
                 return None
             out[self.reads == kv] = torch.linalg.solve(total, side)
         return out

@@ -104,7 +104,8 @@ def said(case: Case, one: Mistake, value=None, text: str = "") -> Diagnosis:
     inverse = value ** -2 if isinstance(value, float) else None
     sentence = one.says.format(value=value, text=text, inverse=inverse, **words(case))
     number = value[0] if isinstance(value, tuple) else value
-    return case.diagnosis(one.name, sentence, *one.alike, **({one.number: number} if one.number else {}))
+    found = case.diagnosis(one.name, sentence, *one.alike, **({one.number: number} if one.number else {}))
+    return replace(found, ranks=(number,)) if one.number == "rank" else found
 
 
 def words(case: Case) -> dict[str, object]:
