@@ -41,7 +41,7 @@ def scaled(report, floors):
 NAMED_BY_FIT = ["no_mask", "shard_dim1", "fused_one_block", "qkv_order", "divided_twice", "kv_first_rows",
                 "rope_missing",
                 "rope_over_heads", "rope_pairs", "rope_default_theta", "vocab_offset", "decode_position_off_by_one",
-                "decode_position_restarted", "slot_off_by_one", "prefix_hash_without_parent", "row_order"]
+                "decode_position_restarted", "slot_off_by_one", "row_order"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -147,6 +147,9 @@ IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by th
                "embedding of the token before", "logits of the token before"]
 
 
+MASKS = {"mask times scores", "mask behind the softmax", "mask added as 1"}  # a token alone has nothing to hide
+
+
 @pytest.mark.parametrize("scope", ["prefill", "decode", "rank 1"])
 @pytest.mark.parametrize("name", IN_ONE_PART)
 def test_in_one_part_of_a_run_only(models, name, scope):
@@ -156,7 +159,7 @@ def test_in_one_part_of_a_run_only(models, name, scope):
     assert found and all(one.fault in diagnosis.names for diagnosis in found), found
     if scope == "rank 1":
         assert {diagnosis.ranks for diagnosis in found} == {(1,)}
-    else:
+    elif name not in MASKS or scope != "prefill":
         assert {diagnosis.scope for diagnosis in found} <= {*SAID[scope]}
 
 

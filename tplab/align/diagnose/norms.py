@@ -75,8 +75,8 @@ ENDS = (
         "all_reduce_missing", "Each rank has the embeddings of its own tokens, and zeros for the others: the "
         "all-reduce behind the embedding is missing, or its result was dropped.", _own_rows, when=several_ranks)),
     Family("embed", Mistake(
-        "ids_shifted", "The embeddings of rank {value[0]}'s rows were looked up for the token {text} each, the others for "
-        "the right one.", _shifted_on, lambda case: {(rank, shift): where for shift, where in ((1, "before"), (
+        "ids_shifted", "The embeddings of rank {value[0]}'s rows were looked up for the token {text} each, the others "
+        "for the right one.", _shifted_on, lambda case: {(rank, shift): where for shift, where in ((1, "before"), (
             -1, "behind")) for rank in case.frame.ranks if several_ranks(case)}, number="rank")),
     numbers.embedding_times,
     Family("logits", Mistake(
