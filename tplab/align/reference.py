@@ -41,9 +41,10 @@ def _load(ckpt: Checkpoint, dtype: torch.dtype):
     options = {"dtype": dtype, "attn_implementation": "eager"}
     if ckpt.config.experts:
         options["experts_implementation"] = "eager"
-    if expected_shapes(ckpt.config, ()).keys() == ckpt.tensors.keys():
+    if ckpt.config.scale_block is None and expected_shapes(ckpt.config, ()).keys() == ckpt.tensors.keys():
         return AutoModelForCausalLM.from_pretrained(ckpt.folder, local_files_only=True, **options)
-    # transformers knows no fused q|k|v for these architectures: hand it the parts under its own names.
+    # transformers knows no fused q|k|v for these architectures, and widens no quantised weights on a CPU: hand it the
+    # parts under its own names.
     model, parts = AutoModelForCausalLM.from_config(ckpt.config.hf, **options), tensor_parts(ckpt.config, ckpt.tensors)
     with ckpt.reader() as reader:
         model.load_state_dict({name: read_part(part, reader) for name, part in parts.items()},

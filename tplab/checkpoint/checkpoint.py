@@ -9,6 +9,7 @@ from .errors import CheckpointError
 from .headers import TensorInfo, read_headers
 from .layout import HEAD, check_tensors
 from .names import resolve
+from .quantised import with_scales
 from .reader import CheckpointReader, Stat, check_unchanged, file_stat
 from .tokenizer import load_tokenizer
 from .verify import verify_once
@@ -71,10 +72,11 @@ def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
     """
     folder = resolve(name)
     try:
-        tensors = read_headers(folder)
-        config = read_config(folder, len(tensors))
+        stored = read_headers(folder)
+        config = read_config(folder, len(stored))
+        tensors = with_scales(folder, stored, config.scale_block)
         check_tensors(folder, config, tensors)
-        files = sorted({info.file for info in tensors.values()}) + [f for f in CONFIGS if (folder / f).exists()]
+        files = sorted({info.file for info in stored.values()}) + [f for f in CONFIGS if (folder / f).exists()]
         stats = {file: file_stat(folder / file) for file in files}
         verify_once(folder, config, tensors, stats)
     except OSError as error:  # no permission for one of the files, or it went away in the meantime

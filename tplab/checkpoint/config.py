@@ -8,6 +8,7 @@ from typing import Any
 
 from .errors import CheckpointError, words_of
 from .headers import read_json
+from .quantised import scale_block
 from .traits import ARCHITECTURES, LAYER_TYPES, SLIDING, ExpertsConfig, Reading, read_traits
 
 CONFIGS = ("config.json", "generation_config.json")  # the second need not be there
@@ -48,6 +49,7 @@ class ModelConfig:
         rounds_multiplier: the embedding's factor is rounded to the weights' dtype.
         fused_qkv, fused_gate_up: stored as one tensor.
         experts: None for a model without.
+        scale_block: of quantised weights, how many rows and columns share a scale (0: all); the weights are widened.
     """
 
     model_type: str
@@ -87,6 +89,7 @@ class ModelConfig:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     experts: ExpertsConfig | None = None
+    scale_block: tuple[int, int] | None = None
 
     @property
     def q_size(self) -> int:
@@ -172,7 +175,8 @@ def read_config(folder: Path, tensor_count: int) -> ModelConfig:
         layers = raw.get("num_hidden_layers")
         if not isinstance(layers, int) or not 0 < layers <= tensor_count:
             raise CheckpointError(f"num_hidden_layers is {layers!r}, but the files hold {tensor_count} tensors")
-        return ModelConfig.from_hf(_hf_config(raw), generation.get("eos_token_id"))
+        block = next((scale_block(raw[key]) for key in _QUANTISED if raw.get(key) is not None), None)
+        return replace(ModelConfig.from_hf(_hf_config(raw), generation.get("eos_token_id")), scale_block=block)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: config.json: {error}") from error.__cause__
 
@@ -196,7 +200,8 @@ def _is_transformers_own(raw: dict[str, Any]) -> bool:
 def _hf_config(raw: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    kept = {key: value for key, value in copy.deepcopy(raw).items() if key not in _CLASSIFIER_KEYS}
+    left_out = (*_CLASSIFIER_KEYS, *_QUANTISED)
+    kept = {key: value for key, value in copy.deepcopy(raw).items() if key not in left_out}
     try:
         return AutoConfig.for_model(**kept)
     except Exception as error:  # its validation raises many types; all of them mean a config that cannot be used
@@ -220,9 +225,10 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if architectures != [ARCHITECTURES[model_type]]:
         raise CheckpointError(f"architectures {architectures!r} is not supported; expected {ARCHITECTURES[model_type]}")
     for key in _QUANTISED:
-        if raw.get(key) is not None:
+        if raw.get(key) is not None and scale_block(raw[key]) is None:
             method = raw[key].get("quant_method", "") if isinstance(raw[key], dict) else ""
-            raise CheckpointError(f"the weights are quantised ({key}: {method}), which is not supported")
+            raise CheckpointError(f"the weights are quantised ({key}: {method}), which is not supported; what is read "
+                                  "is fp8 with weight_block_size and compressed-tensors of 8 bits a channel")
     if raw.get("per_layer_config") is not None:
         raise CheckpointError("layers with configs of their own (per_layer_config) are not supported")
     for key in ("rope_parameters", "rope_scaling"):

@@ -16,6 +16,7 @@ from .errors import CheckpointError, words_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NARROW = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}  # read with scales, see quantised.py
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # Rotary tables that old checkpoints stored; they follow from config.json and Hugging Face ignores them too.
 _NOT_A_WEIGHT = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -23,11 +24,15 @@ _NOT_A_WEIGHT = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: its full ``shape``, its ``dtype`` as stored, the ``file`` name in the folder."""
+    """Where one tensor lies: its full ``shape``, its ``dtype`` as stored, the ``file`` name in the folder.
+
+    ``scale``: of a quantised tensor, its :class:`tplab.checkpoint.quantised.Scale`; ``dtype`` is then what is read.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: str
+    scale: Any = None
 
 
 def refuse_unordinary(path: Path) -> None:
@@ -116,10 +121,11 @@ def _header(folder: Path, file: str) -> list[tuple[str, TensorInfo]]:
                     continue
                 piece = opened.get_slice(name)
                 stored = piece.get_dtype()
-                if stored not in DTYPES:
-                    raise CheckpointError(f"{folder}: {name} in {file} is stored as {stored}; plain float weights "
-                                          f"({', '.join(DTYPES)}) are read, quantised ones are not")
-                found.append((name, TensorInfo(tuple(piece.get_shape()), DTYPES[stored], file)))
+                dtypes = DTYPES | {stored_as: dtype for dtype, stored_as in NARROW.items()}
+                if stored not in dtypes:
+                    raise CheckpointError(f"{folder}: {name} in {file} is stored as {stored}; what is read is "
+                                          f"{', '.join(dtypes)}")
+                found.append((name, TensorInfo(tuple(piece.get_shape()), dtypes[stored], file)))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {words_of(error)}") from error
     return found

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError, words_of
 from .headers import TensorInfo
+from .quantised import widened
 
 Stat = tuple[int, int, int, int]
 
@@ -69,7 +70,7 @@ class CheckpointReader:
             why = words_of(error)
             raise CheckpointError(f"{self._folder}: {name} cannot be read from {info.file}: {why}") from error
         self.bytes_read += piece.numel() * piece.element_size()
-        return piece
+        return piece if info.scale is None else widened(piece, index, info.scale, self._take)
 
     def _file(self, file: str):
         if self._closed:
