@@ -85,10 +85,8 @@ def test_header_length_beyond_the_file(single):
 
 def test_wrong_dtype(single):
     tensors = load_file(single / "model.safetensors")
-    for dtype, words in ((torch.int8, "int8; that is read only for matrices, with their scales"),
-                         (torch.int16, "I16; what is read is F64, F32, F16, BF16, F8_E4M3, I8")):
-        save_tensors(single, tensors | {GATE: tensors[GATE].to(dtype)})
-        assert f"{GATE} in model.safetensors is stored as {words}" in refusal(single)
+    save_tensors(single, tensors | {GATE: tensors[GATE].to(torch.int16)})
+    assert f"{GATE} in model.safetensors is stored as I16; what is read is F64, F32, F16, BF16," in refusal(single)
 
 
 def test_two_half_precisions_in_one_checkpoint(tmp_path):

@@ -119,6 +119,8 @@ def test_any_slice_is_that_of_the_widened_matrix(pair, data):
      "model.layers.0.mlp.up_proj.weight in model.safetensors is stored as float8_e4m3fn; that is read only for"),
     (lambda tensors, config: tensors.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(5, 1)}),
      "model.layers.0.mlp.up_proj.weight_scale_inv has shape [5, 1], but [5, 2] blocks of [7, 16] cover"),
+    (lambda tensors, config: tensors.update({"model.norm.weight": tensors["model.norm.weight"].to(torch.int8)}),
+     "model.norm.weight in model.safetensors is stored as int8; that is read only for matrices, with their scales"),
     (lambda tensors, config: config.update(quantization_config=None), "with a quantization_config that says"),
     (lambda tensors, config: config.update(quantization_config=FP8 | {"weight_block_size": [0, 16]}), "quantised"),
     (lambda tensors, config: config.update(quantization_config=FP8 | {"weight_block_size": 16}), "quantised"),
@@ -126,7 +128,8 @@ def test_any_slice_is_that_of_the_widened_matrix(pair, data):
     (lambda tensors, config: config.update(quantization_config="fp8"), "quantised"),
     (lambda tensors, config: config.update(compression_config={"quant_method": "compressed-tensors", "config_groups": {
         "group_0": {"weights": {"num_bits": 4, "strategy": "group"}}}}), "(compression_config: compressed-tensors)"),
-], ids=["no scales", "scales of another shape", "no config", "empty blocks", "no blocks", "awq", "a word", "4 bits"])
+], ids=["no scales", "scales of another shape", "no matrix", "no config", "empty blocks", "no blocks", "awq", "a word",
+        "4 bits"])
 def test_what_cannot_be_widened_is_refused(tmp_path, change, words):
     quantised(tmp_path, make_checkpoint(tmp_path / "m", "llama", **MODELS["uneven"]), *KINDS["blocks"])
     folder = tmp_path / "narrow"
