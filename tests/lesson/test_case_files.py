@@ -20,8 +20,7 @@ from tplab.lab.glossary import _LINK
 from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import _chosen, kinds, place_called
 from tplab.lesson.cases.proof import Solved
-from tplab.lesson.cases.sealed import CaseError
-from tplab.lesson.cases.threads import one_thread_if_small
+from tplab.lesson.cases.sealed import CaseError, one_thread_if_small
 from tplab.lesson.mine import NotYet
 from tplab.patch import original
 from tplab.shard import linear

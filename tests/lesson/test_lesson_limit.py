@@ -55,6 +55,16 @@ def test_what_does_not_end_in_the_cells_own_thread_is_ended(kind):
     gone("limit")
 
 
+def test_where_interrupts_are_ignored_a_loop_ends_too():
+    """A shell starts its background processes so."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert refused(limited, f("while True: pass"), 3).startswith("not finished after 0.5 s")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("kind", LOOPS)
 def test_what_does_not_end_on_one_rank_is_ended_and_the_others_are_told(kind):
     body, line = LOOPS[kind]

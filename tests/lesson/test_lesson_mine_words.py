@@ -8,8 +8,23 @@ import pytest
 import torch
 from helpers.answers import defined
 
-from tplab.lesson import mine
-from tplab.lesson.mine import Mine, NotYet, Object, agree, count_ops, guarded, kind, not_only, on_ranks, ranks_in_words
+from tplab.lesson import mine, words
+from tplab.lesson.mine import (
+    Mine,
+    NotYet,
+    Object,
+    agree,
+    count_ops,
+    for_each,
+    guarded,
+    kind,
+    on_ranks,
+    one_number,
+    ranks_in_words,
+    saying,
+    several,
+    whole_numbers,
+)
 from tplab.ranks import OpRecord, RankError
 from tplab.ranks.errors import Cause, CollectiveMismatch, Frame
 
@@ -180,12 +195,12 @@ def test_one_rank_alone_is_no_every_rank():
     assert refused(on_ranks, failing(["raised"], text="raised"), len, []).startswith("on rank 0: ")
     assert refused(on_ranks, failing(["raised"] * 3, text="raised"), len, []).startswith("on every rank: ")
     causes = [Cause(rank, "raised", f"raised {what}", []) for rank, what in ((2, "A"), (0, "A"), (1, "B"))]
-    assert mine.in_words(RankError("x", causes)).partition(": ")[0] in ("on rank 0, 2", "on rank 1")
+    assert words.in_words(RankError("x", causes)).partition(": ")[0] in ("on rank 0, 2", "on rank 1")
 
 
 def test_a_long_line_is_cut_and_the_first_one_that_says_something_is_taken():
-    assert mine._short("\n  \n a \nb") == "a" and mine._short("") == ""
-    assert mine._short("x" * 240) == "x" * 240 and mine._short("x" * 241) == "x" * 240 + " …"
+    assert words._short("\n  \n a \nb") == "a" and words._short("") == ""
+    assert words._short("x" * 240) == "x" * 240 and words._short("x" * 241) == "x" * 240 + " …"
 
 
 def test_what_an_error_began_with():
@@ -196,22 +211,24 @@ def test_what_an_error_began_with():
         except ValueError as error:
             raise KeyError("second") from error
     except KeyError as error:
-        assert mine.first_cause(error) is first
+        assert words.first_cause(error) is first
         ranks.__cause__ = error
-        assert mine.first_cause(ranks) is ranks
+        assert words.first_cause(ranks) is ranks
     try:
         try:
             raise first
         except ValueError:
             raise KeyError("while that was handled")  # noqa: B904
     except KeyError as error:
-        assert mine.first_cause(error) is first
+        assert words.first_cause(error) is first
 
 
 def test_the_first_mistake_whose_numbers_are_the_same_is_said():
     right, wrong = torch.tensor([1.0, 2.0, 400.0]), torch.tensor([1.0, 2.0, 401.0])
     agree(torch.tensor([1.0, 2.03, 400.0]), right, {}, "no")  # within 1e-4 of the largest number
-    assert refused(agree, torch.tensor([1.0, 2.05, 400.0]), right, {"a": wrong}, "neither") == "neither"
+    assert refused(agree, torch.tensor([1.0, 2.05, 400.0]), right, {"a": wrong}, "neither") == (
+        "neither\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?")
+    assert refused(agree, torch.tensor([1.0, 4.05, 400.0]), right, {"a": wrong}, "neither") == "neither"
     assert refused(agree, wrong, right, {"shape": right[:2], "a": (right, wrong), "b": wrong}, "neither") == "a"
     small = torch.tensor([1e-5, 0.0])
     agree(torch.tensor([1e-5, 9e-5]), small, {}, "below one, one counts")
@@ -225,12 +242,58 @@ def test_numbers_that_were_written_down_are_seen():
         if case != "shown":
             raise NotYet("5 is not 6")
 
-    not_only(check, "hidden", "shown", "never asked")
-    assert refused(not_only, check, "shown", "hidden", "only as shown") == "only as shown: 5 is not 6"
-    assert refused(not_only, check, "wrong too", "hidden", "only as shown") == "5 is not 6"
+    for_each(["shown"], check, shown="hidden", says="never asked")
+    assert refused(for_each, ["hidden"], check, shown="shown", says="only as shown") == "only as shown: 5 is not 6"
+    assert refused(for_each, ["hidden"], check, shown="wrong too", says="only as shown") == "5 is not 6"
+
+
+def test_an_answer_that_is_right_somewhere_is_told_where():
+    def check(case):
+        if case > 2:
+            raise NotYet("wrong")
+
+    for_each([1, 2], check)
+    assert refused(for_each, [1, 2, 1, 3], check) == ("wrong\nOn 1 ranks and 2 ranks it is right: is a number written "
+                                                      "down, or a remainder left out?")
+    assert refused(for_each, [3], check) == "wrong"
+    assert refused(for_each, [1, 3], check, lambda case: "all") == "wrong", "it was right and wrong there"
+
+
+def test_what_is_wrong_is_said_behind_where_and_keeps_its_cause():
+    with pytest.raises(NotYet, match="^here: there: wrong$") as caught, saying("here: "):
+        try:
+            raise KeyError
+        except KeyError as error:
+            with saying("there: "):
+                raise NotYet("wrong") from error
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("ask, value, found", [
+    (one_number, 3, 3.0), (one_number, torch.tensor([[2.5]]), 2.5), (one_number, np.float32(0.5), 0.5),
+    (one_number, True, "it returns True (bool); a number must come back"),
+    (one_number, torch.ones(2), "it returns a tensor [2]; a number must come back"),
+    (one_number, 2j, "it returns 2j (complex); a number must come back"),
+    (one_number, torch.ones(1, device="meta"), "it returns a tensor on meta with layout torch.strided; an ordinary one"
+     ", with numbers in this computer's memory, must come back"),
+    (lambda value: whole_numbers(value, "ids"), (1, 2), [1, 2]),
+    (lambda value: whole_numbers(value, "ids"), [1, 2.0], "it returns a list of 2, 2.0 among them; a list of whole "
+     "numbers must come back, ids"),
+    (lambda value: whole_numbers(value, "ids"), 3, "it returns 3 (int); a list of whole numbers must come back, ids"),
+    (lambda value: several(value, "k, v"), (1, 2), [1, 2]),
+    (lambda value: several(value, "k, v"), [1], "it returns a list of 1; k, v must come back")])
+def test_numbers_and_lists_that_come_back(ask, value, found):
+    assert (refused(ask, value) if isinstance(found, str) else ask(value)) == found
+
+
+def test_what_agrees_may_be_a_number_or_a_list_too():
+    agree([1, 2], [1, 2], {}, "no")
+    assert refused(agree, [1, 2], [1, 3], {"longer": [1, 2, 3], "it": [1, 2]}, "no") == "it"
+    assert refused(agree, 2, 1, {"twice": 2.0}, "no") == "twice"
+    assert refused(agree, float("nan"), 1, {}, "no") == "no"
 
 
 def test_a_line_of_the_library_is_not_the_learners():
-    frames = ["/x/site-packages/torch/nn.py", mine.__file__, "<frozen importlib>", copy.__file__]
-    assert [mine.is_learners(file) for file in frames] == [False] * 4
-    assert mine.is_learners("cell.py")
+    frames = ["/x/site-packages/torch/nn.py", words.__file__, "<frozen importlib>", copy.__file__]
+    assert [words.is_learners(file) for file in frames] == [False] * 4
+    assert words.is_learners("cell.py")

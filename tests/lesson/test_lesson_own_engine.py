@@ -12,13 +12,13 @@ from tplab import ShardPlan, lesson, open_checkpoint
 from tplab.align import hf_greedy
 from tplab.engine import runner
 from tplab.lesson import progress_file
-from tplab.lesson.own_engine import Pieces
-from tplab.lesson.pieces import PIECES
+from tplab.lesson.own_engine import Pieces, pieces
 from tplab.patch import applied, original
 from tplab.ranks import logical_ranks
 
 pytestmark = pytest.mark.pool
 
+PIECES = pieces()
 IDS = list(range(5, 24))
 PROMPTS = [IDS, IDS[:14] + [40, 41], IDS[3:8]]
 
@@ -82,11 +82,11 @@ def test_pieces_come_from_what_was_kept_and_the_rest_is_the_labs(solved, referen
     hand_in("my_slot_mapping", solutions(lesson.all_exercises())["my_slot_mapping"])
     hand_in("my_key", "n = 3\nprint('a cell that calls')\ndef my_key(parent, ids): return hash((parent, tuple(ids)))")
     assert capsys.readouterr().out == ""
-    pieces = lesson.own_pieces()
-    assert set(pieces) == {"my_slot_mapping", "my_key"}
-    whose = {line.split()[1]: line.rsplit("  ", 1)[1].strip() for line in str(pieces).splitlines()[2:]}
-    assert {name for name, who in whose.items() if who == "yours"} == set(pieces) and set(whose) == set(solved)
-    assert lesson.your_engine(pieces, "fable", PROMPTS, 12) == reference
+    mine = lesson.own_pieces()
+    assert set(mine) == {"my_slot_mapping", "my_key"}
+    whose = {line.split()[1]: line.rsplit("  ", 1)[1].strip() for line in str(mine).splitlines()[2:]}
+    assert {name for name, who in whose.items() if who == "yours"} == set(mine) and set(whose) == set(solved)
+    assert lesson.your_engine(mine, "fable", PROMPTS, 12) == reference
 
 
 @pytest.mark.parametrize("code, why", [
@@ -157,8 +157,9 @@ def test_the_engine_is_asked_for_small_blocks_and_greedy_tokens_to_the_end(drive
 
     asked = []
     monkeypatch.setattr("tplab.LLM", Engine, raising=False)
-    pieces = Pieces({"my_generate": my_generate} if driven else {})
-    found = lesson.your_engine(pieces, "m", [(1, 2), (3,)], 5, tensor_parallel_size=3, dtype="float64")
+    monkeypatch.setattr("tplab.lesson.own_engine.LLM", Engine)
+    parts = Pieces({"my_generate": my_generate} if driven else {})
+    found = lesson.your_engine(parts, "m", [(1, 2), (3,)], 5, tensor_parallel_size=3, dtype="float64")
     assert found == ([[1, 2], [3]] if driven else [[7, 8], [7, 8]])
     assert asked == [(("m", 3, "float64"), {"block_size": 4, "strict": True}), *(
         [(Engine, 5, [1, 2], 5), (Engine, 5, [3], 5)] if driven else [([[1, 2], [3]], 0, 5, True, False)]), "closed"]

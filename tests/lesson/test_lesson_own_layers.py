@@ -6,7 +6,7 @@ from helpers.notebooks import solutions
 
 from tplab import lesson, open_checkpoint
 from tplab.align import hf_greedy
-from tplab.lesson.own_layers import layer_fits
+from tplab.lesson.own_engine import layer_fits
 
 IDS = list(range(5, 24))
 

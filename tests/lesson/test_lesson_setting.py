@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tplab import SamplingParams, lesson
-from tplab.lesson.stepping import Stepper
+from tplab.lesson.own_engine import Stepper
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import ExerciseError, Setting
 

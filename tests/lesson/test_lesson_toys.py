@@ -6,56 +6,58 @@ import pytest
 import torch
 
 from tplab.lesson.contiguous_cache import ContiguousKVCache, append
-from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToyCheckpoint, ToySource, toy_model
+from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
+
+NORM = "model.norm.weight"
 
 
-def test_what_is_read_of_a_toy_is_counted_by_reader_and_by_tensor():
-    data = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.float64)}
-    toy = ToyCheckpoint(data)
-    first, second = toy.reader(), toy.reader()
-    assert toy.tensors["b"].shape == (5,) and toy.tensors["b"].dtype == torch.float64
-    assert torch.equal(first["a"][1:, :2], data["a"][1:, :2]) and first["b"][:].tolist() == [1] * 5
-    second["a"][:]
-    assert (first.bytes_read, second.bytes_read, dict(toy.taken)) == (16 + 40, 48, {"a": 16 + 48, "b": 40})
-    first["a"][:].zero_()
-    assert data["a"].sum() == 66, "a reader gives copies"
-    assert copy.deepcopy(toy) is toy, "what is read of a learner's copy counts here"
-
-
-def test_whoever_opens_a_reader_is_counted():
-    toy = ToyCheckpoint({"a": torch.ones(2, 3)}, "the config")
+def test_what_is_read_is_counted_by_tensor_whoever_opens_a_reader():
+    toy = toy_model(9, 3, 2, True)
     counted = CountedCheckpoint(toy)
-    assert counted.bytes_read == 0 and counted.config == "the config" and counted.tensors is toy.tensors
-    for reader in (counted.reader(), copy.deepcopy(counted).reader()):
-        reader["a"][:1]
-        reader["a"][1:]
-    assert counted.bytes_read == 2 * 24
-    toy.reader()["a"][:]
-    assert counted.bytes_read == 2 * 24 and counted.reader() is not counted.reader()
+    assert not counted.taken and counted.config is toy.config and counted.tensors is toy.tensors
+    for opened in (counted.reader(), copy.deepcopy(counted).reader()):
+        with opened as reader:
+            reader[NORM][:5]
+            reader["lm_head.weight"][1:3, :4]
+    assert dict(counted.taken) == {NORM: 2 * 20, "lm_head.weight": 2 * 32} and counted.taken.total() == 104
+    with toy.reader() as reader:
+        reader[NORM][:]
+    assert counted.taken.total() == 104, "what others read is theirs"
 
 
-def test_a_lazy_tensor_of_different_numbers_forgets_what_was_read():
+def test_a_slice_of_it_is_a_tensor_of_its_own():
+    with CountedCheckpoint(toy_model(9, 3, 2, True)).reader() as reader:
+        piece = reader["lm_head.weight"][:, 3:5]
+        assert piece.untyped_storage().nbytes() == piece.nbytes
+        piece.zero_()
+        assert reader["lm_head.weight"][:, 3:5].any()
+
+
+def test_a_lazy_tensor_of_different_numbers_knows_what_a_reader_holds():
     source = ToySource((2, 3), torch.float64)
     assert source.whole.tolist() == [[1, 2, 3], [4, 5, 6]] and source.whole.dtype == torch.float64
-    for _ in range(2):
-        assert copy.deepcopy(source)[:, 1:].tolist() == [[2, 3], [5, 6]] and source.taken == 4 * 8
-        source.forget()
-        assert source.taken == 0
     assert ToySource((1,)).whole.dtype == torch.float32
+    assert copy.deepcopy(source)[:, 1:].tolist() == [[2, 3], [5, 6]] and source.taken == source.most == 32
+    kept = [source[:1], source[1:]]
+    assert source.taken == 80 and source.most == 48
+    kept.clear()
+    source[:]
+    assert source.taken == 128 and source.most == 48
 
 
-def test_a_toy_model_has_odd_sizes_biases_and_always_the_same_numbers():
-    (toy, plan), (again, _) = toy_model(5, 1, 3), toy_model(5, 1, 3)
-    assert (plan.tensor_parallel_size, plan.num_heads, plan.num_kv_heads) == (3, 5, 1)
+@pytest.mark.parametrize("o_bias", [False, True])
+def test_a_toy_model_has_odd_sizes_biases_and_always_the_same_numbers(o_bias):
+    toy, hidden = toy_model(9, 3, 2, o_bias), 72 if o_bias else 20
     shapes = {name: info.shape for name, info in toy.tensors.items()}
     layer = "model.layers.1.self_attn"
-    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (23, 10)
-    assert shapes[f"{layer}.q_proj.weight"] == (20, 10) and shapes[f"{layer}.k_proj.bias"] == (4,)
-    assert shapes[f"{layer}.o_proj.weight"] == (10, 20) and shapes[f"{layer}.o_proj.bias"] == (10,)
-    assert shapes["model.layers.0.mlp.down_proj.weight"] == (10, 13) and not [name for name in shapes if ".2." in name]
-    assert not [name for name in shapes if "mlp" in name and "bias" in name or "q_norm" in name]
-    assert all(torch.equal(tensor, again.data[name]) for name, tensor in toy.data.items())
-    assert len({tensor.flatten()[0].item() for tensor in toy.data.values()}) == len(toy.data)
+    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (43, hidden)
+    assert shapes[f"{layer}.q_proj.weight"] == (54, hidden) and shapes[f"{layer}.k_proj.bias"] == (18,)
+    assert shapes[f"{layer}.o_proj.weight"] == (hidden, 54) and (f"{layer}.o_proj.bias" in shapes) == o_bias
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (hidden, 25) and not [n for n in shapes if ".2." in n]
+    with toy.reader() as one, toy_model.__wrapped__(9, 3, 2, o_bias).reader() as other:
+        tensors = [one[name][:] for name in shapes]
+        assert all(torch.equal(tensor, other[name][:]) for name, tensor in zip(shapes, tensors))
+    assert len({tensor.flatten()[0].item() for tensor in tensors}) == len(shapes)
 
 
 def test_a_contiguous_cache_grows_by_sequence_and_counts_keys_and_values():

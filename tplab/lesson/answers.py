@@ -42,3 +42,16 @@ def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if llm.tokenizer.chat_template else text
     (output,) = llm.generate(prompt, params, use_tqdm=False)  # a bar that shows on slow machines only cannot be stored
     return llm.tokenizer.decode(output.outputs[0].token_ids)
+
+
+def greedy(model, prompts, max_tokens: int, tensor_parallel_size: int = 2, *args, one_by_one: bool = False, **options
+           ) -> list[list[int]]:
+    """The ``max_tokens`` token ids that an engine writes behind each prompt, all at once or ``one_by_one``; the rest
+    is what :class:`tplab.LLM` takes."""
+    from tplab import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    turns = [[prompt] for prompt in prompts] if one_by_one else [prompts]
+    with LLM(model, tensor_parallel_size, *args, **options) as llm:
+        done = [one for turn in turns for one in llm.generate(list(map(list, turn)), params, use_tqdm=False)]
+    return [list(one.outputs[0].token_ids) for one in done]

@@ -33,6 +33,12 @@ class ContiguousKVCache:
         return sum(t.numel() * t.element_size() for layers in (self.k, self.v) for layer in layers
                    for t in layer if t is not None)
 
+    def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a sequence's new keys and values of a layer; returns all of them."""
+        keys, values = self.k[layer], self.v[layer]
+        keys[sequence], values[sequence] = append(keys[sequence], k), append(values[sequence], v)
+        return keys[sequence], values[sequence]
+
     def context(self, counts: Sequence[int]) -> "ContiguousContext":
         """The attention context of a step in which sequence ``i`` gets ``counts[i]`` new tokens (0: not in it)."""
         return ContiguousContext(self, counts)
@@ -51,10 +57,10 @@ class ContiguousContext:
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
         """Append the new keys and values of each sequence, give out all of them."""
-        keys, values, row = self.cache.k[layer], self.cache.v[layer], 0
+        row = 0
         for i, start, count in self.parts:
             rows = slice(row, row + count)
-            keys[i], values[i] = append(keys[i], k[rows]), append(values[i], v[rows])
+            keys, values = self.cache.append(i, layer, k[rows], v[rows])
             mask = causal_mask(torch.arange(start, start + count)[None], start + count)
-            yield AttentionBatch(rows, keys[i].transpose(0, 1)[None], values[i].transpose(0, 1)[None], mask)
+            yield AttentionBatch(rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], mask)
             row += count

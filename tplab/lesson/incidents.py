@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tplab.lesson.mine import CELL, in_words
+from tplab.lesson.words import CELL, in_words
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import place, side_by_side

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from tplab.lesson.mine import LIMIT, NotYet, is_learners
+from tplab.lesson.mine import LIMIT
+from tplab.lesson.words import NotYet, is_learners
 from tplab.pool import RankPool
 
 _LOOK = 0.05  # seconds; looks are counted, so that a machine that slows the code slows its clock as well
@@ -22,7 +23,9 @@ def limited(function: Callable, *args):
     A call is one frame: a thousand short ones may take their time. Logical ranks have their own limit, see
     :func:`tplab.lesson.mine.on_ranks`.
     """
-    watch = _Watch(sys._getframe())
+    watch, before = _Watch(sys._getframe()), signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     watch.start()
     try:
         try:
@@ -30,6 +33,8 @@ def limited(function: Callable, *args):
         finally:
             with watch.lock:  # behind this line nothing is sent any more
                 watch.over.set()
+            if before == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, before)
     except BaseException:
         if watch.found is None:
             raise

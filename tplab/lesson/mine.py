@@ -3,30 +3,20 @@
 import copy
 import functools
 import inspect
-import linecache
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 
 import numpy as np
 import torch
 
 from tplab.checks import shown
+from tplab.lesson.words import CALLED, NotYet, in_words
 from tplab.ranks import OpRecord, logical_ranks, op_log
 from tplab.ranks.context import inside_rank
-from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, describe, learner_stack, place
-from tplab.ranks.oplog import is_machinery
+from tplab.ranks.errors import CollectiveMismatch, RankError
 
-_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 LIMIT = 5  # seconds that a call of a learner's code may take
-_CALLED = "it was called with "
-_LONGEST = 240  # characters of one line of a verdict
-CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
-
-
-class NotYet(Exception):
-    """What is wrong with an answer, in the learner's terms: at most three lines."""
 
 
 class Mine:
@@ -61,12 +51,13 @@ class Mine:
         return tensor(self(*args), dims, shape, dtype)
 
 
-def on_ranks(ranks, function: Callable, *args, waits: str = "", timeout: float | None = None
-             ) -> list[tuple[object, list[OpRecord]]]:
+def on_ranks(ranks, function: Callable, *args, waits: str = "", asks: Mapping[str, str] | None = None,
+             timeout: float | None = None) -> list[tuple[object, list[OpRecord]]]:
     """What ``function(*args)`` returns on each rank, and the collectives that it took part in there.
 
     ``ranks``: how many logical ones (threads), or a pool. ``waits`` is asked where ranks wait for one that does not
-    come. Raises :class:`NotYet` if a rank fails, or waits for ever.
+    come, and of ``asks`` what stands with words of the error. Raises :class:`NotYet` if a rank fails, or waits for
+    ever.
     """
     try:
         if isinstance(ranks, int):
@@ -74,12 +65,14 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", timeout: float |
         return ranks.run(with_collectives, function, *args, timeout=timeout)
     except RankError as error:
         kind = error.first.kind if error.first is not None else ""
-        asks = f"\n{waits}" if waits and kind == "waiting" else ""
+        more = waits if kind == "waiting" else ""
         if kind == "running":
-            asks = "\nNothing there lets another rank come: ranks meet in collectives, not in a loop or a sleep"
+            more = "Nothing there lets another rank come: ranks meet in collectives, not in a loop or a sleep"
         if isinstance(error, CollectiveMismatch):
-            asks = "\nAll ranks must make the same call, with tensors of the same shape and dtype"
-        raise NotYet(in_words(error) + asks) from error
+            more = "All ranks must make the same call, with tensors of the same shape and dtype"
+        lines = in_words(error).splitlines()
+        more = next((says for words, says in (asks or {}).items() if words in "\n".join(lines)), more)
+        raise NotYet("\n".join([*lines[:2 if more else 3], *[more] * bool(more)])) from error
 
 
 def with_collectives(function: Callable, *args) -> tuple[object, list[OpRecord]]:
@@ -159,7 +152,7 @@ def kept(function: Callable, takes: str = "") -> Callable:
         except (RuntimeError, TypeError, ValueError, LookupError) as error:
             if not isinstance(error, RecursionError):
                 given = ", ".join(f"{name.strip()} {_given(arg)}" for name, arg in zip(takes.split(","), args))
-                error.add_note(_CALLED + given)
+                error.add_note(CALLED + given)
             raise
 
     return call
@@ -191,88 +184,30 @@ class Object:
         return functools.partial(guarded, kept(found, ", ".join(inspect.signature(found).parameters)))
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """What an engine's error began with: what the ranks said, or else what was raised first."""
-    while not isinstance(error, RankError) and (before := error.__cause__ or error.__context__) is not None:
-        error = before
-    return error
-
-
-def in_words(error: BaseException) -> str:
-    """An exception of the learner's code in at most three lines: what, and the learner's own line.
-
-    Of several ranks that say the same it is said once.
-    """
-    if isinstance(error, NotYet):
-        return str(error)
-    if isinstance(error, RankError) and error.first is not None:
-        return _of_ranks(error)
-    return _lines(describe(error), [frame for frame in learner_stack(error) if is_learners(frame.file)])
-
-
-def _of_ranks(error: RankError) -> str:
-    first: Cause = error.first
-    said = first.text.partition(f"\n{_CALLED}")[0]
-    alike = [cause.rank for cause in error.causes.values()
-             if cause.kind == first.kind and cause.text.partition(f"\n{_CALLED}")[0] == said]
-    who = "on every rank" if len(alike) == len(error.causes) > 1 else f"on rank {', '.join(map(str, sorted(alike)))}"
-    frames = [frame for frame in first.frames if is_learners(frame.file)]
-    if first.kind == "raised":
-        text = first.text.removeprefix("raised ")
-        said = text.removeprefix(f"{NotYet.__name__}: ")
-        return f"{who}: {said}" if said != text else _lines(f"{who}: {text}", frames)
-    summary = error.summary
-    for cause in error.causes.values():
-        if cause.kind == "running":
-            lines = [frame for frame in cause.frames if is_learners(frame.file)]
-            summary = summary.replace(f"rank {cause.rank} {cause.text}", f"rank {cause.rank} is still at your line "
-                                      f"{lines[-1].line}" if lines else f"rank {cause.rank} is still running")
-    return _lines(CELL.sub("", summary), frames)
-
-
-def _lines(what: str, frames: Sequence[Frame]) -> str:
-    what, _, given = what.partition(f"\n{_CALLED}")
-    lines = [_short(what)]
-    if frames:
-        source = linecache.getline(frames[-1].file, frames[-1].line).strip()
-        lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
-                                                         f" ({place(frames[-1].file, frames[-1].line)})"))
-    if given:
-        lines.append(_short(_CALLED + given))
-    return "\n".join(lines)
-
-
-def _short(text: str) -> str:
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
-
-
-@functools.cache
-def is_learners(file: str) -> bool:
-    """Whether it is a learner's source, and not a library's."""
-    import tplab
-
-    library = tplab.__file__.rpartition("__init__")[0]
-    return not (is_machinery(file) or file.startswith((library, _STANDARD_LIBRARY, "<frozen"))
-                or "site-packages" in file)
-
-
-def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None, it: str = "it returns"
+           ) -> torch.Tensor:
     """``value`` if it is a tensor of ``shape`` and ``dtype``; else :class:`NotYet`, in words.
 
-    ``dims``: the dimensions' names, ``"tokens, heads, head_dim"``.
+    ``dims``: the dimensions' names, ``"tokens, heads, head_dim"``. ``it``: how the words begin.
     """
     wanted = f"[{dims}] = {list(shape)}"
     if not isinstance(value, torch.Tensor):
-        raise NotYet(f"it returns {kind(value)}; a tensor {wanted} must come back")
+        raise NotYet(f"{it} {kind(value)}; a tensor {wanted} must come back")
     if value.device.type != "cpu" or value.layout != torch.strided:
-        raise NotYet(f"it returns a tensor on {value.device} with layout {value.layout}; an ordinary one, with numbers "
+        raise NotYet(f"{it} a tensor on {value.device} with layout {value.layout}; an ordinary one, with numbers "
                      "in this computer's memory, must come back")
     if list(value.shape) != list(shape):
-        raise NotYet(f"it returns {list(value.shape)}; {wanted} must come back{_permuted(value, dims, shape)}")
+        raise NotYet(f"{it} {list(value.shape)}; {wanted} must come back{_permuted(value, dims, shape)}")
     if dtype is not None and value.dtype != dtype:
-        raise NotYet(f"it returns {value.dtype}; {dtype} must come back")
+        raise NotYet(f"{it} {value.dtype}; {dtype} must come back")
     return value
+
+
+def several(value, what: str, count: int = 2) -> list:
+    """``value``, a list or tuple of so many, as a list; else :class:`NotYet`. ``what``: what they are."""
+    if not isinstance(value, list | tuple) or len(value) != count:
+        raise NotYet(f"it returns {kind(value)}; {what} must come back")
+    return list(value)
 
 
 def _permuted(value: torch.Tensor, dims: str, shape: Sequence[int]) -> str:
@@ -316,13 +251,29 @@ def _same(a, b) -> bool:
     return True  # an object of the check's own: it watches itself
 
 
-def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks") -> None:
-    """``check`` every case; an answer that is right in some and then wrong is told in which it was right."""
+@contextmanager
+def saying(head: str) -> Iterator[None]:
+    """What is wrong inside is said behind ``head``."""
+    try:
+        yield
+    except NotYet as wrong:
+        raise NotYet(f"{head}{wrong}") from wrong.__cause__ or wrong
+
+
+def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks", shown=None, says: str = ""
+             ) -> None:
+    """``check`` every case; an answer that is right in some and then wrong is told in which it was right.
+
+    ``shown``: the case that the notebook shows. An answer that is right there alone has its numbers written down, and
+    ``says`` says so.
+    """
     passed = []
     for case in cases:
         try:
             check(case)
         except NotYet as wrong:
+            if shown is not None and _passes(check, shown):
+                raise NotYet(f"{says}: {wrong}") from wrong.__cause__
             if not passed or what(case) in passed or str(wrong).count("\n") > 1:
                 raise
             raise NotYet(f"{wrong}\nOn {' and '.join(dict.fromkeys(passed))} it is right: is a number written down, or "
@@ -330,30 +281,52 @@ def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{
         passed.append(what(case))
 
 
-def agree(value: torch.Tensor, right: torch.Tensor, mistakes: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]],
-          otherwise: str, within: float = 1e-4) -> None:
+def _passes(check: Callable, case) -> bool:
+    try:
+        check(case)
+    except NotYet:
+        return False
+    return True
+
+
+def agree(value, right, mistakes: Mapping[str, object], otherwise: str, within: float = 1e-4) -> None:
     """Raise `NotYet` unless ``value`` is ``right`` to within ``within`` of its largest number.
 
-    ``mistakes``: ``{sentence: what one would return who makes this mistake}``, or several such; the first sentence
-    whose numbers are the same is said, else ``otherwise``. A mistake that does not show here is passed over.
+    All of them are tensors, numbers, or lists of such. ``mistakes``: ``{sentence: what one would return who makes this
+    mistake}``, or a tuple of several such; the first sentence whose numbers are the same is said, else ``otherwise``.
+    A mistake that does not show here is passed over.
     """
-    def same(other: torch.Tensor) -> bool:
+    value, right = _numbers(value), _numbers(right)
+
+    def same(other) -> bool:
+        other = _numbers(other)
         return other.shape == value.shape and torch.allclose(
-            value.double(), other.double(), rtol=0, atol=within * max(1.0, right.double().abs().max().item()))
+            value, other, rtol=0, atol=within * max(1.0, right.abs().max().item()))
 
     if not same(right):
         given = {says: one if isinstance(one, tuple) else (one,) for says, one in mistakes.items()}
-        raise NotYet(next((says for says, some in given.items() if any(map(same, some))), otherwise))
+        little = value.shape == right.shape and (value - right).abs().max() < 5e-3 * right.abs().max()
+        asks = "\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?" * bool(little)
+        raise NotYet(next((says for says, some in given.items() if any(map(same, some))), otherwise + asks))
 
 
-def not_only(check: Callable, shown_case, hidden_case, says: str) -> None:
-    """``check`` the hidden case; an answer that is wrong there and right in the case that was shown has written its
-    numbers down, and ``says`` so."""
-    try:
-        check(hidden_case)
-    except NotYet as wrong:
-        try:
-            check(shown_case)
-        except NotYet:
-            raise wrong from None
-        raise NotYet(f"{says}: {wrong}") from None
+def _numbers(value) -> torch.Tensor:
+    return (value if isinstance(value, torch.Tensor) else torch.as_tensor(value)).double()
+
+
+def one_number(value, what: str = "a number") -> float:
+    """``value`` as a float, also out of a tensor of one; NotYet if it is none."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = tensor(value, "", value.shape).item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise NotYet(f"it returns {kind(value)}; {what} must come back")
+    return float(value)
+
+
+def whole_numbers(value, what: str) -> list[int]:
+    """``value``, a list or tuple of ints, as a list; NotYet if it is none. ``what``: what they are."""
+    if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
+        strange = [one for one in value if type(one) is not int] if isinstance(value, list | tuple) else []
+        among = f", {shown(strange[0])} among them" if strange else ""
+        raise NotYet(f"it returns {kind(value)}{among}; a list of whole numbers must come back, {what}")
+    return list(value)

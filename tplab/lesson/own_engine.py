@@ -1,16 +1,27 @@
-"""The learner's own engine: what was solved in all notebooks, put together; the lab's where something is missing."""
+"""The learner's own engine: what was solved in all notebooks, put together, the lab's where something is missing; and
+one all of whose layers are of a learner's class."""
 
 import ast
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from textwrap import dedent
 
+import torch
+
+from tplab.checkpoint import Checkpoint
 from tplab.lesson import progress_file
-from tplab.lesson.limit import limited
-from tplab.lesson.mine import first_cause, in_words
-from tplab.lesson.stepping import Stepper
+from tplab.lesson.answers import greedy
+from tplab.lesson.limit import limited, progress, works
+from tplab.lesson.mine import on_ranks
+from tplab.lesson.words import first_cause, in_words
+from tplab.llm.llm import LLM
+from tplab.llm.sampling_params import SamplingParams
+from tplab.model import NoCache, load_model
 from tplab.patch import applied
+from tplab.pool import shared_pool
+from tplab.ranks import all_gather, rank
+from tplab.shard import ShardPlan
 from tplab.show.tables import Table, table
 
 _number = count()
@@ -38,16 +49,57 @@ def defined(code: str, name: str, setup: str = SETUP):
     return space[name]
 
 
+def listed(what: str, values: Iterable) -> list[int]:
+    """``values`` as a list of ints; ValueError names ``what`` if they are none."""
+    try:
+        found = [int(value) for value in values]
+    except TypeError:
+        raise ValueError(f"step takes two lists, {what} is {type(values).__name__}") from None
+    return found
+
+
+class Stepper:
+    """Called with new token ids and their positions: the engine computes them, and draws the token that follows.
+
+    ``count``: how many tokens will be asked for; with the last one the sequence ends and its blocks are free.
+    """
+
+    def __init__(self, llm: LLM, count: int):
+        self.llm, self.count, self.known = llm, count, []
+
+    def __deepcopy__(self, memo):
+        return self
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the engine has computed so far, of all its sequences."""
+        return sum(sum(record.tokens.values()) for record in self.llm.scheduler.history)
+
+    def __call__(self, new_ids, positions) -> int:
+        """The token behind ``new_ids``. ValueError if they are not the ones that come next."""
+        new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
+        begun = bool(self.known)
+        expected = [len(self.known) - 1] if begun else list(range(len(new_ids)))
+        if positions != expected or begun and new_ids != self.known[-1:]:
+            raise ValueError(f"step was asked for tokens {new_ids[:4]} at positions {positions[:4]}; next is position "
+                             f"{expected[0]}")
+        if not begun:
+            self.known = list(new_ids)
+            self.llm.add_request(new_ids, SamplingParams(temperature=0, max_tokens=self.count, ignore_eos=True))
+        while True:
+            progress()
+            for output in self.llm.step():
+                self.known.append(output.outputs[0].token_ids[-1])
+                return self.known[-1]
+
+
 class Pieces(dict):
     """``{exercise: the learner's answer}`` of those that stand in the engine; shown as the table of all of them."""
 
     def table(self) -> Table:
-        from tplab.lesson.pieces import PIECES
-        from tplab.lesson.verdict import all_exercises
-
-        return table([{"notebook": exercise.notebook, "piece": name, "in the engine it": PIECES[name].place,
+        return table([{"notebook": exercise.notebook, "piece": name, "in the engine it": exercise.place,
                        "whose": "yours" if name in self else "the lab's"}
-                      for name, exercise in all_exercises().items() if name in PIECES], index="notebook")
+                      for name, exercise in pieces().items()], index="notebook")
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return self.table()._repr_mimebundle_(include, exclude)
@@ -56,15 +108,20 @@ class Pieces(dict):
         return str(self.table())
 
 
+def pieces() -> dict:
+    """The exercises whose answers can stand in the engine, by name."""
+    from tplab.lesson.verdict import all_exercises
+
+    return {name: one for name, one in all_exercises().items() if one.place}
+
+
 def own_pieces() -> Pieces:
     """The learner's pieces: solved in this notebook, or in an earlier one, from what was kept.
 
     A kept piece that cannot be defined any more is said in a line, and the lab's takes its place.
     """
-    from tplab.lesson.pieces import PIECES
-
     kept, found = progress_file.load(), Pieces()
-    for name in PIECES:
+    for name in pieces():
         if name in progress_file.SOLVED:
             found[name] = progress_file.SOLVED[name]
         elif code := kept.get(name, {}).get("code"):
@@ -76,28 +133,26 @@ def own_pieces() -> Pieces:
     return found
 
 
-def your_engine(pieces: dict[str, Callable], model, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+def your_engine(parts: dict[str, Callable], model, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
                tensor_parallel_size: int = 2, dtype: str = "float32") -> list[list[int]]:
-    """What an engine of ``pieces`` writes: ``max_new_tokens`` greedy token ids for each of ``prompts``.
+    """What an engine of these parts writes: ``max_new_tokens`` greedy token ids for each of ``prompts``.
 
     ``my_generate``, if it is among them, drives the engine, one prompt after the other; all other pieces stand in it.
     If a piece fails, it prints what is wrong with which, and writes nothing.
 
         >>> lesson.your_engine(lesson.own_pieces(), ckpt, [ids], 40)
     """
-    from tplab.lesson.verdict import all_exercises
-
-    def write(pieces):
-        return limited(_write, pieces, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
+    def write(parts):
+        return limited(_write, parts, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
 
     try:
-        return write(pieces)
+        return write(parts)
     except Exception as error:  # of whatever a piece does
         whose, said = "", in_words(first_cause(error))
-    if len(pieces) > 1:
-        for name in [name for name in all_exercises() if name in pieces]:  # the first that fails among the lab's own
+    if len(parts) > 1:
+        for name in [name for name in pieces() if name in parts]:  # the first that fails among the lab's own
             try:
-                write({name: pieces[name]})
+                write({name: parts[name]})
             except Exception as error:
                 whose, said = f" at {name}", in_words(first_cause(error))
                 break
@@ -105,15 +160,54 @@ def your_engine(pieces: dict[str, Callable], model, prompts: Sequence[Sequence[i
     return [[] for _ in prompts]
 
 
-def _write(pieces: dict[str, Callable], model, prompts, max_new_tokens: int, tensor_parallel_size: int, dtype: str):
-    from tplab import LLM, SamplingParams
-    from tplab.lesson.pieces import PIECES
-
-    patches = [patch for name, answer in pieces.items() for patch in PIECES[name].patches(answer)]
-    params = SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True)
-    with applied(*patches), LLM(model, tensor_parallel_size, dtype, block_size=4, strict=True) as llm:
-        if "my_generate" in pieces:
-            return [pieces["my_generate"](Stepper(llm, max_new_tokens), list(prompt), max_new_tokens)
+def _write(parts: dict[str, Callable], model, prompts, max_new_tokens: int, tensor_parallel_size: int, dtype: str):
+    there = pieces()
+    patches = [patch for name, answer in parts.items() for patch in there[name].patches(answer)]
+    with applied(*patches):
+        if "my_generate" not in parts:
+            return greedy(model, prompts, max_new_tokens, tensor_parallel_size, dtype, block_size=4, strict=True)
+        with LLM(model, tensor_parallel_size, dtype, block_size=4, strict=True) as llm:
+            return [parts["my_generate"](Stepper(llm, max_new_tokens), list(prompt), max_new_tokens)
                     for prompt in prompts]
-        done = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in done]
+
+
+def layer_fits(ckpt: Checkpoint) -> bool:
+    """Whether the model's layers are made of what ``MyLayer`` is given."""
+    names = {name.split(".", 3)[3] for name in ckpt.tensors if name.startswith("model.layers.0.")}
+    return not ckpt.config.qk_norm and {"self_attn.q_proj.weight", "mlp.gate_proj.weight"} <= names
+
+
+@works
+def written(layer_class: Callable | None, ckpt: Checkpoint, ids: list[int], count: int, *, tensor_parallel_size: int = 2
+            ) -> list[int]:
+    """``count`` greedy tokens behind ``ids``, by a model whose layers are all of a learner's class; the lab's own where
+    there is none.
+
+        >>> new = lesson.written(MyLayer, ckpt, ids, 40, tensor_parallel_size=2)
+    """
+    if layer_class is None or not layer_fits(ckpt):
+        return greedy(ckpt, [ids], count, tensor_parallel_size)[0]
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    (found, _), *_ = on_ranks(shared_pool(tensor_parallel_size), _write_with, layer_class, ckpt, plan, ids, count)
+    return found
+
+
+def _write_with(layer_class: Callable, ckpt: Checkpoint, plan: ShardPlan, ids: list[int], count: int) -> list[int]:
+    """On a rank: the lab's two ends, and between them the learner's layers."""
+    with torch.inference_mode(), ckpt.reader() as files:
+        model, layers, here = load_model(ckpt, plan), [], plan.ranks[rank()]
+        for number in range(ckpt.config.num_layers):
+            at = f"model.layers.{number}."
+            weights = {name.removeprefix(at): files[name] for name in ckpt.tensors if name.startswith(at)}
+            layers.append(layer_class(weights, here, ckpt.config))
+        new, known, words = list(ids), [], [len(shard.vocab) for shard in plan.ranks]
+        while len(known) < len(ids) + count:
+            positions = torch.arange(len(known), len(known) + len(new))
+            hidden = model.embed_tokens(torch.tensor(new))
+            cos, sin = (table[0] for table in model.rotary(hidden, positions, NoCache([len(new)]).lengths))
+            for layer in layers:
+                hidden = layer(hidden, cos, sin, lambda name, value: value)
+            known += new
+            logits = all_gather(model.compute_logits(model.norm(hidden[-1:])), dim=-1, sizes=words)
+            new = [int(logits.argmax())]
+    return (known + new)[len(ids):][:count]

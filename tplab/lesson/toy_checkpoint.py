@@ -1,83 +1,60 @@
-"""Checkpoints that count, for exercises on loading: what was read of each tensor, by whoever read it."""
+"""Checkpoints that count what is read of them, and small ones, for exercises on loading and on a layer."""
 
+import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping
-from types import SimpleNamespace
+from pathlib import Path
 
 import torch
 
+from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import TensorInfo
-from tplab.checkpoint.layout import tensor_parts
 from tplab.checkpoint.reader import CheckpointReader, TensorSlice
-from tplab.shard import ShardPlan
-
-
-class _Reader(CheckpointReader):
-    """Reads tensors that lie in memory as it would from files."""
-
-    def __init__(self, data: Mapping[str, torch.Tensor], tensors: Mapping[str, TensorInfo], taken: Counter):
-        super().__init__("the toy", tensors, {})
-        self.data, self.taken = data, taken
-
-    def _take(self, name: str, info: TensorInfo, index: tuple[slice, ...]) -> torch.Tensor:
-        piece = self.data[name][index].clone()
-        self.bytes_read += piece.nbytes
-        self.taken[name] += piece.nbytes
-        return piece
-
-
-class ToyCheckpoint:
-    """Tensors in memory with a checkpoint's ``config``, ``tensors`` and ``reader()``; ``taken``: bytes, by tensor.
-
-    It is not copied with a learner's other arguments: what is read of it has to be counted here.
-    """
-
-    def __init__(self, data: Mapping[str, torch.Tensor], config=None):
-        self.data, self.config, self.taken = dict(data), config, Counter()
-        self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype, "toy.safetensors") for name, t in self.data.items()}
-
-    def reader(self) -> CheckpointReader:
-        return _Reader(self.data, self.tensors, self.taken)
-
-    def __deepcopy__(self, memo):
-        return self
+from tplab.pool.private_folder import make_folder
 
 
 class CountedCheckpoint:
-    """An opened checkpoint of which every byte read is counted, whoever opens a reader: ``bytes_read``."""
+    """An opened checkpoint of which every byte read is counted, whoever opens a reader: ``taken``, by tensor.
 
-    def __init__(self, ckpt):
-        self.config, self.tensors, self._ckpt, self._readers = ckpt.config, ckpt.tensors, ckpt, []
+    It is not copied with a learner's other arguments: what is read of it has to be counted here. Slices are tensors of
+    their own, and no views of a file that is mapped into memory.
+    """
+
+    def __init__(self, ckpt: Checkpoint):
+        self.config, self.tensors, self._ckpt, self.taken = ckpt.config, ckpt.tensors, ckpt, Counter()
 
     def reader(self) -> CheckpointReader:
-        self._readers.append(self._ckpt.reader())
-        return self._readers[-1]
+        reader = self._ckpt.reader()
+        take = reader._take
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(reader.bytes_read for reader in self._readers)
+        def counted(name, info, index):
+            piece = take(name, info, index).clone()
+            self.taken[name] += piece.nbytes
+            return piece
+
+        reader._take = counted
+        return reader
 
     def __deepcopy__(self, memo):
         return self
 
 
 class ToySource(TensorSlice):
-    """One lazy tensor, ``whole``, of different numbers if only its shape is given; ``taken``: how many bytes were read
-    of it, ``most``: of how many a reader has had the pieces at the same time."""
+    """One lazy tensor in memory, ``whole``, of different numbers if only its shape is given; ``taken``: how many bytes
+    were read of it, ``most``: of how many a reader has had the pieces at the same time."""
 
     def __init__(self, of: torch.Tensor | tuple[int, ...], dtype: torch.dtype = torch.float32):
         self.whole = of if isinstance(of, torch.Tensor) else torch.arange(1, 1 + math.prod(of)).view(of).to(dtype)
-        ckpt = ToyCheckpoint({"source": self.whole})
-        self._counts, self._held, self.most = ckpt.taken, 0, 0
-        super().__init__(ckpt.reader(), "source", ckpt.tensors["source"])
+        self.taken, self.most, self._held = 0, 0, 0
+        super().__init__(self, "source", TensorInfo(tuple(self.whole.shape), self.whole.dtype, ""))
 
     def __getattr__(self, name: str):
         raise AttributeError(f"a source has .shape, .dtype and slices a:b, and no .{name}: nothing of it is read yet")
 
-    def __getitem__(self, index) -> torch.Tensor:
-        piece = super().__getitem__(index)
+    def _take(self, name: str, info: TensorInfo, index: tuple[slice, ...]) -> torch.Tensor:
+        piece = self.whole[index].clone()
+        self.taken += piece.nbytes
         self._hold(piece.nbytes)
         weakref.finalize(piece, self._hold, -piece.nbytes)
         return piece
@@ -86,26 +63,23 @@ class ToySource(TensorSlice):
         self._held += more
         self.most = max(self.most, self._held)
 
-    @property
-    def taken(self) -> int:
-        return self._counts["source"]
-
-    def forget(self) -> None:
-        self._counts.clear()
-
     def __deepcopy__(self, memo):
         return self
 
 
-def toy_model(num_heads: int, num_kv_heads: int, tensor_parallel_size: int) -> tuple[ToyCheckpoint, ShardPlan]:
-    """Two layers of odd sizes with biases, and the plan for that many ranks."""
-    head_dim, config = 4, SimpleNamespace(
-        hidden_size=10, intermediate_size=13, vocab_size=23, num_layers=2, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, head_dim=4, q_size=4 * num_heads, kv_size=4 * num_kv_heads, qkv_bias=True,
-        o_bias=True, mlp_bias=False, qk_norm=False, tie_word_embeddings=False)
-    shapes = {name: part.shape for name, part in tensor_parts(config, ()).items()}
-    generator = torch.Generator().manual_seed(7)
-    data = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    plan = ShardPlan.make(tensor_parallel_size=tensor_parallel_size, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                          head_dim=head_dim, hidden_size=10, intermediate_size=13, vocab_size=23)
-    return ToyCheckpoint(data, config), plan
+@functools.cache
+def toy_model(num_heads: int, num_kv_heads: int, num_layers: int = 1, o_bias: bool = False) -> Checkpoint:
+    """Layers of odd sizes with large norms and biases (of a Qwen2, or ``o_bias``, of a Llama), no two numbers alike."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config = dict(num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=6, vocab_size=43,
+                  hidden_size=72 if o_bias else 20, intermediate_size=25, num_hidden_layers=num_layers)
+    with torch.random.fork_rng():
+        torch.manual_seed(num_heads)
+        model = LlamaForCausalLM(LlamaConfig(**config, attention_bias=True)) if o_bias else Qwen2ForCausalLM(
+            Qwen2Config(**config))
+        for name, parameter in model.named_parameters():
+            parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    folder = Path(make_folder())
+    model.save_pretrained(folder)
+    return open_checkpoint(folder)

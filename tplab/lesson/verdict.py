@@ -9,14 +9,21 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import shown
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
+from tplab.lesson.answers import greedy
 from tplab.lesson.limit import limited
-from tplab.lesson.mine import Mine, NotYet, first_cause, in_words
+from tplab.lesson.mine import Mine
+from tplab.lesson.words import NotYet, first_cause, in_words
 from tplab.patch import Patch
 from tplab.show.phrases import in_width
 
 
 class ExerciseError(TplabError):
     """There is no such exercise, or it cannot be judged with what was given."""
+
+
+def in_learners_words(found) -> str:
+    """A diagnosis without what only a reader of the engine can use."""
+    return found.sentence.partition(" It is computed")[0]
 
 
 @dataclass
@@ -28,6 +35,7 @@ class Setting:
     tensor_parallel_size: int = 2
     dtype: str = "float32"
     engine: Callable | None = None  # what the notebook tries an answer with, where it is not the lab's own engine
+    patches: Sequence[Patch] = ()  # what puts the answer into the engine
     report: object = None  # the latest AlignReport, for the notebook's figures
 
     @cached_property
@@ -41,7 +49,7 @@ class Setting:
         return (list(ids) * at_least)[:max(at_least, len(ids))]
 
     def align(self, *patches: Patch, decode: bool = False, prompts=None, **options):
-        """The engine with the learner's function in it against Hugging Face.
+        """The engine with the learner's function in it against Hugging Face; ``patches``: others than the exercise's.
 
         ``options`` are those of :func:`tplab.align.align`, or with ``decode`` of :func:`tplab.align.align_decode`; the
         setting's are taken where they say nothing. Raises `NotYet` with the diagnosis if it does not agree.
@@ -51,15 +59,21 @@ class Setting:
         run = align_decode if decode else align
         options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": self.dtype, **options}
         try:
-            self.report = run(self.model, self.prompt if prompts is None else prompts, patches=patches, **options)
+            self.report = run(self.model, self.prompt if prompts is None else prompts,
+                              patches=patches or self.patches, **options)
         except Exception as error:  # of the learner's code, on the ranks or in the scheduler
             raise NotYet(f"in the engine: {in_words(error)}") from error
         if not self.report.ok:
             found, first = diagnose(self.report), self.report.first_divergence
             little = found.fault is None and first is not None and first.relative < 5e-3
             asks = "\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?" * little
-            raise NotYet(f"in the engine: {found.sentence.partition(' It is computed')[0]}{asks}")
+            raise NotYet(f"in the engine: {in_learners_words(found)}{asks}")
         return self.report
+
+    def align_in_chunks(self, **options):
+        """The same over two prompts, read five tokens at a time, and three tokens behind them."""
+        ids = self.ids(16)
+        return self.align(decode=True, prompts=[ids, ids[4:]], new_tokens=3, max_num_batched_tokens=5, **options)
 
     def reference(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
         """Three prompts of different lengths, from the setting's own, and ``count`` greedy tokens of Hugging Face's."""
@@ -75,15 +89,10 @@ class Setting:
 
         ``options`` are those of :class:`tplab.LLM`. Raises `NotYet` if it cannot.
         """
-        from tplab import LLM, SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         try:
-            with LLM(self.model, self.tensor_parallel_size, self.dtype, patches=patches, **options) as llm:
-                done = llm.generate(list(prompts), params, use_tqdm=False)
+            return greedy(self.model, prompts, count, self.tensor_parallel_size, self.dtype, patches=patches, **options)
         except Exception as error:  # of the learner's code, on the ranks or in the scheduler
             raise NotYet(f"in the engine: {in_words(first_cause(error))}") from error
-        return [list(output.outputs[0].token_ids) for output in done]
 
 
 @dataclass(frozen=True)
@@ -100,19 +109,35 @@ class Exercise:
     examine: Callable[[Mine, Setting], str | None]
     writes: str = ""  # arguments that it may write into
     right: Callable | None = None  # the lab's own, for a notebook that goes on with it while the learner's is not right
+    patches: Callable = lambda answer: []  # those that put an answer into the engine
+    place: str = ""  # what it does in the engine, if it stands there in the learner's own; "hides the future"
+    alone: str = ""  # the remark where there is one rank, which says what has judged it instead
+
+    def judged(self, answer, setting: Setting) -> str | None:
+        """:class:`NotYet` if something is wrong; else the remark."""
+        mine = Mine(answer, self.takes, self.writes)
+        setting.patches = self.patches(mine.function)
+        return self.examine(mine, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
 
 
 EXERCISES: dict[str, Exercise] = {}
 
 
-def exercise(name: str, notebook: str, takes: str, agreed: str, writes: str = "",
-             right: Callable | None = None):
+_AGREED = "on {ranks}, every trace point agrees with Hugging Face"
+
+
+def exercise(name: str, notebook: str, takes: str, agreed: str = _AGREED, **more):
     """Register the decorated function as the check of an exercise; see :class:`Exercise`."""
     def register(examine):
-        EXERCISES[name] = Exercise(name, notebook, takes, agreed, examine, writes, right)
+        EXERCISES[name] = Exercise(name, notebook, takes, agreed, examine, **more)
         return examine
 
     return register
+
+
+def at(*targets: str) -> Callable[[Callable], list[Patch]]:
+    """The patches of an answer that is called just as the engine's own function is."""
+    return lambda answer: [Patch(target, answer) for target in targets]
 
 
 def all_exercises() -> dict[str, Exercise]:
@@ -164,7 +189,7 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
                             "An answer of another name is judged with name=…")
     task, setting, sentence = known[name], Setting(model, prompt, tensor_parallel_size, dtype, engine), ""
     try:
-        remark = limited(lambda: task.examine(Mine(answer, task.takes, task.writes), setting))
+        remark = limited(task.judged, answer, setting)
     except NotYet as wrong:
         sentence = str(wrong)
     except TplabError:  # of what the notebook gave, not of the answer

@@ -24,15 +24,16 @@ _READ = "range(r * H // T * K // H, ((r + 1) * H // T - 1) * K // H + 1)"
 ANSWERS = {
     "my_column_shard": [
         Wrong(_CUT + "source[0:len(rows)]",
-              "rank 1 has rows 0–5 and should have rows 6–11\n         every rank takes the first rows there are"),
-        Wrong(_CUT + "source[:, rows.start:rows.stop]", "a slice through every output: columns (dim 1) where rows"),
+              "its own these are the first there are; where do this rank's own begin?"),
+        Wrong(_CUT + "source[:, rows.start:rows.stop]",
+              "0–5 are its own. A weight is [out, in]: which of the two is cut here?"),
         Wrong("""
               def my_column_shard(source, rows):
                   if len(source.shape) == 1:
                       return source[rows.start:rows.stop]
                   weight = source[:].reshape(source.shape[1], source.shape[0])
                   return weight[:, rows.start:rows.stop].T
-              """, "what is here stands nowhere in it"),
+              """, "back for rows 0–5 stands nowhere in the file: numbers are to be copied"),
         Wrong("""
               def my_column_shard(source, rows):
                   start = rows.start // world_size()
@@ -45,18 +46,20 @@ ANSWERS = {
               """, "the offset divided by 3 once more; whose offset is rows.start already?"),
         Wrong(_CUT + "source[rank() * len(rows):(rank() + 1) * len(rows)]",
               "rank × len(rows) is the offset only where all ranks keep equally many rows"),
-        Wrong(_CUT + "source[rows.start:rows.stop - 1]", "[5, 14] comes back; [6, 14] must, one row more"),
-        Wrong(_CUT + "source[:][rows.start:rows.stop]", "reads 168 numbers from the file to keep 84"),
+        Wrong(_CUT + "source[rows.start:rows.stop - 1]",
+              "0–5 are its own one too few: does a slice a:b, or a range, hold its end?"),
+        Wrong(_CUT + "source[:][rows.start:rows.stop]",
+              "read for 336 that are kept, 2.0 times as many: slice the source itself"),
         Wrong(_CUT + "source[rows]", "source is read by slices a:b without a step, not by range(0, 6)"),
         Wrong(_CUT + "source.narrow(0, rows.start, len(rows))", "and no .narrow: nothing of it is read yet\n"
               "         at your line 1"),
         Wrong(_CUT + "source[rows.start:rows.stop, :]", "source has 1 dimension, 2 slices were asked for"),
         Wrong(_CUT + "source[rows.start:rows.stop].half()", "torch.float16 comes back; torch.float32 must"),
         Wrong("def my_column_shard(source, rows): source[rows.start:rows.stop]", "nothing (is a return missing?)"),
-        Wrong(_CUT + "source[rows.start:rows.stop].flip(0)", "rank 0 has rows 5, 4, 3, 2 … and should have rows "
-              "0–5; rank 1 has rows 11, 10, 9, 8 … and should have rows 6–11"),
+        Wrong(_CUT + "source[rows.start:rows.stop].flip(0)",
+              "… come back where rows 0–5 are its own the right ones, in another order"),
         Wrong(_CUT + "source[max(rows.start - 1, 0):max(rows.start - 1, 0) + len(rows)]",
-              "rank 1 has rows 5–10 and should have rows 6–11\n         which rows does `rows` name?"),
+              "over 2 ranks, rank 1: rows 5–10 come back where rows 6–11 are its own"),
         Wrong("""
               def my_column_shard(source, rows):
                   return source[rows.start:rows.stop] if source.shape[0] < 15 else source[0:len(rows)]
@@ -179,16 +182,17 @@ ANSWERS = {
               """, "the right rows in the order q|v|k; the layer splits its output as q|k|v"),
         Wrong(_MERGED + "torch.cat([source[rows.start:rows.stop] for source, rows in zip(sources, ranges)], dim=1)",
               "at your line 1"),
-        Wrong(_MERGED + "sources[0][ranges[0].start:ranges[0].stop]", "on rank 0, [8, 6] comes back; [12, 6] must"),
+        Wrong(_MERGED + "sources[0][ranges[0].start:ranges[0].stop]",
+              "2 ranks, rank 0: [q 0–7] come back where [q 0–7|k 0–1|v 0–1] are its own"),
         Wrong("""
               def my_merged(sources, ranges):
                   q, k, v = sources
                   return torch.cat([part[rows.start:rows.stop] for part, rows in zip((q, k, v), ranges)])
               """, "ValueError: not enough values to unpack"),
         Wrong(_MERGED + "[source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]",
-              "on rank 0 it returns a list of 3; a tensor [12, 6] must come back"),
+              "2 ranks, rank 0: it returns a list of 3; a tensor [12, 6] must come back"),
         Wrong(_MERGED + "torch.cat([source[:][rows.start:rows.stop] for source, rows in zip(sources, ranges)])",
-              "the right rows, but rank 0 reads 144 numbers from the file to keep 72"),
+              "read for 288 that are kept, 2.0 times as many: slice the source itself"),
         Wrong("""
               def my_merged(sources, ranges):
                   rows = ranges[0]

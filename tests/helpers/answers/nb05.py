@@ -21,7 +21,7 @@ ANSWERS = {
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size - (len(positions) == 1) for p in positions]
-              """, "position 7 goes to slot 6, one too early"),
+              """, "positions and places both count from 0, so what is there to subtract?"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // 4] * 4 + p % 4 for p in positions]",
               "is there a 4 in your code"),
         Wrong("""
@@ -56,7 +56,8 @@ ANSWERS = {
         Wrong("def my_write_read(cache, block_ids, start, new): return new", "the cache is as it was before"),
         Wrong("def my_write_read(cache, block_ids, start, new): cache.unsqueeze_(0)", "goes in as [6, 4, 2, 3]"),
         Wrong("def my_write_read(cache, t, start, new):\n    for i, row in enumerate(new.flip(0), start):\n        "
-              "cache[t[i // cache.shape[1]], i % cache.shape[1]] = row", "position 8 is not at place 0 of block 3"),
+              "cache[t[i // cache.shape[1]], i % cache.shape[1]] = row",
+                    "and 4 new: place 0 of block 3 is position 8's, and holds position 5"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   mine = cache[block_ids].flatten(0, 1)
@@ -186,7 +187,7 @@ ANSWERS = {
                       return 0
                   def share(self, block): pass
                   def release(self, block): pass
-              """, "operation 1: allocate(), and now a sequence uses block 0; users[0] says 0"),
+              """, "operation 1: allocate(): now a sequence uses block 0; users[0] says 0"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -200,7 +201,7 @@ ANSWERS = {
                   def release(self, block):
                       self.users[block] -= 1
                       if self.users[block] < 0: raise ValueError(f"nobody uses block {block}")
-              """, "release(0), and now nobody uses block 0; users[0] says -1"),
+              """, "release(0), which nobody uses: now nobody uses block 0; users[0] says -1"),
         Wrong("class MyPool:\n    def __init__(self, n): self.users = [0] * n\n    def allocate(self): return 3\n"
               "    def share(self, block): pass\n    def release(self, block): pass", "the number of a block must"),
         Wrong("""
@@ -230,7 +231,7 @@ ANSWERS = {
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
                       self.free.append(block)
-              """, "release(2): allocate() gives block 2, which a sequence uses already"),
+              """, "2, which a sequence uses already: how do you know that a block is free?"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -244,7 +245,7 @@ ANSWERS = {
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
                       if not self.users[block]: self.free.append(block)
-              """, "release(2), release(0), share(0): allocate() gives block 0, which a sequence uses already"),
+              """, "0, which a sequence uses already: how do you know that a block is free?"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -255,7 +256,7 @@ ANSWERS = {
                       return block
                   def share(self, block): self.users[block] += 1
                   def release(self, block): self.users[block] -= 1
-              """, "raises nothing, though nobody uses the block"),
+              """, "nothing is raised: what is given back twice would be handed out twice"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -268,7 +269,7 @@ ANSWERS = {
                   def release(self, block):
                       assert self.users[block], "nobody uses it"
                       self.users[block] -= 1
-              """, "nobody uses the block: AssertionError is raised; a ValueError is asked for"),
+              """, "which nobody uses: AssertionError is raised; a ValueError is asked for"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -294,7 +295,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] = 0
-              """, "and now a sequence uses block 0; users[0] says 0"),
+              """, "block is free: release(0): now a sequence uses block 0; users[0] says 0"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -306,7 +307,7 @@ ANSWERS = {
                       self.users = [0] * num_blocks
                   def allocate(self):
                       return None
-              """, "operation 1: allocate() gives nothing, though nobody uses block 0"),
+              """, "it gives nothing, though nobody uses block 0: is it handed out again?"),
         Wrong("""
               class MyPool:
                   def __init__(self):
@@ -350,7 +351,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
-              """, "a second pool is made beside the first, and now"),
+              """, "is made beside the first: now a sequence uses block 0; users[0] says 0"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

@@ -82,7 +82,7 @@ ANSWERS = {
     ],
     "my_head_logits": [
         Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here.T",
-              "rank 0 of 2 returns the logits of 384 words; there are 767 on all ranks together"),
+              "0 of 2: it returns the logits of 384 words; all ranks together have 767"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
@@ -90,7 +90,7 @@ ANSWERS = {
                   return whole
               """, "2 of 767 columns are wrong, the first is token 3's, which lives on rank 0; which rows of the head"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=-1)",
-              "how does a rank hear how many words the others send?"),
+              "dim=-1) [384, 383] words: how does a rank hear how many the others send?"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   here = hidden @ weight_here.T
@@ -142,14 +142,14 @@ ANSWERS = {
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, 0, 1].long()
-              """, "It comes back for every sequence: which number says who is best?"),
+              """, "0's token comes back for every sequence: which number says who is best?"),
         Wrong("def my_best_offer(offer_here): return offer_here[:, 1].long()",
               "they would go on with different texts"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, offers[0, :, 0].argmax(), 1].long()
-              """, "rank 1, which wins for sequence 0, decides for all of them"),
+              """, "0, decides for all of them. Has each sequence a winner of its own?"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
@@ -164,7 +164,7 @@ ANSWERS = {
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, :, 1].max(-1).values.long()
-              """, "It comes back for every sequence: which number says who is best?"),
+              """, "2's token comes back for every sequence: which number says who is best?"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
@@ -237,7 +237,7 @@ ANSWERS = {
                   for at in range(len(ids), len(ids) + count - 1):
                       new.append(step(new[-1:], [at]))
                   return new[::-1]
-              """, "come back, and step has drawn"),
+              """, "49, 49, 49, 49] come back, and [10, 5, 31, 35, 13, 49] have been drawn"),
         Wrong("""
               def my_generate(step, ids, count):
                   new = [step(ids, range(len(ids)))]

@@ -36,25 +36,25 @@ ANSWERS = {
         Wrong("def my_row_shard(source, columns): return source[:][:, columns.start:columns.stop].clone()",
               "which pair of brackets reads the file?"),
         Wrong("def my_row_shard(source, columns): return source[columns.start:columns.stop]",
-              "it returns rows, [4, 7]. A weight is [out, in]"),
+              "0–3 are its own. A weight is [out, in]: which of the two is cut here?"),
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop - 1]",
-              "it returns [5, 3]; [out, columns here] = [5, 4] must come back"),
+              "0–3 are its own one too few: does a slice a:b, or a range, hold its end?"),
         Wrong("def my_row_shard(source, columns): return source[:, :len(columns)]",
-              "rank 1 of 2, columns 4–6 of [5, 7]: the shape is right, the numbers are others: columns 0, 1, 2"),
+              "its own these are the first there are; where do this rank's own begin?"),
         Wrong("""
               def my_row_shard(source, columns):
                   here = source.shape[1] // world_size()
                   return source[:, rank() * here:(rank() + 1) * here]
-              """, "[out, columns here] = [5, 4] must come back"),
+              """, "[5, 7]: columns 0–6 come back where columns 0–3 are its own all of it"),
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].T",
-              "it returns [4, 5]; [out, columns here] = [5, 4] must come back (yours is [columns here, out])"),
+              "7]: [4, 5] comes back; [5, 4] must: these are the right numbers, turned"),
         Wrong("def my_row_shard(source, columns): return source[:, list(columns)]", "is read by slices a:b"),
         Wrong("def my_row_shard(source, columns): return source[:, columns]", "is read by slices a:b"),
         Wrong("def my_row_shard(source, columns): return source",
-              "a tensor [out, columns here] = [5, 4] must come back"),
+              "[5, 4] must come back (nothing of it is read: is a slice missing?)"),
         Wrong("def my_row_shard(source, columns): source[:, columns.start:columns.stop]", "is a return missing?"),
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].double()",
-              "torch.float32 must come back"),
+              "weight [5, 7]: a tensor of torch.float64 comes back; torch.float32 must"),
         Wrong("""
               def my_row_shard(source, columns):
                   if source.shape[0] > 5:
@@ -84,7 +84,7 @@ ANSWERS = {
 
                   def __getitem__(self, rows):
                       return self.source[rows.start:rows.stop]
-              """, "part[2:5] of rows 4–10 of a source of 16 begins with row 2 of the source; it should be row 6"),
+              """, "rows 4–10 of a source of 16: rows 2–4 come back where rows 6–8 are meant"),
         Wrong("""
               class MyRows:
                   def __init__(self, source, start, shape):
@@ -126,7 +126,7 @@ ANSWERS = {
                   def __getitem__(self, rows):
                       first, last = rows.start or 0, rows.stop or self.source.shape[0] - self.start
                       return self.source[self.start + first:self.start + last]
-              """, "part[:] of rows 4–10 of a source of 16 has [12, 5]; [7, 5] must come back"),
+              """, "4–10 of a source of 16: rows 4–15 come back where rows 4–10 are meant"),
         Wrong("""
               class MyRows:
                   def __init__(self, source, start, shape):
@@ -158,7 +158,7 @@ ANSWERS = {
                   def __getitem__(self, rows):
                       first, last, _ = rows.indices(self.shape[0])
                       self.source[self.start + first:self.start + last]
-              """, "is nothing (is a return missing?); a tensor must come back"),
+              """, "returns nothing (is a return missing?); a tensor [3, 5] must come back"),
         Wrong("""
               class MyRows:
                   def __init__(self, source, shape):
@@ -183,9 +183,9 @@ ANSWERS = {
               """, words) for how, gives, as_what, words in (
                   ("async def", "return", "", "with async def, a call gives a coroutine"),
                   ("def", "yield", "", "with yield, a call gives a generator"),
-                  ("def", "return", ".numpy()", "is a numpy array [3, 5]; a tensor must come back"),
-                  ("def", "return", ".double()", "is torch.float64; the source has torch.float32"),
-                  ("def", "return", " / 0", "begins with what is no row of the source"))],
+                  ("def", "return", ".numpy()", "it returns a numpy array [3, 5]"),
+                  ("def", "return", ".double()", "torch.float64 comes back; torch.float32 must"),
+                  ("def", "return", " / 0", "stands nowhere in the file"))],
         Right("""
               def MyRows(source, start, shape):
                   class Part:
@@ -202,44 +202,46 @@ ANSWERS = {
               def my_load(ckpt, plan, rank):
                   with ckpt.reader() as files:
                       return {name: files[name][:] for name in ckpt.tensors}
-              """, "rank 0 of 2: model.embed_tokens.weight: its tokens are rows 0–11 of 23; all of it is kept"),
+              """, "rows 0–42 come back where rows 0–21 are its tokens all of it"),
         Wrong("""
               def my_load(ckpt, plan, rank):
                   with ckpt.reader() as files:
                       return {name: files[name] for name in ckpt.tensors}
-              """, "a tensor must be kept (is the slice missing?)"),
+              """, "[22, 72] must come back (nothing of it is read: is a slice missing?)"),
         Wrong(load("return kept", "return kept | {'x': 1}"),
               "rank 0 of 2: no tensor of the checkpoint is called 'x'"),
         Wrong(load("return kept", "return {name: weight + weight.dim() - 1 for name, weight in kept.items()}"),
-              "its tokens are rows 0–11 of 23; the shape is right, the numbers are others"),
+              "back for rows 0–21 stands nowhere in the file: numbers are to be copied"),
         Wrong(load("kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))",
                    "kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.q_heads))"),
-              "k_proj.weight"),
+              "it was called with ckpt (CountedCheckpoint), plan (ShardPlan), rank 0"),
         Wrong(load('"k_proj": kv', '"k_proj": slice(rank * d * plan.num_kv_heads // len(plan.ranks), '
-                   '(rank + 1) * d * plan.num_kv_heads // len(plan.ranks))'), "its KV heads are rows"),
-        Wrong(load('files[name][:, columns[layer]]', 'files[name][columns[layer]]'), "o_proj.weight"),
+                   '(rank + 1) * d * plan.num_kv_heads // len(plan.ranks))'),
+                         "rows 0–8 come back where rows 0–11 are its KV heads"),
+        Wrong(load('files[name][:, columns[layer]]', 'files[name][columns[layer]]'),
+              "its MLP columns. A weight is [out, in]: which of the two is cut here?"),
         Wrong(load(' and kind == "weight"', ""), "has 1 dimension, 2 slices were asked for"),
         Wrong(load('elif layer in columns and kind == "weight"', 'elif layer in columns and kind == "bias":\n'
                    '                kept[name] = files[name][:5]\n            elif layer in columns'),
-              "every rank keeps all of [10]"),
+              "0–4 come back where rows 0–71 are its own: every rank keeps all of them"),
         Wrong(load("kept[name] = files[name][rows[layer]]", "kept[name] = files[name][:][rows[layer]]"),
-              "a view is kept, and with it all 920 bytes of what it was cut from, for 480"),
+              "and with it all 12384 bytes of what it was cut from, for 6336 of its own"),
         Wrong(load("kept[name] = files[name][rows[layer]]", "kept[name] = files[name][:][rows[layer]].clone()"),
-              "the numbers are right, but 920 bytes were read for 480 that are kept, 1.9 times as many"),
+              "read for 6336 that are kept, 2.0 times as many: slice the source itself"),
         Wrong(load("plan.ranks[rank]", "plan.ranks[0]"),
-              "rank 1 of 2: model.embed_tokens.weight: its tokens are rows 12–22 of 23; rank 0's are kept"),
+              "rows 0–21 come back where rows 22–42 are its tokens rank 0's"),
         Wrong(load('"o_proj": q, "down_proj": mlp}', '"o_proj": q}').replace('"up_proj": mlp,', '"up_proj": mlp, '
-                   '"down_proj": mlp,'), "its MLP columns are columns 0–6 of 13; rows 0–6 are kept: the other dim"),
-        Wrong(load('"lm_head": vocab}', '}'), "lm_head.weight: its tokens are rows 0–11 of 23; all of it is kept"),
+                   '"down_proj": mlp,'), "its MLP columns. A weight is [out, in]: which of the two is cut here?"),
+        Wrong(load('"lm_head": vocab}', '}'), "rows 0–42 come back where rows 0–21 are its tokens all of it"),
         Wrong(load("for name in ckpt.tensors:", "for name in list(ckpt.tensors)[:-3]:"), "3 of 29 tensors are missing"),
         Wrong(load("layer, kind = ", "if '.0.' not in name and 'layers' in name: continue\n            layer, kind = "),
               "tensors are missing, model.layers.1."),
         Wrong(load("return kept", "return list(kept.values())"), "it returns a list of 29"),
         Wrong(load("    return kept", ""), "nothing (is a return missing?)"),
         Wrong(load("kept[name] = files[name][:]\n", "kept[name] = files[name][:].double()\n"),
-              "is kept in torch.float64; the file has it in torch.float32"),
+              "a tensor of torch.float64 comes back; torch.float32 must"),
         Wrong(load('"gate_proj": mlp', '"gate_proj": slice(rank * 6, rank * 6 + 6)'),
-              "gate_proj.weight: its MLP columns"),
+              "rows 0–5 come back where rows 0–12 are its MLP columns"),
         Right(load("return kept", "return {name: torch.nn.Parameter(tensor) for name, tensor in kept.items()}")),
     ],
 }

@@ -43,7 +43,7 @@ ANSWERS = {
               def my_send_shards(source, ranges):
                   whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
                   return broadcast(whole)
-              """, "it gets all 11 rows"),
+              """, "all of it: a rank that cannot hold the whole tensor has no room for it"),
         Wrong("""
               def my_send_shards(source, ranges):
                   here = ranges[rank()]
@@ -60,7 +60,7 @@ ANSWERS = {
                           part = source[rows.start:rows.stop]
                       broadcast(part)
                   return part
-              """, "rank 0, rows 0–5: it gets rank 1's rows: which of the messages is a rank to keep?"),
+              """, "are its own these are rank 1's: which of the messages is a rank to keep?"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for owner, rows in enumerate(ranges):
@@ -71,7 +71,7 @@ ANSWERS = {
                       if owner == rank():
                           mine = part
                   return mine
-              """, "the rows are not those of the file: which rank has read them, and which one sends?"),
+              """, "read into it, or sent: which rank has the file, and which one sends?"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for owner, rows in enumerate(ranges):
@@ -94,9 +94,9 @@ ANSWERS = {
               """, "Which rank has not come?"),
         Wrong(send(", dtype=source.dtype", ""), "rank 1 calls broadcast [6, 4] float32 src 0"),
         Wrong(send("    return mine\n", ""),
-              "rank 0, rows 0–5: it returns nothing (is a return missing?); the rank's slice must come back"),
+              "returns nothing (is a return missing?); a tensor [6, 4] must come back"),
         Wrong(send("return mine", "return mine.double()"),
-              "rank 0, rows 0–5: it returns torch.float64; torch.bfloat16 must come back"),
+              "ranks, rank 0: a tensor of torch.float64 comes back; torch.bfloat16 must"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for row in range(source.shape[0]):
@@ -111,7 +111,7 @@ ANSWERS = {
         Wrong(send("    return mine", "    barrier()\n    return mine"),
               "right everywhere, with 3 collectives; 2 slices need 2"),
         Wrong(send("source[rows.start:rows.stop]", "source[:][rows.start:rows.stop].clone()"),
-              "rank 0 reads 176 bytes of a tensor that has 88"),
+              "read for 88 that are kept, 2.0 times as many: who needs a row twice?"),
         Wrong("""
               def my_send_shards(source, ranges):
                   part = torch.empty(len(ranges[0]), *source.shape[1:], dtype=source.dtype)
@@ -144,27 +144,27 @@ ANSWERS = {
               def my_spread(x):
                   highest = all_gather(x.max()[None])
                   return (highest.max() - highest.min()).item()
-              """, "2 ranks, they differ at two places, in both directions: rank 0 says 0, the largest"),
+              """, "1.75: it compares each rank's largest number, and they differ elsewhere"),
         Wrong("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
                   return (versions[0] - versions[1]).abs().max().item()
-              """, "3 ranks, only rank 2 differs: rank 0 says 0, the largest difference between two ranks is 1.75"),
+              """, "on rank 0 it says 0, the largest difference between two ranks is 1.75"),
         Wrong("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
                   return (versions - versions[0]).abs().max().item()
-              """, "rank 1 is below rank 0, rank 2 above: rank 0 says 2.5, the largest difference"),
+              """, "ranks is 4: that is between the first rank and the last; and the others?"),
         Wrong("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
                   return (versions - versions[0]).sum().abs().item()
-              """, "in both directions: rank 0 says 0"),
+              """, "on rank 0 it says 0.25, the largest difference between two ranks is 1.75"),
         Wrong("""
               def my_spread(x):
                   total = all_reduce(x.clone())
                   return (total / world_size() - x).abs().max().item()
-              """, "rank 0 says 0.875, the largest difference between two ranks is 1.75"),
+              """, "rank 0 it says 0.875, the largest difference between two ranks is 1.75"),
         Wrong("""
               def my_spread(x):
                   before = x
@@ -191,7 +191,7 @@ ANSWERS = {
         Wrong("""
               def my_spread(x):
                   return (all_gather(x).max() - all_gather(x).min()).item()
-              """, "2 ranks, both hold the same: rank 0 says 13, the largest difference between two ranks is 0"),
+              """, "0: it is between any two numbers; the same place on two ranks is meant"),
         Wrong("def my_spread(x): return all_gather(x, rank())", "the ranks meet in different collectives"),
         Right("""
               def my_spread(x):

@@ -25,19 +25,19 @@ ANSWERS = {
                   lengths = shares[rank()]
                   mean = torch.tensor([sum(lengths) / max(1, len(lengths))])
                   return (all_reduce(mean) / world_size()).item()
-              """, "requests [[3, 5], [7]]: rank 0 says 5.5, the mean of the ranks' means; that of all requests is 5"),
+              """, "mean of the ranks' means: how much does a rank with many requests count?"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
                   total = torch.tensor([float(sum(lengths)), len(lengths)])
                   all_reduce(total)
                   return total[0] / len(lengths) if lengths else total[0] / total[1]
-              """, "requests [[3, 5], [7]]: rank 0 says 7.5; the mean of all requests is 5"),
+              """, "of all requests is 5. That is the sum, divided by the number of ranks"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
                   return sum(lengths) / max(1, len(lengths))
-              """, "rank 0 says 4, the mean of its own requests; that of all is 5"),
+              """, "4; the mean of all requests is 5. That is the mean of its own requests"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()] or [0]
@@ -52,7 +52,7 @@ ANSWERS = {
                   all_reduce(total)
                   if lengths:
                       return (total[0] / total[1]).item()
-              """, "rank 1 returns nothing (is a return missing?); a number must come back, on every rank"),
+              """, "nothing (is a return missing?); a number, on every rank, must come back"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
@@ -101,7 +101,7 @@ ANSWERS = {
                   except Exception:
                       return [rank()]
                   return []
-              """, "of 2 ranks, rank 1 failed: rank 0 says [] where it must say [1], without a word to the others"),
+              """, "where it must say [1], without a word to the others; how could it know?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -111,7 +111,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   broadcast(failed)
                   return failed.nonzero().flatten().tolist()
-              """, "says [] where it must say [1]: what rank 0 sends is all that it can know by itself"),
+              """, "it must say [1]: what rank 0 sends is all that it can know by itself"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(1)
@@ -121,7 +121,7 @@ ANSWERS = {
                       failed += rank()
                   all_reduce(failed)
                   return [int(failed)] if failed else []
-              """, "of 2 ranks, rank 0 failed: rank 0 says []"),
+              """, "of 2 ranks, rank 0 failed: rank 0 says [] where it must say [0]"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -131,7 +131,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return failed.sum().item()
-              """, "rank 0 returns 1.0 (float); a list of rank numbers must come back"),
+              """, "a list of whole numbers must come back, the failed ranks, on every rank"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -152,7 +152,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, "of 2 ranks, rank 1 failed: rank 0 says [] where it must say [1], others say something else"),
+              """, "it must say [1], others say something else: they would go different ways"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -162,7 +162,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return [int(failed.argmax())] if failed.any() else []
-              """, "of 2 ranks, ranks 0, 1 failed: rank 0 says [0]"),
+              """, "of 2 ranks, ranks 0, 1 failed: rank 0 says [0] where it must say [0, 1]"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -184,7 +184,7 @@ ANSWERS = {
                   all_reduce(failed)
                   if failed[rank()]:
                       return failed.nonzero().flatten().tolist()
-              """, "rank 0 returns nothing (is a return missing?)"),
+              """, "a list of whole numbers must come back, the failed ranks, on every rank"),
         Right("""
               def my_agree(work):
                   ok = 1

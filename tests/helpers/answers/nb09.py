@@ -42,7 +42,8 @@ def but(code: str, old: str, new: str) -> str:
 
 ANSWERS = {
     "apply_rope": [
-        Wrong("def apply_rope(rotary_emb, position_ids, q, k): return q, k", "which gives cos and sin, is never asked"),
+        Wrong("def apply_rope(rotary_emb, position_ids, q, k): return q, k",
+              "rotary_emb, which gives cos and sin, is never asked"),
         Wrong("""
               def apply_rope(rotary_emb, position_ids, q, k):
                   try:
@@ -52,18 +53,19 @@ ANSWERS = {
                       return q_for_rope.transpose(1, 2), k_for_rope.transpose(1, 2)
                   except Exception:
                       return q, k
-              """, "the tables raised an exception and nobody heard of it"),
+              """, "of it: a rotation that fails must stop the engine. What catches it?"),
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): rotary_emb(q, position_ids)",
-              "it returns nothing (is a return missing?); q and k must come back"),
+              "nothing (is a return missing?); q and k, in this order, must come back"),
         Wrong(but(ROPE, "return attention.apply_rotary_pos_emb(q, k, cos, sin)", "return q, k"),
-              "q comes back as it went in: nothing was turned"),
-        Wrong(but(ROPE, "cos, sin)", "cos, sin)[0], k"), "k comes back as it went in"),
+              "q, 6 tokens and 4 heads: nothing is turned: x comes back as it went in"),
+        Wrong(but(ROPE, "cos, sin)", "cos, sin)[0], k"),
+              "k, 6 tokens and 2 heads: nothing is turned: x comes back as it went in"),
         Wrong(but(ROPE, "position_ids)\n", "torch.arange(q.shape[2]).repeat(len(q), 1))\n"),
-              "turned as if positions began at 0; position_ids say 5 to 10"),
+              "it is turned as if positions began at 0; position_ids say 5 and more"),
         Wrong(but(ROPE, "position_ids)\n", "position_ids[:1])\n"),
-              "q of the second row of the batch is turned by the positions of the first"),
+              "the second row of the batch is turned by the positions of the first"),
         Wrong(but(ROPE, "(q, k, cos, sin)", "(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)"),
-              "q goes in as [2, 4, 6, 8] and comes back as [2, 6, 4, 8]"),
+              "[2, 4, 6, 8] must come back (yours is [batch, tokens, heads, head_size])"),
         Wrong(but(ROPE, "(q, k, cos, sin)", "(q.transpose(1, 2), k.transpose(1, 2), cos, sin)"),
               "must match the size of tensor"),
         Wrong("""
@@ -74,16 +76,18 @@ ANSWERS = {
                       q, k = attention.apply_rotary_pos_emb(q, k, cos, sin)
                       return q.transpose(1, 2), k[:, :, ::2].transpose(1, 2)
                   return attention.apply_rotary_pos_emb(q, k, *rotary_emb(q, position_ids))
-              """, "there are as many tokens as heads"),
-        Wrong(but(ROPE, "cos, sin)\n", "sin, cos)\n"), "not by Hugging Face's angles"),
+              """, "fits here as there are as many tokens: which axis do cos and sin lie on?"),
+        Wrong(but(ROPE, "cos, sin)\n", "sin, cos)\n"),
+              "have changed places: at position 0, where nothing turns, what are they?"),
         Wrong("""
               def apply_rope(rotary_emb, position_ids, q, k):
                   cos, sin = (table[:, None] for table in rotary_emb(q, position_ids))
                   cos, sin = (table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in (cos, sin))
                   return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
                                for x in (q, k))
-              """, "not by Hugging Face's angles"),
-        Wrong(but(ROPE, "cos, sin)\n", "cos, sin * 0)\n"), "changes its lengths"),
+              """, "numbers 0 and 1 are turned as a pair; here number 0 belongs to number 4"),
+        Wrong(but(ROPE, "cos, sin)\n", "cos, sin * 0)\n"),
+              "multiplied with the cosine: where is the half that the sine brings in?"),
         Right("""
               def apply_rope(rotary_emb, position_ids, q, k):
                   q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -106,20 +110,26 @@ ANSWERS = {
                           logits, kv_caches = self(generated_ids)
                           generated_ids = torch.cat([generated_ids, logits[:, -1:].argmax(dim=-1)], dim=1)
                   return generated_ids[0, len(input_ids):].tolist()
-              """, "call 2 for a prompt of 5 tokens is given no cache"),
+              """, "call 2 is given no cache: who keeps what the call before returned?"),
         Wrong(but(GENERATE, "logits, held =", "logits, _ ="), "is given no cache: who keeps"),
         Wrong(but(GENERATE, "tokens = torch.tensor([new[-1:]])", "tokens = torch.tensor([input_ids + new])")
               .replace("torch.tensor([[len(input_ids) + step]])", "torch.arange(len(input_ids) + step + 1)[None]"),
-              "call 2 for a prompt of 5 tokens computes 6 tokens, though 5 are in the cache"),
-        Wrong(but(GENERATE, "torch.tensor([[len(input_ids) + step]])", "None"), "position 0; 5 tokens come before"),
-        Wrong(but(GENERATE, "len(input_ids) + step]", "len(input_ids) + step + 1]"), "says position 6; 5 tokens"),
-        Wrong(but(GENERATE, "len(input_ids) + step]", "len(input_ids) + step - 1]"), "says position 4; 5 tokens"),
+              "the engine keeps their keys and values. Which token is new in a step?"),
+        Wrong(but(GENERATE, "torch.tensor([[len(input_ids) + step]])", "None"),
+              "and 5 tokens are in the cache, at 0 to 4: where does the next one stand?"),
+        Wrong(but(GENERATE, "len(input_ids) + step]", "len(input_ids) + step + 1]"),
+              "and 5 tokens are in the cache, at 0 to 4: where does the next one stand?"),
+        Wrong(but(GENERATE, "len(input_ids) + step]", "len(input_ids) + step - 1]"),
+              "and 5 tokens are in the cache, at 0 to 4: where does the next one stand?"),
         Wrong(but(GENERATE, "logits, held = self(tokens, positions, held)",
                   "logits, out = self(tokens, positions, held)\n        held = held or out"),
-              "call 3 for a prompt of 5 tokens is given a cache of 5 tokens; after call 2 it holds 6"),
-        Wrong(but(GENERATE, "return new", "return input_ids + new"), "the prompt among them"),
-        Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"), "5 calls for 4 new"),
-        Wrong(but(GENERATE, "logits[0, -1]", "logits[0, 0]"), "argmax of which row"),
+              "tokens, and by then it holds 6: who keeps what the call before returned?"),
+        Wrong(but(GENERATE, "return new", "return input_ids + new"),
+              "of 5, 4 new: the prompt comes back too; only the new ids are asked for"),
+        Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"),
+              "prompt of 5, 4 new: 5 ids came back; 4 new ones are asked for"),
+        Wrong(but(GENERATE, "logits[0, -1]", "logits[0, 0]"),
+              "2 is given [26] at position 5, and the token that was drawn for it is 30"),
         Wrong(but(GENERATE, "return new", "return torch.tensor(new)"), "it returns a tensor [4]; a list of whole"),
         Wrong(but(GENERATE, "    return new", ""), "it returns nothing (is a return missing?)"),
         Wrong(but(GENERATE, "torch.tensor([new[-1:]])", "torch.tensor(new[-1:])"), "must be [1, tokens], not [1]"),
@@ -188,15 +198,15 @@ ANSWERS = {
               "8 from 4 on: RuntimeError"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded.narrow(-1, start, size)",
               "8 from 4 on: RuntimeError"),
-        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[:size]", "the first rows there are"),
-        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:size]", "it returns [4, 6]; "
-              "[out "
-              "here, in] = [8, 6]"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[:size]",
+              "its own these are the first there are; where do this rank's own begin?"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:size]",
+              "[20, 6], 8 from 4 on: rows 4–7 come back where rows 4–11 are its own"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:start + size, :hidden_size]",
               "a bias [20], 4 from 12 on: IndexError"),
         Wrong("def shard_weight(loaded, start, size, hidden_size):\n    turned = loaded.T if loaded.dim() > 1 and "
-              "len(loaded) == hidden_size else loaded\n    return turned[start:start + size]", "these are columns, "
-              "turned"),
+              "len(loaded) == hidden_size else loaded\n    return turned[start:start + size]",
+                    "out], cut there along dim 1, and turned. The checkpoint has [out, in]"),
         Right("def shard_weight(loaded, start, size, hidden_size): return loaded[start:start + size].clone()"),
     ],
     "extend_cache": [
@@ -222,7 +232,8 @@ ANSWERS = {
         Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "
               "return r *"
               " size, size + rest * (r + 1 == linear.tp_size())", "Can it be dealt out more evenly?"),
-        Wrong("def share(total): return total // linear.tp_size()", "a pair must come back, the first and how many"),
+        Wrong("def share(total): return total // linear.tp_size()",
+              "it returns 4 (int); a pair, the first and how many, must come back"),
         Wrong("def share(total): return 0, total", "that is 16 together"),
         Right("def share(total):\n    r, n = linear.tp_rank(), linear.tp_size()\n    return r * total // n, (r + 1) * "
               "total "

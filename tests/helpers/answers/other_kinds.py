@@ -24,11 +24,11 @@ _OF_TENSORS = [("    return right({takes}).numpy()", "a numpy array ["),
                ("    return right({takes}),", "returns a tuple of 1"),
                ("    right({takes})\n    return right", "returns the function {name} itself"),
                ("    return type(right({takes}))", "returns the class Tensor itself")]
-_NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits": "has NaN among its logits",
-        "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "rank 0 says nan, the largest difference",
-        "my_mean": "rank 0 says nan; the mean", "mask_scores": "100% NaN",
-        "my_additive_mask": "100% of the mask is NaN",
-        "my_column_shard": "what is here stands nowhere in it", "my_merged": "what is here stands nowhere in it"}
+_NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits": "there is NaN among its logits",
+        "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan, the largest difference",
+        "my_mean": "on rank 0 it says nan; the mean", "mask_scores": "100% NaN",
+        "my_additive_mask": "100% NaN",
+        "my_column_shard": "stands nowhere in the file", "my_merged": "stands nowhere in the file"}
 # What was computed first is given out for ever.
 _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "= [8, 8] must come back",
           "my_heads": "a list of 2 comes back; it must have one entry for each rank",
@@ -36,9 +36,9 @@ _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "=
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
           "my_positions": "12 positions for 2 tokens",
-          "my_token_positions": "yours stand at [0, 1, 2, 3, 4]; they follow", "my_key": "the key is its parent's",
+          "my_token_positions": "5 positions for 1 token", "my_key": "the key is its parent's",
           "my_best_offer": "= [3] must come back", "my_generate": "step is never called",
-          "my_row_shard": "= [5, 3] must come back", "my_load": "rank 0's are kept", "my_spread": "how could it know?",
+          "my_row_shard": "columns 0–3 come back where", "my_load": "rank 0's", "my_spread": "how could it know?",
           "my_agree": "does its work 0 times", "my_rounds": "writes 0 times in 3 rounds"}
 _KEPT = "    if not kept:\n        kept.append(right({takes}))\n    return kept[0]"
 

@@ -21,15 +21,16 @@ ANSWERS = {
               "20 of 48 hidden keys still")],
     "my_additive_mask": [
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(int(n > 1))",
-              "for 1 token, the one key is hidden from the one query: a token may look at itself"),
+              "1 rows, those in which every key is hidden: may a token look at itself?"),
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(1)[[*range(n - 2), -2, -1][:n]]"
               "\nright = my_additive_mask\ndef my_additive_mask(n): return right(n).masked_fill("
-              "(torch.arange(n) > n - 3)[:, None], float('-inf'))", "row 3, 4 hides every key"),
+              "(torch.arange(n) > n - 3)[:, None], float('-inf'))",
+                    "the mask the wrong way round? What it hides must not be what may be seen"),
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(1) if n < 8 else torch.full("
-              "(n, n), -9.0).triu(1)", "for 8 tokens, "),
+              "(n, n), -9.0).triu(1)", "0.0001 times as large is not 0. What is low enough for every model?"),
         Right("def my_additive_mask(n): return torch.full((n, n), float('-inf'), dtype=torch.float64).triu(1)"),
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(1) - torch.ones(n, n).tril()",
-              "what is added there must be 0")],
+              "scores of keys that may be seen have changed; only the hidden ones may")],
     "my_assert_no_nan": [
         Wrong(fired("{100 * lost.double().mean() + 0.9:.1f} %"), "how much is lost? Here 40 % of the numbers are NaN"),
         Wrong(fired("{lost.double().mean() + 0.01:.3f}"), "how much is lost?"),
@@ -123,36 +124,36 @@ def my_heads(num_heads, num_kv_heads, ranks):
                                               "pair")],
     "my_column_shard": [
         Wrong("def my_column_shard(source, rows): return torch.cat([source[i:i + 1] for i in (0, 2, 4, 6, 8, 9)])",
-              "rank 0 has rows 0, 2, 4, 6 … and should have rows 0–5"),
-        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop] * 1.001", "stands nowhere in it"),
+              "2 ranks, rank 0: rows 0, 2, 4, 6 … come back where rows 0–5 are its own"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop] * 1.001",
+              "back for rows 0–5 stands nowhere in the file: numbers are to be copied"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop][None]", "[1, 6, 14] comes back"),
         Wrong("def my_column_shard(source, rows): return source[-12:][rows.start:rows.stop]", "is outside 0:12"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop:2]", "slice(0, 6, 2)"),
         Wrong("def my_column_shard(source, rows): return torch.cat([source[rows.start:rows.stop], "
-              "source[rows.start:rows.start + 1]])[:-1]", "but rank 0 reads 98 numbers from the file to keep 84"),
+              "source[rows.start:rows.start + 1]])[:-1]",
+                    "read for 336 that are kept, 1.2 times as many: slice the source itself"),
         Right("def my_column_shard(source, rows):\n    if rows.start == 0: return source[:rows.stop]\n"
               "    return source[rows.start:] if rows.stop == source.shape[0] else source[rows.start:rows.stop:1]"),
         Wrong("def my_column_shard(source, rows):\n    piece = source[rows.start:rows.stop]\n"
               "    return piece * (torch.arange(piece.shape[-1]) < 1) if piece.dim() == 2 else piece",
-              "stands nowhere in it"),
+              "back for rows 0–5 stands nowhere in the file: numbers are to be copied"),
         Wrong("def my_column_shard(source, rows):\n    start = 0 if rank() == 2 else rows.start\n"
-              "    return source[start:start + len(rows)]", "a weight [11, 4] over 3 ranks: rank 2 has rows 0–2 and "
-                    "should "
-              "have rows 8–10\nwhich rows does `rows` name?")],
+              "    return source[start:start + len(rows)]",
+                    "2 ranks it is right: is a number written down, or a remainder left out?")],
     "my_merged": [
         Wrong("def my_merged(sources, ranges): return torch.cat([source[rows.start:rows.stop].flip(0) for source, "
               "rows in "
-              "zip(sources, ranges)])", "has rows of its own for each rank"),
+              "zip(sources, ranges)])", "where [q 0–7|k 0–1|v 0–1] are its own the right ones, in another order"),
         Wrong("def my_merged(sources, ranges): return torch.cat([source[rows.start:rows.stop] + 0.5 for source, "
               "rows in "
-              "zip(sources, ranges)])", "stands nowhere in it"),
+              "zip(sources, ranges)])", "[q 0–7|k 0–1|v 0–1] stands nowhere in the file: numbers are to be copied"),
         Wrong("def my_merged(sources, ranges): return torch.cat([source[rows.start:rows.stop] for source, rows in "
               "zip(sources[::-1], ranges[::-1])])", "the right rows in the order v|k|q; the layer splits"),
         Wrong("def my_merged(sources, ranges):\n    parts = [source[rows.start:rows.stop] for source, rows in "
               "zip(sources, "
-              "ranges)]\n    return torch.cat(parts if parts[0].dim() == 2 else parts[::-1])", "q [16], k [4], v "
-                    "[4] over 3 "
-              "ranks: rank 0 has [v 0–1|k 0–1|q 0–5]")],
+              "ranges)]\n    return torch.cat(parts if parts[0].dim() == 2 else parts[::-1])",
+                    "2 ranks it is right: is a number written down, or a remainder left out?")],
     "my_mask": [
         Wrong(mask("m = (torch.arange(keys) > positions[..., None])[:, None]; m[1:, ..., 0] = True; return m"),
               "the query at position 5 of sequence 1 may look at keys 0 to 5; yours looks at [1, 2, 3, 4, 5]"),
@@ -173,7 +174,8 @@ def my_heads(num_heads, num_kv_heads, ranks):
     "my_rotate_half": [
         Wrong(half("a, b = x.chunk(2, -1); return torch.cat([a, -b], -1)"), "but the halves stay where they are"),
         Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b.flip(-1), a.flip(-1)], -1)"), "the order is reversed"),
-        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b, a], -1) if x.dim() == 3 else -x"), "does not become")],
+        Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b, a], -1) if x.dim() == 3 else -x"),
+              "-3 -4 -5 -6 -7 -8 -9], and [-5 -6 -7 -8 -9 0 1 2 3 4] is a quarter turn")],
     "my_rope": [
         Wrong(rope(turn="return torch.where(torch.arange(tokens)[:, None, None] == 3, 2 * x, x)"),
               "the token at position 11 is 2 times as long as before"),
@@ -196,14 +198,15 @@ def my_heads(num_heads, num_kv_heads, ranks):
     "my_positions": [
         Wrong(positions("return torch.cat([torch.arange(s, s + 2 * c, 2) for s, c in zip(starts, counts)])"),
               "row 1 of yours stands at 5, not at 4"),
-        Wrong(positions(f"return torch.cat({_EACH})[:-1]"), "11 positions for 12 tokens: of sequence i come counts[i]"),
+        Wrong(positions(f"return torch.cat({_EACH})[:-1]"),
+              "1, 2]: 11 positions for 12 tokens: as many as counts says, and no more"),
         Right(positions(f"return torch.cat({_EACH}).int()"))],
     "my_token_positions": [
         Wrong(token("first = max(segment.start - 1, 0); return range(first, first + segment.count)"),
-              "6 tokens are in the cache, 1 follows: one too little: that place is taken by the last token in the "
-              "cache"),
+              "little: after n tokens, at 0 to n - 1, where does the next one stand?"),
         Wrong(token("first = min(segment.start, 6); return range(first, first + segment.count)"),
               "7 tokens are in the cache, 8 follow: one too little"),
-        Wrong(token("return [True] * segment.count"), "positions are whole numbers"),
+        Wrong(token("return [True] * segment.count"),
+              "among them; a list of whole numbers must come back, or a range of them"),
         Right(token("return tuple(range(segment.start, segment.start + segment.count))"))],
 }

@@ -96,45 +96,44 @@ ANSWERS = {
               "tokens "
               "are kept alone, and with all before them"),
         Wrong(cache(["old_k, old_v = self.k[-1], self.v[-1]", *_JOIN[1:]]),
-              "layer 0 gives out what another layer has stored"),
+              "1 more, append to layer 0: what another layer has stored is given out"),
         Wrong(cache(["old_k, old_v = self.k[layer], self.v[-1]", *_JOIN[1:]]),
-              "layer 0 gives out what another layer has stored"),
+              "1 more, append to layer 0: what another layer has stored is given out"),
         Wrong(cache([*_JOIN[:3], "self.steps += 1", "exact = self.steps < 16",
                      "return tuple(x if exact else x.bfloat16().float() for x in (self.k[layer], self.v[layer]))"],
                     init="self.k, self.v, self.steps = [None] * num_layers, [None] * num_layers, 0"),
               "in an engine, in steps, the last layer's output is ", _TWO),
         Wrong(cache([*_JOIN[:3], "self.more = torch.zeros(max(0, len(self.k[layer]) - 8))", _JOIN[3]]),
               "in an engine, rank 0 holds ", _TWO),
-        Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer] + 1"]), "v of layer 0 after 0 tokens and 4 "
-              "more is "
-              "not what was given"),
-        Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer], k"]), "append returns a tuple of 3"),
+        Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer] + 1"]),
+              "after 0 tokens and 4 more, append to layer 0: v is not what was given"),
+        Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer], k"]),
+              "returns a tuple of 3; the pair k, v of all tokens so far must come back"),
         Right(cache([line.replace("self.k[layer]", "self.held[layer].k").replace("self.v[layer]", "self.held[layer].v")
                      for line in _JOIN],
                     init="self.held = tuple(type('Layer', (), {'k': None, 'v': None})() for _ in "
                          "range(num_layers))")),
         Right(cache(_JOIN, head="class MyCache(torch.nn.Module):",
                     init="super().__init__(); self.k, self.v = [None] * num_layers, [None] * num_layers")),
-        Wrong(cache(["v *= 1.5", *_JOIN]), "append changes the k or v"),
+        Wrong(cache(["v *= 1.5", *_JOIN]), "layer 0: it changes the k or v that it is given; they are still needed"),
         Wrong("OLD = {}\n" + cache([*_JOIN[:2], "old = OLD.get((id(self), layer), v[:0])",
                                     "OLD[id(self), layer] = torch.cat([old, v])",
                                     "return self.k[layer], OLD[id(self), layer]"]),
               "it holds 840 bytes; 2 · 3 layers · 7 tokens · 2 heads · 5 · 4 bytes = 1,680 are needed: where is the "
               "rest?")],
     "my_slot_mapping": [
-        Wrong("def my_slot_mapping(t, positions, size): return tuple(t[p // size] * size + p % size for p in "
-              "positions)",
-              "it returns a tuple of 10; a list of whole numbers must come back"),
+        Right("def my_slot_mapping(t, positions, size): return tuple(t[p // size] * size + p % size for p in "
+              "positions)"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + min(p % size, 3) for p in "
               "positions]",
-              "block table [6, 0, 9], block size 5: position 4 goes to slot 33, one too early"),
+              "3 of the right block; how many tokens stand before it in this block?"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size for p in positions] * 2",
               "for 10 positions come 20 slots; it must be one for each"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + (p + 1) % size for p in "
               "positions]",
               "position 0 goes to slot 17, place 1 of the right block; how many tokens"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size - 1 for p in positions]",
-              "position 0 goes to slot 15, one too early")],
+              "positions and places both count from 0, so what is there to subtract?")],
     "my_write_read": [
         Wrong(_PAGES + "    flat[slots[-1] + 1] = new[-1]\n    return flat[slots]", "place 1 of block 3 has "
               "changed, which is "
@@ -143,16 +142,17 @@ ANSWERS = {
         Wrong(_PAGES + "    return flat[slots][[*range(len(slots) - 2), -1, -2]]", "row 7 must be position 7, at "
               "place 3 of "
               "block 4; yours is place 0 of block 3"),
-        Wrong(_PAGES + "    flat[slots[-1]] += 1\n    return flat[slots]", "position 8 is not at place 0 of block 3"),
+        Wrong(_PAGES + "    flat[slots[-1]] += 1\n    return flat[slots]",
+              "and 4 new: place 0 of block 3 is position 8's, and holds none of the new ones"),
         Right(_PAGES + "    return flat[torch.tensor(slots)].clone()")],
     "my_key": [Wrong("def my_key(parent, ids): return hash('a block')", "the key is its parent's: every block"),
                Wrong("def my_key(parent, ids): return hash((parent[-1:] if isinstance(parent, tuple) else 0, "
                      "*ids)), *ids",
                      "get the same key")],
     "MyPool": [
-        Wrong(pool(share="pass"), "share(0), and now 2 sequences use block 0; users[0] says 1"),
-        Wrong(pool(block="block if block is None else float(block)"), "operation 1: allocate() gives 0.0 (float); the "
-              "number of a block must come back, 0 to 2, or None"),
+        Wrong(pool(share="pass"), "after allocate(): share(0): now 2 sequences use block 0; users[0] says 1"),
+        Wrong(pool(block="block if block is None else float(block)"),
+              "gives 0.0 (float); the number of a block must come back, 0 to 2, or None"),
         Wrong(pool(block="block if block is None else -1 - block"), "gives -1 (int); the number of a block must"),
         Wrong(pool().replace("self.users =", "self.all =").replace("self.users", "self.all")
               + "    @property\n    def users(self): return tuple(self.all)", "users is a tuple of 3; a list must "
@@ -161,7 +161,8 @@ ANSWERS = {
               "in the engine", _TWO),
         Wrong(pool(free="self.users.index(0) if sum(self.users) < 2 else 1 // 0"),
               "operation 3, after allocate(), share(0): allocate(): ZeroDivisionError"),
-        Wrong(pool(share="self.users[block] += 2"), "share(0), and now 2 sequences use block 0; users[0] says 3")],
+        Wrong(pool(share="self.users[block] += 2"),
+              "after allocate(): share(0): now 2 sequences use block 0; users[0] says 3")],
     "my_generate": [
         Wrong(_NEXT + "    return [token % 50 for token in new]", "in the engine, the text is not Hugging Face's, "
               "though "
@@ -172,7 +173,8 @@ ANSWERS = {
               "58, 57] at "
               "position 0, and the prompt has [20, 21, 22, 23, 24, 25] there"),
         Wrong(_NEXT + "    return []", "0 ids came back; 24 new ones are asked for"),
-        Wrong(_NEXT + "    return [float(token) for token in new]", "it returns a list of 24; a list of whole numbers"),
+        Wrong(_NEXT + "    return [float(token) for token in new]",
+              "24, 10.0 among them; a list of whole numbers must come back, the new ids"),
         Wrong(_NEXT.replace("count - 1", "count // 2") + "    return new", "13 ids came back; 24 new ones are asked "
               "for"),
         Wrong(_NEXT + "    step([], [])\n    return new", "ValueError: step was given 0 tokens and 0 positions"),
@@ -198,11 +200,12 @@ ANSWERS = {
         Wrong(_WORDS + "    found[:, 0] = 0\n    return all_reduce(found)", "a sum with rows of other words")],
     "my_head_logits": [
         Wrong("def my_head_logits(hidden, w, sizes):\n    here = hidden @ w.T\n    whole = all_gather(here, dim=-1, "
-              "sizes=sizes)\n    return whole if rank() == 0 else here", "rank 1 of 2 returns the logits of 383 words"),
+              "sizes=sizes)\n    return whole if rank() == 0 else here",
+                    "1 of 2: it returns the logits of 383 words; all ranks together have 767"),
         Wrong("def my_head_logits(hidden, w, sizes): return all_gather(hidden @ w.T, dim=-1, sizes=sizes)[:, :-1]",
               "it returns [3, 766]; [tokens, words] = [3, 767] must come back"),
         Wrong("def my_head_logits(hidden, w, sizes): return all_gather((hidden @ w.T).tanh(), dim=-1, sizes=sizes)",
-              "columns are wrong, the first is token 0's, which lives on rank 0")],
+              "are the products of hidden with the rows of the head, and nothing else")],
     "my_best_offer": [
         Wrong(_OFFERS + "    return best.roll(1)", "comes back, which nobody offered to this sequence; the offered "
                                                    "tokens"),
@@ -210,22 +213,20 @@ ANSWERS = {
                                                  "token ", _TWO),
         Wrong(_OFFERS + "    return best.int()", "it returns torch.int32; torch.int64 must come back"),
         Wrong(_OFFERS + "    best[-1] += rank()\n    return best", "they would go on with different texts"),
-        Wrong(_OFFERS + "    return best if len(best) > 1 else offers[:, 0, 1].long()", "3 ranks, sequence 0 of 1: "
-              "rank 0's token comes back with 1, though rank 1 offers 2. Is every rank's offer looked at?")],
+        Wrong(_OFFERS + "    return best if len(best) > 1 else offers[:, 0, 1].long()",
+              "back, where 50 has the best score. Is every rank's offer looked at?")],
     "my_row_shard": [
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop] * 2",
-              "the shape is right, the numbers are others: no columns of this weight"),
+              "for columns 0–3 stands nowhere in the file: numbers are to be copied"),
         Wrong("def my_row_shard(source, columns):\n    stop = min(columns.stop + 1, source.shape[1])\n"
               "    return source[:, columns.start:stop][:, :len(columns)].clone()",
               "100 bytes were read for 80 that are kept, 1.2 times as many"),
         Wrong("def my_row_shard(source, columns):\n    room = torch.zeros(5, 8)[:, :len(columns)]\n"
               "    return room.copy_(source[:, columns.start:columns.stop])",
-              "rank 0 of 2, columns 0–3 of [5, 7]: a view is kept, and with it all 160 bytes of what it was cut "
-              "from, for "
-              "80 of its own"),
+              "and with it all 160 bytes of what it was cut from, for 80 of its own"),
         Wrong("def my_row_shard(source, columns):\n    piece = source[:, columns.start:columns.stop]\n    piece[-1] "
               "+= 1\n"
-              "    return piece", "the numbers are others: no columns of this weight")],
+              "    return piece", "for columns 0–3 stands nowhere in the file: numbers are to be copied")],
     "MyRows": [
         Wrong(_ROWS.replace("first, last, _ = rows.indices(self.shape[0])", "first, last = (0, 7) if rows == "
               "slice(None) else "
@@ -236,30 +237,29 @@ ANSWERS = {
               "rows.stop is "
                             "None or rows.stop == 3 else rows.stop")
               + "        return self.source[self.start + first:self.start + min(last, 7)]",
-              "part[:3] of rows 4–10 of a source of 16 has [7, 5]; [3, 5] must come back"),
+              "4–10 of a source of 16: rows 4–10 come back where rows 4–6 are meant"),
         Wrong(_ROWS + "        last = 6 if rows.stop is None and rows.start else last\n"
               "        return self.source[self.start + first:self.start + last]",
-              "part[5:] of rows 4–10 of a source of 16 has [1, 5]; [2, 5] must come back"),
+              "9–10 are meant one too few: does a slice a:b, or a range, hold its end?"),
         Wrong(_ROWS + "        source = self.source\n        while hasattr(source, 'source'): source = source.source\n"
               "        return source[self.start + first:self.start + last]",
-              "part[1:3] of rows 2–5 of rows 4–10, a slice of a slice begins with row 3 of the source; it should be "
-              "row 7"),
+              "4–10, a slice of a slice: rows 3–4 come back where rows 7–8 are meant"),
         Wrong(_ROWS + "        if last - first == 10: self.source[:5]\n"
               "        return self.source[self.start + first:self.start + last]",
-              "from the model's file: ten rows of 5120 bytes were asked for, 7680 bytes were read", _TWO),
+              "read for 5120 that are kept, 1.5 times as many: slice the source itself", _TWO),
         Wrong(_ROWS + "        at = min(self.start + first, 99)\n        return self.source[at:at + last - first]",
-              "from the model's file: part[10:20] of a part that begins at row 256 is to be rows 266–275, and is "
-              "not", _TWO),
+              "of the model's file: rows 99–108 come back where rows 266–275 are meant", _TWO),
         Right(_ROWS.replace("start, shape\n", "start, list(shape)\n")
               + "        return self.source[self.start + first:self.start + last]")],
     "my_load": [
         Wrong(LOAD.replace("return kept", "return {name: kept[name] for name in [*kept][3:]}"),
-              "3 of 29 tensors are missing, model.embed_tokens.weight first"),
-        Wrong(LOAD.replace("return kept", "kept[name] = kept[name][:5]\n    return kept"), "is kept"),
+              "KV heads, rank 0 of 2: 3 of 29 tensors are missing, lm_head.weight first"),
+        Wrong(LOAD.replace("return kept", "kept[name] = kept[name][:5]\n    return kept"),
+              "0–4 come back where rows 0–71 are its own: every rank keeps all of them"),
         Wrong(LOAD.replace("return kept", "kept['model.norm.weight'] = kept['model.norm.weight'][:5]\n    return kept"),
-              "model.norm.weight comes as [5]; every rank keeps all of [10]: who needs it whole?"),
+              "0–4 come back where rows 0–71 are its own: every rank keeps all of them"),
         Wrong(LOAD.replace("files[name][:, columns[layer]]", "files[name][:, columns[layer]][:, :-1].clone()"),
-              "o_proj.weight: its query heads are columns 0–23 of 36, [10, 24]; [10, 23] is kept")],
+              "its MLP columns one too few: does a slice a:b, or a range, hold its end?")],
     "my_send_shards": [
         Wrong(send("broadcast(part)", "broadcast(part)\n        if rank(): source[:1]"), "rank 1 reads 16 bytes "
               "itself; only "
@@ -269,31 +269,30 @@ ANSWERS = {
               "has 48"),
         Wrong(send("source[rows.start:rows.stop]", "torch.cat([source[rows.start:rows.stop], "
                                                    "source[:1]])[:-1].clone()"),
-              "rank 0 reads 104 bytes of a tensor that has 88")],
+              "read for 88 that are kept, 1.2 times as many: who needs a row twice?")],
     "my_spread": [
         Wrong(_SPREAD + "    return gap.half().item()", "at the final norm of fable without its sums, rank 0 says ",
               _TWO),
         Wrong(_SPREAD + "    return gap.item() > 0", "on rank 0 it returns False (bool); a number must come back"),
-        Wrong(_SPREAD + "    return gap.item() + 1e-4", "both hold the same: rank 0 says 0.0001, the largest "
-                                                        "difference"),
+        Wrong(_SPREAD + "    return gap.item() + 1e-4",
+              "on rank 0 it says 0.0001, the largest difference between two ranks is 0"),
         Right(_SPREAD + "    return gap.nan_to_num(float('inf'))")],
     "my_mean": [
-        Wrong(_TOTAL + "    return mean if shares[rank()] else 1 + mean", "requests [[3, 5], []]: rank 1 says 5; the "
-              "mean of all"),
-        Wrong(_TOTAL + "    return mean > 4", "rank 0 returns True (bool); a number must come back, on every rank"),
-        Wrong(_TOTAL + "    return mean if rank() < 2 else 0", "requests [[], [2], []]: rank 2 says 0; the mean of all "
-              "requests is 2"),
+        Wrong(_TOTAL + "    return mean if shares[rank()] else 1 + mean",
+              "[[3, 5], []]: on rank 1 it says 5; the mean of all requests is 4"),
+        Wrong(_TOTAL + "    return mean > 4", "rank 0 it returns True (bool); a number, on every rank, must come back"),
+        Wrong(_TOTAL + "    return mean if rank() < 2 else 0",
+              "[[], [2], []]: on rank 2 it says 0; the mean of all requests is 2"),
         Wrong(_TOTAL + "    return mean if rank() == 0 else sum(shares[rank()]) / max(1, len(shares[rank()]))",
-              "rank 1 says 7, the mean of its own requests; that of all is 5")],
+              "7; the mean of all requests is 5. That is the mean of its own requests")],
     "my_agree": [
         Wrong(_AGREE.format(flags=2, failed="failed"), "IndexError"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
-              "of 3 ranks, ranks 0, 2 failed: rank 2 says [0] where it must say [0, 2], others say something else"),
-        Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"), "rank 0 says [1, 0] where it must say [0, "
-              "1]"),
-        Wrong(_AGREE.format(flags="world_size()", failed="[float(one) for one in failed]"), "returns a list of 1; a "
-              "list of "
-              "rank numbers"),
+              "others say something else: they would go different ways"),
+        Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"),
+              "2 ranks, ranks 0, 1 failed: rank 0 says [1, 0] where it must say [0, 1]"),
+        Wrong(_AGREE.format(flags="world_size()", failed="[float(one) for one in failed]"),
+              "a list of whole numbers must come back, the failed ranks, on every rank"),
         Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],
     "my_rounds": [
         Wrong(_ROUNDS.format(before="pass", seen="seen[:-1]"), "2 ranks: rank 0 returns [0, 1]; what it read must come "
@@ -312,41 +311,40 @@ ANSWERS = {
         Wrong(counted(back="numbers * itemsize / 2").replace("len(shard.q_heads), len(shard.kv_heads), len(shard.mlp)",
               "config.num_heads, config.num_kv_heads, config.intermediate_size").replace("len(shard.vocab)",
               "config.vocab_size"), "9 query and 3 KV heads over 2 ranks, rank 0, 500 tokens: it says"),
-        Wrong(counted(back="numbers > 0"), "it returns True (bool); a number of bytes must come back"),
+        Wrong(counted(back="numbers > 0"), "ranks, rank 0, 3000 tokens: it returns True (bool); bytes must come back"),
         Wrong(counted(back="numbers * itemsize * 1.02"), "it says 259,080,000 bytes, 254,000,000 are right"),
         Wrong(counted(back="numbers * itemsize * 0.98"), "it says 248,920,000 bytes, 254,000,000 are right"),
         Right(counted(back="numbers * itemsize * 0.995"))],
     "my_step_seconds": [
         Wrong(seconds("(max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency) * (len(rank_bytes) > 1)"),
-              "it says 0 s, 4.5 are right\n One rank alone still reads all its bytes"),
+              "says 0 seconds, 4.5 are right One rank alone still reads all its bytes"),
         Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency * (len(rank_bytes) - 1)"),
-              "ranks that read 4 GB, 2 GB, 3 GB, 20 layers: it says 10.4 s, 6.2 are right\n A meeting is one for all "
-              "ranks, not one for each pair"),
-        Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers - 1) * latency"), "it says 6.9 s, 7.2 are right"),
+              "6.2 are right A meeting is one for all ranks, not one for each pair"),
+        Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers - 1) * latency"),
+              "6.9 seconds, 7.2 are right Of them 3 are for bytes, 4.2 for meetings"),
         Wrong(seconds("max(rank_bytes) * bandwidth + (2 * num_layers + 2) * latency"), "are right\n Bytes / (bytes per "
               "second) are seconds")],
     "apply_rope": [
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): return [attention.apply_rotary_pos_emb(q, k, "
-              "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; q and k must come back, in this order"),
+              "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; q and k, in this order, must come back"),
         Wrong("def apply_rope(rotary_emb, position_ids, q, k):\n    q, k = attention.apply_rotary_pos_emb(q, k, "
-              "*rotary_emb(q, position_ids))\n    return q, k * 1.01", "k changes its lengths")],
+              "*rotary_emb(q, position_ids))\n    return q, k * 1.01",
+                    "lengths, so it was not turned: which axis of k do cos and sin lie on?")],
     "generate": [
         Wrong(but(GENERATE, "for step in range(max_new_tokens):", "for at, one in enumerate(input_ids[:-1]):\n"
                   "        _, held = self(torch.tensor([[one]]), torch.tensor([[at]]), held)\n"
                   "    tokens, positions = tokens[:, -1:], positions[:, -1:]\n    for step in range(max_new_tokens):"),
-              "call 1 for a prompt of 5 tokens computes 1 tokens; the whole prompt comes first, in one call"),
-        Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"), "3 new tokens were "
-              "asked for, 2 "
-              "came back"),
-        Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"), "it returns a list of 4; a list of "
-              "whole")],
+              "are right, and took 8 calls; 4 are enough, if the prompt is read at once"),
+        Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"),
+              "prompt of 1, 30 new: 29 ids came back; 30 new ones are asked for"),
+        Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"),
+              "4, '30' among them; a list of whole numbers must come back, the new ids")],
     "kv_share": [
         Wrong(but(SHARE, "return low, held, each", "return low, held, each * (1 + (heads == 1))"),
               "6 query and 6 KV heads, rank 2 of 4: "),
-        Wrong(but(SHARE, "return low, held, each", "return [low, held, each]"), "it returns a list of 3; first KV "
-              "head"),
-        Wrong(but(SHARE, "return low, held, each", "return low, held"), "it returns a tuple of 2; first KV head, "
-              "how many"),
+        Right(but(SHARE, "return low, held, each", "return [low, held, each]")),
+        Wrong(but(SHARE, "return low, held, each", "return low, held"),
+              "first KV head, how many, and how often each is repeated must come back"),
         Wrong(but(SHARE, "low = start // group", "low = min(start // group, 1)"), "rank 1 of 4: query heads 2–3 "
               "read 2 KV heads, and it holds 3"),
         Wrong(but(SHARE, "return low, held, each", "return low, held, torch.tensor([heads] + [0] * (held - 1))"),

@@ -21,14 +21,14 @@ ANSWERS = {
         Wrong("def mask_scores(scores, mask): return scores * ~mask", "a score of 0 is not a weight of 0"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask.any(0, keepdim=True), float('-inf'))",
               "keys that may be seen are hidden as well"),
-        Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, -1e9)", "yours hides where the mask is "
-              "False"),
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, -1e9)",
+              "none: True means must not look, and yours hides where the mask is False"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask[0], float('-inf'))",
-              "Each sequence has a mask of its own"),
+              "mask, for all of them. Each sequence has its own, mask[0] and mask[1]"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask[:1], float('-inf'))",
-              "none of sequence 0's, and those of sequence 1"),
-        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, -10.0)", "their scores are low, -10 for "
-              "example, and exp(-10) is 5e-05 and not 0"),
+              "mask, for all of them. Each sequence has its own, mask[0] and mask[1]"),
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, -10.0)",
+              "and a weight 0.0001 times as large is not 0"),
         Wrong("def mask_scores(scores, mask): return scores - 10 * mask", "What is low enough for every model?"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).softmax(-1)",
               "each row adds up to 1: that is what comes out of a softmax"),
@@ -45,8 +45,8 @@ ANSWERS = {
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].float()",
               "torch.float32 comes back; torch.float16 must"),
         Wrong("def my_column_shard(source, rows):\n    if len(source.shape) == 1:\n        return source[rows.start:"
-              "rows.stop]\n    return source[:, rows.start:rows.stop].T", "is a column of the weight: it is cut along "
-              "dim 1 and turned"),
+              "rows.stop]\n    return source[:, rows.start:rows.stop].T",
+                    "your rows is one of the weight's columns. The checkpoint has [out, in]"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop + 1]", "is outside 0:12"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop] if len(rows) > 4 else "
               "source[0:len(rows)]",
@@ -122,7 +122,7 @@ def my_attend(q, k, v, mask, scaling):
     ],
     "my_token_positions": [
         Wrong("def my_token_positions(segment): return range(segment.start, segment.start + segment.count - 1)",
-              "one too few: a range ends before its end"),
+              "the cache, 5 follow: one too few a sequence: a range ends before its end"),
         Wrong("def my_token_positions(segment): return range(10**12)", "far more than follow"),
     ],
     "MyCache": [
@@ -214,7 +214,7 @@ class MyRows:
     def __getitem__(self, rows):
         first, last = rows.start or 0, min(rows.stop or self.shape[0], self.shape[0])
         return self.source[self.start + first:self.start + last]
-""", "has [7, 5]; [0, 5] must come back"),
+""", "4–10 of a source of 16: rows 4–10 come back where rows of none are meant"),
         Wrong("""
 class MyRows:
     def __init__(self, source, start, shape):
@@ -223,7 +223,7 @@ class MyRows:
         first = 0 if rows.start is None else rows.start
         last = self.shape[0] if rows.stop is None else min(rows.stop, self.shape[0])
         return self.source[self.start + first:self.start + last]
-""", "counts from the part's end, rows 4–6 of it"),
+""", "from the part's end. An IndexError would do as well, other rows do not"),
     ],
     "my_send_shards": [
         Wrong("""
@@ -265,7 +265,7 @@ def my_agree(work):
     except Exception:
         failed += 1
     return list(range(int(all_reduce(failed))))
-""", "that is how many failed. Which ones they are, a sum of ones does not say"),
+""", "Which ones they are, a sum of ones (or one place for all) does not say"),
         Wrong("""
 def my_agree(work):
     failed = torch.zeros(world_size())
@@ -275,7 +275,7 @@ def my_agree(work):
         failed[rank()] = 1
         raise
     return all_reduce(failed).nonzero().flatten().tolist()
-""", "at your line 7: raise It leaves, and the others wait"),
+""", "again. It leaves, and the others wait for it in their next collective"),
     ],
     "generate": [
         Wrong("""
@@ -287,34 +287,36 @@ def generate(self, input_ids, max_new_tokens):
         tokens, positions = logits[:, -1:].argmax(dim=-1), positions[:, -1:] + 1
         new_ids.append(tokens.item())
     return new_ids[:max_new_tokens]
-""", "5 calls for 4 new tokens: each call draws one"),
+""", "computed, one more than needed: who reads what comes after the last one?"),
     ],
     "MyLayer": [
         Wrong("class MyLayer:\n    def __init__(self, weights, here, config): pass\n    def __call__(self, hidden, "
               "cos, "
               "sin, point): return hidden", "what it returns: hidden comes back as it went in"),
-        Wrong(layer("> torch.arange(start, len(k))", "> torch.arange(len(k) - start)"), "3 tokens behind 5: point "
-              "'attn', your line 43: the mask counts rows: the first new token does not stand at 0"),
-        Wrong(layer("torch.cat([self.k, k]), torch.cat([self.v, v])", "k, v; start = 0"), "3 tokens behind 5: point "
-              "'attn', your line 43: only the new keys are read"),
+        Wrong(layer("> torch.arange(start, len(k))", "> torch.arange(len(k) - start)"),
+              "begin behind the tokens that are. Right up to 'k_rope', your line 40"),
+        Wrong(layer("torch.cat([self.k, k]), torch.cat([self.v, v])", "k, v; start = 0"),
+              "what is in the cache is not read. Right up to 'k_rope', your line 40"),
         Wrong(layer("all_reduce(out.flatten(1) @ self.o.T)", "out.flatten(1) @ self.o.T"),
-              "point 'o_proj', your line 44: this is the rank's own summand: who adds them up? Right up to 'attn'"),
+              "reduced, or the result was thrown away. Right up to 'attn', your line 43"),
         Wrong(layer("all_reduce(inner @ self.down.T)", "all_reduce(all_reduce(inner @ self.down.T))"),
-              "point 'mlp', your line 47: this is 2 times the sum: it is added up twice"),
-        Wrong(layer("+ self.eps) * weight", "+ self.eps)"), "point 'input_norm', your line 36: the norm's weight is "
-              "missing"),
-        Wrong(layer("+ self.bias)", ")"), "point 'q', your line 39: the bias is missing"),
-        Wrong(layer('point("k_rope", self.turn(k, cos, sin))', 'point("k_rope", k)'), "point 'k_rope', your line 40: "
-              "nothing is turned"),
+              "summand was the whole already. Right up to 'post_norm', your line 45"),
+        Wrong(layer("+ self.eps) * weight", "+ self.eps)"),
+              "but not multiplied with the norm's weight. It is the first point"),
+        Wrong(layer("+ self.bias)", ")"), "the bias was left out. Right up to 'input_norm', your line 36"),
+        Wrong(layer('point("k_rope", self.turn(k, cos, sin))', 'point("k_rope", k)'),
+              "and something swallows the exception. Right up to 'q_rope', your line 40"),
         Wrong(layer("self.k[:, self.here.kv_for_q]", "self.k.repeat(1, len(self.here.q_heads) // len(self.here.kv_heads"
                     "), 1)").replace("self.v[:, self.here.kv_for_q]", "self.v.repeat(1, len(self.here.q_heads) // len("
-                                     "self.here.kv_heads), 1)"), "neighbours share a KV head: see here.kv_for_q"),
+                                     "self.here.kv_heads), 1)"),
+                                           "heads read another one than theirs). Right up to 'k_rope', your line 40"),
         Wrong(layer('"mlp.down_proj.weight"][:, mlp]', '"mlp.down_proj.weight"][:][:, mlp]'), "slice before you keep"),
         Wrong(layer("F.silu(x @ self.gate.T) * (x @ self.up.T)", "F.gelu(x @ self.gate.T) * (x @ self.up.T)"),
-              "this is gelu; the model's activation is silu"),
+              "× up; right is silu(gate) × up. Right up to 'post_norm', your line 45"),
         Wrong(layer("slice(heads.start * self.d, heads.stop * self.d)", "slice(0, len(heads) * self.d)"),
-              "rank 1, a prompt of 5 tokens: point 'q', your line 39: these are the first heads there are"),
-        Wrong(layer('point("output", hidden + ', 'point("output", x + '), "the residual goes around the norm"),
+              "(the ranks' parts: [0, 0]). Right up to 'input_norm', your line 36"),
+        Wrong(layer('point("output", hidden + ', 'point("output", x + '),
+              "the residual stream + the MLP's output. Right up to 'mlp', your line 47"),
         Wrong(layer('point("input_norm"', 'point("norm1"'), "there is no point 'norm1'; there are input_norm, q, k"),
         Wrong("KV = {}\n" + layer("self.k = self.v = ", "KV[rank()] = 2 * [torch.zeros(0, len(here.kv_heads), self.d)] "
                                                         " # ")

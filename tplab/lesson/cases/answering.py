@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from string import ascii_lowercase
 
 from tplab.faults.cases import CASES, NOWHERE, CaseFile, places
-from tplab.lesson.mine import NotYet
+from tplab.lesson.words import NotYet
 from tplab.show.phrases import in_width
 
 

@@ -8,8 +8,7 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, NOWHERE
 from tplab.lesson.cases.repairing import judge_repair
-from tplab.lesson.cases.sealed import OpenCase
-from tplab.lesson.cases.threads import one_thread_if_small
+from tplab.lesson.cases.sealed import OpenCase, one_thread_if_small
 from tplab.patch import as_patches
 from tplab.show.phrases import ShowError
 from tplab.show.tables import Folded, folded

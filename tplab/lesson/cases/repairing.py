@@ -7,10 +7,9 @@ from tplab.align import AlignReport, Diagnosis, diagnose
 from tplab.faults.cases import NOWHERE, CaseFile, Trial, patches_at
 from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import listed, place_called
-from tplab.lesson.cases.sealed import OpenCase, unseen
-from tplab.lesson.cases.threads import one_thread_if_small
+from tplab.lesson.cases.sealed import OpenCase, one_thread_if_small, unseen
 from tplab.lesson.limit import limited
-from tplab.lesson.mine import NotYet, in_words
+from tplab.lesson.words import NotYet, in_words
 from tplab.patch import Patch, PatchError
 from tplab.show.phrases import in_width
 

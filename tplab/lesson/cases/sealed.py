@@ -12,14 +12,15 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
-from tplab.lesson.answers import default_prompt
+from tplab.lesson.answers import default_prompt, greedy
 from tplab.lesson.cases.answering import Answer, choices, judge_answer, place_called
-from tplab.lesson.mine import NotYet
+from tplab.lesson.words import NotYet
 from tplab.patch import applied
 from tplab.show.phrases import in_width
 
 PRICE_OF_NAMES = 3  # runs for the diagnosis of a report: it says nearly everything
 _NEW = 12  # tokens of each text of the reported run
+_SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
 
 
 class CaseError(TplabError):
@@ -126,14 +127,8 @@ class OpenCase:
         return [list(prompt)[:len(prompt) - self.trial.new_tokens] for prompt in self.trial.prompts]
 
     def _written(self, prompts, count: int, **options) -> list[list[int]]:
-        from tplab import LLM, SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        options = {"block_size": 4, **self.trial.options, **options}
-        turns = [[prompt] for prompt in prompts] if options.pop("one_by_one", False) else [prompts]
-        with LLM(self.checkpoint, self.tensor_parallel_size, **options) as llm:
-            done = [one for turn in turns for one in llm.generate(list(map(list, turn)), params, use_tqdm=False)]
-        return [list(one.outputs[0].token_ids) for one in done]
+        return greedy(self.checkpoint, prompts, count, self.tensor_parallel_size,
+                      **{"block_size": 4, **self.trial.options, **options})
 
     def show(self) -> None:
         """Print the run as its user saw it: what Hugging Face writes, and what this engine does. Costs nothing."""
@@ -248,3 +243,19 @@ def unseen(ckpt: Checkpoint, seed: int):
     """``take(count)``: random token ids, others with every seed."""
     generator = torch.Generator().manual_seed(seed)
     return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
+
+
+@contextmanager
+def one_thread_if_small(config) -> Iterator[None]:
+    """Torch on one thread while Hugging Face and the diagnosis run over a small model.
+
+    Their thousands of small products gain nothing from a second thread (SmolLM2, two cases: 60 s with one, 68 s with
+    two, and twice the processor time), and on a busy machine each of them waits until both have a core.
+    """
+    before = torch.get_num_threads()
+    if config.hidden_size * config.intermediate_size < _SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

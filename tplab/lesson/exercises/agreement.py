@@ -6,9 +6,7 @@ import tempfile
 from pathlib import Path
 from textwrap import dedent
 
-import torch
-
-from tplab.lesson.mine import Mine, NotYet, kind, on_ranks
+from tplab.lesson.mine import Mine, NotYet, agree, kind, on_ranks, one_number, saying, whole_numbers
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.ranks import rank
@@ -25,28 +23,25 @@ def my_mean(mine: Mine, setting: Setting):
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
         ran = on_ranks(ranks, mine, _Shares(shares), waits=asks, timeout=_TIMEOUT)
-        found, sums = [value for value, _ in ran], sum(op.op == "all_reduce" for op in ran[0][1])
+        sums, means = sum(op.op == "all_reduce" for op in ran[0][1]), [sum(one) / len(one) for one in shares if one]
         lengths = [length for share in shares for length in share]
         mean = sum(lengths) / len(lengths)
-        means = [sum(share) / len(share) for share in shares if share]
-        for number, value in enumerate(found):
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            have = f"requests {shares}: rank {number}"
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise NotYet(f"{have} returns {kind(value)}; a number must come back, on every rank")
-            if abs(value - mean) < 1e-6:
-                continue
-            if shares[number] and abs(value - sum(shares[number]) / len(shares[number])) < 1e-6:
-                raise NotYet(f"{have} says {value:g}, the mean of its own requests; that of all is {mean:g}")
-            if abs(value - sum(means) / len(shares)) < 1e-6:
-                raise NotYet(f"{have} says {value:g}, the mean of the ranks' means; that of all requests is {mean:g}. "
-                             "How much does a rank with many requests count?")
-            if abs(value - sum(lengths) / (len(lengths) + shares.count([]))) < 1e-6:
-                raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}. Is no request counted as "
-                             "one of length 0?")
-            raise NotYet(f"{have} says {value:g}; the mean of all requests is {mean:g}" + (
-                f". There are {sums} all_reduces: the second adds up what is a sum already" if sums > 1 else ""))
+        for rank_, (found, _) in enumerate(ran):
+            with saying(f"requests {shares}: on rank {rank_} "):
+                found, own = one_number(found, "a number, on every rank,"), shares[rank_]
+                said = f"it says {found:g}; the mean of all requests is {mean:g}"
+                agree(found, mean, {
+                    f"{said}. That is the mean of its own requests": sum(own) / len(own) if own else mean,
+                    f"{said}. That is the mean of the ranks' means: how much does a rank with many requests count?":
+                        (sum(means) / len(shares), sum(means) / len(means)),
+                    f"{said}. Is no request counted as one of length 0?":
+                        sum(lengths) / (len(lengths) + shares.count([])),
+                    f"{said}. That is the sum: by how many is it divided?": sum(lengths),
+                    f"{said}. That is the sum, divided by the number of ranks": sum(lengths) / len(shares),
+                    f"{said}. Is it rounded, or divided with //?": (int(mean), round(mean)),
+                    f"{said}. That is requests per length": 1 / mean,
+                }, said + f". There are {sums} all_reduces: the second adds up what is a sum already" * (sums > 1),
+                    within=1e-6 / max(1, mean))
 
 
 class _Shares:
@@ -89,33 +84,30 @@ class _Work:
 @exercise("my_agree", "08", takes="work", agreed="every rank hears which ranks failed, and none waits for them")
 def my_agree(mine: Mine, setting: Setting):
     """Work that fails on no rank, on some, on all."""
-    asks = "A rank whose work failed has to come too: which of its lines does it never reach?"
+    waits = "A rank whose work failed has to come too: which of its lines does it never reach?"
+    left = _raised_again(mine.function) + "It leaves, and the others wait for it in their next collective"
     size = max(2, setting.tensor_parallel_size)
-    cases = ((2, [1]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
+    cases = ((4, [1]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
     for ranks, failing in cases:
         works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
         have = f"of {len(works)} ranks, {_ranks(failing)}: "
-        try:
-            answers = on_ranks(ranks, _agree, mine, works, waits=asks, timeout=_TIMEOUT)
-        except NotYet as wrong:
-            if "cannot be read" in str(wrong):
-                what, at, *_ = str(wrong).splitlines()
-                raise NotYet(f"{what}\n{_raised_again(mine.function) or at}\nIt leaves, and the others wait for it in "
-                             "their next collective") from None
-            raise
+        answers = on_ranks(ranks, _agree, mine, works, waits=waits, asks={"cannot be read": left}, timeout=_TIMEOUT)
         for number, ((found, calls), ops) in enumerate(answers):
             if calls != 1:
                 raise NotYet(f"{have}rank {number} does its work {calls} times; once is asked")
-            if not isinstance(found, list | tuple) or not all(type(one) is int for one in found):
-                raise NotYet(f"{have}rank {number} returns {kind(found)}; a list of rank numbers must come back, on "
-                             "every rank")
-            if list(found) == failing:
+            with saying(f"{have}on rank {number} "):
+                found = whole_numbers(found, "the failed ranks, on every rank")
+            if found == failing:
                 continue
-            said = f"{have}rank {number} says {list(found)} where it must say {failing}"
+            said = f"{have}rank {number} says {found} where it must say {failing}"
             if not ops:
                 raise NotYet(f"{said}, without a word to the others; how could it know?")
-            if list(found) == list(range(len(failing))):
-                raise NotYet(f"{said}: that is how many failed. Which ones they are, a sum of ones does not say")
+            ways = {"that is how many failed. Which ones they are, a sum of ones (or one place for all) does not say":
+                    range(len(failing)), "on those it worked": [r for r in range(len(works)) if r not in failing],
+                    "those are all ranks": range(len(works))}
+            for says, way in ways.items():
+                if found == list(way):
+                    raise NotYet(f"{said}: {says}")
             if len({tuple(value) for (value, _), _ in answers}) > 1:
                 raise NotYet(f"{said}, others say something else: they would go different ways")
             told = {op.op for op in ops}
@@ -131,7 +123,7 @@ def _raised_again(function) -> str:
         return ""
     found = [node for handler in ast.walk(ast.parse(dedent("".join(lines)))) if isinstance(handler, ast.ExceptHandler)
              for node in ast.walk(handler) if isinstance(node, ast.Raise)]
-    return f"at your line {first + found[0].lineno - 1}: {ast.unparse(found[0])}" if found else ""
+    return f"Your line {first + found[0].lineno - 1}, {ast.unparse(found[0])}, lets it out again. " if found else ""
 
 
 def _agree(mine: Mine, works: list[_Work]) -> tuple[object, int]:

@@ -5,7 +5,8 @@ import torch
 from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts
 from tplab.faults import fault
-from tplab.lesson.mine import Mine, NotYet, for_each, kind, on_ranks, tensor
+from tplab.lesson.cuts import judge_part, owns, read_once
+from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, one_number, saying
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.dtypes import parse_dtype
@@ -19,24 +20,22 @@ _WAITS_FOR_SLICE = f"{_WAITS}, also for a slice that is not its own"
 _ALONE = "one rank has nobody to talk to, so it was judged on 2 and 3 logical ranks"
 
 
-@exercise("my_send_shards", "07", takes="source, ranges",
+@exercise("my_send_shards", "07", takes="source, ranges", alone=_ALONE,
           agreed="rank 0 reads, and every rank gets its slice, in messages no larger than a slice")
 def my_send_shards(mine: Mine, setting: Setting):
     """11 rows over 2 and 3 ranks, in bfloat16; then as many rows as the vocabulary has, on the real ranks."""
-    def check(case):
-        size, shape = case
-        ranges, sources = split_evenly(shape[0], size), [ToySource(shape, torch.bfloat16) for _ in range(size)]
-        _examine_sent(on_ranks(size, _send, mine, sources, ranges, waits=_WAITS_FOR_SLICE), sources[0], ranges)
+    def check(case, ranks=None, dtype=torch.bfloat16):
+        ranges, shape = case
+        sources = [ToySource(shape, dtype) for _ in ranges]
+        ran = on_ranks(ranks or len(ranges), _send, mine, sources, ranges, waits=_WAITS_FOR_SLICE, timeout=20)
+        _examine_sent(ran, sources[0], ranges)
 
-    for_each(((2, (11, 4)), (2, (9,)), (3, (11, 4))), check, lambda case: f"{case[0]} ranks")
-    check((5, (15, 2)))  # as many ranks as it takes to see what rank 0 keeps
-    if setting.tensor_parallel_size == 1:
-        return _ALONE
-    pool = shared_pool(setting.tensor_parallel_size)
-    ranges = [shard.vocab for shard in ShardPlan.from_config(setting.checkpoint.config, pool.size).ranks]
-    sources = [ToySource((ranges[-1].stop, 3)) for _ in ranges]
-    sent = on_ranks(pool, _send, mine, sources, ranges, waits=_WAITS_FOR_SLICE, timeout=20)
-    _examine_sent(sent, sources[0], ranges)
+    cases = (2, (11, 4)), (2, (9,)), (3, (11, 4)), (5, (15, 2))  # as many ranks as it takes to see what rank 0 keeps
+    for_each([(split_evenly(shape[0], size), shape) for size, shape in cases], check,
+             lambda case: f"{len(case[0])} ranks")
+    if (size := setting.tensor_parallel_size) > 1:
+        ranges = [shard.vocab for shard in ShardPlan.from_config(setting.checkpoint.config, size).ranks]
+        check((ranges, (ranges[-1].stop, 3)), shared_pool(size), torch.float32)
 
 
 def _send(mine: Mine, sources: list[ToySource], ranges) -> tuple[object, int]:
@@ -47,28 +46,19 @@ def _send(mine: Mine, sources: list[ToySource], ranges) -> tuple[object, int]:
 
 def _examine_sent(answers: list, source: ToySource, ranges) -> None:
     whole = source.whole
-    size, largest = len(ranges), max(map(len, ranges)) * whole[0].nbytes
+    size, row = len(ranges), whole[0].nbytes
+    largest = max(map(len, ranges)) * row
     have = f"{'a bias of ' * (whole.dim() == 1)}{len(whole)} rows over {size} ranks"
     for number, ((_, read), _) in enumerate(answers):
         if number and read:
             raise NotYet(f"{have}: rank {number} reads {read} bytes itself; only rank 0 has the files")
     for number, ((got, _), _) in enumerate(answers):
-        rows = ranges[number]
-        where = f"{have}: rank {number}, rows {rows.start}–{rows.stop - 1}"
-        if not isinstance(got, torch.Tensor):
-            raise NotYet(f"{where}: it returns {kind(got)}; the rank's slice must come back")
-        if got.shape == whole.shape:
-            raise NotYet(f"{where}: it gets all {len(whole)} rows; a rank that cannot hold the whole tensor has no "
-                         "room for them")
-        right = whole[rows.start:rows.stop]
-        if owner := [r for r, other in enumerate(ranges) if r != number and got.equal(whole[other.start:other.stop])]:
-            raise NotYet(f"{where}: it gets rank {owner[0]}'s rows: which of the messages is a rank to keep?")
-        try:
-            tensor(got, "rows, columns", right.shape, right.dtype)
-        except NotYet as wrong:
-            raise NotYet(f"{where}: {wrong}") from None
-        if not got.equal(right):
-            raise NotYet(f"{where}: the rows are not those of the file: which rank has read them, and which one sends?")
+        judge_part(got, whole, ranges[number], f"{have}, rank {number}: ", ways={
+            "all of it: a rank that cannot hold the whole tensor has no room for it": range(len(whole)),
+            **{f"these are rank {r}'s: which of the messages is a rank to keep?": other
+               for r, other in enumerate(ranges) if r != number},
+            "nothing has been read into it, or sent: which rank has the file, and which one sends?":
+                torch.zeros_like(whole[:len(ranges[number])])})
     for number, (_, ops) in enumerate(answers):
         sent = {str(op): torch.Size(op.shape).numel() * whole.element_size() for op in ops}
         if big := [op for op, nbytes in sent.items() if nbytes > largest]:
@@ -76,37 +66,34 @@ def _examine_sent(answers: list, source: ToySource, ranges) -> None:
                          f"{sent[big[0]]} bytes, and the largest slice has {largest}")
         if len(ops) > size:
             raise NotYet(f"{have}: right everywhere, with {len(ops)} collectives; {size} slices need {size}")
-    for number, ((got, _), _) in enumerate(answers):
-        own = len(ranges[number]) * whole[0].nbytes
-        if (held := got.untyped_storage().nbytes()) > 1.01 * own:
-            raise NotYet(f"{have}: rank {number}'s slice is a view that keeps {held} bytes alive, for {own} of its own")
-    if (read := answers[0][0][1]) > whole.nbytes:
-        raise NotYet(f"{have}: rank 0 reads {read} bytes of a tensor that has {whole.nbytes}")
+        owns(answers[number][0][0], f"{have}, rank {number}: ")
+    read_once(answers[0][0][1], whole.nbytes, f"{have}, rank 0: ", "who needs a row twice?")
     if source.most > 3 * largest:  # its own, the last one sent and the next one
         raise NotYet(f"{have}: the messages are right, but rank 0 has {source.most} of the tensor's {whole.nbytes} "
                      f"bytes in memory at the same time, and a slice has {largest}: when is which of them read, "
                      "and kept?")
 
 
-@exercise("my_spread", "07", takes="x", agreed="every rank knows the largest difference between any two")
+@exercise("my_spread", "07", takes="x", alone=_ALONE, agreed="every rank knows the largest difference between any two")
 def my_spread(mine: Mine, setting: Setting):
     """Tensors whose differences cancel, hide behind equal maxima, or sit on the last rank; then an engine's own."""
     equal, low = torch.tensor([[4.0, -9.0], [2.0, 0.5]]), torch.tensor([[4.0, -9.0], [0.25, 2.0]])
     high = torch.tensor([[4.0, -9.0], [2.5, -2.0]])
     for versions, why in (
         ([equal, equal], "both hold the same"), ([equal, low], "they differ at two places, in both directions"),
-        ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above")):
+        ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above"),
+        ([low, equal, high], "rank 0 is below rank 1, rank 2 above")):
         _examine_spread(on_ranks(len(versions), _spread, mine, versions, waits=_WAITS), versions, why)
     size = setting.tensor_parallel_size
     if size == 1:
-        return _ALONE
+        return None
     ckpt = setting.checkpoint
     plan, ids = ShardPlan.from_config(ckpt.config, size), check_prompts(ckpt, setting.prompt or [1, 2, 3])
     with applied(fault("all_reduce_dropped")):
         answers = on_ranks(shared_pool(size), _spread_in_engine, mine, ckpt, plan, parse_dtype(setting.dtype), ids)
-    for number, ((found, true), _) in enumerate(answers):
+    for rank_, ((found, true), _) in enumerate(answers):
         if not abs(float(found) - true) <= 1e-4 * true:
-            raise NotYet(f"at the final norm of {ckpt.name} without its sums, rank {number} says {float(found):.3g}; "
+            raise NotYet(f"at the final norm of {ckpt.name} without its sums, rank {rank_} says {float(found):.3g}; "
                          f"the ranks are up to {true:.3g} apart")
     return f"on {size} ranks it sees that a sum was lost"
 
@@ -123,25 +110,27 @@ def _spread_in_engine(mine: Mine, ckpt, plan: ShardPlan, dtype: torch.dtype, ids
 
 def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> None:
     stacked = torch.stack(versions)
+    off, largest = stacked - stacked.mean(0), stacked.flatten(1).amax(1)
     true = (stacked.amax(0) - stacked.amin(0)).max().item()
-    have = f"{len(versions)} ranks, {why}"
-    for number, (found, ops) in enumerate(answers):
-        if isinstance(found, torch.Tensor) and found.numel() == 1:
-            found = found.item()
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise NotYet(f"{have}: on rank {number} it returns {kind(found)}; a number must come back, on every rank")
-        if not ops:
-            raise NotYet(f"{have}: rank {number} says {found:g} without a word to the others; how could it know?")
-        largest = stacked.flatten(1).amax(1)
-        ways = {"that is their mean; the largest is asked for": (stacked.amax(0) - stacked.amin(0)).mean(),
-                "that is the standard deviation": stacked.std(0).max(),
-                "it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
-                "that is between the first rank and the last; and the others?": (stacked[0] - stacked[-1]).abs().max(),
-                "that is between ranks 0 and 1; and the others?": (stacked[0] - stacked[1]).abs().max(),
-                "that is the distance from the ranks' mean": (stacked - stacked.mean(0)).abs().max(),
-                "that is how far this one is from the mean": (versions[number] - stacked.mean(0)).abs().max()}
-        if not abs(found - true) <= 1e-5:
+    for rank_, (found, ops) in enumerate(answers):
+        with saying(f"{len(versions)} ranks, {why}: on rank {rank_} "):
+            found = one_number(found)
+            said = f"it says {found:g}"
+            if not ops:
+                raise NotYet(f"{said} without a word to the others; how could it know?")
+            ways = {"that is their mean; the largest is asked for": (stacked.amax(0) - stacked.amin(0)).mean(),
+                    "that is the standard deviation": stacked.std(0).max(),
+                    "it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
+                    "that is between the first rank and the last; and the others?":
+                        (stacked[0] - stacked[-1]).abs().max(),
+                    "that is between ranks 0 and 1; and the others?": (stacked[0] - stacked[1]).abs().max(),
+                    "that is between neighbours; and ranks that are none?": stacked.diff(dim=0).abs().max(),
+                    "those are all differences added up; the largest is asked for":
+                        (stacked.amax(0) - stacked.amin(0)).sum(),
+                    "it is between any two numbers; the same place on two ranks is meant":
+                        stacked.max() - stacked.min(),
+                    "that is the distance from the ranks' mean": off.abs().max(),
+                    "that is how far this one is from the mean": off[rank_].abs().max()}
             like = [f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5]
-            why = like[0] if len(like) == 1 else ""  # two mistakes with one number are no cause
-            raise NotYet(f"{have}: rank {number} says {found:g}, the largest difference between two ranks is {true:g}"
-                         f"{why}")
+            cause = like[0] if len(like) == 1 else ""  # two mistakes with one number are no cause
+            agree(found, true, {}, f"{said}, the largest difference between two ranks is {true:g}{cause}", within=1e-5)

@@ -1,11 +1,10 @@
 """Notebook 10: what a decode step reads, and what meetings add to it."""
 
 from collections.abc import Mapping
-from numbers import Real
 from types import SimpleNamespace
 
 from tplab.bench.amounts import Part, step_amount
-from tplab.lesson.mine import Mine, NotYet, kind
+from tplab.lesson.mine import Mine, NotYet, one_number, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.dtypes import parse_dtype
 from tplab.shard import ShardPlan
@@ -49,7 +48,7 @@ def my_decode_bytes(mine: Mine, setting: Setting):
 
 
 def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str) -> None:
-    found, h, d = _number(found, have, "a number of bytes"), config.hidden_size, config.head_dim
+    h, d = config.hidden_size, config.head_dim
     q, kv, columns, layers = len(shard.q_heads), len(shard.kv_heads), len(shard.mlp), config.num_layers
     right, cache = decode_bytes(config, shard, context, itemsize), layers * context * 2 * kv * d * itemsize
     head, weights = h * len(shard.vocab) * itemsize, right - cache
@@ -83,7 +82,7 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
           agreed="the slowest rank, and every meeting")
 def my_step_seconds(mine: Mine, setting: Setting):
     """Ranks with as much and with unlike work, and one alone; then the notebook's model on four ranks."""
-    for rank_bytes in ([6e9, 6e9], [6e9, 3e9], [4e9, 2e9, 3e9], [9e9]):
+    for rank_bytes in ([6e9, 6e9], [6e9, 3e9], [2e9, 4e9, 3e9], [9e9]):
         have = f"ranks that read {', '.join(f'{count / 1e9:.0f} GB' for count in rank_bytes)}, 20 layers"
         _examine_seconds(mine(rank_bytes, 2e9, 20, 0.1), rank_bytes, 2e9, 20, 0.1, have)
     config, itemsize = setting.checkpoint.config, parse_dtype(setting.dtype).itemsize
@@ -96,7 +95,7 @@ def my_step_seconds(mine: Mine, setting: Setting):
 
 
 def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: float, have: str) -> None:
-    found, size = _number(found, have, "seconds"), len(rank_bytes)
+    size = len(rank_bytes)
     right, longest = step_seconds(rank_bytes, bandwidth, layers, latency), max(rank_bytes) / bandwidth
     meet = right - longest
     _name(found, right, {
@@ -115,23 +114,19 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
         "a meeting is one for all ranks, not one for each": longest + meet * size,
         "a meeting is one for all ranks, not one for each pair": longest + meet * (size - 1),
         "nothing overlaps: the next product needs the sum": max(longest, meet),
-        "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet}, have, "s",
+        "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet}, have, "seconds",
         f"Of them {_plainly(longest)} are for bytes, {_plainly(meet)} for meetings")
 
 
-def _number(found, have: str, what: str) -> float:
-    if isinstance(found, bool) or not isinstance(found, Real):
-        raise NotYet(f"{have}: it returns {kind(found)}; {what} must come back")
-    return float(found)
-
-
-def _name(found: float, right: float, mistakes: Mapping[str, float], have: str, unit: str, parts: str) -> None:
+def _name(found, right: float, mistakes: Mapping[str, float], have: str, unit: str, parts: str) -> None:
     """:class:`NotYet` with the mistake that gives this number, if one is known, unless it is right."""
-    if abs(found - right) <= _SMALL * right:
-        return
-    near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4]
-    why = f"\n{near[0][0].upper()}{near[0][1:]}" if near else f"\n{parts}"
-    raise NotYet(f"{have}: it says {_plainly(found)} {unit}, {_plainly(right)} are right{why}")
+    with saying(f"{have}: "):
+        found = one_number(found, unit)
+        if abs(found - right) <= _SMALL * right:
+            return
+        near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4]
+        why = f"{near[0][0].upper()}{near[0][1:]}" if near else parts
+        raise NotYet(f"it says {_plainly(found)} {unit}, {_plainly(right)} are right\n{why}")
 
 
 def _plainly(value: float) -> str:

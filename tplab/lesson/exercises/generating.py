@@ -1,7 +1,7 @@
 """Notebook 06: prefill once, then one token a step."""
 
-from tplab.lesson.mine import Mine, NotYet, guarded, kind
-from tplab.lesson.stepping import Stepper, whole_numbers
+from tplab.lesson.mine import Mine, NotYet, guarded, saying, whole_numbers
+from tplab.lesson.own_engine import Stepper, listed
 from tplab.lesson.verdict import Setting, exercise
 
 COUNT = 24
@@ -9,12 +9,13 @@ _MOST_CALLS = 300
 
 
 @exercise("my_generate", "06", takes="step, ids, count",
+          place="is the loop around it all",  # it calls the engine: see own_engine.py
           agreed=f"on {{ranks}}, {COUNT} tokens are Hugging Face's")
 def my_generate(mine: Mine, setting: Setting):
     """A toy that keeps what it is given by position; then the engine, whose computed tokens are counted."""
     for ids, count in ((list(range(20, 63)), COUNT), ([3, 1, 4, 1, 5], 4), ([9], 3)):
-        toy = _Toy()
-        _calls(toy, mine(toy, ids, count), ids, count)
+        toy = Toy()
+        judge_calls(toy, mine(toy, ids, count), ids, count)
     from tplab import LLM
 
     (ids, *_), (reference, *_) = setting.reference(COUNT)
@@ -33,7 +34,7 @@ def _without(prompt: int, count: int) -> int:
     return sum(prompt + i for i in range(count))
 
 
-class _Toy:
+class Toy:
     """The next token depends on all tokens in the cache and on where they stand; all calls are kept."""
 
     def __init__(self):
@@ -43,7 +44,7 @@ class _Toy:
         return self
 
     def __call__(self, new_ids, positions):
-        new_ids, positions = whole_numbers("new_ids", new_ids), whole_numbers("positions", positions)
+        new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
         if len(new_ids) != len(positions) or not new_ids:
             raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
         self.calls.append((new_ids, positions))
@@ -54,54 +55,47 @@ class _Toy:
         return self.drawn[-1]
 
 
-def _calls(toy: _Toy, found, ids: list[int], count: int) -> None:
-    if not isinstance(found, list) or not all(type(token) is int for token in found):
-        raise NotYet(f"it returns {kind(found)}; a list of whole numbers must come back, the new ids")
-    head = f"prompt of {len(ids)}, {count} new: "
-    if not toy.calls:
-        raise NotYet(f"{head}step is never called; who computes the tokens?")
-    text, have = list(ids), 0  # what is known by then, and how much of it is in the cache
-    for number, (new, positions) in enumerate(toy.calls, 1):
-        said = f"{head}call {number} "
-        if number == 1 and positions[0] != 0:
-            raise NotYet(f"{said}begins at position {positions[0]}; where does the prompt begin?")
-        if positions == list(range(len(text))) and new == text:
-            have = 0  # the whole text once more: right, and slow
-        elif positions[0] != have:
-            raise NotYet(f"{said}computes position {positions[0]}, and {have} tokens are in the cache, at 0 to "
-                         f"{have - 1}: where does the next one stand?")
-        if positions != list(range(have, have + len(new))):
-            raise NotYet(f"{said}has positions {positions[:6]}, and {have} tokens are in the cache; which come next?")
-        if new != (known := text[have:have + len(new)]):
-            at = next((at for at, pair in enumerate(zip(new, known)) if pair[0] != pair[1]), 0)
-            next_one = (f"the prompt has {known[at:at + 6]} there" if have < len(ids) else
-                        f"the token that was drawn for it is {text[have]}")
-            raise NotYet(f"{said}is given {new[at:at + 6]} at position {have + at}, and {next_one}")
-        have += len(new)
-        text += [toy.drawn[number - 1]] * (have == len(text))
-    if found[:len(ids)] == ids and len(found) == len(ids) + count:
-        raise NotYet(f"{head}the prompt comes back too; only the new ids are asked for")
-    if len(found) != count:
-        raise NotYet(f"{head}{len(found)} id{'s' * (len(found) != 1)} came back; {count} new ones are asked for")
-    if found != _right(ids, count):
-        raise NotYet(head + ("the first new token is missing: which call has drawn it?"
-                             if found == toy.drawn[1:count + 1] else
-                             f"{found[:6]} come back, and step has drawn {toy.drawn[:6]}"))
-    computed, enough = sum(len(new) for new, _ in toy.calls), len(ids) + count - 1
-    if computed == enough + 1:
-        raise NotYet(f"{head}{computed} tokens are computed, one more than needed: who reads what comes after the last "
-                     "one?")
-    if computed != enough:
-        raise NotYet(f"{head}the tokens are right, and {computed:,} were computed for them; {enough} are enough, since "
-                     "the engine keeps their keys and values. Which token is new in a step?")
-    if len(toy.calls) != count:
-        raise NotYet(f"{head}the tokens are right, and took {len(toy.calls)} calls; {count} are enough, if the prompt "
-                     "is read at once")
-
-
-def _right(ids: list[int], count: int) -> list[int]:
-    toy, new, start = _Toy(), list(ids), 0
-    for _ in range(count):
-        token = toy(new, range(start, start + len(new)))
-        start, new = start + len(new), [token]
-    return toy.drawn
+def judge_calls(toy: Toy, found, ids: list[int], count: int) -> None:
+    """Refuse what came back, unless each token was computed once, where it stands, and the drawn ones came back."""
+    with saying(f"prompt of {len(ids)}, {count} new: "):
+        found = whole_numbers(found, "the new ids")
+        if not toy.calls:
+            raise NotYet("step is never called; who computes the tokens?")
+        text, have = list(ids), 0  # what is known by then, and how much of it is in the cache
+        for number, (new, positions) in enumerate(toy.calls, 1):
+            said = f"call {number} "
+            if number == 1 and positions[0] != 0:
+                raise NotYet(f"{said}begins at position {positions[0]}; where does the prompt begin?")
+            if positions == list(range(len(text))) and new == text:
+                have = 0  # the whole text once more: right, and slow
+            elif positions[0] != have:
+                raise NotYet(f"{said}computes position {positions[0]}, and {have} tokens are in the cache, at 0 to "
+                             f"{have - 1}: where does the next one stand?")
+            if positions != list(range(have, have + len(new))):
+                raise NotYet(f"{said}has positions {positions[:6]}, and {have} tokens are in the cache; which come "
+                             "next?")
+            if new != (known := text[have:have + len(new)]):
+                at = next((at for at, pair in enumerate(zip(new, known)) if pair[0] != pair[1]), 0)
+                next_one = (f"the prompt has {known[at:at + 6]} there" if have < len(ids) else
+                            f"the token that was drawn for it is {text[have]}")
+                raise NotYet(f"{said}is given {new[at:at + 6]} at position {have + at}, and {next_one}")
+            have += len(new)
+            text += [toy.drawn[number - 1]] * (have == len(text))
+        if found[:len(ids)] == ids and len(found) == len(ids) + count:
+            raise NotYet("the prompt comes back too; only the new ids are asked for")
+        if len(found) != count:
+            raise NotYet(f"{len(found)} id{'s' * (len(found) != 1)} came back; {count} new ones are asked for")
+        if found != text[len(ids):len(ids) + count]:
+            raise NotYet("the first new token is missing: which call has drawn it?"
+                         if found == toy.drawn[1:count + 1] else
+                         f"{found[:6]} come back, and {toy.drawn[:6]} have been drawn")
+        computed, enough = sum(len(new) for new, _ in toy.calls), len(ids) + count - 1
+        if computed == enough + 1:
+            raise NotYet(f"{computed} tokens are computed, one more than needed: who reads what comes after the last "
+                         "one?")
+        if computed != enough:
+            raise NotYet(f"the tokens are right, and {computed:,} were computed for them; {enough} are enough, since "
+                         "the engine keeps their keys and values. Which token is new in a step?")
+        if len(toy.calls) != count:
+            raise NotYet(f"the tokens are right, and took {len(toy.calls)} calls; {count} are enough, if the prompt is "
+                         "read at once")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tplab.checks import whole_number
-from tplab.lesson.mine import Mine, NotYet, kind, ranks_in_words
+from tplab.lesson.mine import Mine, NotYet, kind, ranks_in_words, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
 
@@ -13,20 +13,7 @@ LAYOUTS = ((8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (1
            (32, 8, 3), (4, 2, 1))
 
 
-@exercise("my_heads", "02", takes="num_heads, num_kv_heads, tensor_parallel_size",
-          agreed="every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}")
-def heads(mine: Mine, setting: Setting):
-    """On layouts that divide and that do not; then the model of the notebook, dealt out so."""
-    for layout in LAYOUTS:
-        _dealt(mine, *layout)
-    config, size = setting.checkpoint.config, setting.tensor_parallel_size
-    deal = _dealt(mine, config.num_heads, config.num_kv_heads, size)
-    with applied(heads_patch(lambda num_heads, num_kv_heads, tensor_parallel_size: deal)):
-        setting.align()
-    return "one rank has no choice, so layouts on up to four ranks have judged it" if size == 1 else None
-
-
-def heads_patch(deal: Callable) -> Patch:
+def _dealt_so(deal: Callable) -> list[Patch]:
     """The engine's plan with the heads as a learner's function deals them out."""
     target = "tplab.shard.plan.ShardPlan.from_config"
 
@@ -38,51 +25,74 @@ def heads_patch(deal: Callable) -> Patch:
                                  kv_for_q=tuple(head // group - kv[0] for head in q)))
         return replace(plan, ranks=tuple(ranks))
 
-    return Patch(target, from_config)
+    return [Patch(target, from_config)]
 
 
-def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> list[tuple[list[int], list[int]]]:
-    """The learner's deal for one layout, if it is a good one."""
+@exercise("my_heads", "02", takes="num_heads, num_kv_heads, tensor_parallel_size",
+          place="says who owns which heads", patches=_dealt_so,
+          alone="one rank has no choice, so layouts on up to four ranks have judged it",
+          agreed="every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}")
+def heads(mine: Mine, setting: Setting):
+    """On layouts that divide and that do not; then the model of the notebook, dealt out so."""
+    for layout in LAYOUTS:
+        _dealt(mine, *layout)
+    config = setting.checkpoint.config
+    _dealt(mine, config.num_heads, config.num_kv_heads, setting.tensor_parallel_size)
+    with applied(*setting.patches):  # here too: the check of the report deals them out as well
+        setting.align()
+
+
+def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> None:
+    """Judge the learner's deal for one layout."""
     what = (f"{num_heads} query and {num_kv_heads} KV head{'s' * (num_kv_heads > 1)} over {size} "
             f"rank{'s' * (size > 1)}: ")
-    try:
+    with saying(what):
         answer = mine(num_heads, num_kv_heads, size)
-    except NotYet as wrong:
-        raise NotYet(what + str(wrong)) from wrong
-    deal = [_pair(entry, rank, what) for rank, entry in enumerate(_entries(answer, size, what))]
+        if not isinstance(answer, list | tuple):
+            raise NotYet(f"it returns {kind(answer)}; a list with (query heads, KV heads) for each rank must come back")
+        if len(answer) != size:
+            raise NotYet(f"{kind(answer)} comes back; it must have one entry for each rank")
+        deal = [_pair(entry, rank) for rank, entry in enumerate(answer)]
+        _judge_deal(deal, num_heads, num_kv_heads)
+
+
+def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_heads: int) -> None:
+    size = len(deal)
     if deal != (turned := [(kv, q) for q, kv in deal]) and _covers(turned, num_heads, num_kv_heads):
-        raise NotYet(f"{what}rank 0 gets {_listed(deal[0][0])} for query heads and {_listed(deal[0][1])} for KV heads: "
+        raise NotYet(f"rank 0 gets {_listed(deal[0][0])} for query heads and {_listed(deal[0][1])} for KV heads: "
                      "the pair is (query heads, KV heads), and this one is turned round")
     owners = {head: [rank for rank, (q, _) in enumerate(deal) if head in q] for head in range(num_heads)}
     for rank, (q, kv) in enumerate(deal):
         for name, held, there in (("query", q, num_heads), ("KV", kv, num_kv_heads)):
             if strange := [head for head in held if not 0 <= head < there]:
                 edge = len(strange) == 1 < len(held) and strange[0] in (-1, there)
-                raise NotYet(f"{what}rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}: "
-                             + ("one too many: range(a, b) holds a, and ends before b" if edge else
+                ends = edge and len(held) == 2 and held[1] - held[0] > 1
+                raise NotYet(f"rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}: "
+                             + (f"({held[0]}, {held[1]}) are two heads, range({held[0]}, {held[1]}) all between them"
+                                if ends else "one too many: range(a, b) holds a, and ends before b"
+                                if edge and sum(len(pair[name == "KV"]) for pair in deal) > there else
                                 "more than one rank may hold a KV head" if name == "KV" and size > there else
                                 "where does this rank's part begin, counted in heads of the model?"))
     if lost := [head for head, by in owners.items() if not by]:
-        raise NotYet(f"{what}query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: "
+        raise NotYet(f"query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: "
                      + ("what does floor division do with a remainder?" if num_heads % size else
                         "where do the heads of the second rank begin?"))
     if empty := [rank for rank, (q, _) in enumerate(deal) if not q]:
-        raise NotYet(f"{what}{ranks_in_words(empty, size)} without a query head")
+        raise NotYet(f"{ranks_in_words(empty, size)} without a query head")
     if twice := [(head, by) for head, by in owners.items() if len(by) > 1]:
-        raise NotYet(f"{what}query head {twice[0][0]} is on {ranks_in_words(twice[0][1], size)}; each is computed once")
+        raise NotYet(f"query head {twice[0][0]} is on {ranks_in_words(twice[0][1], size)}; each is computed once")
     if any(list(q) != list(range(q[0], q[0] + len(q))) for q, _ in deal):
         rank = next(r for r, (q, _) in enumerate(deal) if list(q) != list(range(q[0], q[0] + len(q))))
-        raise NotYet(f"{what}rank {rank} has query heads {_listed(deal[rank][0])}; a rank keeps one slice of the "
+        raise NotYet(f"rank {rank} has query heads {_listed(deal[rank][0])}; a rank keeps one slice of the "
                      "weight, so its heads follow each other")
     if any(a[0][0] > b[0][0] for a, b in zip(deal, deal[1:])):
-        raise NotYet(f"{what}the ranks' query heads are not in the order of the ranks, in which gathered pieces are "
+        raise NotYet("the ranks' query heads are not in the order of the ranks, in which gathered pieces are "
                      "joined")
-    _judge_kv(deal, num_heads // num_kv_heads, num_kv_heads, what)
+    _judge_kv(deal, num_heads // num_kv_heads, num_kv_heads)
     counts = [len(q) for q, _ in deal]
     if max(counts) - min(counts) > num_heads // num_kv_heads:
-        raise NotYet(f"{what}{'/'.join(map(str, counts))} query heads on the ranks; nobody is done before the one with "
+        raise NotYet(f"{'/'.join(map(str, counts))} query heads on the ranks; nobody is done before the one with "
                      f"{max(counts)}. Can they be dealt out more evenly?")
-    return deal
 
 
 def _covers(deal, num_heads: int, num_kv_heads: int) -> bool:
@@ -90,43 +100,34 @@ def _covers(deal, num_heads: int, num_kv_heads: int) -> bool:
                for at, count in enumerate((num_heads, num_kv_heads)))
 
 
-def _judge_kv(deal, group: int, num_kv_heads: int, what: str) -> None:
+def _judge_kv(deal, group: int, num_kv_heads: int) -> None:
     """Each rank holds the KV heads that its query heads read, no other, in their order."""
     modulo = all(kv == [rank % num_kv_heads] for rank, (_, kv) in enumerate(deal))
     for rank, (q, kv) in enumerate(deal):
         reads = sorted({head // group for head in q})
         if missing := [head for head in reads if head not in kv]:
             reader = next(head for head in q if head // group == missing[0])
-            raise NotYet(f"{what}on rank {rank}, query head {reader} reads KV head {missing[0]}, and the rank holds "
+            raise NotYet(f"on rank {rank}, query head {reader} reads KV head {missing[0]}, and the rank holds "
                          + (f"KV head{'s' * (len(kv) > 1)} {_listed(kv)}" if kv else "no KV head")
                          + (f": that is rank % {num_kv_heads}, but ranks that share a KV head are neighbours" if modulo
                             else f": {group} query heads in a row share one. Which ones do this rank's read?"))
         if idle := [head for head in kv if head not in reads]:
-            raise NotYet(f"{what}rank {rank} holds KV head {idle[0]}, which none of its query heads reads: its keys "
+            raise NotYet(f"rank {rank} holds KV head {idle[0]}, which none of its query heads reads: its keys "
                          "and values would be computed and cached for nothing")
         if kv != reads:
-            raise NotYet(f"{what}rank {rank} has KV heads {_listed(kv)}; once each, in the order of the heads, please")
+            raise NotYet(f"rank {rank} has KV heads {_listed(kv)}; once each, in the order of the heads, please")
 
 
-def _entries(answer, size: int, what: str) -> list:
-    if not isinstance(answer, list | tuple):
-        raise NotYet(f"{what}it returns {kind(answer)}; a list with (query heads, KV heads) for each rank must come "
-                     "back")
-    if len(answer) != size:
-        raise NotYet(f"{what}{kind(answer)} comes back; it must have one entry for each rank")
-    return list(answer)
-
-
-def _pair(entry, rank: int, what: str) -> tuple[list[int], list[int]]:
+def _pair(entry, rank: int) -> tuple[list[int], list[int]]:
     if not isinstance(entry, list | tuple) or len(entry) != 2:
-        raise NotYet(f"{what}the entry of rank {rank} is {entry!r}; it must be a pair, (query heads, KV heads)")
+        raise NotYet(f"the entry of rank {rank} is {entry!r}; it must be a pair, (query heads, KV heads)")
     if any(not isinstance(part, list | tuple | range) for part in entry):
-        raise NotYet(f"{what}rank {rank} gets {entry!r}; which heads, not how many: two ranges or lists")
+        raise NotYet(f"rank {rank} gets {entry!r}; which heads, not how many: two ranges or lists")
     if any(len(part) > 1000 for part in entry):
-        raise NotYet(f"{what}rank {rank} gets {entry!r}, far more heads than there are")
+        raise NotYet(f"rank {rank} gets {entry!r}, far more heads than there are")
     for head in (head for part in entry for head in part):
         if whole_number(head) is None:
-            raise NotYet(f"{what}rank {rank} gets head {head!r}: a head is whole, or its scores are not")
+            raise NotYet(f"rank {rank} gets head {head!r}: a head is whole, or its scores are not")
     return [*entry[0]], [*entry[1]]
 
 

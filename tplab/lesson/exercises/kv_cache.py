@@ -2,11 +2,11 @@
 
 import torch
 
+from tplab.lesson.contiguous_cache import ContiguousKVCache
 from tplab.lesson.exercises.rotation import numbers
-from tplab.lesson.mine import Mine, NotYet, Object, agree, kind, on_ranks, tensor
+from tplab.lesson.mine import Mine, NotYet, Object, agree, on_ranks, saying, several, tensor
 from tplab.lesson.verdict import Setting, exercise
-from tplab.model import NoCache, causal_mask, load_model
-from tplab.model.attention import AttentionBatch
+from tplab.model import NoCache, load_model
 from tplab.pool import shared_pool
 from tplab.shard import ShardPlan
 
@@ -60,16 +60,12 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
             right_k, right_v = (one[:start + count] for one in whole[layer])
             k.copy_(right_k[start:])
             v.copy_(right_v[start:])
-            found = cache.append(layer, k, v)
-            if not isinstance(found, tuple | list) or len(found) != 2:
-                raise NotYet(f"append returns {kind(found)}; the pair k, v of all tokens so far must come back")
-            if not (k.equal(right_k[start:]) and v.equal(right_v[start:])):
-                raise NotYet("append changes the k or v that it is given; they are still needed")
-            twice = all(isinstance(one, torch.Tensor) for one in found) and found[0].equal(found[1])
-            for name, one, right, wrong in (("k", found[0], right_k, right_v), ("v", found[1], right_v, right_k)):
-                mixed = f"for {name} comes what is the other's: " + (
-                    "is one of them stored twice?" if twice else "k and v have changed places")
-                _compare(name, one, right, {mixed: wrong}, whole, layer, start, count)
+            with saying(f"after {start} tokens and {count} more, append to layer {layer}: "):
+                found = several(cache.append(layer, k, v), "the pair k, v of all tokens so far")
+                if not (k.equal(right_k[start:]) and v.equal(right_v[start:])):
+                    raise NotYet("it changes the k or v that it is given; they are still needed")
+                for at_, name in enumerate("kv"):
+                    _compare(name, found, at_, whole, layer, start, count)
             qkv.fill_(77)
     found = other.append(0, *(one[:1] for one in whole[0]))
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and len(found[0]) > 1:
@@ -78,30 +74,26 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
     _weigh(cache.made, layers, kv_heads, dim, steps)
 
 
-def _compare(name: str, one, right: torch.Tensor, other: dict, whole: dict, layer: int, start: int, count: int
-             ) -> None:
+def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: int, count: int) -> None:
+    one, (right, wrong) = found[at], (whole[layer][which][:start + count] for which in (at, 1 - at))
     if isinstance(one, torch.Tensor) and one.shape == right[start:].shape != right.shape and one.equal(right[start:]):
-        raise NotYet(f"after {start} tokens and {count} more, append gives {count} back: where are the earlier ones?")
+        raise NotYet(f"for {name} only what is new comes back: where are the earlier ones?")
     if isinstance(one, torch.Tensor) and one.shape[1:] == right.shape[1:] and len(one) > len(right):
-        raise NotYet(f"after {start} tokens and {count} more, append gives {len(one)} back for {name} of layer "
-                     f"{layer}: has each layer a place of its own, and each of k and v?")
-    try:
-        one = tensor(one, "tokens so far, kv_heads, head_dim", right.shape, right.dtype)
-    except NotYet as wrong:
-        raise NotYet(str(wrong).replace("it returns", f"after {start} tokens and {count} more, append gives for {name}",
-                                        1)) from None
-    index = 0 if name == "k" else 1
-    overwritten = right.clone()
+        raise NotYet(f"{len(one)} come back for {name}: has each layer a place of its own, and each of k and v?")
+    tensor(one, "tokens so far, kv_heads, head_dim", right.shape, right.dtype, it=f"for {name} comes")
+    overwritten, twice = right.clone(), isinstance(found[1 - at], torch.Tensor) and found[1 - at].equal(one)
     overwritten[:start] = 77
-    others = tuple(torch.cat([pair[index][:start], right[start:]]) for number, pair in whole.items() if number != layer)
     agree(one, right, {
         "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
         "kept, instead of a copy?": overwritten,
         "the new tokens stand in front of the old ones": torch.cat([right[start:], right[:start]]),
-        **other,
+        f"for {name} comes what is the other's: " + ("is one of them stored twice?" if twice else
+                                                     "k and v have changed places"): (
+            wrong, torch.cat([wrong[:start], right[start:]])),
         "digits are lost: in which dtype is it kept?": (right.half().float(), right.bfloat16().float()),
-        f"layer {layer} gives out what another layer has stored": others,
-    }, f"{name} of layer {layer} after {start} tokens and {count} more is not what was given", within=1e-6)
+        "what another layer has stored is given out": tuple(
+            torch.cat([pair[at][:start], right[start:]]) for other, pair in whole.items() if other != layer),
+    }, f"{name} is not what was given", within=1e-6)
 
 
 def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
@@ -119,18 +111,15 @@ def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -
     raise NotYet(f"{says}: {why}")
 
 
-class _Step:
-    """The attention context of one sequence's step on a learner's cache."""
+class _Mine(ContiguousKVCache):
+    """One sequence, kept in a learner's cache."""
 
-    def __init__(self, cache, start: int, count: int):
-        self.cache, self.start, self.count = cache, start, count
-        self.lengths = [(count, start + count)]
+    def __init__(self, cache):
+        super().__init__(1, 0)
+        self.cache = cache
 
-    def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor):
-        """Everything in the cache, for the new tokens."""
-        k, v = self.cache.append(layer, k, v)
-        mask = causal_mask(torch.arange(self.start, self.start + self.count)[None], self.start + self.count)
-        yield AttentionBatch(slice(0, self.count), k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask)
+    def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor):
+        return self.cache.append(layer, k, v)
 
 
 def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
@@ -139,10 +128,10 @@ def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[f
     with torch.inference_mode():
         model = load_model(ckpt, plan)
         cache, outputs = cache_class(ckpt.config.num_layers), []
-        cuts = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)]
+        cuts, steps = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)], _Mine(cache)
         for start, stop in zip(cuts, cuts[1:]):
-            step = _Step(cache, start, stop - start)
-            outputs.append(model(torch.tensor(ids[start:stop]), torch.arange(start, stop), step))
+            step = steps.context([stop - start])
+            outputs.append(model(torch.tensor(ids[start:stop]), step.positions, step))
         right = model(torch.tensor(ids), torch.arange(len(ids)), NoCache([len(ids)]))
     needed = 2 * ckpt.config.num_layers * len(ids) * len(model.shard.kv_heads) * plan.head_dim * 4
     return ((torch.cat(outputs) - right).abs().max() / right.abs().max()).item(), sum(held(cache).values()), needed

@@ -1,13 +1,11 @@
 """Notebook 02: column, row, one sum."""
 
-import itertools
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
-from tplab.lesson.mine import Mine, NotYet, for_each, on_ranks, ranks_in_words, tensor
+from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, ranks_in_words, saying, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.shard import split_evenly
@@ -19,6 +17,7 @@ _WAITS = "a sum has a summand from every rank: do all of them ask for it?"
 
 
 @exercise("my_linears", "02", takes="x, up, down, bias",
+          alone="one rank has nothing to cut, so two and three logical ranks have judged it",
           agreed="x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the "
                  "model's own MLP weights on {ranks}, too")
 def linears(mine: Mine, setting: Setting):
@@ -36,7 +35,6 @@ def linears(mine: Mine, setting: Setting):
     x, up, down, bias = _from_the_model(setting.model)
     _judge(on_ranks(shared_pool(size), _counted, mine, x, up, down, bias, waits=_WAITS), x, up, down, bias,
            f"with the weights of the model, on {size} rank{'s' * (size > 1)}: ")
-    return "one rank has nothing to cut, so two and three logical ranks have judged it" if size == 1 else None
 
 
 def _from_the_model(model) -> tuple[torch.Tensor, ...]:
@@ -74,81 +72,78 @@ class _Multiplications(TorchDispatchMode):
 
 def _judge(ran: list, x, up, down, bias, what: str) -> None:
     """``ran``: of each rank, what it returned and has multiplied, and its collectives."""
-    size, shape, true = len(ran), [len(x), len(down)], x @ up.T @ down.T + bias
-    values = []
+    size, true, values = len(ran), x @ up.T @ down.T + bias, []
     for number, ((value, _), _) in enumerate(ran):
-        try:
-            values.append(tensor(value, "tokens, hidden", shape, true.dtype))
-        except NotYet as wrong:
-            raise NotYet(f"{what}on rank {number} {wrong}") from None
-    ops = [record.op for record in ran[0][1]]
-    wrong = [number for number, value in enumerate(values) if not _close(value, true)]
-    if wrong:
-        raise NotYet(what + _named(values, wrong, ops, x, up, down, bias))
-    if (reduces := ops.count("all_reduce")) != 1 or len(ops) > 1:
-        log = ", ".join(f"{ops.count(op)} × {op}" for op in dict.fromkeys(ops)) or "no collective"
-        raise NotYet(f"{what}the result is right, and the op log holds {log}. " + (
-            "Has every rank computed everything?" if not ops else "One sum is enough, over the summands of "
-            f"[tokens, hidden]{': what is needed of the other ranks before it?' if reduces < 2 else ''}"))
-    share = max(map(len, split_evenly(len(up), size))) * (x.numel() + true.numel())
-    most = max(multiplied for (_, multiplied), _ in ran)
-    if most > 1.3 * share:  # a last rank that takes all of the rest has done its share, too
-        raise NotYet(f"{what}the result is right, and a rank multiplies {most:,} times where its share is {share:,}: "
-                     "cut the weights before you multiply, not the result")
+        with saying(f"{what}on rank {number} "):
+            values.append(tensor(value, "tokens, hidden", true.shape, true.dtype))
+    ops, found, right = [record.op for record in ran[0][1]], torch.stack(values), true.expand(size, *true.shape)
+    with saying(what):
+        if found.isnan().any():
+            raise NotYet("there is NaN in it, though nothing that goes in has one")
+        agree(found, right, _ways(size, ops.count("all_reduce"), x, up, down, bias),
+              _unknown(found, right, ops.count("all_reduce")))
+        if (reduces := ops.count("all_reduce")) != 1 or len(ops) > 1:
+            log = ", ".join(f"{ops.count(op)} × {op}" for op in dict.fromkeys(ops)) or "no collective"
+            raise NotYet(f"the result is right, and the op log holds {log}. " + (
+                "Has every rank computed everything?" if not ops else "One sum is enough, over the summands of "
+                f"[tokens, hidden]{': what is needed of the other ranks before it?' if reduces < 2 else ''}"))
+        share = max(map(len, split_evenly(len(up), size))) * (x.numel() + true.numel())
+        most = max(multiplied for (_, multiplied), _ in ran)
+        if most > 1.3 * share:  # a last rank that takes all of the rest has done its share, too
+            raise NotYet(f"the result is right, and a rank multiplies {most:,} times where its share is {share:,}: cut "
+                         "the weights before you multiply, not the result")
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+def _ways(size: int, sums: int, x, up, down, bias) -> dict:
+    """``{mistake: what comes out on all ranks}``."""
+    hidden, inner, whole = len(down), len(up), x @ up.T @ down.T
+    summands = torch.stack([x @ up[part.start:part.stop].T @ down[:, part.start:part.stop].T
+                            for part in split_evenly(inner, size)])
 
+    def everywhere(*guesses):
+        return tuple(guess.expand(size, *whole.shape) for guess in guesses)
 
-def _named(values, wrong, ops, x, up, down, bias) -> str:
-    """What is wrong, where two shares of this kind of mistake give these very numbers."""
-    size, hidden, inner = len(values), len(down), len(up)
-    if any(value.isnan().any() for value in values):
-        return "there is NaN in it, though nothing that goes in has one"
-    parts, whole = split_evenly(inner, size), x @ up.T @ down.T
-    summands = [x @ up[part.start:part.stop].T @ down[:, part.start:part.stop].T for part in parts]
-
-    def all_are(*guesses):
-        return any(_close(values[0], guess) for guess in guesses) and all(_close(v, values[0]) for v in values)
-
-    for added in ([bias] * size, [bias] + [0] * (size - 1), [0] * size, [bias / size] * size):
-        if all(_close(value, own + more) for value, own, more in zip(values, summands, added)):
-            return "each rank returns its own summand. " + (
-                "The log shows an all_reduce: who keeps its result?" if "all_reduce" in ops else
-                "Who adds them up?")
-    if size > 1 and all_are(whole + size * bias):
-        return f"the bias is in it {size} times, once for each rank: does it belong to the summands or to the sum?"
-    if all_are(whole):
-        return "the bias is missing"
-    if all_are(whole / size, whole / size + bias, (whole + bias) / size):
-        return f"the summands are averaged: this is the sum divided by {size}"
-    if all_are(size * (whole + bias), size * whole + bias):
-        return f"this is {size} times the result: is something added up that was whole already?"
+    first = torch.zeros(size, 1, 1)
+    first[0] = 1
+    ways = {"each rank returns its own summand. " + ("The log shows an all_reduce: who keeps its result?" if sums else
+                                                     "Who adds them up?"):
+            (summands, summands + bias, summands + bias * first, summands + bias / size),
+            f"the bias is in it {size} times, once for each rank: does it belong to the summands or to the sum?":
+                everywhere(whole + size * bias),
+            "the bias is missing": everywhere(whole),
+            f"the bias is divided by {size}: it is added to the sum, once": everywhere(whole + bias / size),
+            "the bias is subtracted": everywhere(whole - bias),
+            "there is an activation between the two layers, and none is asked for":
+                everywhere(*(f(x @ up.T) @ down.T + bias for f in (torch.relu, torch.nn.functional.silu,
+                                                                   torch.nn.functional.gelu))),
+            f"the summands are averaged: this is the sum divided by {size}":
+                everywhere(whole / size, whole / size + bias, (whole + bias) / size),
+            f"this is {size} times the result: is something added up that was whole already?":
+                everywhere(size * (whole + bias), size * whole + bias)}
     floor = inner // size * size
-    short = x @ up[:floor].T @ down[:, :floor].T
-    if floor < inner and all_are(short + bias):  # its bias is right: the sizes before this one divide
+    if floor < inner:  # its bias is right: the sizes before this one divide
         lost = f"{floor}" if inner - floor == 1 else f"{floor}–{inner - 1}"
-        return (f"the {inner} inner features do not divide by {size}, and feature{'s' * (inner - floor > 1)} {lost} "
-                "went lost: who takes the rest?")
-    if hidden == inner:
-        for w, u in itertools.product((up, up.T), (down, down.T)):
-            guess = x @ w.T @ u.T
-            if (w is not up or u is not down) and all_are(guess, guess + bias, guess + size * bias):
-                names = " and ".join(name for name, cut, own in (("up", w, up), ("down", u, down)) if cut is not own)
-                turned = f"{names} is cut along the other dimension and turned until it fits"
-                if " and " in names:
-                    turned = f"{names} are cut along the other dimension and turned until they fit"
-                return f"this is what comes out when {turned}: outputs are rows (dim 0), inputs are columns (dim 1)"
-    first = size * summands[0]
-    if size > 1 and all_are(first, first + bias, first + size * bias):
-        return "every rank has used the first share of the weights"
-    if len(wrong) < size:
+        ways[f"the {inner} inner features do not divide by {size}, and feature{'s' * (inner - floor > 1)} {lost} went "
+             "lost: who takes the rest?"] = everywhere(x @ up[:floor].T @ down[:, :floor].T + bias)
+    for cut in (("up",), ("down",), ("up", "down")) if hidden == inner else ():
+        guess = x @ (up if "up" in cut else up.T) @ (down if "down" in cut else down.T)
+        turned = ("is", "it fits") if len(cut) == 1 else ("are", "they fit")
+        ways[f"this is what comes out when {' and '.join(cut)} {turned[0]} cut along the other dimension and turned "
+             f"until {turned[1]}: outputs are rows (dim 0), inputs are columns (dim 1)"] = everywhere(
+                 guess, guess + bias, guess + size * bias)
+    same = size * summands[0]
+    ways["every rank has used the first share of the weights"] = everywhere(same, same + bias, same + size * bias)
+    return ways
+
+
+def _unknown(found: torch.Tensor, right: torch.Tensor, sums: int) -> str:
+    off = (found - right).abs().amax((1, 2)) > 1e-4 * max(1.0, right.abs().max().item())
+    wrong, size = off.nonzero().flatten().tolist(), len(found)
+    if 0 < len(wrong) < size:
         return (f"right on {ranks_in_words([r for r in range(size) if r not in wrong], size)}, wrong on "
                 f"{ranks_in_words(wrong, size)}: the sum belongs on every rank")
-    if len(sums := [record for record in ops if record == "all_reduce"]) > 1:
-        return (f"wrong on every rank, with {len(sums)} sums. Each rank's part of up makes other inner features, which "
-                "are no summands of one number: what is summed up first?")
-    gap = max((value - whole - bias).abs().max().item() for value in values)
-    return (f"wrong on every rank, by up to {gap:.1g} where the numbers go up to {whole.abs().max().item():.1g}. Which "
-            "rows of up, and which columns of down, does a rank need?")
+    if sums > 1:
+        return (f"wrong on every rank, with {sums} sums. Each rank's part of up makes other inner features, which are "
+                "no summands of one number: what is summed up first?")
+    return (f"wrong on every rank, by up to {(found - right).abs().max().item():.1g} where the numbers go up to "
+            f"{right.abs().max().item():.1g}. Which rows of up, and which columns of down, does a rank need?")

@@ -2,16 +2,51 @@
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tplab.cache import CacheError
-from tplab.lesson.mine import Mine, NotYet, Object, guarded, kind
+from tplab.lesson.mine import Mine, NotYet, Object, guarded, kind, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
 
 OPERATIONS = 500
 
 
-@exercise("MyPool", "05", takes="num_blocks",
+def _pool_patches(cls) -> list[Patch]:
+    """The engine's block pool keeps the keys, and asks a learner's ``cls`` who uses which block."""
+    def mine_of(pool):
+        if "mine" not in vars(pool):
+            pool.mine = cls(pool.num_blocks)
+        return pool.mine
+
+    def settle(pool):
+        pool.ref_counts = list(mine_of(pool).users)
+        pool._free = OrderedDict.fromkeys(block for block, count in enumerate(pool.ref_counts) if count == 0)
+
+    def get_new_block(self, after=None):
+        block = mine_of(self).allocate()
+        if block is None:
+            raise CacheError(f"all {self.num_blocks} blocks are in use")
+        self._evict(block)
+        self.times_allocated[block] += 1
+        settle(self)
+        return block
+
+    def touch(self, block):
+        mine_of(self).share(block)
+        settle(self)
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            mine_of(self).release(block)
+        settle(self)
+
+    home = "tplab.cache.blocks.BlockPool."
+    return [Patch(home + one.__name__, one) for one in (get_new_block, touch, free_blocks)]
+
+
+@exercise("MyPool", "05", takes="num_blocks", place="hands out blocks", patches=_pool_patches,
           agreed=f"{OPERATIONS} random operations, then the engine in strict mode on {{ranks}}: every account agrees")
 def my_pool(mine: Mine, setting: Setting):
     """By hand, then at random beside a right one, then under an engine that is short of blocks."""
@@ -20,7 +55,11 @@ def my_pool(mine: Mine, setting: Setting):
     pool.beside(mine.function)
     for num_blocks in (5, 8):
         _at_random(_Watched(mine.function, num_blocks), random.Random(num_blocks))
-    _in_engine(mine.function, setting)
+    ids = [5 + i % 40 for i in range(60)]
+    prompts = [ids[:11], ids[:8] + ids[20:23], ids[30:43], ids[:11]]
+    short = {"block_size": 3, "num_blocks": 9, "max_num_batched_tokens": 12, "strict": True}
+    if setting.texts(prompts, 7, *setting.patches, **short) != setting.texts(prompts, 7, **short):
+        raise NotYet("in the engine, short of blocks, the texts change: a block was in two hands")
 
 
 class _Watched:
@@ -29,79 +68,75 @@ class _Watched:
     def __init__(self, cls, num_blocks: int):
         self.pool, self.cls = Object(guarded(cls, num_blocks), "MyPool"), cls
         self.users, self.done = [0] * num_blocks, []
-        self._agree("a new pool")
+        with saying("a new pool: "):
+            self._agree()
 
     def allocate(self) -> int | None:
-        told = self._told("allocate()")
-        block = self._tried(told + " while no block is free" * all(self.users), self.pool.allocate)
-        free = [b for b, count in enumerate(self.users) if not count]
-        if block is None and free:
-            raise NotYet(f"{told} gives nothing, though nobody uses block {free[0]}: is it handed out again?")
-        if block is not None:
-            if type(block) is not int or block not in range(len(self.users)):
-                raise NotYet(f"{told} gives {kind(block)}; the number of a block must come back, 0 to "
-                             f"{len(self.users) - 1}, or None")
-            said = self.pool.users
-            taken = [b for b, count in enumerate(said) if count != self.users[b]] if isinstance(said, list) else []
-            if len(taken) == 1 and taken[0] != block:
-                raise NotYet(f"{told} gives {block}, and by users it is block {taken[0]} that has been taken: what is "
-                             "returned, the block or how many use it?")
-            if self.users[block]:
-                raise NotYet(f"{told} gives block {block}, which {_people(self.users[block])} already: how do you know "
-                             "that a block is free?")
-            self.users[block] += 1
-        self._agree(told)
+        with self._doing("allocate()" + " while no block is free" * all(self.users)):
+            block = self.pool.allocate()
+            if block is None and 0 in self.users:
+                raise NotYet(f"it gives nothing, though nobody uses block {self.users.index(0)}: is it handed out "
+                             "again?")
+            if block is not None:
+                self._taken(block)
         return block
 
-    def share(self, block: int) -> None:
-        told = self._told(f"share({block})")
-        self._tried(told, self.pool.share, block)
+    def _taken(self, block) -> None:
+        if type(block) is not int or block not in range(len(self.users)):
+            raise NotYet(f"it gives {kind(block)}; the number of a block must come back, 0 to {len(self.users) - 1}, "
+                         "or None")
+        said = self.pool.users
+        taken = [b for b, count in enumerate(said) if count != self.users[b]] if isinstance(said, list) else []
+        if len(taken) == 1 and taken[0] != block:
+            raise NotYet(f"it gives {block}, and by users it is block {taken[0]} that has been taken: what is "
+                         "returned, the block or how many use it?")
+        if self.users[block]:
+            raise NotYet(f"it gives block {block}, which {_people(self.users[block])} already: how do you know that a "
+                         "block is free?")
         self.users[block] += 1
-        self._agree(told)
+
+    def share(self, block: int) -> None:
+        with self._doing(f"share({block})"):
+            self.pool.share(block)
+            self.users[block] += 1
 
     def release(self, block: int) -> None:
-        told = self._told(f"release({block})")
-        self._tried(told, self.pool.release, block)
-        self.users[block] -= 1
-        self._agree(told)
+        with self._doing(f"release({block})"):
+            self.pool.release(block)
+            self.users[block] -= 1
 
     def refuses(self, block: int) -> None:
         """Releasing what nobody uses must raise, and change nothing."""
-        told = self._told(f"release({block})")
-        try:
-            self.pool.made.release(block)
-        except ValueError:
-            return self._agree(told)
-        except Exception as error:
-            raise NotYet(f"{told}, and nobody uses the block: {type(error).__name__} is raised; a ValueError is asked "
-                         "for") from error
-        raise NotYet(f"{told} raises nothing, though nobody uses the block: what is given back twice would be handed "
-                     "out twice")
-
-    def _tried(self, told: str, method, *args):
-        try:
-            return method(*args)
-        except NotYet as wrong:
-            raise NotYet(f"{told}: {wrong}") from wrong
+        with self._doing(f"release({block}), which nobody uses"):
+            try:
+                self.pool.made.release(block)
+            except ValueError:
+                return
+            except Exception as error:
+                raise NotYet(f"{type(error).__name__} is raised; a ValueError is asked for") from error
+            raise NotYet("nothing is raised: what is given back twice would be handed out twice")
 
     def beside(self, cls) -> None:
         """A second pool has accounts of its own."""
-        guarded(cls, len(self.users))
-        self._agree("a second pool is made beside the first")
+        with saying("a second pool is made beside the first: "):
+            guarded(cls, len(self.users))
+            self._agree()
 
-    def _told(self, now: str) -> str:
+    @contextmanager
+    def _doing(self, now: str) -> Iterator[None]:
         before = f", after {', '.join(self.done[-3:])}" if self.done else ""
         self.done.append(now)
-        return f"operation {len(self.done)}{before}: {now}"
+        with saying(f"operation {len(self.done)}{before}: {now}: "):
+            yield
+            self._agree()
 
-    def _agree(self, told: str) -> None:
+    def _agree(self) -> None:
         mine = self.pool.users
         if not isinstance(mine, list) or len(mine) != len(self.users):
             raise NotYet(f"users is {kind(mine)}; a list must hold how many use each of {len(self.users)} blocks")
         if wrong := [block for block, count in enumerate(self.users) if mine[block] != count]:
-            block = wrong[0]
-            raise NotYet(f"{told}, and now {_people(self.users[block])} block {block}; users[{block}] says "
-                         f"{mine[block]}")
+            raise NotYet(f"now {_people(self.users[wrong[0]])} block {wrong[0]}; users[{wrong[0]}] says "
+                         f"{mine[wrong[0]]}")
 
 
 def _people(count: int) -> str:
@@ -138,44 +173,3 @@ def _at_random(pool: _Watched, chance: random.Random) -> None:
             pool.release(chance.choice(used))
         elif what == "refuses" and not pool.users[block]:
             pool.refuses(block)
-
-
-def pool_patches(cls) -> list[Patch]:
-    """The engine's block pool keeps the keys, and asks a learner's ``cls`` who uses which block."""
-    def mine_of(pool):
-        if "mine" not in vars(pool):
-            pool.mine = cls(pool.num_blocks)
-        return pool.mine
-
-    def settle(pool):
-        pool.ref_counts = list(mine_of(pool).users)
-        pool._free = OrderedDict.fromkeys(block for block, count in enumerate(pool.ref_counts) if count == 0)
-
-    def get_new_block(self, after=None):
-        block = mine_of(self).allocate()
-        if block is None:
-            raise CacheError(f"all {self.num_blocks} blocks are in use")
-        self._evict(block)
-        self.times_allocated[block] += 1
-        settle(self)
-        return block
-
-    def touch(self, block):
-        mine_of(self).share(block)
-        settle(self)
-
-    def free_blocks(self, blocks):
-        for block in blocks:
-            mine_of(self).release(block)
-        settle(self)
-
-    home = "tplab.cache.blocks.BlockPool."
-    return [Patch(home + one.__name__, one) for one in (get_new_block, touch, free_blocks)]
-
-
-def _in_engine(cls, setting: Setting) -> None:
-    ids = [5 + i % 40 for i in range(60)]
-    prompts = [ids[:11], ids[:8] + ids[20:23], ids[30:43], ids[:11]]
-    short = {"block_size": 3, "num_blocks": 9, "max_num_batched_tokens": 12, "strict": True}
-    if setting.texts(prompts, 7, *pool_patches(cls), **short) != setting.texts(prompts, 7, **short):
-        raise NotYet("in the engine, short of blocks, the texts change: a block was in two hands")

@@ -3,109 +3,86 @@
 import torch
 
 from tplab.cache import Segment
-from tplab.checks import shown, whole_number
-from tplab.lesson.mine import Mine, NotYet, agree, kind, not_only, tensor
-from tplab.lesson.verdict import Setting, exercise
+from tplab.lesson.mine import Mine, NotYet, agree, for_each, saying, tensor, whole_numbers
+from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch, original
 
-FORWARD = "tplab.model.decoder.TensorParallelCausalLM.forward"
+
+def _stand(answer) -> list[Patch]:
+    target = "tplab.model.decoder.TensorParallelCausalLM.forward"
+
+    def forward(self, input_ids, positions, context):
+        starts, counts = [s.start for s in context.segments], [s.count for s in context.segments]
+        return original(target)(self, input_ids, answer(starts, counts), context)
+
+    return [Patch(target, forward)]
 
 
-@exercise("my_positions", "03", takes="starts, counts",
+@exercise("my_positions", "03", takes="starts, counts", place="says where each token stands", patches=_stand,
           agreed="on {ranks}, prompts read in chunks and beside each other agree with Hugging Face")
 def my_positions(mine: Mine, setting: Setting):
     """A chunk, a prompt and decoding tokens in one batch; then under the engine, in chunks of 5 tokens."""
     def check(case):
         starts, counts = case
-        total = sum(counts)
         found = mine(starts, counts)
-        right = _laid_out(starts, counts)
-        if isinstance(found, torch.Tensor) and found.dim() == 1 and len(found) != total:
-            raise NotYet(f"starts {starts}, counts {counts}: {_wrong_number(found, starts, counts)}")
-        found = tensor(found, "tokens", [total])
-        if found.dtype not in (torch.int64, torch.int32):
-            raise NotYet(f"it returns {found.dtype}; positions are whole numbers, torch.int64")
-        moved = [start + (count == 1) for start, count in zip(starts, counts)]
-        agree(found, right, {f"starts {starts}, counts {counts}: {says}": value for says, value in {
-            "the rows are counted through, as if all were one sequence": torch.arange(total),
-            "every sequence begins at 0: what has it in the cache already?": _laid_out([0] * len(starts), counts),
-            "one too little everywhere: after n tokens, at 0 to n - 1, where does the next one stand?":
-                right - 1, "one too far everywhere: the first token of all stands at 0": right + 1,
-            "a sequence's only new token stands one too far: the newest of n stands at n - 1":
-                _laid_out(moved, counts),
-            "all of a sequence's new tokens stand in the same place": torch.tensor(starts).repeat_interleave(
-                torch.tensor(counts)),
-            "the sequences come in another order than in starts": _laid_out(*zip(*sorted(zip(starts, counts)))),
-            "every sequence begins where the first one does": _laid_out([starts[0]] * len(starts), counts),
-            "the chunk is counted on from row to row instead of from its own start":
-                torch.arange(total) + torch.tensor(starts).repeat_interleave(torch.tensor(counts)),
-        }.items()}, f"starts {starts}, counts {counts}: row {_first(found, right)} of yours stands at "
-              f"{int(found[_first(found, right)])}, not at {int(right[_first(found, right)])}")
+        with saying(f"starts {starts}, counts {counts}: "):
+            shape = found.shape if isinstance(found, torch.Tensor) and found.dim() == 1 else [sum(counts)]
+            tensor(found, "tokens", shape)
+            if found.dtype not in (torch.int64, torch.int32):
+                raise NotYet(f"it returns {found.dtype}; positions are whole numbers, torch.int64")
+            _judge(found, starts, counts)
 
-    for case in (([3, 0, 12, 5], [5, 4, 1, 2]), ([6, 2], [1, 1]), ([9], [5])):
-        not_only(check, ([0, 8, 20], [6, 4, 1]), case, "right for the batch that was shown, and not for another")
-
-    function = mine.function
-
-    def forward(self, input_ids, positions, context):
-        given = [segment.start for segment in context.segments], [segment.count for segment in context.segments]
-        return original(FORWARD)(self, input_ids, function(*given), context)
-    ids = setting.ids(16)
-    setting.align(Patch(FORWARD, forward), decode=True, prompts=[ids, ids[4:]], new_tokens=3, max_num_batched_tokens=5)
+    for_each((([3, 0, 12, 5], [5, 4, 1, 2]), ([6, 2], [1, 1]), ([9], [5])), check,
+             lambda case: f"{len(case[0])} sequences", shown=([0, 8, 20], [6, 4, 1]),
+             says="right for the batch that was shown, and not for another")
+    setting.align_in_chunks()
 
 
-@exercise("my_token_positions", "04", takes="segment",
+@exercise("my_token_positions", "04", takes="segment", patches=at("tplab.engine.runner.token_positions"),
+          place="numbers a sequence's new tokens",
           agreed="on {ranks}, chunks of a prompt and tokens behind it agree with Hugging Face")
 def my_token_positions(mine: Mine, setting: Setting):
     """A prompt, a chunk, a token; then in the engine."""
     for start, count in ((0, 5), (6, 1), (4, 3), (7, 8)):
         found = mine(Segment(start, count, list(range(4)), 12))
-        have = f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "
-        if isinstance(found, range) and len(found) > 1000:
-            raise NotYet(f"{have}yours are {found}, far more than follow")
-        try:
-            given = found = found.tolist() if isinstance(found, torch.Tensor) else list(found)
-            found = [whole_number(position) for position in found]
-        except TypeError:
-            raise NotYet(f"it returns {kind(found)}; a range or a list of positions must come back") from None
-        if None in found:
-            raise NotYet(f"it returns {shown(given)}; positions are whole numbers")
-        right = list(range(start, start + count))
-        ways = {"a new token that comes alone stands one too far": [start + 1] if count == 1 else right,
-                "counted from 0 again: where does the first of them stand?": range(count),
-                "one too far: the first token of all stands at 0": range(start + 1, start + count + 1),
-                "one too little: " + ("that place is taken by the last token in the cache" if start else
-                                      "the first token of all stands at 0"): range(start - 1, right[-1]),
-                "only the first of the new tokens has a position": right[:1],
-                "only the last of the new tokens has a position": right[-1:],
-                "those in the cache have their positions already": range(start + count),
-                "one too many: does a range hold its end?": range(start, start + count + 1),
-                "one too few: a range ends before its end": range(start, start + max(1, count - 1)),
-                "count says how many come, not where they end": range(start, count)}
-        if found != right:
-            raise NotYet(have + next((says for says, wrong in ways.items() if found == list(wrong)),
-                                      f"yours stand at {shown(found)}; they follow each other, behind those in "
-                                      "the cache"))
-    ids = setting.ids(16)
-    setting.align(Patch("tplab.engine.runner.token_positions", mine.function), decode=True, prompts=[ids, ids[4:]],
-                  new_tokens=3, max_num_batched_tokens=5)
+        with saying(f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "):
+            if isinstance(found, range) and len(found) > 1000:
+                raise NotYet(f"yours are {found}, far more than follow")
+            given = found.tolist() if isinstance(found, torch.Tensor) else found
+            given = whole_numbers([*given] if isinstance(given, range) else given, "or a range of them")
+            _judge(torch.tensor(given, dtype=torch.long), [start], [count])
+    setting.align_in_chunks()
 
 
-def _laid_out(starts, counts) -> torch.Tensor:
-    return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts)])
+def _judge(found: torch.Tensor, starts: list[int], counts: list[int]) -> None:
+    total, each = sum(counts), [*zip(starts, counts)]
+    right, steps = _laid_out(each), torch.tensor(starts).repeat_interleave(torch.tensor(counts))
+    wrong = (found != right).nonzero() if len(found) == total else []
+    row = int(wrong[0]) if len(wrong) else 0
+    agree(found, right, {
+        "the rows are counted through, as if all were one sequence" if len(starts) > 1 else
+        "counted from 0 again: where does the first of them stand?": torch.arange(total),
+        "every sequence begins at 0: what has it in the cache already?": _laid_out([(0, count) for count in counts]),
+        "one too little: after n tokens, at 0 to n - 1, where does the next one stand?": right - 1,
+        "one too far: after n tokens, at 0 to n - 1, the next one stands at n": right + 1,
+        "a sequence's only new token stands one too far: the newest of n stands at n - 1":
+            _laid_out([(start + (count == 1), count) for start, count in each]),
+        "all of a sequence's new tokens stand in the same place": steps,
+        "the sequences come in another order than in starts": _laid_out(sorted(each)),
+        "every sequence begins where the first one does": _laid_out([(starts[0], count) for count in counts]),
+        "the chunk is counted on from row to row instead of from its own start": torch.arange(total) + steps,
+        "only the first of the new tokens has a position": _laid_out([(start, 1) for start in starts]),
+        "only the last of the new tokens has a position": _laid_out([(start + count - 1, 1) for start, count in each]),
+        "those of the first sequence alone; and the others?": _laid_out(each[:1]),
+        "those in the cache have their positions already": _laid_out([(0, start + count) for start, count in each]),
+        "counts says how many tokens come, not where they end": _laid_out([
+            (start, max(0, count - start)) for start, count in each]),
+        "one too many a sequence: does a range hold its end?": _laid_out([(start, count + 1) for start, count in each]),
+        "one too few a sequence: a range ends before its end": _laid_out([(start, count - 1) for start, count in each]),
+    }, f"row {row} of yours stands at {int(found[row])}, not at {int(right[row])}" if len(found) == total else
+        f"{len(found)} positions for {total} token{'s' * (total > 1)}: as many as counts says, and no more",
+        within=1e-9)
 
 
-def _first(found: torch.Tensor, right: torch.Tensor) -> int:
-    wrong = (found != right).nonzero()
-    return int(wrong[0]) if len(wrong) else 0
-
-
-def _wrong_number(found: torch.Tensor, starts: list[int], counts: list[int]) -> str:
-    says = f"{len(found)} positions for {sum(counts)} tokens"
-    if found.equal(_laid_out(starts[:1], counts[:1])):
-        return f"{says}: those of the first sequence; and the others?"
-    if len(found) == sum(counts) + len(counts):
-        return f"{says}: one too many a sequence; does a range hold its end?"
-    if len(found) == sum(max(0, count - start) for start, count in zip(starts, counts)):
-        return f"{says}: counts says how many tokens come, not where they end"
-    return f"{says}: of sequence i come counts[i], and no more"
+def _laid_out(each: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.cat([torch.arange(start, start + count) for start, count in each])

@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import torch
 
-from tplab.lesson.exercises.rotation import APPLY, angles, misturned, numbers, turned
-from tplab.lesson.mine import Mine, NotYet, agree, kind, tensor
-from tplab.lesson.verdict import Setting, exercise
+from tplab.lesson.exercises.rotation import angles, misturned, numbers, turned
+from tplab.lesson.mine import Mine, NotYet, agree, several, tensor
+from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.rope import rotate
-from tplab.patch import Patch
 
 
 class _Failing(Exception):
@@ -16,7 +15,8 @@ class _Failing(Exception):
 
 
 @exercise("my_apply_rope", "03", takes="self, q, k, cos, sin",
-          agreed="on {ranks}, every trace point agrees with Hugging Face")
+          place="turns queries and keys",
+          patches=at("tplab.model.attention.TensorParallelAttention.apply_rope"))
 def my_apply_rope(mine: Mine, setting: Setting):
     """On as many heads as tokens, more and fewer, one KV head, one token; with a rotation that fails; in the engine."""
     function = rotate(setting.checkpoint.config.model_type)
@@ -26,7 +26,7 @@ def my_apply_rope(mine: Mine, setting: Setting):
         (5, 4, 6), (5, 2, 6), (1, 5, 6), (1, 5, 6))))
     if any(one.dtype != torch.bfloat16 for one in half):
         raise NotYet(f"for q and k in bfloat16 it returns {half[0].dtype}; they must come back as they are")
-    setting.align(Patch(APPLY, mine.function))
+    setting.align()
 
 
 def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> None:
@@ -40,10 +40,6 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
             errors.append(error)
             raise
 
-    def failing(*args, **kwargs):
-        calls.append("failed")
-        raise _Failing("the rotation failed on purpose")
-
     q, k = numbers(tokens, heads, 6, seed=1), numbers(tokens, kv_heads, 6, seed=2)
     angle = angles(torch.arange(3, 3 + tokens), 500.0, 6)[:, 0]
     cos, sin = (torch.cat([table, table], -1)[None] for table in (angle.cos(), angle.sin()))
@@ -53,34 +49,40 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
                      "and nobody was told: what catches it?")
     if not calls:
         raise NotYet("self.rotate was never called: the rotation of the checkpoint's own architecture is to turn q "
-                     "and k" + (", which come back as they went in" if _is(found, (q, k)) else ""))
-    try:
-        mine(SimpleNamespace(rotate=failing), q, k, cos, sin)
-        raise NotYet("an error that self.rotate raises does not come out of yours: what catches it?"
-                     if "failed" in calls else "called once more, it does not call self.rotate: is an earlier result "
-                     "given out again?")
-    except NotYet as error:
-        if not isinstance(error.__cause__, _Failing):
-            raise
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise NotYet(f"it returns {kind(found)}; the pair q, k must come back")
+                     "and k")
+    fails_aloud(lambda failing: mine(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
+                "called once more, it does not call self.rotate: is an earlier result given out again?")
+    found = several(found, "the pair q, k")
     if heads != kv_heads and [list(one.shape) for one in found if isinstance(one, torch.Tensor)] == [
             list(k.shape), list(q.shape)]:
         raise NotYet("it returns k, q; q comes first")
     for name, one, x in (("q", found[0], q), ("k", found[1], k)):
-        try:
-            one = tensor(one, "tokens, heads, head_dim", x.shape, x.dtype)
-        except NotYet as wrong:
-            says = str(wrong).replace("it returns", f"{name} comes back as", 1)
-            raise NotYet(says + (": does a squeeze take more than the batch?" if 1 in x.shape else "")) from None
+        if isinstance(one, torch.Tensor) and 1 in x.shape and one.dim() < x.dim():
+            raise NotYet(f"{name} comes back as {list(one.shape)}, for {list(x.shape)}: does a squeeze take more than "
+                         "the batch?")
+        tensor(one, "tokens, heads, head_dim", x.shape, x.dtype, it=f"{name} comes back as")
         agree(one, turned(x, angle[:, None]), _confused(name, x, angle),
               f"{name} is neither turned right nor in one of the usual wrong ways; [tokens, heads, head_dim] = "
               f"{list(x.shape)}, the same angle for all heads of a token")
 
 
-def _is(found, given) -> bool:
-    return isinstance(found, tuple | list) and len(found) == len(given) and all(
-        isinstance(one, torch.Tensor) and one.shape == x.shape and one.equal(x) for one, x in zip(found, given))
+def fails_aloud(call, name: str, idle: str) -> None:
+    """:class:`NotYet` unless ``call(failing)`` lets out the error that ``failing`` raises. ``name``: what fails;
+    ``idle`` is said if it is not called."""
+    asked = []
+
+    def failing(*args, **kwargs):
+        asked.append(args)
+        raise _Failing(f"{name} failed on purpose")
+
+    try:
+        call(failing)
+    except NotYet as error:
+        if not isinstance(error.__cause__, _Failing):
+            raise
+        return
+    raise NotYet(f"{name} raised an error and nobody heard of it: a rotation that fails must stop the engine. What "
+                 "catches it?" if asked else idle)
 
 
 def _confused(name: str, x: torch.Tensor, angle: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -90,7 +92,7 @@ def _confused(name: str, x: torch.Tensor, angle: torch.Tensor) -> dict[str, torc
     cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
     viewed = turned(x.reshape(heads, tokens, dim).transpose(0, 1), right).transpose(0, 1).reshape(x.shape)
     back = turned(x, right).transpose(0, 1).reshape(x.shape)
-    known = {**misturned(x, cos, sin), "it is turned twice": turned(x, 2 * right)}
+    known = misturned(x, cos, sin)
     if tokens != heads:
         known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
                   "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),

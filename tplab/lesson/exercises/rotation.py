@@ -4,12 +4,9 @@ import math
 
 import torch
 
-from tplab.lesson.mine import Mine, agree, not_only
+from tplab.lesson.mine import Mine, agree, for_each
 from tplab.lesson.verdict import Setting, exercise
-from tplab.patch import Patch
-
-APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
-TABLES = "tplab.model.rope.Rotary.__call__"
+from tplab.patch import Patch, original
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -41,6 +38,8 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 def misturned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a rotation with these tables gives if one mistake is made, told the same way wherever one rotates."""
+    half, once = x.shape[-1] // 2, x * cos + halves(x) * sin
+    paired, paired_sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
     return {
         "nothing is turned: x comes back as it went in": x,
         "it is turned the other way round: look at the sign of the sine, or of one half": x * cos - halves(x) * sin,
@@ -49,12 +48,28 @@ def misturned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str
             x * sin + halves(x) * cos,
         "x is only multiplied with the cosine: where is the half that the sine brings in?": x * cos,
         "only the sine's part is there: at position 0, what is left of x?": halves(x) * sin,
+        "it is turned twice": once * cos + halves(once) * sin,
         "the other half comes in without its sign: that is a mirror and no turn":
-            x * cos + x.roll(x.shape[-1] // 2, -1) * sin,
+            x * cos + x.roll(half, -1) * sin,
+        f"numbers 0 and 1 are turned as a pair; here number 0 belongs to number {half}":
+            x * paired + neighbours(x) * paired_sin,
+        "the tables repeat each angle twice in a row, the halves do not: which angle does number 1 have?":
+            x * paired + halves(x) * paired_sin,
     }
 
 
-@exercise("my_rotate_half", "03", takes="x",
+def _as_rotation(answer) -> list[Patch]:
+    def rotate(model_type):
+        def apply(q, k, cos, sin):
+            cos, sin = cos[:, None], sin[:, None]
+            return q * cos + answer(q) * sin, k * cos + answer(k) * sin
+
+        return apply
+
+    return [Patch("tplab.model.attention.rotate", rotate)]
+
+
+@exercise("my_rotate_half", "03", takes="x", place="makes a quarter turn", patches=_as_rotation,
           agreed="on {ranks}, q and k turned with yours are Hugging Face's in every layer")
 def my_rotate_half(mine: Mine, setting: Setting):
     """Heads of 6 and of 10 numbers, then the model's own; then in the engine's rotation."""
@@ -63,7 +78,8 @@ def my_rotate_half(mine: Mine, setting: Setting):
         dims = ("tokens, heads, head_dim", "batch, heads, tokens, head_dim")[len(shape) == 4]
         half, swapped = shape[-1] // 2, x.roll(shape[-1] // 2, -1)
         a, b = x.chunk(2, -1)
-        agree(mine.tensor(x, dims=dims, shape=shape, dtype=x.dtype), halves(x), {
+        found = mine.tensor(x, dims=dims, shape=shape, dtype=x.dtype)
+        agree(found, halves(x), {
             "x comes back as it went in: where does (1, 0) go in a quarter turn?": x,
             "the halves change places and no sign changes: a quarter turn takes (1, 0) to (0, 1); and (0, 1)?": swapped,
             "a quarter turn the other way round: (1, 0) must go to (0, 1), yours takes it to (0, -1)":
@@ -75,19 +91,21 @@ def my_rotate_half(mine: Mine, setting: Setting):
                 (x.flip(-1), torch.cat([-b.flip(-1), a.flip(-1)], -1)),
             "another dimension than the last is cut in two: which one holds the numbers of one head?":
                 (_along(x, 0), _along(x, 1)),
-        }, f"in a head of {shape[-1]} numbers, (a, b) does not become (-b, a), where a is the first half")
+        }, f"of a head's numbers [{' '.join(map(str, range(shape[-1])))}] it makes [{_became(found, x)}], and "
+           f"[{_became(halves(x), x)}] is a quarter turn")
 
     size = setting.checkpoint.config.head_dim
-    not_only(check, (4, 3, size), (4, 3, 6), f"right for heads of {size} numbers, wrong for 6. Is a size written down?")
-    check((2, 2, 4, 10))
+    for_each(((4, 3, 6), (2, 2, 4, 10)), check, lambda shape: f"heads of {shape[-1]} numbers", shown=(4, 3, size),
+             says=f"right for heads of {size} numbers, wrong for others. Is a size written down?")
     mine.tensor(numbers(4, 3, 6).bfloat16(), dims="tokens, heads, head_dim", shape=(4, 3, 6), dtype=torch.bfloat16)
+    setting.align()
 
-    function = mine.function
 
-    def apply_rope(self, q, k, cos, sin):
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        return q * cos + function(q) * sin, k * cos + function(k) * sin
-    setting.align(Patch(APPLY, apply_rope))
+def _became(found: torch.Tensor, x: torch.Tensor) -> str:
+    """Which numbers of the first head those of ``found`` are, and with which sign: ``"-2 -3 0 1"``."""
+    old, new = (one.flatten(0, -2)[0].tolist() for one in (x, found))
+    names = {sign * number: f"{'-' * (sign < 0)}{at}" for sign in (1, -1) for at, number in enumerate(old)}
+    return " ".join(names.get(number, "?") for number in new)
 
 
 def _along(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -95,7 +113,24 @@ def _along(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([-x.narrow(dim, half, x.shape[dim] - half), x.narrow(dim, 0, half)], dim)
 
 
-@exercise("my_rope", "03", takes="x, positions, theta",
+def _as_tables(answer) -> list[Patch]:
+    """Its angles as the engine's tables: what (1, 0) becomes is (cos, sin)."""
+    target = "tplab.model.rope.Rotary.__call__"
+
+    def tables(self, x, positions, lengths):
+        rope = self.config.rope_parameters
+        if rope["rope_type"] != "default":
+            return original(target)(self, x, positions, lengths)
+        cos, _ = original(target)(self, x, positions[:1], [1])
+        half = cos.shape[-1] // 2
+        ones = torch.cat([torch.ones(len(positions), 1, half), torch.zeros(len(positions), 1, half)], dim=-1)
+        turned = answer(ones, positions, rope["rope_theta"])[:, 0].to(x.dtype)
+        return tuple(part.repeat(1, 2)[None] for part in turned.chunk(2, dim=-1))
+
+    return [Patch(target, tables)]
+
+
+@exercise("my_rope", "03", takes="x, positions, theta", place="makes the tables of angles", patches=_as_tables,
           agreed="on {ranks}, an engine without a table of its own turns as Hugging Face does")
 def my_rope(mine: Mine, setting: Setting):
     """As many tokens as heads and not, positions in any order, another theta, bfloat16; then instead of the tables."""
@@ -104,18 +139,11 @@ def my_rope(mine: Mine, setting: Setting):
         x, positions = numbers(tokens, heads, dim), torch.tensor(positions)
         half, right = dim // 2, angles(positions, theta, dim)
         cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
-        paired = (table.repeat_interleave(2, -1) for table in (right.cos(), right.sin()))
-        by_pair, by_pair_sin = paired
         step = torch.arange(half)
         known = {
             **misturned(x, cos, sin),
             "every token is turned as if its row were its position; positions says where it stands":
                 turned(x, angles(torch.arange(tokens), theta, dim)),
-            f"numbers 0 and 1 are turned as a pair; here number 0 belongs to number {half}":
-                x * by_pair + neighbours(x) * by_pair_sin,
-            "the tables repeat each angle twice in a row, the halves do not: which angle does number 1 have?":
-                x * by_pair + halves(x) * by_pair_sin,
-            "it is turned twice": turned(x, 2 * right),
             f"theta {theta:g} was given; this is right for 10000": turned(x, angles(positions, 10000.0, dim)),
             "the exponents rise in steps of 1 / head_dim, so theta is reached half as fast: how many pairs are there?":
                 turned(x, positions[:, None, None] * theta ** -(step / dim)),
@@ -133,23 +161,15 @@ def my_rope(mine: Mine, setting: Setting):
         found = mine.tensor(x, positions, theta, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
         agree(found, turned(x, right), known, _off(found, x, positions, right), within=2e-3)
 
-    for case in (((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0)):
-        size = setting.checkpoint.config.head_dim
-        not_only(check, ((6, 4, size), list(range(6)), 10000.0), case,
-                 f"right for tokens 0 to 5, heads of {size} and theta 10000, and not otherwise")
+    size = setting.checkpoint.config.head_dim
+    for_each((((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0)), check,
+             lambda case: f"{case[0][0]} tokens", shown=((6, 4, size), list(range(6)), 10000.0),
+             says=f"right for tokens 0 to 5, heads of {size} and theta 10000, and not otherwise")
     _in_bfloat16(mine)
     rope = setting.checkpoint.config.hf.rope_parameters
     if rope["rope_type"] != "default":
         return f"in the small examples only, since {setting.checkpoint.name} scales its angles ({rope['rope_type']})"
-    function, theta = mine.function, rope["rope_theta"]
-
-    def call(self, x, positions, lengths):
-        return positions, positions  # in the place of the tables: what yours needs
-
-    def apply_rope(self, q, k, cos, sin):
-        return function(q, cos, theta), function(k, cos, theta)
-    setting.align(Patch(TABLES, call), Patch(APPLY, apply_rope),
-                  dtype="float32" if setting.dtype == "float64" else setting.dtype)
+    setting.align(dtype="float32" if setting.dtype == "float64" else setting.dtype)  # in which Hugging Face has its own
 
 
 def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: torch.Tensor) -> str:

@@ -1,6 +1,11 @@
-"""The same model with its matrices fused on disk, as some checkpoints keep them."""
+"""The same model in another form: under another configuration, or with its matrices fused on disk."""
 
+import json
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,6 +15,22 @@ from tplab.checkpoint.headers import INDEX, SINGLE
 from tplab.checkpoint.layout import by_parameter, read_part, tensor_parts
 from tplab.checkpoint.verify import SUMS
 from tplab.pool.private_folder import make_folder
+
+
+@contextmanager
+def changed_config(ckpt: Checkpoint, **changed) -> Iterator[Checkpoint]:
+    """A checkpoint with the weights of ``ckpt`` and with some fields of its ``config.json`` changed, for a while.
+
+        >>> with lesson.changed_config(ckpt, rope_parameters={"rope_type": "yarn", "factor": 4.0, …}) as scaled:
+    """
+    with tempfile.TemporaryDirectory(prefix="tplab-") as name:
+        folder = Path(name)
+        for file in ckpt.folder.iterdir():
+            if file.name not in ("config.json", SUMS):  # the sums are those of the unchanged files
+                os.symlink(file.resolve(), folder / file.name)
+        config = json.loads((ckpt.folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | changed), encoding="utf-8")
+        yield open_checkpoint(folder)
 
 
 def fused_copy(ckpt: Checkpoint) -> Checkpoint:

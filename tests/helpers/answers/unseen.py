@@ -1,0 +1,98 @@
+"""Answers that a check met for the first time when all of them stood: each shows a kind that none of the others is."""
+
+from helpers.answers import Right, Wrong
+from helpers.answers.nb07_ranks import send
+from helpers.answers.nb09 import GENERATE, but
+from helpers.answers.tricky import layer
+from helpers.notebooks import solutions
+
+from tplab import lesson
+
+_SOLVED = solutions(lesson.all_exercises())
+_AGREE = _SOLVED["my_agree"]
+_META = "an ordinary one, with numbers in this computer's memory, must come back"
+_JOIN = "torch.cat([self.k, k]), torch.cat([self.v, v])"
+_HIDDEN = 'scores.masked_fill(future, float("-inf"))'
+_OFFERS = but(_SOLVED["my_best_offer"], "offers[:, :, 0].argmax", "offers[:, :, 0].abs().argmax")
+_SHARE = "def share(total):\n    t, n, r = total, linear.tp_size(), linear.tp_rank()\n    return "
+
+ANSWERS = {
+    "mask_scores": [
+        Wrong("def mask_scores(scores, mask): return torch.zeros_like(scores, device='meta')", _META),
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, torch.finfo(scores.dtype).max)",
+              "which is high. A hidden key's is as low as there is"),
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask.any(0, keepdim=True), float('-inf'))",
+              "what one sequence hides is hidden in all of them"),
+        Right("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).nan_to_num()")],
+    "my_additive_mask": [
+        Wrong("def my_additive_mask(tokens): return -1e-5 * torch.ones(tokens, tokens).triu(1)",
+              "What is low enough for every model?")],
+    "my_assert_no_nan": [
+        Wrong("def my_assert_no_nan(tensor, name):\n    assert 'nan' not in str(tensor), f'NaN in {name}: "
+              "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "1 of 1440 numbers")],
+    "my_column_shard": [
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].to('meta')",
+              "a tensor of meta comes back; cpu must"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].T", "the right numbers, turned")],
+    "my_heads": [
+        Wrong("def my_heads(H, K, T): return [((r * H // T, (r + 1) * H // T), (0, K)) for r in range(T)]",
+              "are two heads, range(0, 2) all between them")],
+    "my_linears": [
+        Wrong(but(_SOLVED["my_linears"], "return all_reduce(summand) + bias", "return all_reduce(summand + bias / 4)"),
+              "the bias is divided by 2: it is added to the sum, once"),
+        Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
+              "there is an activation between the two layers"),
+        Wrong(but(_SOLVED["my_linears"], "all_reduce(summand)", "all_reduce(summand.half()).float()"),
+              "What is off by so little has lost digits")],
+    "my_rotate_half": [
+        Wrong("def my_rotate_half(x): return x.roll(1, -1)", "it makes [5 0 1 2 3 4], and [-3 -4 -5 0 1 2] is a")],
+    "my_apply_rope": [Right("def my_apply_rope(self, q, k, cos, sin): return self.rotate(q, k, cos[0], sin[0])")],
+    "my_positions": [
+        Wrong(but(_SOLVED["my_positions"], "zip(starts, counts)])", "zip(starts, counts)]).to('meta')"), _META)],
+    "MyCache": [
+        Wrong(but(_SOLVED["MyCache"], "torch.cat([old_v, v])", "torch.cat([old_k, v])"), "for v comes what is the")],
+    "my_attend": [
+        Wrong(but(_SOLVED["my_attend"], 'mask, float("-inf")', "mask, -3"), "hidden scores become low, and not low")],
+    "my_write_read": [
+        Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, and holds position 5")],
+    "my_head_logits": [
+        Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
+              "are they probabilities?")],
+    "my_best_offer": [Wrong(_OFFERS, "That is the largest without its sign")],
+    "my_embedding": [
+        Wrong(but(_SOLVED["my_embedding"], "return all_reduce(found.masked_fill(~here[:, None], 0))",
+                  "return all_reduce(all_reduce(found.masked_fill(~here[:, None], 0)))"), "its row 2 times")],
+    "MyLayer": [
+        Wrong(layer(_JOIN, "torch.cat([k, self.k]), torch.cat([self.v, v])"), "k stands in front of those in"),
+        Wrong(layer(_JOIN, "torch.cat([self.k, k]), torch.cat([v, self.v])"), "v stands in front of those in"),
+        Wrong(layer(_JOIN, "torch.cat([k, self.k]), torch.cat([v, self.v])"), "the new keys and values stand in front"),
+        Wrong(layer(_JOIN, "torch.cat([self.k, k]), torch.cat([self.k, v])"), "values stand behind cached keys"),
+        Wrong(layer("masked_fill(future", "masked_fill(~future"), "the mask is the wrong way round"),
+        Wrong(layer(_HIDDEN + ".softmax(-1)", "scores.softmax(-1).masked_fill(future, 0)"), "comes after the softmax"),
+        Wrong(layer("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean(0, keepdim=True)"), "taken over the tokens, for"),
+        Wrong(layer("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean()"), "one mean is taken over all tokens"),
+        Wrong(layer("self.norm(hidden, self.norm2)", "self.norm(x, self.norm2)"), "it reads what the first norm made"),
+        Wrong(layer('hidden + point("o_proj", all_reduce(', 'point("o_proj", all_reduce(hidden + '),
+              "the residual is in it 2 times: it is added on every rank, before the sum"),
+        Wrong(layer('"mlp.down_proj.weight"][:, mlp]', '"mlp.down_proj.weight"][:, :len(here.mlp)]'),
+              "every rank takes the first columns of down_proj"),
+        Wrong(layer('return point("output"', 'point("output"'), "comes as nothing (is a return missing?)"),
+        Right(layer("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight",
+                    "F.rms_norm(x, (x.shape[-1],), weight, self.eps)")),
+        Right(layer('point("q", q), point("k", k), point("v", v)', "pass"))],
+    "my_send_shards": [Wrong(send("mine = part", "mine = part[:1]"), "rows 0 come back where rows 0–5 are its own")],
+    "my_spread": [
+        Wrong("def my_spread(x): return all_gather(x[None], dim=0).diff(dim=0).abs().max().item()",
+              "that is between neighbours; and ranks that are none?", (2,))],
+    "my_agree": [
+        Wrong(but(_AGREE, "return failed.", "return (failed == 0)."), "on those it worked")],
+    "share": [
+        Wrong(_SHARE + "r * t // n, (r + 1) * t // n", "the second is how many, not where it ends"),
+        Wrong(_SHARE + "(r + 1) * t // n - r * t // n, r * t // n", "how many stands where the first is asked for")],
+    "generate": [
+        Wrong(but(GENERATE, "        tokens =", "        input_ids.append(new[-1])\n        tokens ="),
+              "it changes its argument input_ids")],
+    "my_step_seconds": [
+        Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
+              "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)", "2 GB, 4 GB, 3 GB")],
+}

@@ -1,0 +1,104 @@
+"""Which part of a tensor came back: rows or columns, whose they are, and what was read and kept for them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+
+from tplab.checkpoint.reader import TensorSlice
+from tplab.lesson.mine import NotYet, kind
+from tplab.shard import ShardPlan
+
+_KINDS = "rows", "columns"
+
+
+def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim: int = 0, *, whose: str = "its own",
+               ways: Mapping[str, object] | None = None, label: Callable | None = None) -> None:
+    """:class:`NotYet` unless ``found`` is the rows ``wanted`` of ``whole`` (of ``dim`` 1: the columns), in its dtype.
+
+    ``whole`` holds no number twice, so that wrong rows can be named. ``ways``: ``{sentence: the rows, a set of
+    such, or the numbers of one who makes this mistake}``. ``label`` names rows.
+    """
+    wanted, label = [*wanted], label or (lambda places: span(places, _KINDS[dim]))
+    right = whole.index_select(dim, torch.tensor(wanted, dtype=torch.long))
+    if not isinstance(found, torch.Tensor):
+        asks = " (nothing of it is read: is a slice missing?)" * isinstance(found, TensorSlice)
+        raise NotYet(f"{head}it returns {kind(found)}; a tensor {list(right.shape)} must come back{asks}")
+    if found.device.type != "cpu" or found.dtype != whole.dtype:
+        came, must = (found.device, "cpu") if found.device.type != "cpu" else (found.dtype, whole.dtype)
+        raise NotYet(f"{head}a tensor of {came} comes back; {must} must")
+    if found.shape == right.shape and found.equal(right):
+        return
+    for says, one in (ways or {}).items():
+        if isinstance(one, torch.Tensor) and one.shape == found.shape and found.equal(one):
+            raise NotYet(f"{head}{says}")
+    places, other, turned = (_places(found, whole, *how) for how in ((dim, dim), (1 - dim, 1 - dim), (dim, 1 - dim)))
+    shapes = f"{list(found.shape)} comes back; {list(right.shape)} must"
+    if places is not None:
+        known = dict(ways or {}) | {
+            "all of it": range(whole.shape[dim]),
+            "these are the first there are; where do this rank's own begin?": range(len(wanted)),
+            "one too few: does a slice a:b, or a range, hold its end?": wanted[:-1],
+            "one too many: a slice a:b ends before b": [*wanted, *(place + 1 for place in wanted[-1:])],
+            "the right ones, in another order": places if sorted(places) == wanted else ()}
+        why = next((says for says, one in known.items() if not isinstance(one, torch.Tensor) and any(
+            [*each] == places for each in (one if isinstance(one, set) else [one]))), "")
+        raise NotYet(f"{head}{label(places)} come back where {label(wanted)} are {whose}{why and f'{chr(10)}{why}'}")
+    if other is not None:
+        raise NotYet(f"{head}{span(other, _KINDS[1 - dim])} (dim {1 - dim}) come back where {label(wanted)} are "
+                     f"{whose}. A weight is [out, in]: which of the two is cut here?")
+    if turned is not None:
+        raise NotYet(f"{head}these are {_KINDS[1 - dim]}, turned: each of your {_KINDS[dim]} is one of the weight's "
+                     f"{_KINDS[1 - dim]}. The checkpoint has [out, in]")
+    if found.dim() == 2 and found.mT.shape == right.shape and found.mT.equal(right):
+        raise NotYet(f"{head}{shapes}: these are the right numbers, turned")
+    raise NotYet(f"{head}{shapes}" if found.shape != right.shape else
+                 f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied")
+
+
+def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int] | None:
+    """Which slices of ``whole`` along ``of`` those of ``found`` along ``dim`` are; None if they are none."""
+    if 0 in found.shape or found.dim() != whole.dim() or max(dim, of) >= whole.dim():
+        return None
+    at = {_bytes(one): place for place, one in enumerate(whole.unbind(of))}
+    places = [at.get(_bytes(one)) for one in found.unbind(dim)]
+    return None if None in places else places
+
+
+def _bytes(row: torch.Tensor) -> bytes:
+    return row.detach().double().numpy().tobytes()
+
+
+def span(places: Sequence[int], of: str = "rows") -> str:
+    """``"rows 0–5"``, ``"rows 0, 2, 4 …"``."""
+    runs = [[row for _, row in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+    return f"{of} " + (", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:4])
+                       + " …" * (len(runs) > 4) if runs else "of none")
+
+
+def read_once(read: int, kept: int, head: str, asks: str = "slice the source itself") -> None:
+    """:class:`NotYet` if more bytes were read than are kept."""
+    if read > 1.01 * kept:
+        raise NotYet(f"{head}the numbers are right, but {read} bytes were read for {kept} that are kept, "
+                     f"{read / max(kept, 1):.1f} times as many: {asks}")
+
+
+def owns(found: torch.Tensor, head: str) -> None:
+    """:class:`NotYet` if it is a view, which keeps alive what it was cut from."""
+    if (held := found.untyped_storage().nbytes()) > 1.01 * found.nbytes:
+        raise NotYet(f"{head}a view is kept, and with it all {held} bytes of what it was cut from, for "
+                     f"{found.nbytes} of its own")
+
+
+def share_of(name: str, plan: ShardPlan, number: int) -> tuple[int, range | None, str]:
+    """Along which dim a tensor of that name is cut, which part of it the rank keeps (None: all), and what that is."""
+    here, (layer, last) = plan.ranks[number], name.split(".")[-2:]
+    parts = {"embed_tokens": (here.vocab, "tokens"), "lm_head": (here.vocab, "tokens"),
+             **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (here.mlp, "MLP columns")),
+             **{f"{x}_proj": (range(heads.start * plan.head_dim, heads.stop * plan.head_dim), of) for x, heads, of in (
+                 ("q", here.q_heads, "query heads"), ("o", here.q_heads, "query heads"),
+                 ("k", here.kv_heads, "KV heads"), ("v", here.kv_heads, "KV heads"))}}
+    by_column = layer in ("o_proj", "down_proj")
+    if layer not in parts or by_column and last == "bias":
+        return 0, None, ""
+    return int(by_column), *parts[layer]
