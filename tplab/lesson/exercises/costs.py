@@ -31,7 +31,7 @@ def my_decode_bytes(mine: Mine, setting: Setting):
     """Sizes of which no two are alike, heads that do and do not divide; then the notebook's model on its ranks."""
     for heads, kv, itemsize, context in ((8, 2, 4, 3000), (9, 3, 2, 500)):
         config = SimpleNamespace(hidden_size=1000, head_dim=100, num_heads=heads, num_kv_heads=kv, num_layers=10,
-                                 intermediate_size=3000, vocab_size=5000)
+                                 intermediate_size=3000, vocab_size=5000, experts=None)
         for shard in ShardPlan.from_config(config, 2).ranks:
             have = f"{heads} query and {kv} KV heads over 2 ranks, rank {shard.rank}, {context} tokens"
             _examine_bytes(mine(config, shard, context, itemsize), config, shard, context, itemsize, have)
