@@ -169,7 +169,8 @@ def test_a_rank_with_the_logits_of_another(tied, order):
 def test_logits_of_other_tokens(run, change, wanted, row, says):
     held = parts(run, right(run)[:, change(torch.arange(67))])
     found = asked(run, asks_for("head_rows"), held, "logits")
-    assert found.fault == "head_rows" and found.numbers == {"wanted": wanted, "row": row} and says in found.sentence
+    assert found.fault == "head_rows" and says in found.sentence
+    assert (found.numbers["wanted"], found.numbers["row"]) == (wanted, row)
 
 
 @pytest.mark.parametrize("name, fault, more", [("run", "weight_not_loaded", ""), (

@@ -5,7 +5,7 @@ import torch
 from helpers.real_cases import AT, RealRun, asked, asks_for
 from torch.nn import functional as F
 
-from tplab.align.diagnose.places import rows_in_other_places
+from tplab.align.diagnose.places import in_other_places
 from tplab.align.diagnose.wrong import _Altered
 
 MODEL = "model.layers.1."
@@ -236,11 +236,11 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
     """Rank 0's first key head is query head 0; rank 1's first is its other one."""
     held = [run.x(AT + "k", rank).clone() for rank in range(2)]
     held[rank][:, 0] = run.x(AT + "q", 0)[:, 0] if rank == 0 else run.x(AT + "k", 1)[:, 1]
-    found = asked(run, rows_in_other_places, held, AT + "k")
+    found = asked(run, in_other_places, held, AT + "k")
     assert found.fault is None and found.numbers == {"rank": rank, "row": row, "wanted": wanted}
     assert f"rank {rank} has row {row} of [q|k|v] where row {wanted} belongs" in found.sentence
     held[rank] = held[rank] + 1
-    assert rows_in_other_places(run.case(AT + "k", held)) is None
+    assert in_other_places(run.case(AT + "k", held)) is None
 
 
 # The MLP.
@@ -251,10 +251,10 @@ def test_gate_in_the_place_of_up(run, point, other):
     assert found.fault == "gate_up_order" and found.sentence.startswith(f"{point} is what {other} should be")
 
 
-@pytest.mark.parametrize("wrong, rank, column, wanted", [
-    ({1: {0: 7}}, 1, 7, 22), ({0: {3: 42, 5: 1}}, 0, 42, 3), ({0: {4: 2}, 1: {2: 0}}, 1, 0, 24)])
-def test_features_of_gate_that_stand_elsewhere(run, wrong, rank, column, wanted):
-    """``{rank: {place there: feature}}``; the last of the wrong ranks is named, and its first place."""
+@pytest.mark.parametrize("wrong, rank, row, wanted", [
+    ({1: {0: 7}}, 1, 7, 22), ({0: {3: 42, 5: 1}}, 0, 42, 3), ({0: {4: 2}, 1: {2: 0}}, 0, 2, 4)])
+def test_features_of_gate_that_stand_elsewhere(run, wrong, rank, row, wanted):
+    """``{rank: {place there: feature}}``."""
     def rows(rank):
         mine = features(run, "gate", rank)
         for place, feature in wrong.get(rank, {}).items():
@@ -262,8 +262,8 @@ def test_features_of_gate_that_stand_elsewhere(run, wrong, rank, column, wanted)
         return mine
     held = product(run, "gate", rows=rows)
     found = asked(run, asks_for("mlp_columns"), held, AT + "gate")
-    assert found.fault == "mlp_columns" and found.numbers == {"rank": rank, "column": column, "wanted": wanted}
-    assert f"rank {rank} has feature {column} where {wanted} belongs" in found.sentence
+    assert found.fault == "mlp_columns" and found.numbers == {"rank": rank, "row": row, "wanted": wanted}
+    assert f"rank {rank} has row {row} of [gate|up] where row {wanted} belongs" in found.sentence
     held[rank][0, 1] += 1
     assert asks_for("mlp_columns")(run.case(AT + "gate", held)) is None
 

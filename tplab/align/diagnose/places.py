@@ -40,47 +40,42 @@ def cut_along_dim1_anywhere(case: Case) -> Diagnosis | None:
                               "column-parallel layer keeps rows, dim 0.")
 
 
-@procedure("q", "k", "v", last=True)
-def rows_in_other_places(case: Case) -> Diagnosis | None:
-    """Is every output feature one of the reference's, in another place?"""
-    if case.op != case.point:
-        return None
-    parts = {part: case.reference(part).flatten(1).double() for part in "qkv"}
-    fused = torch.cat([*parts.values()], dim=1)
-    before = sum(parts[part].shape[1] for part in "qkv"[:"qkv".index(case.point)])
-    for shard, held in zip(case.plan.ranks, case.shards(case.point), strict=True):
-        distance = torch.cdist(held.flatten(1).double().T, fused.T, p=float("inf"))
-        if not torch.isfinite(distance).all() or (distance.min(1).values > case.tolerance * held.abs().max()).any():
-            return None
-        heads = shard.q_heads if case.point == "q" else shard.kv_heads
-        wanted = torch.arange(heads.start * case.plan.head_dim, heads.stop * case.plan.head_dim) + before
-        rows = distance.argmin(1)
-        if not torch.equal(rows, wanted):
-            first = int((rows != wanted).nonzero()[0])
-            return case.diagnosis(
-                None, f"Every output feature of {case.point} is one of Hugging Face's in another place: rank "
-                f"{shard.rank} has row {int(rows[first])} of [q|k|v] where row {int(wanted[first])} belongs. The "
-                "weights are right, their order or their cut is not.", rank=shard.rank, row=int(rows[first]),
-                wanted=int(wanted[first]))
+def fused(op: str) -> tuple[str, ...]:
+    """The projections that are often one with this one."""
+    return next((parts for parts in (("q", "k", "v"), ("gate", "up")) if op in parts), (op,))
 
 
-@procedure("gate", "up", names="mlp_columns", last=True)
-def features_in_other_places(case: Case) -> Diagnosis | None:
-    """Is every feature on a rank one of this layer's, in another place?"""
-    if case.op != case.point:
-        return None
-    every = range(case.config.intermediate_size)
-    for rank in case.wrong_ranks:
-        at, held = right(case, rank), case.shard(case.op, rank)
-        gaps = torch.cdist(held.double().T, at.make(features=every).double().T, p=float("inf"))
-        if not torch.isfinite(gaps).all() or (gaps.min(1).values > case.tolerance * held.abs().max()).any():
+@procedure("q", "k", "v", "gate", "up", "logits", names="mlp_columns head_rows", last=True)
+def in_other_places(case: Case) -> Diagnosis | None:
+    """Is every feature on every rank one of the model's, in another place?"""
+    moved = []
+    for rank in [rank for rank in case.frame.ranks if case.has(case.point, rank)] if case.op == case.point else ():
+        at, held = right(case, rank), case.looked_at(case.shard(case.op, rank)).flatten(1).double()
+        parts = [case.looked_at(at.make(part, features=range(len(at.matrix(part))))).flatten(1).double()
+                 for part in fused(case.op)]
+        start = sum(part.shape[1] for part in parts[:fused(case.op).index(case.op)])
+        some = torch.arange(held.shape[1])[::max(1, held.shape[1] // 256) if case.op == "logits" else 1]
+        gaps = torch.cdist(held[:, some].T, torch.cat(parts, 1).T, p=float("inf"))
+        if len(held) < 2 or not torch.isfinite(gaps).all() or (
+                gaps.min(1).values > case.tolerance * held.abs().max()).any():
             return None
-    column, wanted = next(((column, wanted) for column, wanted in zip(gaps.argmin(1).tolist(), at.indices(case.op))
-                           if column != wanted), (None, None))
-    if column is not None:
-        return case.diagnosis("mlp_columns", f"Every feature of {case.op} is one of the checkpoint's in another place: "
-                              f"rank {rank} has feature {column} where {wanted} belongs. gate, up and the columns of "
-                              "down_proj must be cut alike.", rank=rank, column=column, wanted=wanted)
+        moved += [(rank, row, wanted) for row, wanted in zip(gaps.argmin(1).tolist(), (
+            start + at.features())[some].tolist()) if row != wanted]
+    if not moved:
+        return None
+    rank, row, wanted = moved[0]
+    numbers = {"rank": rank, "row": row, "wanted": wanted}
+    if case.op == "logits":
+        own = all(row in case.plan.ranks[rank].vocab for rank, row, _ in moved)
+        says = ("The head's rows are right, but stand in another order" if own else
+                "Every logit is right, but for another token")
+        return case.diagnosis("head_rows", f"{says}: rank {rank} has token {row}'s logit where token {wanted}'s "
+                              "belongs.", **numbers)
+    whole = f"[{'|'.join(fused(case.op))}]"
+    return case.diagnosis(
+        None if case.op in "qkv" else "mlp_columns", f"Every output feature of {case.op} is one of the checkpoint's in "
+        f"another place: rank {rank} has row {row} of {whole} where row {wanted} belongs. The weights are right, their "
+        "order or their cut is not.", **numbers)
 
 
 @procedure(*LINEAR, names="shard_of_another_rank")
@@ -121,32 +116,6 @@ def ranks_exchanged(case: Case) -> Diagnosis | None:
     if all(any(case.fits(held, part) for part in parts) for held in case.shards("logits")):
         return case.diagnosis("shard_of_another_rank", "Every rank's logits are right, but they stand in another "
                               "rank's place.")
-
-
-@procedure("logits", names="head_rows")
-def head_rows(case: Case) -> Diagnosis | None:
-    """Is every logit right, for another token?"""
-    should, rows = case.looked_at(case.reference("logits")).double(), []
-    for rank, held in enumerate(map(case.looked_at, case.shards("logits"))):
-        wanted = torch.tensor(right(case, rank).indices("logits"))
-        some = torch.arange(len(wanted))[::max(1, len(wanted) // 256)]
-        for column in some.tolist():
-            gap = (should - held[:, column:column + 1].double()).abs().amax(0)
-            place = int(gap.argmin())
-            if len(should) < 2 or not gap[place] <= case.tolerance * held.abs().max():
-                return None
-            rows.append((rank, int(wanted[column]), place))
-    wrong = [row for row in rows if row[1] != row[2]]
-    owner = {token: shard.rank for shard in case.plan.ranks for token in shard.vocab}
-    if not wrong or len({(rank, owner[place], place - wanted) for rank, wanted, place in rows}) == len(case.shards(
-            "logits")) > 1 and {owner[place] for *_, place in rows} == {*owner.values()}:
-        return None  # where whole shards are exchanged, no row of the head is
-    rank, wanted, place = wrong[0]
-    own = all(place in case.plan.ranks[rank].vocab for rank, _, place in rows)
-    says = ("The head's rows are right, but stand in another order" if own else
-            "Every logit is right, but for another token")
-    return case.diagnosis("head_rows", f"{says}: rank {rank} has token {place}'s logit where token {wanted}'s belongs.",
-                          wanted=wanted, row=place)
 
 
 # KV heads.

@@ -37,23 +37,18 @@ def _modulo(shard, kv_heads: int) -> list[int]:
     return [shard.rank % kv_heads] if len(shard.kv_heads) == 1 else list(shard.kv_heads)
 
 
-def fused(op: str) -> tuple[str, ...]:
-    """The projections that are often one with this one."""
-    return HEADS if op in HEADS else ("gate", "up")
-
-
 def _whole(at: At, parts) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([at.matrix(part) for part in parts]), torch.cat([at.vector(part) for part in parts])
 
 
 def _start(at: At) -> int:
     """Where this rank's part of the op begins among its parts of the fused weight."""
-    parts = fused(at.op)
+    parts = places.fused(at.op)
     return sum(len(at.features(part)) for part in parts[:parts.index(at.op)])
 
 
 def _one_block(at: At) -> dict:
-    weight, bias = _whole(at, fused(at.op))
+    weight, bias = _whole(at, places.fused(at.op))
     start = at.rank * len(weight) // at.case.plan.tensor_parallel_size + _start(at)
     rows = (start + torch.arange(len(at.features()))) % len(weight)
     return {"weight": weight, "bias": bias, "features": rows.tolist()}
@@ -66,7 +61,7 @@ def _divided_twice(at: At) -> dict:
 
 
 def _by_column(at: At) -> dict:
-    parts = fused(at.op)
+    parts = places.fused(at.op)
     weight, bias = (torch.cat([whole[at.features(part)] for part, whole in zip(parts, of)])
                     for of in zip(*((at.matrix(part), at.vector(part)) for part in parts)))
     return {"weight": weight.T.reshape(weight.shape), "bias": bias,
@@ -146,7 +141,6 @@ CUTS = (
     _order("qkv_order", lambda says: "[" in says and "group" not in says),
     _order("qkv_interleaved", lambda says: "group" in says),
     _order("rope_permuted_rows", lambda says: "Meta" in says),
-    places.rows_in_other_places,
 )
 
 
@@ -279,7 +273,6 @@ INSIDE = (
         "gate_up_order", "{op} is what {text} should be: the two were taken for each other.",
         lambda at, other: at.make(other), lambda case: {other: other for other in ("gate", "up") if other != case.op}),
         own=True),
-    places.features_in_other_places,
     numbers.another_activation(ACTIVATIONS),
     Family("mlp_act", Mistake(
         "gate_up_interleaved", "The fused tensor behind {op} was split in another way than it was filled: it holds "
