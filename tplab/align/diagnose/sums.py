@@ -16,9 +16,10 @@ _SAYS = {"before": "the layer's input", "input_norm": "the normalized input", "o
 
 
 @procedure("residual", "output", names="residual_missing sublayer_missing residual_wrong_place parallel_sublayers "
-                                       "residual_on_every_rank all_reduce_twice")
+                                       "residual_on_every_rank all_reduce_twice embedding_scale")
 def another_sum(case: Case) -> Diagnosis | None:
-    """Is it another sum of the tensors at hand, each taken a whole number of times?"""
+    """Is it another sum of the tensors at hand, each taken a whole number of times? Into the first layer, the stream
+    may come multiplied with any number."""
     stream, branch = POINTS[case.op].made_from
     rank, tp = case.wrong_ranks[0], case.plan.tensor_parallel_size
     ours = case.looked_at(case.shard(case.point, rank)).double().flatten()
@@ -30,41 +31,32 @@ def another_sum(case: Case) -> Diagnosis | None:
         columns = torch.stack([case.looked_at(right(case, rank)(name)).double().flatten() for name in names], 1)
         if not torch.isfinite(columns).all():
             return None
-        times = dict(zip(names, torch.linalg.lstsq(columns, ours[:, None]).solution.flatten().round().tolist()))
+        solved = dict(zip(names, torch.linalg.lstsq(columns, ours[:, None]).solution.flatten().tolist()))
+        times = {name: float(round(n)) for name, n in solved.items()}
+        scaled = (case.op, case.layer, other, times[branch]) == ("residual", "layers.0", None, 1) and (
+            times[stream] not in (0, 1, tp) or abs(solved[stream] - times[stream]) > 1e-3)
+        if scaled:
+            times[stream] = ((ours - columns[:, 1]) @ columns[:, 0] / (columns[:, 0] @ columns[:, 0])).item()
         if (times[stream], times[branch]) == (1, 1) and not other or (other and not times[other]) or not any(
                 times.values()):
             continue
-        if (case.op, case.layer) == ("residual", "layers.0") and times[stream] not in (0, 1, tp) and times[branch] == 1:
-            continue  # rather a number that is not whole: see below
         if explains(case, lambda at, times=times: sum(n * at(name) for name, n in times.items() if n)):
-            found.append((sum(map(abs, times.values())), len(found), other, times))
+            found.append((sum(map(abs, times.values())), len(found), other, times, scaled))
     if not found:
         return None
-    _, _, other, times = min(found)  # what is made of the fewest
-    said = " + ".join(f"{n:g} × {_SAYS[name]}" if n != 1 else _SAYS[name] for name, n in times.items() if n)
-    fault = ("residual_missing" if not times[stream] and not other else
+    _, _, other, times, scaled = min(found)  # what is made of the fewest
+    said = " + ".join(f"{n:.5g} × {_SAYS[name]}" if n != 1 else _SAYS[name] for name, n in times.items() if n)
+    fault = ("embedding_scale" if scaled else
+             "residual_missing" if not times[stream] and not other else
              "sublayer_missing" if not times[branch] else
              "residual_wrong_place" if other and not times[stream] else
              "parallel_sublayers" if other == "o_proj" and set(times.values()) == {1} else
              "residual_on_every_rank" if times[stream] == tp > 1 and times[branch] == 1 and not other else
              "all_reduce_twice" if times[branch] == tp > 1 and times[stream] == 1 and not other else None)
-    return case.diagnosis(fault, f"{case.first.name} is {said}; right is {_SAYS[stream]} + {_SAYS[branch]}.", **times)
-
-
-@procedure("residual", names="embedding_scale")
-def scaled_behind_the_embedding(case: Case) -> Diagnosis | None:
-    """Were the embeddings multiplied with a number before they entered the first layer?"""
-    rank = case.wrong_ranks[0]
-    ours, stream = (x.double() for x in (case.shard("residual", rank), right(case, rank)("before")))
-    if case.op != case.point or case.layer != "layers.0" or not torch.isfinite(ours).all():
-        return None
-    times = (((ours - right(case, rank)("o_proj")) * stream).sum() / (stream * stream).sum()).item()
-    if explains(case, lambda at: times * at("before") + at("o_proj")):
-        return case.diagnosis("embedding_scale", f"{case.first.name} is {times:.5g} × {_SAYS['before']} + "
-                              f"{_SAYS['o_proj']}: the embeddings were multiplied with a number (Gemma does that, with "
-                              f"the root of its hidden size, here {case.config.hidden_size ** 0.5:.5g}); this model "
-                              "does not.",
-                              times=times)
+    more = (": the embeddings were multiplied with a number (Gemma does that, with the root of its hidden size, here "
+            f"{case.config.hidden_size ** 0.5:.5g}); this model does not") * scaled
+    return case.diagnosis(fault, f"{case.first.name} is {said}; right is {_SAYS[stream]} + {_SAYS[branch]}{more}.",
+                          **({"times": times[stream]} if scaled else times))
 
 
 @procedure("o_partial", "mlp_partial", names="all_reduce_missing all_reduce_dropped")
@@ -146,5 +138,5 @@ def _times(case: Case, times: float) -> Diagnosis:
                           "twice, or every rank's summand was the whole already.", times=tp)
 
 
-STREAMS = (another_sum, scaled_behind_the_embedding)
+STREAMS = (another_sum,)
 REDUCED = (reduced_in_some_calls, not_reduced, another_sum_of_the_parts)
