@@ -11,6 +11,7 @@ from tplab.bench import machine, steps
 from tplab.bench.cost import step_cost
 from tplab.bench.machine import ALONE, CROWD, FIRST, MANY_KEYS, SHORT_PROMPTS, TIMED
 from tplab.checkpoint import open_checkpoint
+from tplab.checkpoint.config import config_of
 from tplab.llm.llm import LLM
 from tplab.shard import ShardPlan
 
@@ -116,3 +117,19 @@ def test_a_small_machine_is_measured(monkeypatch):
     assert set(found.weight) == set(TIMED) and all(seconds > 0 for seconds in found.weight.values())
     assert min(found.kv_byte, found.score, found.reduce_latency, found.reduce_byte, found.sequence) >= 0
     assert found.step > 0 and found.places == machine.available_cores()
+
+
+def test_a_model_that_the_fast_path_does_not_know_is_timed_as_a_llama_on_the_reference(monkeypatch):
+    asked = []
+
+    def seconds(pool, sizes, kinds, dtype, **options):
+        asked.append((sizes["model_type"], sizes["hidden_size"], options))
+        return {kind: 1.0 + sum(part.keys for part in kind.parts) for kind in kinds}
+
+    monkeypatch.setattr(machine, "RankPool", Threads)
+    monkeypatch.setattr(machine, "_step_seconds", seconds)
+    config = config_of(dict(model_type="mixtral", hidden_size=96, intermediate_size=50, num_hidden_layers=2,
+                            num_attention_heads=4, num_key_value_heads=2, vocab_size=70, num_local_experts=4))
+    machine.measure_machine(config, 1, torch.float32)
+    assert {model_type for model_type, size, _ in asked if size == 96} == {"llama"}
+    assert all(options == {"enforce_eager": True} for *_, options in asked)

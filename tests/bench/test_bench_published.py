@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tplab.bench.amounts import Part, kv_bytes, parameter_bytes, step_amount
+from tplab.bench.amounts import Part, kv_bytes, messages, parameter_bytes, step_amount
 from tplab.bench.latent import latent_kv_bytes, latent_parameters
 from tplab.checkpoint.config import config_of
 from tplab.cli import main
@@ -96,3 +96,11 @@ def test_a_file_that_is_no_configuration(tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert main(["plan", "--config", str(tmp_path / "none.json")]) == 2
     assert "none.json is missing" in capsys.readouterr().err
+
+
+def test_a_norm_over_the_full_width_gathers_q_and_k_in_every_layer():
+    sizes = dict(hidden_size=48, intermediate_size=50, num_hidden_layers=3, num_attention_heads=6,
+                 num_key_value_heads=2, vocab_size=97, eos_token_id=2)
+    full, none = (messages(config_of(dict(model_type=kind, **sizes)), [Part(0, 5)], 1, BF16) for kind in (
+        "olmo2", "llama"))
+    assert full == none + [5 * 8 * (6 + 2) * 2 // 2] * 3

@@ -8,7 +8,7 @@ reference, is measured as it is, with all that lies between its products.
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,24 +98,26 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     """This machine as ``tp`` ranks find it, with the sizes of a model (a :class:`tplab.checkpoint.ModelConfig`).
 
     Layers are timed on no more ranks than there are cores: more would take turns, and how that adds up is the model's
-    business. Meetings are timed on all of them, for a meeting includes waking who waits.
+    business. Meetings are timed on all of them, for a meeting includes waking who waits. For a model that the fast path
+    does not know, the reference is timed on a Llama of these sizes: a weight takes as long, whatever it is of.
     """
-    cores = available_cores()
+    cores, in_turn = available_cores(), why_not(config, dtype) is not None
+    options = {"enforce_eager": True} if config.traits else {}
+    config = replace(config, model_type="llama", experts=None) if config.traits else config
     plan = ShardPlan.from_config(config, min(tp, cores))
     sizes, layers = _sizes(config, plan, dtype)
     kinds, own, pools = [*TIMED.values(), MANY_KEYS, SHORT_PROMPTS], {}, {1, min(tp, cores), tp}
     byte = 0.0
     for size in sorted(pools):
         with RankPool(size, timeout=120) as pool:
-            own[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST], dtype)
-                                  for count in TINY_LAYERS))
+            own[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST], dtype,
+                                                **options) for count in TINY_LAYERS))
             if size == tp > 1:
                 small, large = (max(pool.run(_reduce, count)) for count in MESSAGES)
                 byte = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
             if size == plan.tensor_parallel_size:
-                seconds = _step_seconds(pool, sizes | {"num_hidden_layers": layers}, kinds, dtype)
+                seconds = _step_seconds(pool, sizes | {"num_hidden_layers": layers}, kinds, dtype, **options)
     # A tiny layer's compiled work is shared by the ranks; the reference's Python is paid by each, in turn.
-    in_turn = why_not(config, dtype) is not None
     latency = {size: max(0.0, found.layer - own[1].layer * (max(1, size / cores) if in_turn else 1 / min(size, cores))
                          ) / 2 if size > 1 else 0.0 for size, found in own.items()}
     here = plan.tensor_parallel_size
@@ -175,13 +177,14 @@ def _sizes(config, plan: ShardPlan, dtype: torch.dtype) -> tuple[dict, int]:
                 ), max(1, min(config.num_layers, WORKING_SET // layer_bytes))
 
 
-def _step_seconds(pool: RankPool, sizes: dict, kinds: Sequence[Kind], dtype: torch.dtype) -> dict[Kind, float]:
+def _step_seconds(pool: RankPool, sizes: dict, kinds: Sequence[Kind], dtype: torch.dtype, **options
+                  ) -> dict[Kind, float]:
     longest = max(kind.length for kind in kinds) + 64
     blocks = max(kind.sequences * -(-(kind.length + 64) // 16) for kind in kinds)
     with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
         made = write_random(Path(folder), tie_word_embeddings=True, max_position_embeddings=longest, **sizes)
         with LLM(str(made), pool.size, dtype, pool=pool, num_blocks=blocks, max_num_batched_tokens=PROMPTS[-1],
-                 enable_prefix_caching=False) as llm:
+                 enable_prefix_caching=False, **options) as llm:
             return {kind: kind.seconds(llm) for kind in kinds}
 
 

@@ -95,7 +95,7 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float,
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, *,
            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Masked softmax attention of grouped queries.
 

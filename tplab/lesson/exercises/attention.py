@@ -6,17 +6,10 @@ from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.mine import Mine, agree, for_each, saying
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.attention import attend, causal_mask
-from tplab.patch import Patch
 
 
-def _attends(answer) -> list[Patch]:
-    def attend(q, k, v, mask, scaling, softcap=None, sinks=None):
-        return answer(q, k, v, mask, scaling)  # the models of the lessons have neither of the other two
-
-    return [Patch("tplab.model.attention.attend", attend)]
-
-
-@exercise("my_attend", "04", takes="q, k, v, mask, scaling", place="attends", patches=_attends)
+@exercise("my_attend", "04", takes="q, k, v, mask, scaling", place="attends",
+          patches=at("tplab.model.attention.attend"))
 def my_attend(mine: Mine, setting: Setting):
     """Several KV heads, several query heads for each, more keys than queries, two sequences; then in the engine."""
     def check(case):
