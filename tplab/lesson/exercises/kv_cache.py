@@ -88,8 +88,8 @@ def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: in
         "kept, instead of a copy?": overwritten,
         "the new tokens stand in front of the old ones": torch.cat([right[start:], right[:start]]),
         f"for {name} comes what is the other's: " + ("is one of them stored twice?" if twice else
-                                                     "k and v have changed places"): (
-            wrong, torch.cat([wrong[:start], right[start:]])),
+                                                     "k and v have changed places"): wrong,
+        f"for {name}, what was there before is the other's": torch.cat([wrong[:start], right[start:]]),
         "digits are lost: in which dtype is it kept?": (right.half().float(), right.bfloat16().float()),
         "what another layer has stored is given out": tuple(
             torch.cat([pair[at][:start], right[start:]]) for other, pair in whole.items() if other != layer),

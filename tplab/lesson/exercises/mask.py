@@ -78,8 +78,8 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         "queries and keys have changed places": mask.mT if len(square) == square.shape[1] else ~mask,
         "it hides a token from itself": square.triu(),
         "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2),
-    }.items()}, left + ("which line hides the keys where the mask is True?" if seen.any() else
-                        "which entries of the mask are True for them?"))
+    }.items()}, left + (f"query {seen.nonzero()[0][2]} sees key {seen.nonzero()[0][3]}, for example. Which line hides "
+                        "the keys?" if seen.any() else "which entries of the mask are True for them?"))
     if not masked[~hidden].equal(scores[~hidden]):
         raise NotYet("scores of keys that may be seen have changed; only the hidden ones may")
 

@@ -3,6 +3,7 @@
 ``setting.engine(cures)`` runs patient zero with these cures besides those found so far, on the notebook's ranks.
 """
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -29,11 +30,8 @@ def apply_causal_mask(mine: Mine, setting: Setting):
         scores = torch.arange(8.0 * tokens * tokens).sin().view(2, 4, tokens, tokens)
         judge_masked(mine.tensor(scores, **shaped(scores)), scores,
                      torch.ones(2, 1, tokens, tokens, dtype=torch.bool).triu(1))
-    if setting.engine is not None:
-        report = _in_engine(setting, "attention.apply_causal_mask", mine)
-        if wrong := [one.sentence for one in report.diagnoses if one.point.endswith(".attn")]:
-            raise NotYet(f"in the engine, {wrong[0]}")
-        return "the check has no quarrel with attention any more"
+    return _cures(setting, "attention.apply_causal_mask", mine, "the check has no quarrel with attention any more",
+                  lambda report: [one.sentence for one in report.diagnoses if one.point.endswith(".attn")])
 
 
 @exercise("shard_weight", "09", takes="loaded, start, size, hidden_size", right=patient.shard_weight,
@@ -78,11 +76,7 @@ def extend_cache(mine: Mine, setting: Setting):
                                     whole[name == "k"][:, :, :stop].repeat_interleave(repeats, 1))},
                                 "it is not what was given")
             cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
-    if setting.engine is not None:
-        found, right = _in_engine(setting, "attention.extend_cache", mine)
-        if list(found) != right:
-            raise NotYet("in the engine, with its cache read, the text is not Hugging Face's")
-        return "the text is Hugging Face's, with the cache read"
+    return _cures(setting, "attention.extend_cache", mine, "the text is Hugging Face's, with the cache read", _tokens)
 
 
 @exercise("share", "09", takes="total", right=patient.share,
@@ -110,11 +104,8 @@ def share(mine: Mine, setting: Setting):
                 raise NotYet(f"{said}: where does a rank begin, if those before it have one more?")
             if max(counts) - min(counts) > 1:
                 raise NotYet(f"{said}: everybody waits for the largest share. Can it be dealt out more evenly?")
-    if setting.engine is not None:
-        report = _in_engine(setting, "linear.share", mine)
-        if wrong := [one.sentence for one in report.diagnoses if one.sentence.startswith("Query heads")]:
-            raise NotYet(f"in the engine, {wrong[0]}")
-        return "on ranks that do not divide them, every query head has its rank"
+    return _cures(setting, "linear.share", mine, "on ranks that do not divide them, every query head has its rank",
+                  lambda report: [one.sentence for one in report.diagnoses if one.sentence.startswith("Query heads")])
 
 
 def _on(number: int, ranks: int, call, *args):
@@ -163,11 +154,8 @@ def apply_rope(mine: Mine, setting: Setting):
                     "it is not turned by Hugging Face's angles: which function do cos and sin belong to, and which "
                     "axis do they lie on?" if torch.allclose(ours.norm(dim=-1), x.norm(dim=-1), atol=1e-4) else
                     f"it changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?")
-    if setting.engine is not None:
-        report = _in_engine(setting, "attention.apply_rope", mine)
-        if (first := report.first_divergence) and first.name.startswith("layers."):
-            raise NotYet(f"in the engine, {_sentence(report)}")
-        return "no layer leaves Hugging Face any more"
+    return _cures(setting, "attention.apply_rope", mine, "no layer leaves Hugging Face any more", lambda report: (
+        first := report.first_divergence) and first.name.startswith("layers.") and [_sentence(report)])
 
 
 class _Model:
@@ -206,13 +194,8 @@ def generate(mine: Mine, setting: Setting):
     for prompt, count in (([3, 1, 4, 1, 5], 4), ([9], 30)):
         model = _Model()
         judge_calls(model.toy, mine(model, prompt, count), prompt, count)
-    if setting.engine is not None:
-        found, right = _in_engine(setting, "model.TensorParallelModel.generate", mine,
-                                  {"attention.extend_cache": patient.extend_cache})
-        if list(found) != right:
-            agree = next((i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1]), len(right))
-            raise NotYet(f"in the engine, {agree} of {len(right)} tokens are Hugging Face's")
-        return "the text is Hugging Face's"
+    return _cures(setting, "model.TensorParallelModel.generate", mine, "the text is Hugging Face's", _tokens,
+                  {"attention.extend_cache": patient.extend_cache})
 
 
 _LAYOUTS = [(8, 2, 2), (8, 2, 4), (8, 2, 3), (9, 3, 2), (14, 2, 4), (6, 6, 4), (7, 1, 3)]
@@ -231,11 +214,8 @@ def kv_share(mine: Mine, setting: Setting):
                 found = _on(number, ranks, mine, num_heads, num_kv_heads)
             with saying(f"{num_heads} query and {num_kv_heads} KV heads, rank {number} of {ranks}: "):
                 _examine_heads(found, share, num_heads // num_kv_heads)
-    if setting.engine is not None:
-        report = _in_engine(setting, "linear.kv_share", mine)
-        if report.verdict != "clean":
-            raise NotYet(f"in the engine, {_sentence(report)}")
-        return "the engine is clean on ranks that do not divide the heads"
+    return _cures(setting, "linear.kv_share", mine, "the engine is clean on ranks that do not divide the heads",
+                  lambda report: report.verdict != "clean" and [_sentence(report)])
 
 
 def _examine_heads(found, share: range, group: int) -> None:
@@ -260,11 +240,24 @@ def _even(total: int, number: int, ranks: int) -> tuple[int, int]:
 
 
 @works
-def _in_engine(setting: Setting, name: str, mine: Mine, more=()):
+def _cures(setting: Setting, name: str, mine: Mine, fine: str, wrong: Callable, more=()) -> str | None:
+    """The remark ``fine``, unless something is ``wrong(what the engine gives)`` with this cure in it."""
+    if setting.engine is None:
+        return None
     try:
-        return setting.engine({name: mine.function, **dict(more)})
+        found = wrong(setting.engine({name: mine.function, **dict(more)}))
     except TplabError as error:
         raise NotYet(in_words(error)) from error
+    if found:
+        raise NotYet(f"in the engine, {found[0]}")
+    return fine
+
+
+def _tokens(texts) -> list[str]:
+    """What is wrong with the new ids beside Hugging Face's, if anything."""
+    found, right = list(texts[0]), texts[1]
+    agree = next((i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1]), len(right))
+    return [] if found == right else [f"{agree} of {len(right)} tokens are Hugging Face's"]
 
 
 def _sentence(report) -> str:
