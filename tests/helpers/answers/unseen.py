@@ -50,7 +50,8 @@ ANSWERS = {
     "my_positions": [
         Wrong(but(_SOLVED["my_positions"], "zip(starts, counts)])", "zip(starts, counts)]).to('meta')"), _META)],
     "MyCache": [
-        Wrong(but(_SOLVED["MyCache"], "torch.cat([old_v, v])", "torch.cat([old_k, v])"), "for v, what was there before is the other's")],
+        Wrong(but(_SOLVED["MyCache"], "torch.cat([old_v, v])", "torch.cat([old_k, v])"),
+              "for v, what was there before is the other's")],
     "my_attend": [
         Wrong(but(_SOLVED["my_attend"], 'mask, float("-inf")', "mask, -3"), "hidden scores become low, and not low")],
     "my_write_read": [
