@@ -1,7 +1,6 @@
 """What attention makes of right queries, keys and values: each mistake by its name and its numbers, a near miss not."""
 
 from functools import partial
-from types import SimpleNamespace as Some
 
 import pytest
 import torch
@@ -227,15 +226,10 @@ def test_a_softmax_over_the_queries_of_a_call(run):
     assert found.fault == "softmax_dim"
 
 
-def steps(*rows):
-    """Steps in which ``{prompt: (start, count)}`` was computed."""
-    return Some(steps=[Some(step_number=number, requests=[(prompt, Some(start=start, count=count, block_ids=()), None)
-                                                          for prompt, (start, count) in step.items()])
-                       for number, step in enumerate(rows)], preemptions=0, block_size=4)
-
-
-TOGETHER = steps({0: (0, 3), 1: (0, 2)}, {0: (3, 2), 1: (2, 2)}, {0: (5, 1), 1: (4, 1)}, {0: (6, 1)})
-OTHERS = steps({0: (0, 3), 1: (0, 2)}, {0: (3, 2), 1: (2, 2)}, {1: (4, 1), 0: (5, 1)}, {0: (6, 1)})
+# In one call with token 5 of prompt 0 token 4 of prompt 1 is decoded, behind it or before it.
+TOGETHER = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0), (0, 3), (0, 4), (1, 2), (1, 3), (2, 1)]
+OTHERS = [*TOGETHER[:5], (2, 1), *TOGETHER[6:11], (2, 0)]
+APART = [*TOGETHER[:11], (4, 0)]
 
 
 def seen(run, keys):
@@ -257,21 +251,20 @@ def seen(run, keys):
     return right
 
 
-@pytest.mark.parametrize("facts, keys, says", [
+@pytest.mark.parametrize("origins, keys, says", [
     (TOGETHER, {11: 6}, "Token 4 of prompt 1, decoded beside others, sees 6 keys, as many as the first sequence of its "
      "batch; it may see 5."),
     (OTHERS, {5: 5}, "Token 5 of prompt 0, decoded beside others, sees 5 keys, as many as the first sequence of its "
      "batch; it may see 6."),
-    (TOGETHER, {5: 5}, None), (TOGETHER, {6: 5}, None), (OTHERS, {}, None), (None, {11: 6}, None)])
-def test_a_row_of_a_batch_that_sees_as_many_keys_as_the_first(run, facts, keys, says):
+    (TOGETHER, {5: 5}, None), (TOGETHER, {6: 5}, None), (OTHERS, {}, None), (APART, {11: 6}, None)])
+def test_a_row_of_a_batch_that_sees_as_many_keys_as_the_first(run, origins, keys, says):
     held = seen(run, keys)
     held[0][0, 0] += 0 if keys else 1
     found = (asked if says else lambda run, asks, *held, **more: asks(run.case(AT + "attn", *held, **more)))(
-        run, asks_for("mask_of_another_row"), held, num_keys=CALLS, decode=facts)
+        run, asks_for("mask_of_another_row"), held, num_keys=CALLS, origins=origins)
     assert (found and found.sentence) == says
     if says:
-        prompt, position, keys = (1, 4, 6) if facts is TOGETHER else (0, 5, 5)
-        assert found.numbers == {"prompt": prompt, "position": position, "keys": keys}
+        assert found.numbers == {"position": 4 if origins is TOGETHER else 5}
 
 
 def early(run, row, holds):

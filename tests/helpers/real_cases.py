@@ -52,16 +52,17 @@ class RealRun:
         """The global heads, columns or rows that a rank holds of a point."""
         return getattr(self.plan.ranks[rank], layout(name))
 
-    def case(self, name, held, hide=(), num_keys=None, decode=None, logs=(), nan=0, instead=None):
+    def case(self, name, held, hide=(), num_keys=None, decode=None, logs=(), nan=0, instead=None, origins=None):
         """``held``: a tensor per rank; ``hide``: short names of points that were not recorded; ``instead``: what else
-        was held, ``{point: a tensor per rank}``."""
+        was held, ``{point: a tensor per rank}``; ``num_keys``, ``origins``: those of the rows."""
         def shard(name, rank, tensor):
             how = layout(name)
             return Shard(tensor, how, () if how in ("replicated", "partial") else self.own(name, rank))
         points = {one: shards for one, shards in self.recording.points.items() if one.rpartition(".")[2] not in hide}
         for one, tensors in {name: held, **(instead or {})}.items():
             points[one] = [shard(one, rank, tensor.to(self.dtype)) for rank, tensor in enumerate(tensors)]
-        recording = replace(self.recording, points=points, num_keys=num_keys or self.recording.num_keys)
+        recording = replace(self.recording, points=points, num_keys=num_keys or self.recording.num_keys,
+                            origins=origins or self.recording.origins)
         computed = [list(range(len(text))) for text in self.texts] if num_keys else None
         report = Report(plan=self.plan, checkpoint=self.ckpt, recording=recording, dtype=self.dtype, decode=decode,
                         computed=computed, ids=self.texts, op_logs=logs, guilty=[name], nan=nan)

@@ -155,6 +155,31 @@ def _past(name: str, says: str, rule: Callable) -> Mistake:
                    when=lambda case: len(set(case.recording.num_keys)) > 1)
 
 
+def _shown_by_the_first(case: Case) -> dict[tuple, str]:
+    """A decoded row whose batch begins with a sequence of another length: its place, that length; its own length."""
+    own, first = case.positions + 1, case.beside[:, 0]
+    rows = ((first > 0) & (first != own)).nonzero().flatten()[:1].tolist()
+    return {(*case.places[row][::-1], int(first[row])): str(int(own[row])) for row in rows}
+
+
+def _first_decoded(case: Case) -> torch.Tensor:
+    decoded = torch.tensor([place in case.decoded for place in case.places])
+    return decoded & (decoded.cumsum(0) == 1)
+
+
+def _too_early(at: At, _) -> dict:
+    """What slots hold when decoded tokens are written one slot too early, call by call."""
+    decoded = at.case.decoded
+
+    def moved(one, x):
+        last = int(one.positions[-1])
+        if len(one.q) > 1 or (one.number, last) not in decoded:
+            return x
+        return torch.cat([x[[s + ((one.number, s + 1) in decoded) for s in range(last)]], torch.zeros_like(x[:1])])
+    return {"longest": 0 * at.case.beside[:, 1], "keys": lambda one: moved(one, one.k),
+            "values": lambda one: moved(one, one.v)}
+
+
 def _over_queries(at: At) -> torch.Tensor:
     heads, outs = sorted({at.frame.kv_heads[head] for head in at.indices("attn")}), []
     reads = [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
@@ -171,8 +196,8 @@ def _over_queries(at: At) -> torch.Tensor:
 def _filled_up(*mistakes: Mistake) -> Family:
     """The same where the keys of a decode step's sequences are filled up to the longest's with their newest."""
     def other(one: Mistake) -> Mistake:
-        return replace(one, change=lambda at, *value: one.changed(*value)(at) | {"longest": at.case.longest}, rows=None,
-                       when=lambda case: one.when(case) and bool(case.longest.any()))
+        return replace(one, change=lambda at, *value: one.changed(*value)(at) | {"longest": at.case.beside[:, 1]},
+                       rows=None, when=lambda case: one.when(case) and bool(case.beside.any()))
     return Family("attn", *map(other, mistakes), last=True)
 
 
@@ -237,7 +262,17 @@ ATTENDING = (
     Family("attn", Mistake("rope_on_values", "Attention fits values that were rotated; RoPE turns q and k alone.",
                            _turned_values)),
     places.other_kv_heads,
-    steps.mask_of_the_first_row, steps.strange_blocks, steps.written_too_early,
+    Family("attn", Mistake(
+        "mask_of_another_row", "Token {value[0]} of prompt {value[1]}, decoded beside others, sees {value[2]} keys, as "
+        "many as the first sequence of its batch; it may see {text}.", lambda at, _: {
+            "rule": lambda query, key, keys: (key <= query) | (len(query) == 1), "longest": at.case.beside[:, 0]},
+        _shown_by_the_first, number="position")),
+    steps.strange_blocks,
+    Family("attn", Mistake(
+        "slot_off_by_one", "Token {value[0]} of prompt {value[1]}, the first to be decoded, finds its own slot empty "
+        "and its predecessor's overwritten with its own key: it was written one slot too early.", _too_early,
+        lambda case: dict.fromkeys([case.places[row][::-1] for row in _first_decoded(case).nonzero().flatten()], ""),
+        number="position", rows=_first_decoded)),
     Family("attn", _past("cache_not_read", "each token sees those of its own call only; what is in the cache is not "
                          "read",
                          lambda query, key, keys: (key <= query) & (key >= calls(query, keys)[0])),

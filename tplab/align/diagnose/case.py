@@ -88,11 +88,10 @@ class Case:
         self.compared: torch.Tensor | None = None  # the rows that are to be explained; None: all
         self.judge.enter(name)
         self.frame = self.judge.frame
-        # Which positions of each prompt the rows of the tensors stand for: all, unless the decode path was aligned.
+        # What the rows of the tensors stand for: all tokens, unless the decode path was aligned.
         self.places = self.recording.logit_places if name == "logits" else self.recording.places
         numbers = range(len(self.recording.ids))
-        self.computed = [[p for s, p in self.places if s == number] for number in numbers]
-        self.lengths = [len(positions) for positions in self.computed]
+        self.lengths = [sum(s == number for s, _ in self.places) for number in numbers]
         self.positions = torch.tensor([position for _, position in self.places])
         self.ids = self.token_ids(self.places)
 
@@ -143,11 +142,6 @@ class Case:
         return self.frame.weights[name if name.startswith("model.") else f"model.{self.layer}.{name}"]
 
     @property
-    def query_heads(self) -> list[int]:
-        """The query heads that any rank holds, in their order: all, unless the engine has lost some."""
-        return sorted({head for rank in self.frame.ranks for head in self.indices("attn", rank)})
-
-    @property
     def group(self) -> int:
         """How many query heads share a KV head."""
         return self.config.num_heads // self.config.num_kv_heads
@@ -163,12 +157,6 @@ class Case:
         calls = Counter((s, keys) for (s, _), keys in zip(self.recording.places, self.recording.num_keys))
         return {(s, p) for (s, p), keys in zip(self.recording.places, self.recording.num_keys)
                 if calls[s, keys] == 1 and p and keys == p + 1}
-
-    def keys(self, prompt: int, name: str) -> torch.Tensor:
-        """``k_rope`` or ``v`` of all positions of a prompt, ``[positions, kv_heads, head_dim]``, as the engine computed
-        them; those included that it found in its cache."""
-        whole = range(self.config.num_kv_heads)
-        return self.frame.keys(prompt, self._full(name), 0, whole)
 
     def with_(self, **changed) -> "Case":
         """The same case with some attributes changed: ``ops`` and ``on``, the operations and ranks that are to be taken
@@ -201,12 +189,14 @@ class Case:
         return [torch.tensor(rows) for rows in found.values()]
 
     @cached_property
-    def longest(self) -> torch.Tensor:
-        """For each row that was decoded, how many keys the longest sequence had beside it; 0 for others."""
-        found = torch.zeros(len(self.places), dtype=torch.long)
+    def beside(self) -> torch.Tensor:
+        """``[rows, 2]``: for each row that was decoded, how many keys the first and the longest sequence of its call
+        had; 0 for others."""
+        found = torch.zeros(len(self.places), 2, dtype=torch.long)
         for rows in self.calls:
             alone = [row for row in rows.tolist() if self.places[row] in self.decoded]
-            found[alone] = max((self.places[row][1] + 1 for row in alone), default=0)
+            if keys := [self.places[row][1] + 1 for row in alone]:
+                found[alone] = torch.tensor([keys[0], max(keys)])
         return found
 
     @cached_property

@@ -1,29 +1,13 @@
 """Procedures about what only the lab's own engine tells: its steps, its block tables, what it cost."""
 
 import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from tplab.align.arithmetic import attend
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.table import COST, procedure
 from tplab.align.report import AlignReport, DecodeFacts
-
-
-def prompts(case: Case) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Prompt by prompt: its number, tplab's attention output, the rows' positions, their queries."""
-    parts = (tensor.split(case.lengths) for tensor in (case.ours("attn"), case.positions, case.reference("q_rope")))
-    for prompt, (ours, positions, q) in enumerate(zip(*parts)):
-        if len(ours):
-            yield prompt, ours, positions, q
-
-
-def keys_and_values(case: Case, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of all tokens of a prompt, a head for each query head that a rank holds."""
-    heads = torch.tensor(case.query_heads) // case.group
-    return case.keys(prompt, "k_rope")[:, heads], case.keys(prompt, "v")[:, heads]
 
 
 @procedure("embed", names="row_order")
@@ -53,40 +37,6 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
         return None
 
 
-def _together(case: Case) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each ``(prompt, position)`` that was decoded beside others: the position of the first of them, and that of
-    the longest."""
-    found = {}
-    for step in case.report.decode.steps if case.report.decode else ():
-        rows = [(request_id, segment.start) for request_id, segment, *_ in step.requests if segment.count == 1]
-        if len(rows) > 1:
-            found |= dict.fromkeys(rows, (rows[0][1], max(position for _, position in rows)))
-    return found
-
-
-@procedure("attn", names="mask_of_another_row")
-def mask_of_the_first_row(case: Case) -> Diagnosis | None:
-    """Do decoding sequences see as many keys as the first of their batch may?"""
-    batches, wrong = _together(case), []
-    for prompt, ours, positions, q in prompts(case):
-        k, v = keys_and_values(case, prompt)
-        for row, position in enumerate(positions.tolist()):
-            first, longest = batches.get((prompt, position), (position, position))
-            # Shorter sequences are filled up with their own newest key, so that is what stands behind it.
-            seen = [min(key, position) for key in range(min(first, longest) + 1)]
-            here = slice(row, row + 1)
-            if not case.fits(ours[here], attend(q[here], k[seen], v[seen], torch.ones(1, len(seen), dtype=torch.bool),
-                                                case.scaling)):
-                return None
-            wrong += [(prompt, position, first)] * (first != position)
-    if wrong:
-        prompt, position, first = wrong[0]
-        return case.diagnosis(
-            "mask_of_another_row", f"Token {position} of prompt {prompt}, decoded beside others, sees {first + 1} "
-            f"keys, as many as the first sequence of its batch; it may see {position + 1}.",
-            prompt=prompt, position=position, keys=first + 1)
-
-
 def _block_tables(facts: DecodeFacts):
     """Step by step and sequence by sequence: the step, the sequence, the ranks' table, the scheduler's."""
     for step, tables in zip(facts.steps, facts.tables):
@@ -101,26 +51,6 @@ def stale_block_table(report: AlignReport) -> str:
             return (f"In step {step} the ranks were told that sequence {number} has the blocks {at_ranks}; the "
                     f"scheduler had given it {true}. The old blocks had been taken from it by then.")
     return ""
-
-
-@procedure("attn", names="slot_off_by_one")
-def written_too_early(case: Case) -> Diagnosis | None:
-    """Does a decoding token find its own slot empty, and its predecessor's holding its own key?"""
-    for prompt, ours, positions, q in prompts(case):
-        k, v = keys_and_values(case, prompt)
-        for row, position in enumerate(positions.tolist()):
-            if (prompt, position) not in case.decoded:
-                continue
-            # What slot s holds after the tokens up to this one were written, the decoding ones one slot too early.
-            holds = [s + 1 if (prompt, s + 1) in case.decoded else s for s in range(position)]
-            empty, here = torch.zeros_like(k[:1]), slice(row, row + 1)
-            guess = attend(q[here], torch.cat([k[holds], empty]), torch.cat([v[holds], empty]),
-                           torch.ones(1, position + 1, dtype=torch.bool), case.scaling)
-            if not case.fits(ours[here], guess):
-                return None
-            return case.diagnosis("slot_off_by_one", f"Token {position} of prompt {prompt}, the first to be decoded, "
-                                  "finds its own slot empty and its predecessor's overwritten with its own key: it was "
-                                  "written one slot too early.", position=position)
 
 
 class _Read(NamedTuple):
