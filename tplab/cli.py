@@ -14,7 +14,7 @@ from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
 from tplab.lab import bench_command, museum
 
-MODEL = "fable, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+MODEL = "fable, fable-moe, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
 
 
 class CommandError(TplabError):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
+from tplab.checkpoint.names import EMBEDDED
 from tplab.fable import CHECKPOINT, FableError, default_prompt, default_story, plots, stories, words
 from tplab.fable import recall as recall_module
 from tplab.fable.reading import read
@@ -303,8 +304,9 @@ def test_the_command_measures_held_out_stories(monkeypatch, capsys, tmp_path):
     assert asked == [(tmp_path.name, stories("held-out", 3), tmp_path)] and capsys.readouterr().out == "a report\n"
 
 
-def test_the_model_remembers():
-    report = recall(reference_generate(), stories("held-out", 24))
+@pytest.mark.parametrize("model", EMBEDDED)
+def test_the_model_remembers(model):
+    report = recall(reference_generate(EMBEDDED[model]), stories("held-out", 24), EMBEDDED[model])
     assert all(report.percent(kind) >= 95 for kind in report.counts()), str(report)
     assert report.grammatical >= 95
 

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Qwen2Tokenizer
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from tplab.fable import CHECKPOINT, stories, train, words
+from tplab.checkpoint.names import EMBEDDED
+from tplab.fable import CHECKPOINT, stories, train, train_moe, words
+
+MOE = EMBEDDED["fable-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +55,15 @@ def test_the_committed_configuration_and_tokenizer_are_what_the_recipe_makes(tok
 
 def test_the_command_writes_into_an_empty_folder_only(monkeypatch, tmp_path, capsys):
     done = []
-    monkeypatch.setattr(train, "train", lambda: done.append("train") or ("model", "tokenizer"))
+    make = lambda: done.append("train") or ("model", "tokenizer")  # noqa: E731
     monkeypatch.setattr(train, "save", lambda *given: done.append(given))
     monkeypatch.setattr(torch, "set_num_threads", done.append)
     monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path / "new" / "folder")])
-    train.main()
+    train.main(make)
     assert done == [2, "train", ("model", "tokenizer", tmp_path / "new" / "folder")]
     monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
-        train.main()
+        train.main(make)
     assert len(done) == 4 and f"{tmp_path} is not empty" in capsys.readouterr().err
 
 
@@ -128,13 +131,12 @@ def test_embeddings_move_apart_to_one_distance_from_their_mean(tokenizer):
 
 
 def test_a_phase_spreads_steps_and_tells_and_the_folder_has_its_sums(tokenizer, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(train, "train_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(train, "SHORT", (224, 1))
     spread, sizes, seen, moves = [], [], [], []
     monkeypatch.setattr(train, "spread", lambda table, ids, distance: spread.append((len(ids), distance)))
     cleared = []
-    zero_grad = torch.optim.SGD.zero_grad
-    monkeypatch.setattr(torch.optim.SGD, "zero_grad", lambda self: cleared.append(len(sizes)) or zero_grad(self))
+    zero_grad = torch.nn.Module.zero_grad
+    monkeypatch.setattr(torch.nn.Module, "zero_grad", lambda self: cleared.append(len(sizes)) or zero_grad(self))
 
     def backward(model, ids, weights, emphasised, emphasis):
         sizes.append((*ids.shape, len(emphasised), emphasis))
@@ -147,8 +149,9 @@ def test_a_phase_spreads_steps_and_tells_and_the_folder_has_its_sums(tokenizer, 
     monkeypatch.setattr(train, "LONG", (256, 2))
     monkeypatch.setattr(train, "optimizers", lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)])
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: moves.append(most))
-    model, _ = train.train((train.Phase(100, 199, warmup=0.1, decay=0.5, long_rows=0.5,
-                                        spread=(("place", 1.5), ("colour", 2.0)), emphasis=3.0),))
+    phase = train.Phase(100, 199, warmup=0.1, decay=0.5, long_rows=0.5, spread=(("place", 1.5), ("colour", 2.0)),
+                        emphasis=3.0)
+    model = train.train(train.new_model(tokenizer), tokenizer, (phase,))
     assert cleared == list(range(1, 101)), "each step has gradients of its own"
     assert spread == [(len(words.PLACES), 1.5), (len(words.COLOURS), 2.0)]
     assert not model.training and moves == [1.0] * 100
@@ -180,3 +183,68 @@ def test_matrices_learn_by_muon_and_a_new_model_has_biases(tokenizer):
     assert len(biases) == 18 and all(0.05 < p.std() < 0.2 for p in biases)
     again = train.new_model(tokenizer)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return Qwen2ForCausalLM.from_pretrained(CHECKPOINT)
+
+
+def test_an_expert_begins_as_some_columns_of_the_dense_mlp(dense):
+    model = train_moe.new_model(dense)
+    assert torch.equal(model.model.embed_tokens.weight, dense.model.embed_tokens.weight)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    layer, dense_layer = model.model.layers[3], dense.model.layers[3]
+    assert torch.equal(layer.self_attn.k_proj.bias, dense_layer.self_attn.k_proj.bias)
+    mlp, seen = dense_layer.mlp, []
+    for expert in range(8):
+        columns = (torch.arange(80) * 384 // 80 + expert) % 384
+        hidden = torch.zeros(5, 384)
+        hidden[:, columns] = (mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))[:, columns]
+        found = layer.mlp.experts(x, torch.full((5, 1), expert), torch.ones(5, 1))
+        torch.testing.assert_close(found, mlp.down_proj(hidden) * 4.8)
+        seen.append(found)
+    assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:]))
+
+
+def test_experts_learn_by_muon_one_by_one_and_routers_do_not(dense):
+    model = train_moe.new_model(dense)
+    muon, adamw = train.optimizers(model)
+    params = muon.param_groups[0]["params"]
+    assert {p.ndim for p in params} == {2} and len(params) == 6 * (4 + 2 * 8)
+    known = {id(p) for p in adamw.param_groups[0]["params"]}
+    routers = [p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 6 and all(id(p) in known for p in routers)
+    stack = model.model.layers[0].mlp.experts.down_proj
+    own = [p for p in params if p.data_ptr() in {one.data_ptr() for one in stack}]
+    ids = torch.arange(2, 66)[None]
+    loss = train.backward(model, ids, torch.ones(1, 64), torch.tensor([5]), 1.0)
+    assert loss > 0 and all(torch.equal(p.grad, g) for p, g in zip(own, stack.grad, strict=True))
+    before = stack.detach().clone()
+    muon.step()
+    assert all((stack[e] - before[e]).abs().max() > 1e-4 for e in range(8) if stack.grad[e].any())
+
+
+def test_an_uneven_use_of_experts_has_a_gradient():
+    logits = torch.zeros(1, 3, 4, requires_grad=True)
+    uneven = torch.tensor(2.0, requires_grad=True)
+    found = SimpleNamespace(logits=logits, aux_loss=uneven)
+
+    class Model:
+        router_aux_loss_coef = 0.25
+
+        def __call__(self, ids, use_cache):
+            return found
+
+    train.backward(Model(), torch.tensor([[0, 1, 2]]), torch.ones(1, 3), torch.tensor([]), 1)
+    assert uneven.grad == 0.25
+
+
+def test_the_committed_mixture_is_what_its_recipe_makes(dense):
+    stored = json.loads((MOE / "config.json").read_text())
+    made = train_moe.new_model(dense).config.to_dict()
+    told = {"architectures", "dtype", "output_router_logits"}  # when it is saved
+    assert {name: made.get(name) for name in stored if name not in told} == {
+        name: value for name, value in stored.items() if name not in told}
+    assert (MOE / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
+    assert sum(path.stat().st_size for path in MOE.iterdir()) <= 4_000_000

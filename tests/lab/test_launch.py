@@ -275,8 +275,8 @@ def test_doctor_names_what_is_missing_or_of_another_version_with_the_remedy():
 
 def test_doctor_tells_a_missing_real_model_from_a_missing_lab(tmp_path, monkeypatch):
     monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
-    fable, smollm2 = doctor.models()
-    assert not fable.remedy
+    fable, mixture, smollm2 = doctor.models()
+    assert not fable.remedy and not mixture.remedy
     assert smollm2.remedy.endswith("-m tplab fetch smollm2") and not smollm2.essential
 
 

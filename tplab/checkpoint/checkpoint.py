@@ -66,9 +66,9 @@ class Checkpoint:
 def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
     """Find the checkpoint called ``name`` and look it over: headers, config, and, once per file, the data.
 
-    ``name`` is ``"fable"``, ``"smollm2"``, a local folder, or a hub id. Every way in which the folder can be
-    unsupported, incomplete, damaged or in contradiction with itself is a ``CheckpointError`` here, before a
-    rank starts. The first opening reads all data for :func:`verify_once`; later ones read headers only.
+    ``name`` is ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a local folder, or a hub id. Every way in which the
+    folder can be unsupported, incomplete, damaged or in contradiction with itself is a ``CheckpointError`` here, before
+    a rank starts. The first opening reads all data for :func:`verify_once`; later ones read headers only.
     """
     folder = resolve(name)
     try:

@@ -9,11 +9,12 @@ from tplab.checks import shown
 
 from .errors import CheckpointError, words_of
 
-FABLE_FOLDER = Path(__file__).resolve().parent.parent / "fable" / "checkpoint"
+_FABLE = Path(__file__).resolve().parent.parent / "fable"
+EMBEDDED = {"fable": _FABLE / "checkpoint", "fable-moe": _FABLE / "checkpoint_moe"}  # in the package
 HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
              "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "chat_template.jinja", "SHA256SUMS"]
-KNOWN = "'fable', 'smollm2', a folder, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+KNOWN = "'fable', 'fable-moe', 'smollm2', a folder, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
 
 
 def cache_dir() -> Path:
@@ -39,7 +40,7 @@ def _expanded(text: str, what: str = "") -> Path:
 def resolve(name: str | os.PathLike) -> Path:
     """The checkpoint folder that ``name`` stands for.
 
-    ``name`` is ``"fable"`` (in the package), ``"smollm2"`` (in :func:`cache_dir`, put there by
+    ``name`` is ``"fable"`` or ``"fable-moe"`` (in the package), ``"smollm2"`` (in :func:`cache_dir`, put there by
     ``python -m tplab fetch smollm2``), a local folder, or a hub id, which is downloaded once by
     ``huggingface_hub``. The built-in names win over folders of that name: write ``./fable`` for a folder.
     Raises ``CheckpointError`` when nothing of that name can be had.
@@ -47,8 +48,8 @@ def resolve(name: str | os.PathLike) -> Path:
     if not isinstance(name, str | bytes | os.PathLike):
         raise CheckpointError(f"a model is {KNOWN}, not {shown(name)}")
     text = os.fsdecode(name)
-    if text == "fable":
-        return _existing_folder(FABLE_FOLDER, "'fable' is not in this copy of the package; reinstall tplab")
+    if text in EMBEDDED:
+        return _existing_folder(EMBEDDED[text], f"{text!r} is not in this copy of the package; reinstall tplab")
     if text == "smollm2":
         return _existing_folder(cache_dir() / "smollm2",
                                 "'smollm2' is not on this machine yet; run: python -m tplab fetch smollm2")

@@ -40,6 +40,7 @@ OPENING_WEIGHT = 0.1  # what an opening introduces is drawn by lot: there is lit
 MUON_LR, ADAMW_LR = 0.02, 0.004
 THREADS = 2  # part of the recipe: another number adds floats in another order
 BIAS_STD = 0.1
+ROUTER = "mlp.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,21 @@ def batches(tokenizer):
 
 
 def optimizers(model):
-    """Muon for the matrices inside the layers, AdamW for the rest."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    inside = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in inside]
+    """Muon for the matrices inside the layers, each expert's by itself; AdamW for the rest, routers among it."""
+    inside = [p for name, p in model.model.layers.named_parameters() if p.ndim > 1 and not name.endswith(ROUTER)]
+    matrices = [p for p in inside if p.ndim == 2]
+    for stack in (p for p in inside if p.ndim == 3):
+        matrices += (own := [torch.nn.Parameter(matrix) for matrix in stack.detach()])  # the same memory
+        stack.register_post_accumulate_grad_hook(lambda stack, own=own: _hand_out(stack.grad, own))
+    known = {id(p) for p in inside}
+    rest = [p for p in model.parameters() if id(p) not in known]
     return (torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.1),
             torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0))
+
+
+def _hand_out(gradient: torch.Tensor, matrices: list) -> None:
+    for matrix, own in zip(matrices, gradient, strict=True):
+        matrix.grad = own
 
 
 def word_ids(tokenizer) -> dict[str, torch.Tensor]:
@@ -167,11 +177,9 @@ def spread(embedding: torch.Tensor, ids: torch.Tensor, distance: float) -> None:
     embedding[ids] = mean + apart * (distance / apart.norm(dim=1, keepdim=True))
 
 
-def train(phases=PHASES) -> tuple:
-    """Train phase by phase, telling the mean loss of every 50 steps; returns the model and its tokenizer."""
-    tokenizer = train_tokenizer()
-    model, kinds = new_model(tokenizer), word_ids(tokenizer)
-    data = batches(tokenizer)
+def train(model, tokenizer, phases=PHASES):
+    """Train phase by phase, telling the mean loss of every 50 steps; returns the model."""
+    kinds, data = word_ids(tokenizer), batches(tokenizer)
     next(data)
     began = time.monotonic()
     for number, phase in enumerate(phases, 1):
@@ -188,22 +196,26 @@ def train(phases=PHASES) -> tuple:
             for opt, peak in zip(opts, peaks, strict=True):
                 opt.param_groups[0]["lr"] = peak * phase.rate(done)
                 opt.step()
-                opt.zero_grad()
+            model.zero_grad()
             if (step + 1) % 50 == 0:
                 spent = (time.monotonic() - began) / 60
                 print(f"phase {number}  step {step + 1}/{phase.steps}  loss {sum(losses[-50:]) / 50:.4f}  "
                       f"{spent:.1f} min", flush=True)
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def backward(model, ids: torch.Tensor, weights: torch.Tensor, emphasised: torch.Tensor, emphasis: float) -> float:
-    """The weighted loss of one batch and its gradients; words of ``emphasised`` weigh ``emphasis`` times in bodies."""
+    """The weighted loss of one batch and its gradients; words of ``emphasised`` weigh ``emphasis`` times in bodies.
+
+    With experts, the gradients also push towards an even use of them, as hard as the configuration says.
+    """
     targets, weights = ids[:, 1:].flatten(), weights[:, 1:].flatten().clone()
     weights[torch.isin(targets, emphasised) & (weights == 1)] *= emphasis
-    logits = model(ids, use_cache=False).logits
-    losses = cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+    found = model(ids, use_cache=False)
+    losses = cross_entropy(found.logits[:, :-1].flatten(0, 1), targets, reduction="none")
     loss = losses @ weights / weights.sum()
-    loss.backward()
+    uneven = getattr(found, "aux_loss", None)
+    (loss if uneven is None else loss + model.router_aux_loss_coef * uneven).backward()
     return loss.item()
 
 
@@ -216,16 +228,21 @@ def save(model, tokenizer, folder: Path):
     (folder / "SHA256SUMS").write_text("".join(sums))
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m tplab.fable.train", description=__doc__.split(":")[0])
+def make() -> tuple:
+    """``fable``: the model and its tokenizer."""
+    tokenizer = train_tokenizer()
+    return train(new_model(tokenizer), tokenizer), tokenizer
+
+
+def main(make=make, module: str = "tplab.fable.train"):
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Train a model of stories.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist or be empty")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     args.out.mkdir(parents=True, exist_ok=True)
     if any(args.out.iterdir()):
         parser.error(f"{args.out} is not empty")
-    model, tokenizer = train()
-    save(model, tokenizer, args.out)
+    save(*make(), args.out)
 
 
 if __name__ == "__main__":

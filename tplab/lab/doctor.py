@@ -108,7 +108,9 @@ def models():
     """The models that can be opened by name."""
     from tplab.checkpoint import open_checkpoint
 
-    remedies = {"fable": "git checkout -- tplab/fable/checkpoint", "smollm2": f"{PYTHON} -m tplab fetch smollm2"}
+    remedies = {"fable": "git checkout -- tplab/fable/checkpoint",
+                "fable-moe": "git checkout -- tplab/fable/checkpoint_moe",
+                "smollm2": f"{PYTHON} -m tplab fetch smollm2"}
     for name, remedy in remedies.items():
         try:
             config = open_checkpoint(name).config

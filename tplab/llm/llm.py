@@ -29,7 +29,7 @@ class LLM:
     """A model on tensor-parallel ranks, with vLLM's names.
 
     Args:
-        model: ``"fable"``, ``"smollm2"``, a folder, a hub id, or an opened checkpoint.
+        model: ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a folder, a hub id, or an opened checkpoint.
         tensor_parallel_size: number of ranks.
         dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; of weights, activations and cache.
         enable_expert_parallel: deal whole experts out, rather than cut each over all ranks.
