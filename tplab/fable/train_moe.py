@@ -6,7 +6,9 @@ neighbours', and what is alike among experts grows apart because each sees other
 fable did not, so that attention has to be learnt again; it takes some hundred steps. Stories, optimizers and rates are
 those of :mod:`tplab.fable.train`.
 
-The weights are kept in bfloat16.
+The weights are kept in bfloat16. The committed ones took 23 minutes with one thread, beside other work; they name the
+right person, animal, colour, place and thing in 99.9 % of 1,401 places (``python -m tplab.fable.recall --stories 100
+--checkpoint tplab/fable/checkpoint_moe``).
 """
 
 import torch
