@@ -9,6 +9,7 @@ from helpers.trait_sweep import hf_logits, our_logits, some_prompts
 
 from tplab.align.floors import inside
 from tplab.checkpoint import CheckpointError, open_checkpoint
+from tplab.fast import why_not
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
@@ -105,6 +106,7 @@ def test_a_published_configuration_runs_as_in_hugging_face(tmp_path, name):
     ckpt, tp = open_checkpoint(make_model(tmp_path / "m", **SMALL | RUN[name])), 2
     prompts = some_prompts(97)
     assert ckpt.config.max_position_embeddings == (64 if "mini" in name and "4k" not in name else 128)
+    assert (why_not(ckpt.config, torch.float32) is None) == (not ckpt.config.traits)
     for dealt_out in [False, True][:1 + (ckpt.config.experts is not None)]:
         plan = ShardPlan.from_config(ckpt.config, tp, enable_expert_parallel=dealt_out)
         for dtype in (torch.float32, torch.float64):

@@ -59,8 +59,9 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         c = self.config
+        experts = f"{c.experts.num_experts} experts, " if c.experts else ""
         return (f"<Checkpoint {self.name}: {c.model_type}, {c.num_layers} layers, {c.num_heads} query and "
-                f"{c.num_kv_heads} KV heads of {c.head_dim}, vocabulary {c.vocab_size}>")
+                f"{c.num_kv_heads} KV heads of {c.head_dim}, {experts}vocabulary {c.vocab_size}>")
 
 
 def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
