@@ -54,13 +54,13 @@ def test_a_case_is_seen_named_and_mended_and_what_hides_it_is_refused(file, ckpt
 @each_case
 def test_wrong_answers_are_refused_in_words(file, ckpt, capsys):
     case, (where, what, why) = lesson.open_case(file.number, ckpt), answers(file)
-    assert case.answer(where, what, why).right
+    assert case.answer(where, what, why).passed
     refused = [case.answer(place, what, why) for place in (*file.elsewhere, "gumbel_noise", "no_such_place", "")]
     others = [kind for kind in kinds() if kind not in what]
     refused += [case.answer(where, kind, why) for kind in (*others[:2], "")]
     refused += [case.answer(where, what, wrong) for wrong, says in file.why.items() if says]
     refused.append(case.answer(where, what))
-    assert len(refused) >= 8 and all(one.sentence and not one.right for one in refused)
+    assert len(refused) >= 8 and all(one.sentence and not one.passed for one in refused)
     assert len({one.sentence for one in refused}) >= 6
     said = capsys.readouterr().out
     assert said.count("NOT YET") == len(refused) and "Traceback" not in said
@@ -244,9 +244,9 @@ def test_a_solution_runs_in_an_empty_cell(file):
 
 def test_all_places_at_once_are_no_answer_and_what_is_none_is_refused_in_words(ckpt, capsys):
     case = lesson.open_case(1, ckpt)
-    assert not case.answer(where=list(case._places), what="a", why="a").right
+    assert not case.answer(where=list(case._places), what="a", why="a").passed
     assert capsys.readouterr().out.endswith("places are named; a case has one or two\n")
-    assert not case.answer(where=torch.ones(2), what="a", why="a").right
+    assert not case.answer(where=torch.ones(2), what="a", why="a").passed
     assert "there is no function tensor([1., 1.])" in capsys.readouterr().out
     for size in ("2", 0, 2.5):
         with pytest.raises(CaseError, match="tensor_parallel_size must be a whole number from 1 up"):

@@ -205,9 +205,10 @@ def test_unseen_tokens_are_others_with_every_seed_and_go_on():
 def test_an_answer_that_is_right_is_kept_for_the_repair_and_no_other(monkeypatch):
     case, given = opened(), []
     monkeypatch.setattr("tplab.lesson.cases.repairing.close", lambda *args: given.append(args[2:]) or True)
-    monkeypatch.setattr(sealed, "judge_answer", lambda file, where, what, why, known: SimpleNamespace(right=why == "w"))
-    assert not case.answer("place", "kind", "x").right and case.close(repair="r")
-    assert case.answer("place", "kind", "w").right and not case.answer("other", "kind", "x").right
+    monkeypatch.setattr(sealed, "judge_answer", lambda file, where, what, why, known: SimpleNamespace(
+        passed=why == "w"))
+    assert not case.answer("place", "kind", "x").passed and case.close(repair="r")
+    assert case.answer("place", "kind", "w").passed and not case.answer("other", "kind", "x").passed
     case.close(repair="r")
     for one in ({"where": "p"}, {"what": "k"}, {"why": "y"}):
         case.close(**one)

@@ -84,7 +84,7 @@ def test_a_place_that_is_not_there_is_said_with_its_neighbours():
 def test_where_then_what_then_why(where, what, why, says, monkeypatch, capsys):
     monkeypatch.setattr(answering, "kinds", lambda: ["a mask", "a sum", "a third"])
     judged = judge_answer(FILE, where, what, why, KNOWN)
-    assert judged.right == (not says) and says in judged.sentence and judged.number == 1
+    assert judged.passed == (not says) and says in judged.sentence and judged.exercise == "case_01"
     said = capsys.readouterr().out
     assert said == "RIGHT  case 1: where, what and why.\n" if not says else said.startswith("NOT YET  case 1: ")
     assert judged._ipython_display_() is None and capsys.readouterr().out == ""
@@ -93,7 +93,7 @@ def test_where_then_what_then_why(where, what, why, says, monkeypatch, capsys):
 def test_an_innocent_engine_is_blamed_nowhere(monkeypatch):
     innocent = replace(FILE, bugs=(), what="the input")
     monkeypatch.setattr(answering, "kinds", lambda: ["the input", "another"])
-    assert judge_answer(innocent, NOWHERE, "a", "right", KNOWN).right
+    assert judge_answer(innocent, NOWHERE, "a", "right", KNOWN).passed
     said = judge_answer(innocent, [NOWHERE, "attend"], "a", "right", KNOWN).sentence
     assert said == "not attend: it attends to what it gets", "nowhere is no function that is right"
 
@@ -246,7 +246,7 @@ def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):
 def test_a_case_is_solved_by_an_answer_and_a_repair(right, wrong, repair, solved, noted, monkeypatch):
     notes, mended = [], []
     monkeypatch.setattr(repairing.progress_file, "note", lambda *given, passed: notes.append((*given, passed)))
-    opened = SimpleNamespace(answer=lambda *said: SimpleNamespace(right=right and said == ("w", "k", "y")),
+    opened = SimpleNamespace(answer=lambda *said: SimpleNamespace(passed=right and said == ("w", "k", "y")),
                              mend=lambda *given: mended.append(given) or wrong)
     assert repairing.close(opened, FILE, "w", "k", "y", repair) == solved
     assert notes == ([] if noted is None else [("case_01", len, noted)])
@@ -262,7 +262,7 @@ def test_the_form_asks_what_the_call_asks():
     def answer(*said):
         print("NOT YET  <b>\n   more")
         asked.append(said)
-        return SimpleNamespace(right=len(asked) > 1)
+        return SimpleNamespace(passed=len(asked) > 1)
 
     form = Form(SimpleNamespace(answer=answer, number=4), replace(FILE, why={"b": "", "a": "no"}), ["attend", "mlp"])
     assert form.where.options == (NOWHERE, "attend", "mlp") and form.what.options == tuple(kinds())

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tplab.lesson.contiguous_cache import ContiguousKVCache, append
+from tplab.lesson.contiguous_cache import ContiguousKVCache
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
 
 NORM = "model.norm.weight"
@@ -79,9 +79,9 @@ def test_a_contiguous_cache_grows_by_sequence_and_counts_keys_and_values():
     assert rows == [slice(0, 1), slice(1, 2), slice(2, 4)]
 
 
-@pytest.mark.parametrize("past", [None, torch.zeros(1, 2, 3)])
-def test_what_is_appended_stands_behind_the_past_and_is_a_copy(past):
-    new = torch.ones(2, 2, 3)
-    held = append(past, new)
-    new.fill_(5)
-    assert held.flatten(1).tolist() == [[0] * 6] * (past is not None) + [[1] * 6] * 2
+def test_what_is_appended_stands_behind_the_past_and_is_a_copy():
+    cache, new = ContiguousKVCache(1, 1), torch.ones(2, 2, 3)
+    for count in (1, 2):
+        k, v = cache.append(0, 0, new, -new)
+        new.fill_(5)
+        assert k[:2].flatten(1).tolist() == [[1] * 6] * 2 and v[:2].sum() == -12 and len(k) == len(v) == 2 * count

@@ -7,14 +7,6 @@ import torch
 from tplab.model.attention import AttentionBatch, causal_mask
 
 
-def append(past: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """What the cache holds after a step: the past and the new ``[tokens, kv heads here, head_dim]`` behind it.
-
-    The heads stay as they are: KV heads, not one copy per query head.
-    """
-    return new.clone() if past is None else torch.cat([past, new])
-
-
 class ContiguousKVCache:
     """Keys and values of some sequences, as tensors ``[tokens so far, kv heads here, head_dim]`` that grow.
 
@@ -34,10 +26,10 @@ class ContiguousKVCache:
                    for t in layer if t is not None)
 
     def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep a sequence's new keys and values of a layer; returns all of them."""
-        keys, values = self.k[layer], self.v[layer]
-        keys[sequence], values[sequence] = append(keys[sequence], k), append(values[sequence], v)
-        return keys[sequence], values[sequence]
+        """Keep copies of a sequence's new keys and values of a layer behind its past; returns all of them."""
+        for held, new in ((self.k[layer], k), (self.v[layer], v)):
+            held[sequence] = new.clone() if held[sequence] is None else torch.cat([held[sequence], new])
+        return self.k[layer][sequence], self.v[layer][sequence]
 
     def context(self, counts: Sequence[int]) -> "ContiguousContext":
         """The attention context of a step in which sequence ``i`` gets ``counts[i]`` new tokens (0: not in it)."""

@@ -12,7 +12,7 @@ import torch
 
 from tplab.checks import shown
 from tplab.lesson.words import CALLED, NotYet, in_words
-from tplab.ranks import OpRecord, logical_ranks, op_log
+from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
 from tplab.ranks.errors import CollectiveMismatch, RankError
 
@@ -73,6 +73,11 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", asks: Mapping[st
         lines = in_words(error).splitlines()
         more = next((says for words, says in (asks or {}).items() if words in "\n".join(lines)), more)
         raise NotYet("\n".join([*lines[:2 if more else 3], *[more] * bool(more)])) from error
+
+
+def with_its_own(function: Callable, *args):
+    """On a rank: ``function`` of this rank's own of each of ``args``."""
+    return function(*(each[rank()] for each in args))
 
 
 def with_collectives(function: Callable, *args) -> tuple[object, list[OpRecord]]:

@@ -162,7 +162,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return [int(failed.argmax())] if failed.any() else []
-              """, "of 2 ranks, ranks 0, 1 failed: rank 0 says [0] where it must say [0, 1]"),
+              """, "of 2 ranks, every rank failed: rank 0 says [0] where it must say [0, 1]"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())

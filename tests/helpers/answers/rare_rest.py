@@ -290,7 +290,7 @@ ANSWERS = {
         Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
               "others say something else: they would go different ways"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"),
-              "2 ranks, ranks 0, 1 failed: rank 0 says [1, 0] where it must say [0, 1]"),
+              "2 ranks, every rank failed: rank 0 says [1, 0] where it must say [0, 1]"),
         Wrong(_AGREE.format(flags="world_size()", failed="[float(one) for one in failed]"),
               "a list of whole numbers must come back, the failed ranks, on every rank"),
         Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],

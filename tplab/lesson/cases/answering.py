@@ -1,28 +1,13 @@
 """*Where, what, why*: what an answer to a case may say, and what is wrong with it, in words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from string import ascii_lowercase
 
 from tplab.faults.cases import CASES, NOWHERE, CaseFile, places
+from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
 from tplab.show.phrases import in_width
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A judged answer; ``sentence`` says what is wrong, and is empty if nothing is."""
-
-    number: int
-    sentence: str
-
-    @property
-    def right(self) -> bool:
-        return not self.sentence
-
-    def _ipython_display_(self) -> None:
-        """Nothing: what there is to read has been printed."""
 
 
 def kinds() -> list[str]:
@@ -64,7 +49,7 @@ def listed(given) -> list:
     return [] if isinstance(given, str | None) and not given else [given]
 
 
-def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> Answer:
+def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> Verdict:
     """Judge and print."""
     try:
         _where(file, [place_called(name, known) for name in listed(where)])
@@ -72,9 +57,9 @@ def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) ->
         _why(file, why)
     except NotYet as wrong:
         print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
-        return Answer(file.number, str(wrong))
+        return Verdict(file.name, str(wrong))
     print(f"RIGHT  case {file.number}: where, what and why.")
-    return Answer(file.number, "")
+    return Verdict(file.name, "")
 
 
 def _where(file: CaseFile, said: list[str]) -> None:

@@ -45,7 +45,7 @@ class Form:
         """What the button does."""
         said = StringIO()
         with redirect_stdout(said):
-            right = self._case.answer(list(self.where.value), list(self.what.value), self.why.value or "").right
+            right = self._case.answer(list(self.where.value), list(self.what.value), self.why.value or "").passed
         words = " ".join([*said.getvalue().split(), _NEXT * right])  # its lines are as long as the window is wide
         self.verdict.value = f'<div role="status" style="line-height: 1.4; padding: 6px 0">{escape(words)}</div>'
 

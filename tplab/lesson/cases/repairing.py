@@ -32,7 +32,7 @@ def judge_repair(case: OpenCase, file: CaseFile, repair, where, known: Sequence[
 
 def close(case: OpenCase, file: CaseFile, where, what, why, repair) -> bool:
     """Judge both; what was solved is kept."""
-    answered = case.answer(where, what, why).right
+    answered = case.answer(where, what, why).passed
     functions = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
     wrong = case.mend(repair, where) if answered else ""
     solved = answered and not wrong

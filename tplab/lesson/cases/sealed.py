@@ -13,7 +13,8 @@ from tplab.checks import from_one_up, shown
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
 from tplab.lesson.answers import default_prompt, greedy
-from tplab.lesson.cases.answering import Answer, choices, judge_answer, place_called
+from tplab.lesson.cases.answering import choices, judge_answer, place_called
+from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
 from tplab.patch import applied
 from tplab.show.phrases import in_width
@@ -178,11 +179,11 @@ class OpenCase:
         """Print what *what* and *why* can be; *where* is any function of the engine's core, such as ``attend``."""
         print(choices(self._file))
 
-    def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Answer:
+    def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
         """Judge an answer, and print the verdict: *where* (functions), *what* and *why* (of :meth:`choices`, words or
         letters). Where there are two bugs, *where* and *what* are lists."""
         judged = judge_answer(self._file, where, what, why, self._places)
-        if judged.right:
+        if judged.passed:
             self._answered = where, what, why
         return judged
 

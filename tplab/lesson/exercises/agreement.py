@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from textwrap import dedent
 
-from tplab.lesson.mine import Mine, NotYet, agree, kind, on_ranks, one_number, saying, whole_numbers
+from tplab.lesson.mine import Mine, NotYet, agree, kind, on_ranks, one_number, ranks_in_words, saying, whole_numbers
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.ranks import rank
@@ -90,7 +90,8 @@ def my_agree(mine: Mine, setting: Setting):
     cases = ((4, [1]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
     for ranks, failing in cases:
         works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
-        have = f"of {len(works)} ranks, {_ranks(failing)}: "
+        who = ranks_in_words(failing, len(works)) if failing else "none"
+        have = f"of {len(works)} ranks, {who} failed: "
         answers = on_ranks(ranks, _agree, mine, works, waits=waits, asks={"cannot be read": left}, timeout=_TIMEOUT)
         for number, ((found, calls), ops) in enumerate(answers):
             if calls != 1:
@@ -128,10 +129,6 @@ def _raised_again(function) -> str:
 
 def _agree(mine: Mine, works: list[_Work]) -> tuple[object, int]:
     return mine(works[rank()]), works[rank()].calls
-
-
-def _ranks(failing: list[int]) -> str:
-    return f"rank{'s' * (len(failing) > 1)} {', '.join(map(str, failing))} failed" if failing else "none failed"
 
 
 @exercise("my_rounds", "08", takes="write, read, rounds",

@@ -6,7 +6,7 @@ from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts
 from tplab.faults import fault
 from tplab.lesson.cuts import judge_part, owns, read_once
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, one_number, saying
+from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, one_number, saying, with_its_own
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.dtypes import parse_dtype
@@ -83,7 +83,7 @@ def my_spread(mine: Mine, setting: Setting):
         ([equal, equal], "both hold the same"), ([equal, low], "they differ at two places, in both directions"),
         ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above"),
         ([low, equal, high], "rank 0 is below rank 1, rank 2 above")):
-        _examine_spread(on_ranks(len(versions), _spread, mine, versions, waits=_WAITS), versions, why)
+        _examine_spread(on_ranks(len(versions), with_its_own, mine, versions, waits=_WAITS), versions, why)
     size = setting.tensor_parallel_size
     if size == 1:
         return None
@@ -96,10 +96,6 @@ def my_spread(mine: Mine, setting: Setting):
             raise NotYet(f"at the final norm of {ckpt.name} without its sums, rank {rank_} says {float(found):.3g}; "
                          f"the ranks are up to {true:.3g} apart")
     return f"on {size} ranks it sees that a sum was lost"
-
-
-def _spread(mine: Mine, versions: list[torch.Tensor]):
-    return mine(versions[rank()])
 
 
 def _spread_in_engine(mine: Mine, ckpt, plan: ShardPlan, dtype: torch.dtype, ids) -> tuple[object, float]:

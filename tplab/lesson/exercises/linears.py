@@ -81,7 +81,7 @@ def _judge(ran: list, x, up, down, bias, what: str) -> None:
         if found.isnan().any():
             raise NotYet("there is NaN in it, though nothing that goes in has one")
         agree(found, right, _ways(size, ops.count("all_reduce"), x, up, down, bias),
-              _unknown(found, right, ops.count("all_reduce")))
+              _unknown(found, right, [record.shape for record in ran[0][1] if record.op == "all_reduce"]))
         if (reduces := ops.count("all_reduce")) != 1 or len(ops) > 1:
             log = ", ".join(f"{ops.count(op)} × {op}" for op in dict.fromkeys(ops)) or "no collective"
             raise NotYet(f"the result is right, and the op log holds {log}. " + (
@@ -136,14 +136,15 @@ def _ways(size: int, sums: int, x, up, down, bias) -> dict:
     return ways
 
 
-def _unknown(found: torch.Tensor, right: torch.Tensor, sums: int) -> str:
+def _unknown(found: torch.Tensor, right: torch.Tensor, sums: list[tuple[int, ...]]) -> str:
     off = (found - right).abs().amax((1, 2)) > 1e-4 * max(1.0, right.abs().max().item())
     wrong, size = off.nonzero().flatten().tolist(), len(found)
     if 0 < len(wrong) < size:
         return (f"right on {ranks_in_words([r for r in range(size) if r not in wrong], size)}, wrong on "
                 f"{ranks_in_words(wrong, size)}: the sum belongs on every rank")
-    if sums > 1:
-        return (f"wrong on every rank, with {sums} sums. Each rank's part of up makes other inner features, which are "
+    if len(sums) > 1 or sums and sums[0] != right[0].shape:
+        what = f"{len(sums)} sums" if len(sums) > 1 else f"a sum over {list(sums[0])}"
+        return (f"wrong on every rank, with {what}. Each rank's part of up makes other inner features, which are "
                 "no summands of one number: what is summed up first?")
     return (f"wrong on every rank, by up to {(found - right).abs().max().item():.1g} where the numbers go up to "
             f"{right.abs().max().item():.1g}. Which rows of up, and which columns of down, does a rank need?")

@@ -210,7 +210,7 @@ def kv_share(mine: Mine, setting: Setting):
     for num_heads, num_kv_heads, ranks in _LAYOUTS:
         for number in range(ranks):
             share = split_evenly(num_heads, ranks)[number]
-            with mock.patch.object(linear, "share", lambda total, n=number, ranks=ranks: _even(total, n, ranks)):
+            with mock.patch.object(linear, "share", patient.share):
                 found = _on(number, ranks, mine, num_heads, num_kv_heads)
             with saying(f"{num_heads} query and {num_kv_heads} KV heads, rank {number} of {ranks}: "):
                 _examine_heads(found, share, num_heads // num_kv_heads)
@@ -232,11 +232,6 @@ def _examine_heads(found, share: range, group: int) -> None:
         raise NotYet(f"query head {head} reads KV head {mine}, and its own is {own}")
     if int(count) != len(set(wanted)):
         raise NotYet(f"{heads} read {len(set(wanted))} KV heads, and it holds {int(count)}")
-
-
-def _even(total: int, number: int, ranks: int) -> tuple[int, int]:
-    part = split_evenly(total, ranks)[number]
-    return part.start, len(part)
 
 
 @works

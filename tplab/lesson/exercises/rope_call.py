@@ -92,7 +92,7 @@ def _confused(name: str, x: torch.Tensor, angle: torch.Tensor) -> dict[str, torc
     cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
     viewed = turned(x.reshape(heads, tokens, dim).transpose(0, 1), right).transpose(0, 1).reshape(x.shape)
     back = turned(x, right).transpose(0, 1).reshape(x.shape)
-    known = misturned(x, cos, sin)
+    known = misturned(x, cos, sin) | {"all tokens are turned by the angle of the first": turned(x, right[:1])}
     if tokens != heads:
         known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
                   "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),

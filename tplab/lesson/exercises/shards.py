@@ -6,10 +6,9 @@ import torch
 
 from tplab.align import reassemble
 from tplab.lesson.cuts import judge_part, read_once, span
-from tplab.lesson.mine import Mine, NotYet, for_each, on_ranks
+from tplab.lesson.mine import Mine, NotYet, for_each, on_ranks, with_its_own
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, at, exercise
-from tplab.ranks import rank
 from tplab.shard import ShardPlan, split_evenly
 
 _HALF, _FULL = torch.float16, torch.float32
@@ -26,7 +25,7 @@ def column_shard(mine: Mine, setting: Setting):
         size, shape, dtype = case
         rows, sources = split_evenly(shape[0], size), [ToySource(shape, dtype) for _ in range(size)]
         what = f"a {'weight' if len(shape) > 1 else 'bias'} {list(shape)} over {size} ranks"
-        for number, ((found, _), own) in enumerate(zip(on_ranks(size, _on_rank, mine, sources, rows), rows)):
+        for number, ((found, _), own) in enumerate(zip(on_ranks(size, with_its_own, mine, sources, rows), rows)):
             head = f"{what}, rank {number}: "
             judge_part(found, sources[0].whole, own, head, ways={
                 f"that is the offset divided by {size} once more; whose offset is rows.start already?":
@@ -51,7 +50,7 @@ def merged(mine: Mine, setting: Setting):
         ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         sources = [[ToySource(one) for one in fused.split(totals)] for _ in range(size)]
         shape = ", ".join(f"{name} {[total, *columns]}" for name, _, total in parts)
-        for number, (found, _) in enumerate(on_ranks(size, _on_rank, mine, sources, ranges)):
+        for number, (found, _) in enumerate(on_ranks(size, with_its_own, mine, sources, ranges)):
             head = f"{shape} over {size} ranks, rank {number}: "
             _judge_merged(found, fused, ranges, number, [(name, total) for name, _, total in parts], head)
             read_once(sum(source.taken for source in sources[number]), found.nbytes, head)
@@ -60,11 +59,6 @@ def merged(mine: Mine, setting: Setting):
               (_gate_up(7, 2), (4,), _FULL), (_qkv(9, 3, 2), (), _HALF)), check,
              lambda case: f"{len(case[0][0][1])} ranks")
     _in_the_engine(setting)
-
-
-def _on_rank(mine: Mine, *args):
-    """On a rank: what it gives back for this rank's own arguments."""
-    return mine(*(each[rank()] for each in args))
 
 
 def _in_the_engine(setting: Setting) -> None:
