@@ -158,8 +158,8 @@ def test_stored_as_executed_once_from_the_top(path):
 
 @each_notebook
 def test_no_trace_of_the_machine_it_was_written_on(path):
-    found = {match.group() for match in MACHINE.finditer(path.read_text(encoding="utf-8"))}
-    assert not found
+    text = re.sub(r'"image/png": "[^"]*"|base64,[^"\\]*', "", path.read_text(encoding="utf-8"))  # letters by chance
+    assert not {match.group() for match in MACHINE.finditer(text)}
 
 
 @each_notebook
