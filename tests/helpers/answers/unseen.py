@@ -92,7 +92,9 @@ ANSWERS = {
         Wrong(_SHARE + "(r + 1) * t // n - r * t // n, r * t // n", "how many stands where the first is asked for")],
     "generate": [
         Wrong(but(GENERATE, "        tokens =", "        input_ids.append(new[-1])\n        tokens ="),
-              "it changes its argument input_ids")],
+              "it changes its argument input_ids"),
+        Wrong(but(GENERATE, "        tokens =", "        if new[-1] == 2: break\n        tokens ="),
+              "prompt of 1, 2 new: 1 id came back; 2 new ones are asked for, whichever are drawn")],
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
               "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)", "2 GB, 4 GB, 3 GB")],

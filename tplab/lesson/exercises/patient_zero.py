@@ -11,7 +11,7 @@ import torch
 from tplab.errors import TplabError
 from tplab.lesson import patient
 from tplab.lesson.cuts import judge_part
-from tplab.lesson.exercises.generating import Toy, judge_calls
+from tplab.lesson.exercises.generating import SHORT, Toy, judge_calls
 from tplab.lesson.exercises.mask import judge_masked, shaped
 from tplab.lesson.exercises.rope_call import fails_aloud
 from tplab.lesson.exercises.rotation import misturned
@@ -191,7 +191,7 @@ def generate(mine: Mine, setting: Setting):
 
     It gets a right cache along with the function, for its own has a bug that shows as soon as it is read.
     """
-    for prompt, count in (([3, 1, 4, 1, 5], 4), ([9], 30)):
+    for prompt, count in (([3, 1, 4, 1, 5], 4), ([9], 30), *SHORT):
         model = _Model()
         judge_calls(model.toy, mine(model, prompt, count), prompt, count)
     return _cures(setting, "model.TensorParallelModel.generate", mine, "the text is Hugging Face's", _tokens,
