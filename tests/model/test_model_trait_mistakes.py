@@ -108,7 +108,7 @@ MISTAKES = [
     ("gpt-oss", False, f"{ATTENTION}.softmax_with_sinks", no_sinks),
     ("Gemma-2", False, f"{ATTENTION}.soft_cap", not_capped),
     ("Gemma-2", False, "tplab.model.decoder.soft_cap", not_capped),
-    ("norm over the full width", False, f"{ATTENTION}.FullWidthNorm.__call__", own_heads_only),
+    ("norm over the full width", False, "tplab.model.norm.FullWidthNorm.__call__", own_heads_only),
     ("weight + 1, embedding scaled", False, "tplab.model.norm.GemmaRMSNorm.forward", weight_as_it_is),
     ("layers without rotation", False, f"{ATTENTION}.leave", rotated_all_the_same),
     ("pairs", False, f"{ATTENTION}.rotate", halves),

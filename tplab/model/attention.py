@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from tplab.model.norm import RMSNorm, make_norm
+from tplab.model.norm import FullWidthNorm, make_norm, norm_each_head
 from tplab.model.rope import leave, rotate
 from tplab.model.trace import point
-from tplab.ranks import all_gather, rank
+from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
 from tplab.shard.linear import column_shard
 from tplab.shard.parameter import sharded_parameter
@@ -117,34 +117,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return (weights.view(*grouped.shape[:3], -1) @ v).view(q.shape)
 
 
-def norm_each_head(q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
-                   ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k ``[tokens, heads here, head_dim]`` normalised head by head (Qwen3): nothing that other ranks know."""
-    return q_norm(q), k_norm(k)
-
-
-class FullWidthNorm:
-    """q and k normalised over all heads of the model (OLMo-2): one all-gather, since a rank sees only its own.
-
-    Summing up the ranks' squares would send less, but add in another order than Hugging Face does, in float32.
-    """
-
-    def __init__(self, plan: ShardPlan):
-        self.shard, self.sizes = plan.ranks[rank()], [len(s.q_heads) + len(s.kv_heads) for s in plan.ranks]
-        gathered = [(kind, head) for s in plan.ranks for kind in ("q_heads", "kv_heads") for head in getattr(s, kind)]
-        # Where each head stands among the gathered ones; a KV head that several ranks hold counts once.
-        self.at = [[gathered.index((kind, head)) for head in range(count)]
-                   for kind, count in (("q_heads", plan.num_heads), ("kv_heads", plan.num_kv_heads))]
-
-    def __call__(self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = all_gather(torch.cat([q, k], dim=1), dim=1, sizes=self.sizes)
-        q, k = (norm(whole[:, at].flatten(1)).unflatten(1, (len(at), -1))
-                for norm, at in zip((q_norm, k_norm), self.at))
-        return q[:, self.shard.q_heads.start:self.shard.q_heads.stop], k[:, self.shard.kv_heads.start:
-                                                                         self.shard.kv_heads.stop]
-
-
 class TensorParallelAttention(nn.Module):
     """Self-attention over this rank's heads; ``config`` is a :class:`tplab.checkpoint.ModelConfig`."""
 
@@ -159,13 +131,12 @@ class TensorParallelAttention(nn.Module):
         self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, parts=columns,
                                         bias=config.o_bias, dtype=dtype)
         self.q_norm = self.k_norm = self.sinks = None
+        if config.qk_norm:
+            full = config.full_width_qk_norm
+            self.q_norm = make_norm(config, config.q_size if full else config.head_dim, dtype)
+            self.k_norm = make_norm(config, config.kv_size if full else config.head_dim, dtype)
+            self.norm_heads = FullWidthNorm(plan) if full else norm_each_head
         self.options = {} if config.attn_logit_softcapping is None else {"softcap": config.attn_logit_softcapping}
-        if config.full_width_qk_norm:
-            self.q_norm, self.k_norm = make_norm(config, config.q_size, dtype), make_norm(config, config.kv_size, dtype)
-            self.norm_heads = FullWidthNorm(plan)
-        elif config.qk_norm:
-            self.q_norm, self.k_norm = (make_norm(config, config.head_dim, dtype) for _ in "qk")
-            self.norm_heads = norm_each_head
         if config.sinks:
             heads = self.shard.q_heads
             self.sinks = sharded_parameter(self, "sinks", torch.empty(len(heads), dtype=dtype), [heads])

@@ -104,12 +104,12 @@ class ShardPlan:
         """
         if enable_expert_parallel and not num_experts:
             raise ShardPlanError("enable_expert_parallel deals experts out, but this model has none")
-        per_expert = ("experts", num_experts) if enable_expert_parallel else ("columns of each expert",
-                                                                              expert_intermediate_size)
-        shared = ("columns of the shared expert", shared_intermediate_size)
-        mlp = ("MLP columns", intermediate_size)
-        counts = {"query heads": num_heads, "tokens": vocab_size} | {
-            what: count for what, count in (mlp, per_expert, shared) if count or not num_experts and what == mlp[0]}
+        counts = {"query heads": num_heads, "MLP columns": intermediate_size, "tokens": vocab_size}
+        if num_experts:  # then there may be no dense layer, or no shared expert
+            each = {"experts": num_experts} if enable_expert_parallel else {
+                "columns of each expert": expert_intermediate_size}
+            counts |= each | {"columns of the shared expert": shared_intermediate_size}
+            counts = {what: count for what, count in counts.items() if count}
         scarce = min(counts, key=counts.get)
         tp = whole_number(tensor_parallel_size, 1)
         if tp is None:
