@@ -86,7 +86,7 @@ ENDS = (
     numbers.rows_that_nobody_has,
     numbers.logits_times,
     places.ranks_exchanged,
-    places.in_other_places,
+    places.head_rows,
     numbers.empty_head,
     numbers.unrelated_head,
 )

@@ -1,6 +1,7 @@
 """Procedures that find out which row, head, column or token it is, if not the right one."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -45,8 +46,7 @@ def fused(op: str) -> tuple[str, ...]:
     return next((parts for parts in (("q", "k", "v"), ("gate", "up")) if op in parts), (op,))
 
 
-@procedure("q", "k", "v", "gate", "up", "logits", names="mlp_columns head_rows", last=True)
-def in_other_places(case: Case) -> Diagnosis | None:
+def _in_other_places(case: Case) -> Diagnosis | None:
     """Is every feature on every rank one of the model's, in another place?"""
     moved = []
     for rank in [rank for rank in case.frame.ranks if case.has(case.point, rank)] if case.op == case.point else ():
@@ -61,7 +61,7 @@ def in_other_places(case: Case) -> Diagnosis | None:
             return None
         moved += [(rank, row, wanted) for row, wanted in zip(gaps.argmin(1).tolist(), (
             start + at.features())[some].tolist()) if row != wanted]
-    if not moved:
+    if not moved or case.op == "logits" and ranks_exchanged(case):
         return None
     rank, row, wanted = moved[0]
     numbers = {"rank": rank, "row": row, "wanted": wanted}
@@ -76,6 +76,10 @@ def in_other_places(case: Case) -> Diagnosis | None:
         None if case.op in "qkv" else "mlp_columns", f"Every output feature of {case.op} is one of the checkpoint's in "
         f"another place: rank {rank} has row {row} of {whole} where row {wanted} belongs. The weights are right, their "
         "order or their cut is not.", **numbers)
+
+
+head_rows = procedure("logits", names="head_rows")(partial(_in_other_places))
+in_other_places = procedure("q", "k", "v", "gate", "up", names="mlp_columns", last=True)(partial(_in_other_places))
 
 
 @procedure(*LINEAR, names="shard_of_another_rank")

@@ -141,6 +141,7 @@ CUTS = (
     _order("qkv_order", lambda says: "[" in says and "group" not in says),
     _order("qkv_interleaved", lambda says: "group" in says),
     _order("rope_permuted_rows", lambda says: "Meta" in says),
+    places.in_other_places,
 )
 
 

@@ -33,18 +33,19 @@ def another_sum(case: Case) -> Diagnosis | None:
             return None
         solved = dict(zip(names, torch.linalg.lstsq(columns, ours[:, None]).solution.flatten().tolist()))
         times = {name: float(round(n)) for name, n in solved.items()}
-        scaled = (case.op, case.layer, other, times[branch]) == ("residual", "layers.0", None, 1) and (
-            times[stream] not in (0, 1, tp) or abs(solved[stream] - times[stream]) > 1e-3)
+        first = (case.op, case.layer, other, times[branch]) == ("residual", "layers.0", None, 1)
+        scaled = first and (times[stream] not in (0, 1, tp) or abs(solved[stream] - times[stream]) > 1e-3)
         if scaled:
             times[stream] = ((ours - columns[:, 1]) @ columns[:, 0] / (columns[:, 0] @ columns[:, 0])).item()
         if (times[stream], times[branch]) == (1, 1) and not other or (other and not times[other]) or not any(
                 times.values()):
             continue
         if explains(case, lambda at, times=times: sum(n * at(name) for name, n in times.items() if n)):
-            found.append((sum(map(abs, times.values())), len(found), other, times, scaled))
+            alike = ("embedding_scale",) * (first and not scaled)  # one may be scaled by 0 or by this, too
+            found.append((sum(map(abs, times.values())), len(found), other, times, scaled, alike))
     if not found:
         return None
-    _, _, other, times, scaled = min(found)  # what is made of the fewest
+    _, _, other, times, scaled, alike = min(found)  # what is made of the fewest
     said = " + ".join(f"{n:.5g} × {_SAYS[name]}" if n != 1 else _SAYS[name] for name, n in times.items() if n)
     fault = ("embedding_scale" if scaled else
              "residual_missing" if not times[stream] and not other else
@@ -56,7 +57,7 @@ def another_sum(case: Case) -> Diagnosis | None:
     more = (": the embeddings were multiplied with a number (Gemma does that, with the root of its hidden size, here "
             f"{case.config.hidden_size ** 0.5:.5g}); this model does not") * scaled
     return case.diagnosis(fault, f"{case.first.name} is {said}; right is {_SAYS[stream]} + {_SAYS[branch]}{more}.",
-                          **({"times": times[stream]} if scaled else times))
+                          *alike, **({"times": times[stream]} if scaled else times))
 
 
 @procedure("o_partial", "mlp_partial", names="all_reduce_missing all_reduce_dropped")
