@@ -9,8 +9,8 @@ previous and the next notebook of the series (``[← …](00_start_here.ipynb)``
 Tags of cells (``metadata.tags``):
 
 ``parameters``
-    Exactly one code cell, literals only: ``model`` (default ``"fable"``), ``tensor_parallel_size``, ``prompt``,
-    ``dtype``, ``seed``, and whatever else the notebook lets its user choose.
+    Exactly one code cell, literals only: ``model`` (default ``"fable"``, in 12 ``"fable-moe"``),
+    ``tensor_parallel_size``, ``prompt``, ``dtype``, ``seed``, and whatever else the notebook lets its user choose.
 ``stub``
     *Your turn*: a code cell that runs as it stands and is wrong.
 ``solution``
@@ -139,7 +139,7 @@ def test_one_parameters_cell_of_literals(path):
         assert isinstance(statement, ast.Assign) and len(statement.targets) == 1, ast.unparse(statement)
         defaults[statement.targets[0].id] = ast.literal_eval(statement.value)
     assert PARAMETERS <= set(defaults)
-    assert defaults["model"] == "fable"
+    assert defaults["model"] == ("fable-moe" if path.stem == "12_experts" else "fable")
 
 
 @each_notebook

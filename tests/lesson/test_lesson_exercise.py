@@ -90,7 +90,7 @@ def test_side_by_side_reads_functions():
 
 
 def test_default_prompts():
-    assert lesson.default_prompt("fable") == fable.default_prompt()
+    assert lesson.default_prompt("fable") == lesson.default_prompt("fable-moe") == fable.default_prompt()
     assert lesson.default_prompt("smollm2") == lesson.default_prompt("some/folder") != fable.default_prompt()
 
 

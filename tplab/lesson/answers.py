@@ -2,29 +2,32 @@
 
 import os
 
+from tplab.checkpoint.names import EMBEDDED
+
 SENTENCE = "The old lighthouse keeper climbed the stairs every evening, because the ships at sea"
 QUESTION = "What is the capital of France?"
 
 
 def default_prompt(model) -> str:
-    """The prompt a notebook uses when its reader gives none: a held-out story's opening for fable, else a sentence.
+    """The prompt a notebook uses when its reader gives none: a held-out story's opening for the embedded models, else a
+    sentence.
 
         >>> prompt = prompt or lesson.default_prompt(model)
     """
     from tplab import fable
 
     name = os.fspath(getattr(model, "name", model))
-    return fable.default_prompt() if name == "fable" else SENTENCE
+    return fable.default_prompt() if name in EMBEDDED else SENTENCE
 
 
 def default_question(model) -> str:
     """What a notebook asks a model when its reader asks nothing: chat models a question, others a text to go on with.
 
-    fable has a chat template too, but knows stories only: it gets its opening.
+    The embedded models have a chat template too, but know stories only: they get an opening.
 
         >>> question = prompt or lesson.default_question(ckpt)
     """
-    asked = model.tokenizer().chat_template and model.name != "fable"
+    asked = model.tokenizer().chat_template and model.name not in EMBEDDED
     return QUESTION if asked else default_prompt(model)
 
 

@@ -13,6 +13,7 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "op_logs": ".figures.oplogs",
           "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
           "format_bytes": ".figures.collective_cost", "roofline_figure": ".figures.roofline",
+          "routes_figure": ".figures.routes",
           "curves_figure": ".figures.curves",
           "plan_figure": ".drawings.shards",
           "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",

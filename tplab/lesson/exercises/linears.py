@@ -50,11 +50,11 @@ def _from_the_model(model) -> tuple[torch.Tensor, ...]:
 
 def _counted(mine: Mine, *args) -> tuple[object, int]:
     """On a rank: what it returns, and how many numbers it has multiplied for that."""
-    with _Multiplications() as work:
+    with Multiplications() as work:
         return mine(*args), work.count
 
 
-class _Multiplications(TorchDispatchMode):
+class Multiplications(TorchDispatchMode):
     """Counts multiplications by matrices."""
 
     _INPUT = {"mm": 0, "bmm": 0, "mv": 0, "matmul": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
