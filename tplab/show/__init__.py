@@ -15,7 +15,7 @@ _HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure
           "format_bytes": ".figures.collective_cost", "roofline_figure": ".figures.roofline",
           "routes_figure": ".figures.routes",
           "curves_figure": ".figures.curves",
-          "plan_figure": ".drawings.shards",
+          "plan_figure": ".drawings.shards", "experts_figure": ".drawings.experts",
           "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",
           "column_row_figure": ".drawings.linears",
           "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
