@@ -7,6 +7,7 @@ import torch
 
 from tplab.checkpoint.reader import TensorSlice
 from tplab.lesson.mine import NotYet, kind
+from tplab.lesson.words import off_alike
 from tplab.shard import ShardPlan
 
 _KINDS = "rows", "columns"
@@ -53,7 +54,8 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
     if found.dim() == 2 and found.mT.shape == right.shape and found.mT.equal(right):
         raise NotYet(f"{head}{shapes}: these are the right numbers, turned")
     raise NotYet(f"{head}{shapes}" if found.shape != right.shape else
-                 f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied")
+                 f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied"
+                 f"{off_alike(found.double(), right.double())}")
 
 
 def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int] | None:

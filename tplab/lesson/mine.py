@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tplab.checks import shown
-from tplab.lesson.words import CALLED, NotYet, in_words
+from tplab.lesson.words import CALLED, NotYet, in_words, off_alike
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
 from tplab.ranks.errors import CollectiveMismatch, RankError
@@ -310,9 +310,8 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str, within: 
 
     if not same(right):
         given = {says: one if isinstance(one, tuple) else (one,) for says, one in mistakes.items()}
-        little = value.shape == right.shape and (value - right).abs().max() < 5e-3 * right.abs().max()
-        asks = "\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?" * bool(little)
-        raise NotYet(next((says for says, some in given.items() if any(map(same, some))), otherwise + asks))
+        raise NotYet(next((says for says, some in given.items() if any(map(same, some))),
+                          otherwise + off_alike(value, right, same)))
 
 
 def _numbers(value) -> torch.Tensor:

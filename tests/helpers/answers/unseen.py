@@ -58,7 +58,14 @@ ANSWERS = {
         Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, and holds position 5")],
     "my_head_logits": [
         Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
-              "are they probabilities?")],
+              "are they probabilities?"),
+        Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "hidden @ weight_here.T + 1"),
+              "Every number is off by +1"),
+        Wrong("def my_head_logits(hidden, weight_here, sizes):\n"
+              "    return all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes).roll(1, -1)", "in another order"),
+        Wrong("def my_head_logits(hidden, weight_here, sizes):\n"
+              "    out = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)\n"
+              "    return out / out.norm(dim=-1, keepdim=True)", "Each row is right but for a factor")],
     "my_best_offer": [Wrong(_OFFERS, "That is the largest without its sign")],
     "my_embedding": [
         Wrong(but(_SOLVED["my_embedding"], "return all_reduce(found.masked_fill(~here[:, None], 0))",
@@ -69,7 +76,8 @@ ANSWERS = {
         Wrong(layer(_JOIN, "torch.cat([k, self.k]), torch.cat([v, self.v])"), "the new keys and values stand in front"),
         Wrong(layer(_JOIN, "torch.cat([self.k, k]), torch.cat([self.k, v])"), "values stand behind cached keys"),
         Wrong(layer("masked_fill(future", "masked_fill(~future"), "the mask is the wrong way round"),
-        Wrong(layer(_HIDDEN + ".softmax(-1)", "scores.softmax(-1).masked_fill(future, 0)"), "comes after the softmax"),
+        Wrong(layer(_HIDDEN + ".softmax(-1)", "scores.softmax(-1).masked_fill(future, 0)"),
+              "that are left do not add up to 1"),
         Wrong(layer("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean(0, keepdim=True)"), "taken over the tokens, for"),
         Wrong(layer("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean()"), "one mean is taken over all tokens"),
         Wrong(layer("self.norm(hidden, self.norm2)", "self.norm(x, self.norm2)"), "it reads what the first norm made"),
@@ -83,6 +91,8 @@ ANSWERS = {
         Right(layer('point("q", q), point("k", k), point("v", v)', "pass"))],
     "my_send_shards": [Wrong(send("mine = part", "mine = part[:1]"), "rows 0 come back where rows 0–5 are its own")],
     "my_spread": [
+        Wrong("def my_spread(x):\n    versions = all_gather(x[None], dim=0)\n"
+              "    return (versions.amax(0) - versions.amin(0)).max().item() ** 2", "It is the square of that"),
         Wrong("def my_spread(x): return all_gather(x[None], dim=0).diff(dim=0).abs().max().item()",
               "that is between neighbours; and ranks that are none?", (2,))],
     "my_agree": [

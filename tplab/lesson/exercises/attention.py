@@ -66,7 +66,8 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
         "the values are right, the keys lie in another order": weighed(hidden(product(k_copy) * scaling)),
         "all query heads read KV head 0": weighed(hidden(product(k_first) * scaling), v_first),
         "the scores are not scaled: what is scaling for?": weighed(hidden(raw)),
-        "the scores are divided by scaling, which is a factor": weighed(hidden(raw / scaling)),
+        "the scores are divided by scaling, which is a factor":
+            tuple(weighed(hidden(raw / by)) for by in (scaling, scaling ** 0.5)),
         "head_dim ** -0.5 stands where scaling was given: a model may scale by another number":
             weighed(hidden(raw * q.shape[-1] ** -0.5)),
         "the scores are scaled twice": weighed(hidden(scores * scaling)),
@@ -87,7 +88,8 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
             torch.softmax(hidden(scores).flatten(), 0).view_as(scores) @ v_each,
         "is_causal lines up query 0 with key 0, and with a cache they stand apart: the mask knows where each one is":
             weighed(scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), float("-inf"))),
-        "the softmax is there twice": torch.softmax(torch.softmax(hidden(scores), -1), -1) @ v_each,
+        "the softmax is there twice": tuple(
+            weighed(each) for each in (torch.softmax(hidden(scores), -1), hidden(torch.softmax(scores, -1)))),
         "the mask is added as a number, 1 for what is hidden": weighed(scores + mask.float()),
         "there is no softmax: weights must be positive and add up to 1": scores.masked_fill(mask, 0) @ v_each,
         "keys are taken for values": weighed(hidden(scores), k_each),
