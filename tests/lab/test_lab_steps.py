@@ -218,8 +218,10 @@ def test_no_kernel_broken_models_and_ranks_that_cannot_meet_have_a_remedy(monkey
     found = [*doctor.kernel(), *doctor.models(), *doctor.ranks()]
     assert [(one.what, one.essential) for one in found] == [
         ("Jupyter has no kernel 'python3'", True), ("model fable: it is gone", True),
-        ("model smollm2: it is gone", False), ("two ranks cannot work together: it is gone", True)]
-    for one, words in zip(found, ("ipykernel install", "git checkout", "-m tplab fetch smollm2", "is_gloo_available")):
+        ("model fable-moe: it is gone", False), ("model smollm2: it is gone", False),
+        ("two ranks cannot work together: it is gone", True)]
+    for one, words in zip(found, ("ipykernel install", "git checkout", "git checkout", "-m tplab fetch smollm2",
+                                  "is_gloo_available")):
         assert words in one.remedy
 
 

@@ -125,7 +125,8 @@ def shown(value) -> str:
 
 
 @pytest.mark.parametrize("name, options", [
-    ("my_rope", {"dtype": "float64"}), ("my_attend", {"dtype": "float64"}), ("my_spread", {"prompt": ""})])
+    ("my_rope", {"dtype": "float64"}), ("my_attend", {"dtype": "float64"}), ("my_spread", {"prompt": ""}),
+    ("my_full_width_norm", {"dtype": "float64"}), ("my_moe", {"dtype": "bfloat16", "model": "fable-moe"})])
 def test_a_solution_passes_with_other_parameters_of_the_notebook(name, options):
     """In float64 Hugging Face takes its tables and its softmax in float32, which no learner is asked to know."""
     assert lesson.judge(defined(SOLUTIONS[name], name), **{"prompt": IDS, **options}, name=name).passed

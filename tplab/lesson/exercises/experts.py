@@ -28,12 +28,14 @@ def try_beside_hugging_face(setting: Setting, toy: Checkpoint | None = None, mod
 
     With the setting's model, or with ``toy``; a model without experts gives way to a small random one that has some.
     """
+    # In float64 Hugging Face counts routers and norms in float32, and an answer may add up in another order.
+    dtype = "float32" if setting.dtype == "float64" else setting.dtype
     given = toy is None and setting.checkpoint.config.experts is not None
     ckpt = setting.checkpoint if given else toy or toy_experts()
     for mode in modes:
         where = f"in {ckpt.name if given else 'a small random model'}, {'expert' if mode else 'tensor'} parallel: "
         try:
-            report = beside_hugging_face(ckpt, setting.ids() if given else _IDS, dtype=setting.dtype,
+            report = beside_hugging_face(ckpt, setting.ids() if given else _IDS, dtype=dtype,
                                          tensor_parallel_size=setting.tensor_parallel_size,
                                          enable_expert_parallel=mode, patches=setting.patches)
         except Exception as error:  # of the learner's code on the ranks
