@@ -88,7 +88,10 @@ class CheckReport(AlignReport):
 
     @cached_property
     def misplaced(self) -> bool:
-        """Whether all else is right up to the end: then what is wrong is not what it is taken for."""
+        """Whether what is wrong has no name, and all else is right up to the end: then it is not what it is taken for.
+        """
+        if any(one.fault for one in self.diagnoses):
+            return False
         others = [point for point in self.points if point.name not in self.guilty]
         return bool(self.guilty) and self.dtype not in SHORT and others[-1:] == self.points[-1:] and all(
             point.relative <= GROWN * point.floor for point in others) and all(
