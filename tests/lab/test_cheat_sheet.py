@@ -8,9 +8,10 @@ import pytest
 from tplab import lab
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM
-from tplab.lab.sheet import NUMBERS, STREET
+from tplab.lab.sheet import NUMBERS, STREET, CheatSheet
 from tplab.model.loader import load_model
 from tplab.ranks import logical_ranks
+from tplab.shard import ShardPlan
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "cheat_sheet.ipynb"
 FULL = {"embed": "embed_tokens", "o_proj": "layers.0.self_attn.o_proj", "down_proj": "layers.0.mlp.down_proj"}
@@ -31,6 +32,25 @@ def test_the_shapes_are_those_that_the_engine_loads(size):
     for at, name in enumerate(FULL):
         assert held[name][2] == " | ".join(str(rank[at]) for rank in ranks)
         assert held[name][0] == str(list(ckpt.tensors[f"model.{FULL[name]}.weight"].shape))
+
+
+@pytest.mark.parametrize("whole, cut", [(True, "whole experts"), (False, "rows of each")])
+def test_experts_are_those_that_the_engine_loads(whole, cut):
+    ckpt = open_checkpoint("fable-moe")
+    plan = ShardPlan.from_config(ckpt.config, 3, enable_expert_parallel=whole)
+    held = {name: cells for name, *cells in CheatSheet(plan, ckpt.config.head_dim).held()}
+
+    def experts():
+        mlp = load_model(ckpt, plan).layers[0].mlp
+        down = {str(list(one.down_proj.weight.shape)) for one in mlp.experts.values()}
+        gate = {str([one.gate_up_proj.weight.shape[0] // 2, 128]) for one in mlp.experts.values()}
+        return list(mlp.gate.weight.shape), *(f"{len(mlp.experts)} × {' '.join(shapes)}" for shapes in (gate, down))
+
+    routers, gates, downs = zip(*logical_ranks(3, experts))
+    assert held["router"] == [str(routers[0]), "whole", "every rank"]
+    assert held["experts: gate_proj, up_proj"] == ["8 × [80, 128]", cut, " | ".join(gates)]
+    assert held["experts: down_proj"][2] == " | ".join(downs)
+    assert "down_proj" not in held, "there is no dense layer"
 
 
 def test_every_fault_of_the_museum_is_a_suspect_once():

@@ -44,7 +44,19 @@ class CheatSheet:
         def shapes(sizes, rows: bool, other: int) -> str:
             return " | ".join(f"[{size}, {other}]" if rows else f"[{other}, {size}]" for size in sizes)
 
-        hidden = plan.hidden_size
+        hidden, count, inner = plan.hidden_size, plan.num_experts, plan.expert_intermediate_size
+        mlp, how = [], "whole experts" if plan.enable_expert_parallel else "{} of each"
+        if plan.intermediate_size:
+            mlp += [["gate_proj, up_proj", f"[{plan.intermediate_size}, {hidden}]", "rows",
+                     shapes(columns, True, hidden)],
+                    ["down_proj", f"[{hidden}, {plan.intermediate_size}]", "columns", shapes(columns, False, hidden)]]
+        if count:
+            held = [(len(one.experts), len(one.expert_mlp)) for one in plan.ranks]
+            mlp += [["router", f"[{count}, {hidden}]", "whole", "every rank"],
+                    ["experts: gate_proj, up_proj", f"{count} × [{inner}, {hidden}]", how.format("rows"),
+                     " | ".join(f"{n} × [{part}, {hidden}]" for n, part in held)],
+                    ["experts: down_proj", f"{count} × [{hidden}, {inner}]", how.format("columns"),
+                     " | ".join(f"{n} × [{hidden}, {part}]" for n, part in held)]]
         return [
             ["embed, lm_head", f"[{plan.vocab_size}, {hidden}]", "rows (tokens)", shapes(words, True, hidden)],
             ["q_proj", f"[{plan.num_heads * dim}, {hidden}]", "rows, at heads",
@@ -53,8 +65,7 @@ class CheatSheet:
              shapes([n * dim for n in kv], True, hidden)],
             ["o_proj", f"[{hidden}, {plan.num_heads * dim}]", "columns, at heads",
              shapes([n * dim for n in q], False, hidden)],
-            ["gate_proj, up_proj", f"[{plan.intermediate_size}, {hidden}]", "rows", shapes(columns, True, hidden)],
-            ["down_proj", f"[{hidden}, {plan.intermediate_size}]", "columns", shapes(columns, False, hidden)],
+            *mlp,
             ["norms, bias of o and down", f"[{hidden}]", "whole; such a bias is added once", "every rank"],
             ["KV cache, a token and layer", f"2 × {plan.num_kv_heads} × {dim}", "KV heads, never repeated ones",
              " | ".join(f"2 × {n} × {dim}" for n in kv)],

@@ -124,8 +124,8 @@ def _judge_moe(ran: list, x, weights, ids, held, cut, gate_up, down, what: str) 
 
 
 def _summands(x, weights, ids, held, cut, gate_up, down, act=F.silu, turned: bool = False, of: Callable = lambda w: w,
-              before: bool = False, first: Sequence[int] | None = None) -> torch.Tensor:
-    """Of each rank its summand, ``[ranks, tokens, hidden]``; or, by the last five, what one mistake makes of it.
+              before: bool = False, first: Sequence[int] | None = None, striped: bool = False) -> torch.Tensor:
+    """Of each rank its summand, ``[ranks, tokens, hidden]``; or, by the last six, what one mistake makes of it.
 
     ``of`` changes a rank's weights ``[tokens, experts]``; ``first``: of each rank the expert for which it takes its own
     first one.
@@ -135,6 +135,7 @@ def _summands(x, weights, ids, held, cut, gate_up, down, act=F.silu, turned: boo
         shares = of(whole[:, experts.start:experts.stop] if first is None else
                     whole[:, first[number]:first[number] + len(experts)])
         gate, up = (part[experts.start:experts.stop, columns.start:columns.stop] for part in gate_up.chunk(2, dim=1))
+        gate, up = (torch.cat([gate, up], 1)[:, at::2] for at in (0, 1)) if striped else (gate, up)
         x_each = x.expand(len(experts), *x.shape)
         x_each = x_each * shares.T[..., None] if before else x_each
         inner = [x_each @ part.mT for part in ((up, gate) if turned else (gate, up))]
@@ -179,6 +180,7 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
         "the weights stand before the expert: an expert of half the input does not give half the output":
             of(before=True),
         "gate and up are exchanged: which half of gate_up goes through silu?": of(turned=True),
+        "gate's rows stand above those of up, and every second row is taken for gate's": of(striped=True),
         "there is no activation": of(act=lambda gate: gate),
         "another activation than silu": tuple(of(act=act) for act in (torch.relu, F.gelu, torch.sigmoid, torch.tanh)),
         "where a token has two experts on a rank, the second overwrites the first: add them up": of(of=last),
@@ -186,7 +188,8 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
         "its weights": of(of=renormalised),
         f"the tokens themselves are in it {size} times: the residual is not asked for": everywhere(whole + size * x),
         "the tokens themselves are in it: the residual is not asked for": everywhere(whole + x),
-        "each token goes to its first expert only": other(weights * (torch.arange(ids.shape[1]) == 0)),
+        "each token goes to its first expert only": tuple(other(
+            part * (torch.arange(ids.shape[1]) == 0)) for part in (weights, torch.ones_like(weights))),
         f"the sum is divided by the {ids.shape[1]} experts of a token": everywhere(whole / ids.shape[1])}
 
 
@@ -288,6 +291,8 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str)
             "the mean is subtracted first: that is a LayerNorm": normed(wide.var((1, 2), keepdim=True, correction=0)),
             "the root is missing: this divides by the mean of the squares": torch.cat([
                 (part / (mean + eps) * w).flatten() for part, w in zip(cut(wide), cut(each, 0))]),
+            "these are the numbers that went in": torch.cat([part.flatten() for part in cut(wide)]),
+            "one mean is taken over all tokens; each has its own": normed(squares.mean().expand_as(mean)),
             "the mean runs over the tokens": normed([part.mean(0, keepdim=True) for part in cut(squares)])}
         within = 2e-2 if x.dtype == torch.bfloat16 else 1e-4
         agree(found, normed(mean), ways, "wrong, and by none of the usual mistakes: which squares are added up, and by "
