@@ -237,7 +237,7 @@ def test_what_does_not_go_together(monkeypatch, pieces, says, dim):
             pass
     ckpt = Some(config=None, tensors=None, reader=Reader)
     monkeypatch.setattr(running, "open_checkpoint", lambda model: ckpt)
-    monkeypatch.setattr(running, "ShardPlan", Some(from_config=lambda config, size: size))
+    monkeypatch.setattr(running, "ShardPlan", Some(from_config=lambda config, size, **options: size))
     monkeypatch.setattr(running, "tensor_parts", lambda config, tensors: {"w": "w"})
     monkeypatch.setattr(running, "read_part", lambda part, reader: true.to(F64))
     monkeypatch.setattr(running, "run_ranks", lambda *_, **__: [[held(*more) for r, *more in pieces if r == rank]

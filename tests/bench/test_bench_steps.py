@@ -50,7 +50,7 @@ def test_the_least_of_four_runs_counts(monkeypatch):
     took = iter([99, 1, 5, 2, 98, 6, 4, 3])
     monkeypatch.setattr(steps, "decode_seconds", lambda llm, sequences, context: next(took))
     monkeypatch.setattr(steps, "prompt_seconds", lambda llm, prompts, length: prompts * length)
-    config = SimpleNamespace(max_position_embeddings=100, hf=SimpleNamespace(rope_parameters={"rope_type": "default"}))
+    config = SimpleNamespace(max_position_embeddings=100, ropes={None: {"rope_type": "default"}})
     found = steps.time_steps(SimpleNamespace(checkpoint=SimpleNamespace(config=config)))
     assert found == {"decode": 1, "16 sequences": 3, "prompt": 50}, "a prompt of half the model's length at most"
 
