@@ -199,7 +199,7 @@ LOST, READ = ["Query heads", "6–7 on no rank"], ["Key heads", "Value heads", "
 @pytest.mark.parametrize("sick, ranks, verdict, names, words", [
     ((), 1, "clean", [], []), ((), 2, "clean", [], []), ((), 3, "clean", [], []), ((), 4, "clean", [], []),
     (tuple(CURES), 2, "bug", [*UNKNOWN, ROPE, ("nan_mask",)], []),
-    (tuple(CURES), 3, "bug", [(), *UNKNOWN, ROPE, ("nan_mask",)], LOST),
+    (tuple(CURES), 3, "bug", [(), (), *UNKNOWN, ROPE, ("nan_mask",)], ["no cut into [q|k|v] fits", *LOST]),
     (CUT + ROTATE + HEAD + UNREAD, 2, "bug", [("shard_dim1",), ROPE, ("head_random",)], []),
     (CUT + ROTATE + HEAD + UNREAD, 3, "bug", [("shard_dim1",), ROPE, ("head_random",)], []),
     (MASK + UNREAD, 2, "bug", [("nan_mask",)], []), (CUT, 1, "bug", [("shard_dim1",)], []),
