@@ -1,5 +1,8 @@
 """What only a certain moment or size shows of the groups: a rank that fails late, pieces, dimensions."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -41,3 +44,32 @@ def test_eight_dimensions_and_no_more(run):
         return all_reduce(torch.ones([1] * 8)).shape, op_log()[-1].shape
 
     assert run(fn) == [((1,) * 8, (1,) * 8)] * 3
+
+
+TRACED_BESIDE_A_SLEEPER = """
+import sys, time
+from tplab.ranks import RankError, logical_ranks
+
+try:
+    logical_ranks(2, time.sleep, 1e6, timeout=0.2)
+except RankError as error:
+    print(str(error).splitlines()[0])
+
+def trace(frame, event, _):
+    frame.f_trace_opcodes = True
+    return trace
+
+def steps():
+    return sum(range(5))
+
+for _ in range(1000):
+    sys.settrace(trace)
+    found = steps()
+    sys.settrace(None)
+print(found)
+"""
+
+
+def test_a_thread_that_sleeps_on_does_not_stop_others_that_are_traced():
+    ran = subprocess.run([sys.executable, "-c", TRACED_BESIDE_A_SLEEPER], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.splitlines()[-1] == "10" and "rank" in ran.stdout, ran.stdout + ran.stderr

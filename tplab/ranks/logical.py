@@ -4,6 +4,7 @@ import ctypes
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import torch
 
@@ -79,11 +80,21 @@ def _end(threads: list[threading.Thread]) -> None:
         pause = 0.001
         while alive := [thread for thread in threads if thread.is_alive()]:
             for thread in alive:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))
+                _raise_in(thread.ident)
+            # As long as one sleeps on and has not met its exception, Python 3.11 asks all threads to look for theirs, and
+            # so does not get past a line that is traced. Whoever finds one withdraws that.
+            with suppress(Abandoned):
+                _raise_in(threading.get_ident())
+                while True:
+                    pass
             time.sleep(pause := min(1.1 * pause, 1.0))
 
     if threads:
         threading.Thread(target=ask, daemon=True, name="ends logical ranks").start()
+
+
+def _raise_in(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Abandoned))
 
 
 class _Rendezvous:
