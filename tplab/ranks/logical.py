@@ -81,8 +81,8 @@ def _end(threads: list[threading.Thread]) -> None:
         while alive := [thread for thread in threads if thread.is_alive()]:
             for thread in alive:
                 _raise_in(thread.ident)
-            # As long as one sleeps on and has not met its exception, Python 3.11 asks all threads to look for theirs, and
-            # so does not get past a line that is traced. Whoever finds one withdraws that.
+            # As long as one sleeps on and has not met its exception, Python 3.11 asks all threads to look for theirs,
+            # and does not get past a line that is traced. Whoever finds one withdraws the question.
             with suppress(Abandoned):
                 _raise_in(threading.get_ident())
                 while True:
