@@ -4,6 +4,8 @@ Nothing is taken for what it is not: a truth value is no number, 2.0 is no whole
 """
 
 import math
+from collections.abc import Iterable
+from itertools import groupby
 from numbers import Integral, Real
 
 LARGEST = 2**63 - 1  # what fits into a tensor and into a pipe to the ranks
@@ -41,6 +43,12 @@ def shown(value) -> str:
     except Exception:  # an int of more than 4300 digits, or somebody's own __repr__
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:150]}…{text[-20:]}"
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Whole numbers in words, a text for each run of neighbours: ``["0–5", "7"]``."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
 
 
 def readable(text: str, error: type[Exception]) -> str:

@@ -1,11 +1,11 @@
 """Which part of a tensor came back: rows or columns, whose they are, and what was read and kept for them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 
 import torch
 
 from tplab.checkpoint.reader import TensorSlice
+from tplab.checks import spans
 from tplab.lesson.mine import NotYet, kind
 from tplab.lesson.words import off_alike
 from tplab.shard import ShardPlan
@@ -73,9 +73,8 @@ def _bytes(row: torch.Tensor) -> bytes:
 
 def span(places: Sequence[int], of: str = "rows") -> str:
     """``"rows 0–5"``, ``"rows 0, 2, 4 …"``."""
-    runs = [[row for _, row in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
-    return f"{of} " + (", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:4])
-                       + " …" * (len(runs) > 4) if runs else "of none")
+    texts = spans(places)
+    return f"{of} " + (", ".join(texts[:4]) + " …" * (len(texts) > 4) if texts else "of none")
 
 
 def read_once(read: int, kept: int, head: str, asks: str = "slice the source itself") -> None:

@@ -1,12 +1,11 @@
 """Notebook 12: small random models, one with experts and one with a norm over all heads."""
 
 import functools
-from pathlib import Path
 
 import torch
 
-from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.pool.private_folder import make_folder
+from tplab.checkpoint import Checkpoint
+from tplab.lesson.toy_checkpoint import random_model
 
 
 @functools.cache
@@ -31,12 +30,5 @@ def _random(model_type: str, **more) -> Checkpoint:
         model_type, num_attention_heads=6, num_key_value_heads=2, vocab_size=43, hidden_size=48, intermediate_size=25,
         num_hidden_layers=2, max_position_embeddings=64, eos_token_id=None, bos_token_id=None, pad_token_id=None,
         **more)
-    with torch.random.fork_rng():
-        torch.manual_seed(6)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            scale = 0.3 if "norm" in name or parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
-            parameter.data.normal_(1.0 if "norm" in name else 0.0, scale)
-    folder = Path(make_folder())
-    model.save_pretrained(folder)
-    return open_checkpoint(folder)
+    return random_model(6, lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32),
+                        lambda parameter: 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)

@@ -1,6 +1,5 @@
 """An end for an answer: how long one call of a learner's code may take."""
 
-import ctypes
 import linecache
 import signal
 import sys
@@ -11,6 +10,7 @@ from types import FrameType
 from tplab.lesson.mine import LIMIT
 from tplab.lesson.words import NotYet, is_learners
 from tplab.pool import RankPool
+from tplab.ranks.logical import raise_in
 
 _LOOK = 0.05  # seconds; looks are counted, so that a machine that slows the code slows its clock as well
 _works = {RankPool.run.__code__}  # calls that have a limit of their own, or end by themselves
@@ -24,7 +24,8 @@ def limited(function: Callable, *args):
     :func:`tplab.lesson.mine.on_ranks`.
     """
     watch, before = _Watch(sys._getframe()), signal.getsignal(signal.SIGINT)
-    if before == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    is_ignored = before == signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+    if is_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     watch.start()
     try:
@@ -33,7 +34,7 @@ def limited(function: Callable, *args):
         finally:
             with watch.lock:  # behind this line nothing is sent any more
                 watch.over.set()
-            if before == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+            if is_ignored:
                 signal.signal(signal.SIGINT, before)
     except BaseException:
         if watch.found is None:
@@ -89,4 +90,4 @@ class _Watch(threading.Thread):
         if self.caller == threading.main_thread().ident:  # a signal ends a sleep too
             signal.pthread_kill(self.caller, signal.SIGINT)
         else:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.caller), ctypes.py_object(KeyboardInterrupt))
+            raise_in(self.caller, KeyboardInterrupt)

@@ -4,6 +4,7 @@ import functools
 import math
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -74,12 +75,19 @@ def toy_model(num_heads: int, num_kv_heads: int, num_layers: int = 1, o_bias: bo
 
     config = dict(num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=6, vocab_size=43,
                   hidden_size=72 if o_bias else 20, intermediate_size=25, num_hidden_layers=num_layers)
+    return random_model(num_heads, lambda: LlamaForCausalLM(LlamaConfig(**config, attention_bias=True)) if o_bias else
+                        Qwen2ForCausalLM(Qwen2Config(**config)), lambda parameter: 0.3)
+
+
+def random_model(seed: int, make: Callable[[], torch.nn.Module], spread: Callable[[torch.Tensor], float]) -> Checkpoint:
+    """The Hugging Face model that ``make()`` gives, with random weights; ``spread`` says of each parameter but a norm's
+    how large."""
     with torch.random.fork_rng():
-        torch.manual_seed(num_heads)
-        model = LlamaForCausalLM(LlamaConfig(**config, attention_bias=True)) if o_bias else Qwen2ForCausalLM(
-            Qwen2Config(**config))
+        torch.manual_seed(seed)
+        model = make()
         for name, parameter in model.named_parameters():
-            parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            mean, deviation = (1.0, 0.3) if "norm" in name else (0.0, spread(parameter))
+            parameter.data.normal_(mean, deviation)
     folder = Path(make_folder())
     model.save_pretrained(folder)
     return open_checkpoint(folder)

@@ -4,11 +4,8 @@ import math
 import os
 import resource
 import socket
-import sys
 
 import psutil
-
-LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 def why_not(size: int) -> str | None:

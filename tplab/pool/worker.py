@@ -22,7 +22,6 @@ from tplab.pool.control_block import ControlBlock, fence
 from tplab.pool.pinning import pin_threads
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
-from tplab.pool.system_limits import LOOPBACK
 from tplab.ranks import context, raw_calls
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
 
@@ -65,7 +64,7 @@ def main(spec: Spec) -> None:
     # A rank starts no processes. But with this setting the semaphores of its libraries (tqdm has one) have no name, and
     # Python does not warn of them after a rank was killed.
     multiprocessing.set_start_method("fork", force=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     rank = _Rank(spec, control, output)
     with raw_calls.logged(rank.group):
         rank.serve()

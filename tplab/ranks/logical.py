@@ -80,11 +80,11 @@ def _end(threads: list[threading.Thread]) -> None:
         pause = 0.001
         while alive := [thread for thread in threads if thread.is_alive()]:
             for thread in alive:
-                _raise_in(thread.ident)
+                raise_in(thread.ident, Abandoned)
             # As long as one sleeps on and has not met its exception, Python 3.11 asks all threads to look for theirs,
             # and does not get past a line that is traced. Whoever finds one withdraws the question.
             with suppress(Abandoned):
-                _raise_in(threading.get_ident())
+                raise_in(threading.get_ident(), Abandoned)
                 while True:
                     pass
             time.sleep(pause := min(1.1 * pause, 1.0))
@@ -93,8 +93,9 @@ def _end(threads: list[threading.Thread]) -> None:
         threading.Thread(target=ask, daemon=True, name="ends logical ranks").start()
 
 
-def _raise_in(thread: int) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Abandoned))
+def raise_in(thread: int, error: type[BaseException]) -> None:
+    """Have ``error`` raised in another thread, at its next line."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 class _Rendezvous:

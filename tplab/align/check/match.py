@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from tplab.checks import spans
+
 Indices = tuple[int, ...]  # labels: numbers of items in the whole, in the rank's order
 PADDING = -1
 
@@ -193,12 +195,6 @@ def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group
 def span(indices: Sequence[int]) -> str:
     """``0–5``, ``0, 2, 4``, ``0–20 and padding``; long lists are cut."""
     real = [i for i in indices if i != PADDING]
-    runs: list[list[int]] = []
-    for i in real:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    texts = [f"{a}" if a == b else f"{a}–{b}" for a, b in runs]
+    texts = spans(real)
     text = ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"
     return text + (" and padding" if len(real) < len(indices) else "")

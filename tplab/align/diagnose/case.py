@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from tplab.align.guilty import Judge
 from tplab.align.points import goes_into, layout
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport
+from tplab.checks import spans
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,9 @@ class Diagnosis:
         """All its points in words: ``"layers 0–29: q_rope, k_rope"``."""
         at = [name.rpartition(".") for name in self.points or (self.point or "",)]
         layers = sorted({int(layer.split(".")[1]) for layer, _, _ in at if layer})
-        runs = [[n for _, n in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-        spans = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
         names = ", ".join(dict.fromkeys(point for _, _, point in at))
         on = f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        return (f"layer{'s' * (len(layers) > 1)} {spans}: {names}" if layers else names) + on
+        return (f"layer{'s' * (len(layers) > 1)} {', '.join(spans(layers))}: {names}" if layers else names) + on
 
     def __str__(self) -> str:
         return self.sentence
