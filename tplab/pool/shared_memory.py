@@ -51,6 +51,7 @@ class SharedMemoryGroup(Group):
 
     def begin_command(self) -> None:
         """Choose the spin budget: a short one if any rank has met contention, for one that waits always has a core."""
+        self.started = []  # what a run that failed had left
         self.words[self.contended_at[self.rank]] = self.contention.measure()
         self.spin = SHORT_SPIN if any(self.words[at] for at in self.contended_at) else LONG_SPIN
 

@@ -192,6 +192,7 @@ class _Rank:
                 raise Abandoned
             with applied(*patches):
                 result = fn(*args, **(kwargs or {}))
+            self.group.end()
             self.interruptible = False
         except BaseException as error:
             self.interruptible = False

@@ -10,7 +10,8 @@ from tplab import lazy
 
 _HOMES = {"RankError": ".errors", "CollectiveMismatch": ".errors", "OpRecord": ".oplog",
           "rank": ".context", "world_size": ".context", "state": ".context",
-          "all_reduce": ".comm", "all_gather": ".comm", "broadcast": ".comm", "barrier": ".comm", "op_log": ".comm",
+          "all_reduce": ".comm", "reduce_scatter": ".comm", "all_gather": ".comm", "broadcast": ".comm",
+          "barrier": ".comm", "op_log": ".comm",
           "logical_ranks": ".logical", "join_torchrun": ".torchrun", "under_torchrun": ".torchrun"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)  # a process loads only the kind of ranks that it uses

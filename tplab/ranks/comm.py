@@ -3,15 +3,27 @@
 import torch
 
 from tplab.ranks.context import current
+from tplab.ranks.group import Work
 from tplab.ranks.oplog import OpRecord, caller
 
 
-def all_reduce(t: torch.Tensor) -> torch.Tensor:
+def all_reduce(t: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
     """Sum `t` over all ranks, in place and in rank order, so that every rank has the same bits. Returns `t`.
+
+    With ``async_op=True`` it returns a `Work` at once; the sum is in `t` after its ``wait()``, and until then `t` must
+    be neither read nor written. A run that ends without that wait is a `RankError`.
 
     Raises `CollectiveMismatch` if shape or dtype differ between ranks. With one rank `t` stays as it is.
     """
-    return current().all_reduce(t, caller())
+    return current().start_all_reduce(t, caller()) if async_op else current().all_reduce(t, caller())
+
+
+def reduce_scatter(t: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
+    """This rank's part of the sum of `t` over all ranks, with the bits that `all_reduce` gives it.
+
+    `sizes`: how much of `dim` goes to each rank; if not given, all get as much.
+    """
+    return current().reduce_scatter(t, dim, sizes, caller())
 
 
 def all_gather(t: torch.Tensor, dim: int = -1, sizes=None) -> torch.Tensor:

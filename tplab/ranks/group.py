@@ -12,8 +12,41 @@ from contextlib import nullcontext
 
 import torch
 
-from tplab.ranks.errors import RankError
-from tplab.ranks.oplog import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DTYPE_CODES, MAX_DIMS, OPS, OpLog
+from tplab.ranks.errors import RankError, place
+from tplab.ranks.oplog import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    DTYPE_CODES,
+    MAX_DIMS,
+    OPS,
+    REDUCE_SCATTER,
+    OpLog,
+)
+
+
+class Work:
+    """A sum that was started: what ``all_reduce(t, async_op=True)`` returns.
+
+    It is made as late as it may be: in `wait`, or when the rank enters a collective that was called after it. So what
+    reads the tensor too early finds no sum in it, and what writes to it too early changes the sum, every time.
+    """
+
+    def __init__(self, group: "Group", t: torch.Tensor, site: tuple):
+        self._group, self._tensor, self._site = group, t, site
+
+    def wait(self) -> bool:
+        """Return when the sum is in the tensor."""
+        self._group.complete(self)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the sum is in the tensor."""
+        return self not in self._group.started
+
+    def __str__(self):
+        return f"all_reduce {list(self._tensor.shape)} at {place(self._site[0].decode().rstrip(chr(0)), self._site[1])}"
 
 
 class Group:
@@ -24,6 +57,7 @@ class Group:
         self.size = size
         self.log = log or OpLog()
         self.state = {}
+        self.started: list[Work] = []  # and not yet made, in the order of the calls
         self.namespace = None  # of %%ranks cells
         self.thread = None  # ident of the only thread that may call collectives; None: any thread
         self.disowned = False  # True in a fork of the rank's process
@@ -58,11 +92,48 @@ class Group:
         self.log.leave()
         return t
 
+    def start_all_reduce(self, t, frame):
+        self._check_tensor(t, "all_reduce")
+        self._check_thread("all_reduce")
+        self.started.append(work := Work(self, t, self.log.call_site(frame)))
+        return work
+
+    def complete(self, last: Work | None = None) -> None:
+        """Make the sums that were started, in their order: all of them, or up to ``last``."""
+        while self.started and (last is None or last in self.started):
+            work, *later = self.started
+            self.started = []  # entering the collective completes nothing more
+            self.all_reduce(work._tensor, work._site)
+            self.started = later
+
+    def end(self) -> None:
+        """The function has returned. Raises `RankError` if it has started a sum and never waited for it."""
+        if self.started:
+            raise RankError(f"rank {self.rank} returned without wait() for what it had started: "
+                            + "; ".join(map(str, self.started)))
+
+    def reduce_scatter(self, t, dim, sizes, frame):
+        dim = self._dim(t, dim, "reduce_scatter")
+        length = t.shape[dim]
+        sizes = [length // self.size] * self.size if sizes is None else [int(n) for n in sizes]
+        if len(sizes) != self.size or sum(sizes) != length:
+            raise RankError(f"reduce_scatter: sizes {sizes} do not add up to the {length} along dim {dim} (shape "
+                            f"{list(t.shape)}) on {self.size} ranks; give sizes, one number for each rank")
+        self._enter(REDUCE_SCATTER, t, dim + 256 * zlib.crc32(repr(sizes).encode()), frame)
+        rows = t.detach().movedim(dim, 0)
+        flat, each, at = rows.reshape(-1), math.prod(rows.shape[1:]), 0
+        first, out = sum(sizes[:self.rank]) * each, torch.empty(sizes[self.rank] * each, dtype=t.dtype)
+        for piece in self._pieces(flat):
+            parts = self.swap(piece)
+            begin, end = max(first, at), min(first + len(out), at + len(piece))
+            if begin < end:
+                add_in_order([part[begin - at:end - at] for part in parts], out[begin - first:end - first])
+            at += len(piece)
+        self.log.leave()
+        return out.view(sizes[self.rank], *rows.shape[1:]).movedim(0, dim).contiguous()
+
     def all_gather(self, t, dim, sizes, frame):
-        self._check_tensor(t, "all_gather")  # before its shape is looked at
-        if not -t.ndim <= dim < t.ndim:
-            raise RankError(f"all_gather: dim {dim} does not exist in a tensor of shape {list(t.shape)}")
-        dim %= t.ndim
+        dim = self._dim(t, dim, "all_gather")
         shape = list(t.shape)
         logged, detail, shapes = shape, dim, [shape] * self.size
         if sizes is not None:
@@ -100,6 +171,7 @@ class Group:
 
     def barrier(self, frame):
         self._check_thread("barrier")
+        self.complete()
         self.log.enter(BARRIER, (), 0, 0, frame)
         if self.size > 1:
             self.swap(NOTHING)
@@ -108,7 +180,14 @@ class Group:
     def _enter(self, op, t, detail, frame, shape=None):
         self._check_tensor(t, OPS[op])
         self._check_thread(OPS[op])
+        self.complete()
         self.log.enter(op, t.shape if shape is None else shape, DTYPE_CODES[t.dtype], detail, frame)
+
+    def _dim(self, t, dim, name):
+        self._check_tensor(t, name)  # before its shape is looked at
+        if not -t.ndim <= dim < t.ndim:
+            raise RankError(f"{name}: dim {dim} does not exist in a tensor of shape {list(t.shape)}")
+        return dim % t.ndim
 
     def _check_tensor(self, t, name):
         if not isinstance(t, torch.Tensor):
@@ -146,10 +225,13 @@ class Group:
 
 
 def add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of two or more flat parts to `out`, which is contiguous."""
+    """Write the sum of the flat parts to `out`, which is contiguous."""
     flat = _flat(out)
     with _writing(out):
-        torch.add(parts[0], parts[1], out=flat)
+        if len(parts) == 1:
+            flat.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=flat)
         for part in parts[2:]:
             flat.add_(part)
 

@@ -52,6 +52,7 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
             # torch has these modes per thread; the ranks get the caller's.
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 results[group.rank] = fn(*args, **kwargs)
+            group.end()
         except BaseException as error:
             rendezvous.failed(group.rank, error)
         else:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier",
+OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter",
        *(f"dist.{name}" for name in ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "gather",
                                      "scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all",
                                      "all_to_all_single", "barrier")))  # dist: torch.distributed
-ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER = 1, 2, 3, 4
+ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER, REDUCE_SCATTER = 1, 2, 3, 4, 5
 DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -55,8 +55,8 @@ class OpRecord:
         return f"{self.op} {list(self.shape)} {self.dtype}{extra}"
 
 
-_DETAILS = {"all_gather": "dim", "broadcast": "src", "dist.broadcast": "src", "dist.scatter": "src",
-            "dist.reduce": "dst", "dist.gather": "dst"}
+_DETAILS = {"all_gather": "dim", "reduce_scatter": "dim", "broadcast": "src", "dist.broadcast": "src",
+            "dist.scatter": "src", "dist.reduce": "dst", "dist.gather": "dst"}
 
 
 class OpLog:
@@ -71,8 +71,9 @@ class OpLog:
         self._last = self.memory[:8].cast("q")
 
     def enter(self, op: int, shape: tuple, dtype: int, detail: int, frame) -> None:
-        """Add a record: this rank is about to take part in `op`. The search for the call site begins at `frame`."""
-        file, line = self._call_site(frame)
+        """Add a record: this rank is about to take part in `op`. The search for the call site begins at `frame`, unless
+        that is a call site already."""
+        file, line = frame if type(frame) is tuple else self.call_site(frame)
         self.seq = seq = self.seq + 1
         index = seq % RECORDS
         self.at = at = RING_AT + index * RECORD_BYTES
@@ -134,7 +135,8 @@ class OpLog:
         self._last.release()
         self.memory.release()
 
-    def _call_site(self, frame) -> tuple[bytes, int]:
+    def call_site(self, frame) -> tuple[bytes, int]:
+        """File and line of the code that calls the collective: the first frame from `frame` on that is no machinery."""
         files = self._files
         while frame is not None:
             name = frame.f_code.co_filename
