@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from tplab.align.check.recorded import Entry
+from tplab.align.check.folder import Entry
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def test_an_exception_that_the_engine_swallows_is_seen(tmp_path):
 
     model = Calls(function, rotary=broken)
     call, = recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(1))))
-    assert call.status == "done" and call.inside == ""
+    assert call.status == "done"
     assert call.raised == ("rotary: ValueError: shapes never  [31mfit",)
 
 
@@ -54,8 +54,8 @@ def test_a_call_is_readable_while_it_hangs(tmp_path):
     wait = Calls(lambda x: seen.append(read_recorded(tmp_path).ranks[0].calls[-1]))
     model = Calls(lambda x: (linear(x), wait(x)), linear=(linear := nn.Linear(2, 2)), wait=wait)
     recorded(tmp_path, lambda rec: (rec.watch(model), model(torch.ones(2)), model(torch.ones(2))))
-    assert [(call.index, call.status, call.inside, call.last) for call in seen] == [
-        (0, "cut off", "wait", "wait"), (1, "cut off", "wait", "wait")]
+    assert [(call.index, call.status, call.last) for call in seen] == [
+        (0, "cut off", "wait"), (1, "cut off", "wait")]
     assert only(seen[1], "linear")[0].shape == (2,)
 
 
@@ -192,7 +192,7 @@ def test_one_file_beside_an_engine_where_tplab_is_not_installed(tmp_path, root, 
     assert partial[0].shape == (2, 4) and not torch.equal(*partial)
     if dies:
         assert ranks[1].returncode == -signal.SIGKILL
-        assert (calls[1].status, calls[1].inside) == ("cut off", "1") and not only(calls[1], "1")
+        assert (calls[1].status, calls[1].last) == ("cut off", "1") and not only(calls[1], "1")
         assert calls[0].status.startswith("failed: RuntimeError"), errors[0]
         assert calls[0].raised[0].startswith("1: RuntimeError")
     else:

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 
 import torch
 
-from tplab.align.check.folder import NOTHING_RAN, read_recorded
+from tplab.align.check.folder import NOTHING_RAN, Recorded, read_recorded
 from tplab.align.check.models import one_model
 from tplab.align.check.names import pattern_of, place_of, role_of
 from tplab.align.check.notes import once
 from tplab.align.check.place import place
-from tplab.align.check.recorded import Recorded
 from tplab.align.check.verdict import CheckReport
 from tplab.align.check.weights import wrong_parameters
 from tplab.align.judge import judge

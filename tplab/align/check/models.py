@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from tplab.align.arithmetic import rms_norm
 from tplab.align.check.evidence import Evidence
+from tplab.align.check.folder import Call, Recorded
 from tplab.align.check.match import near
 from tplab.align.check.names import pattern_of, place_of, role_of
-from tplab.align.check.recorded import Call, Recorded
 from tplab.checkpoint import Checkpoint
 
 _INNER = ("q", "qkv", "o", "gate", "gate_up", "down", "attention", "feed_forward")

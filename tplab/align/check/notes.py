@@ -2,26 +2,27 @@
 
 from collections.abc import Iterable, Iterator
 
+from tplab.align.check.folder import Call, RecordedRank
 from tplab.align.check.match import span
 from tplab.align.check.names import pattern_of, place_of
-from tplab.align.check.recorded import RecordedRank
 
 
 def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
     """``(rank, call, sentence)`` as lines, each sentence once: ``"ranks 0–1, calls 0–3: …"``."""
-    calls: dict[str, dict[int, list[int]]] = {}
+    calls: dict[str, dict[int, set[int]]] = {}
     for rank, call, what in said:
-        calls.setdefault(what, {}).setdefault(rank, []).append(call)
+        calls.setdefault(what, {}).setdefault(rank, set()).add(call)
     lines = []
     for what, of_rank in calls.items():
         ranks: dict[tuple[int, ...], list[int]] = {}
         for rank, numbers in of_rank.items():
-            ranks.setdefault(tuple(sorted(set(numbers))), []).append(rank)
-        lines += [f"{_listed('rank', found)}, {_listed('call', numbers)}: {what}" for numbers, found in ranks.items()]
+            ranks.setdefault(tuple(sorted(numbers)), []).append(rank)
+        lines += [f"{listed('rank', found)}, {listed('call', numbers)}: {what}" for numbers, found in ranks.items()]
     return lines
 
 
-def _listed(what: str, numbers) -> str:
+def listed(what: str, numbers) -> str:
+    """``"layers 0–2"``, ``"rank 1"``."""
     return f"{what}{'s' * (len(numbers) > 1)} {span(numbers)}"
 
 
@@ -31,7 +32,7 @@ def call_notes(ranks: Iterable[RecordedRank]) -> list[str]:
                 for what in (*_swallowed(call), *call.left_out))
 
 
-def _swallowed(call) -> Iterator[str]:
+def _swallowed(call: Call) -> Iterator[str]:
     """Each error once, with the modules in which it began; the one that ended the call is said elsewhere."""
     began: dict[str, list[str]] = {}
     for what in call.raised:
@@ -42,6 +43,6 @@ def _swallowed(call) -> Iterator[str]:
     for error, names in began.items():
         if call.status != f"failed: {error}":
             layers = sorted({layer for layer, _ in map(place_of, names) if layer is not None})
-            where = f" ({_listed('layer', layers)})" if len(layers) > 1 else ""
+            where = f" ({listed('layer', layers)})" if len(layers) > 1 else ""
             patterns = dict.fromkeys(map(pattern_of, names) if where else names)
             yield f"{', '.join(patterns) or 'the model'}: {error}{where}"
