@@ -12,7 +12,6 @@ from tplab.align.check.names import (
     NAMED,
     OVERRIDE,
     PRODUCER,
-    Sizes,
     claims,
     pattern_of,
     place_of,
@@ -65,8 +64,12 @@ def run(name, ins=(), outs=(), nth=0, module_class="Linear"):
     return found
 
 
+def config_of(vocab, qk_norm=False):
+    return Some(hidden_size=8, head_dim=4, vocab_size=vocab, num_layers=2, qk_norm=qk_norm)
+
+
 def claimed(entries, qk_norm=False, shared=(), names=(), roles=(), points=()):
-    sizes = Sizes(8, 4, 20, 2, qk_norm)
+    sizes = config_of(20, qk_norm)
     return [(claim.point, f"{claim.entry.kind} {claim.entry.path}", claim.strength) for claim in claims(
         entries, sizes, dict(names), dict(shared), dict(roles), dict(points))]
 
@@ -130,7 +133,7 @@ def test_claims_of_a_module(entries, found):
 
 
 def test_a_root_as_wide_as_the_vocabulary_gives_logits():
-    sizes = Sizes(8, 4, 8, 2, False)
+    sizes = config_of(8)
     assert [claim.point for claim in claims(run("", [((3,), torch.long)], [X]), sizes, {}, {}, {}, {})] == ["logits"]
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tplab.align.check.match import decide, match, near, not_a_partition, not_serving, span, tolerance, usual_shares
-from tplab.align.check.rows import CallRows, Texts, _spread, call_inputs
-from tplab.align.check.shapes import AFTER, BEFORE, FLAT, as_heads, as_rows
+from tplab.align.check.rows import AFTER, BEFORE, FLAT, CallRows, Texts, _spread, as_heads, as_rows, call_inputs
 from tplab.align.check.shares import Shares
 from tplab.align.recording import PlacementError
 

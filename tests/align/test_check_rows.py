@@ -13,8 +13,7 @@ from helpers.strangers import HfLike, VllmLike
 from tplab.align import check
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.place import place
-from tplab.align.check.rows import Texts
-from tplab.align.check.shapes import as_rows
+from tplab.align.check.rows import Texts, as_rows
 from tplab.align.recording import PlacementError
 from tplab.checkpoint import open_checkpoint
 from tplab.record import record

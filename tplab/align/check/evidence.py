@@ -55,29 +55,22 @@ class Evidence:
         self.weight(f"model.{at}.{POINTS[point].module}.weight")
         return self._frame.make(name, 0, x=x.float(), **changed)
 
-    def bias(self, name: str) -> torch.Tensor | None:
-        """The bias behind a point."""
-        at, _, point = name.rpartition(".")
-        return self.weight(f"model.{at}.{POINTS[point].module}.bias")
-
-    def tables(self, positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin at these positions."""
+    @property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin at the sampled rows' positions."""
+        positions = [position for _, position in self.sources.places[:SAMPLE]]
         return self._rotary(torch.empty(0), torch.tensor(positions), [len(positions)])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """``x [sampled rows, heads, head_dim]`` rotated."""
-        positions = [position for _, position in self.sources.places[:SAMPLE]]
-        return rotated(self.config.model_type, x.float(), *self.tables(positions))
+        return rotated(self.config.model_type, x.float(), *self._tables)
 
     # Of a source: what it should be.
 
     def input_of(self, source: Source, name: str, rank: int) -> torch.Tensor | None:
         """The sampled rows of what went into the module that a source is the output of; else of the point ``name``."""
-        inputs = self.sources.of(name)
-        for found in sorted(inputs, key=lambda s: (s.name != source.name, inputs.index(s))):
-            if rank in self.sources.complete(found) and (rows := self.sources.rows(found, rank, FEW)) is not None:
-                return rows
-        return None
+        found = (self.sources.rows(one, rank, FEW) for one in self.sources.before(source, name, rank))
+        return next((rows for rows in found if rows is not None), None)
 
     def own(self, name: str, source: Source, rank: int) -> torch.Tensor | None:
         """``[sampled rows, all items, …]`` of a point from the rank's own input; None if that does not say it."""
@@ -115,9 +108,9 @@ class Evidence:
         if role_of(*place_of(source.name)) == "rotary" or source.path.partition(".")[0] in _TABLE_NAMES:
             return True
         dim, rank = self.config.head_dim, self.sources.complete(source)[0]
-        shape, places = self.sources.rows(source, rank, SHAPE), self.sources.places[:SAMPLE]
-        if shape is None or shape.dim() != 2 or shape.shape[1] not in (dim, dim // 2):
+        shape = self.sources.rows(source, rank, SHAPE)
+        if shape is None or shape.shape[1] not in (dim, dim // 2):
             return False
-        rows, positions = self.sources.rows(source, rank, FEW).double(), [position for _, position in places]
-        return len({*positions}) > 1 and any((rows - table[0, :, :rows.shape[1]]).abs().max() <= _CLOSE
-                                             for table in self.tables(positions))
+        rows, positions = self.sources.rows(source, rank, FEW).double(), {p for _, p in self.sources.places[:SAMPLE]}
+        return len(positions) > 1 and any((rows - table[0, :, :rows.shape[1]]).abs().max() <= _CLOSE
+                                          for table in self._tables)

@@ -9,7 +9,7 @@ from tplab.align.check.fused import Fused
 from tplab.align.check.match import GROUP_OF, PADDING, PARTS, near
 from tplab.align.check.names import pattern_of, place_of, role_of
 from tplab.align.check.shares import Shares
-from tplab.align.check.sources import FEW, SAMPLE, Source, Sources
+from tplab.align.check.sources import FEW, Source, Sources
 from tplab.align.check.sums import ROWS, kinds
 from tplab.align.operations import columns_of
 from tplab.align.points import LAYER_POINTS, layout
@@ -66,9 +66,7 @@ def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | Non
     if y is None or not y.numel() or entering and x is None:
         return None
     if entering is None:
-        ids = [sources.texts.ids[number][position] for number, position in sources.places[:SAMPLE]]
-        same = layer is None and y.shape[1] == hidden and near(y, evidence.weight(EMBEDDING)[ids])
-        return "embed" if same else None
+        return "embed" if layer is None and near(y, evidence.weight(EMBEDDING)[sources.sampled_ids]) else None
     if x.shape[1] == y.shape[1] == hidden:
         norms = {"norm": "model.norm.weight"} if layer is None else {
             role: f"model.layers.{layer}.{name}" for role, name in _NORMS.items()}

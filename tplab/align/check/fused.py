@@ -88,7 +88,7 @@ class Fused:
                 wrong.append(f"{widths[rank]} columns on rank {rank}")
             parts.append(part)
         if wrong:
-            self.shares.contradictions.append(Contradiction(
+            self.sources.contradictions.append(Contradiction(
                 f"{self.name} has {' and '.join(wrong)}; no cut into {usual_order} fits",
                 about=GROUPS[self.groups[0]].behind))
         return Split(parts, widths, "".join(dict.fromkeys(sentences)))
@@ -118,7 +118,7 @@ class Fused:
             for source, made in zip(self.sources.of(at + self.name)[:1], self.sources.of(at + self.after)[:1]):
                 if rank in self.sources.complete(source) and rank in self.sources.complete(made):
                     rows = self.sources.rows(source, rank, FEW)
-                    seen = self.shares.tensor(made, at + self.after, rank, FEW)
+                    seen = self.shares.read(made, at + self.after, None, rank, FEW)
                     if rows is not None and seen is not None:
                         yield at + self.after, source, rows, seen
 

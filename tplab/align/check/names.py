@@ -7,10 +7,10 @@ same point by several modules (one's output is the next one's input); the strong
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tplab.align.check.overrides import overridden
-from tplab.align.points import LAYER_POINTS
+from tplab.align.points import LAYER_POINTS, OUTER
 
 # role: the last part of a module's name
 _IN_LAYER = {
@@ -76,35 +76,13 @@ _FLOWS: dict[str, tuple[_Flow, ...]] = {
     "act of both": _through("gate_up", "mlp_act", "in")}
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A recorded tensor is taken for a point. ``point`` may end in ``qkv``, ``gate_up`` (fused), ``o`` or ``down`` (a
+class Claim(NamedTuple):
+    """A recorded tensor is taken for a point, which may be ``qkv`` or ``gate_up`` (fused), ``o`` or ``down`` (a
     row-parallel layer's output, summed over the ranks or not)."""
 
     point: str
     entry: object
     strength: int
-
-
-@dataclass
-class Visit:
-    """One run of one module: the tensors that went in and came out, in their order."""
-
-    name: str
-    nth: int
-    ins: list = field(default_factory=list)
-    outs: list = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What tensors are recognised by."""
-
-    hidden: int
-    head_dim: int
-    vocab: int
-    layers: int
-    qk_norm: bool
 
 
 def place_of(name: str) -> tuple[int | None, str]:
@@ -139,18 +117,7 @@ def role_of(layer: int | None, rest: str) -> str | None:
     return "core" if role == "attention" and above == "attention" else role
 
 
-def visits(entries) -> list[Visit]:
-    """A call's entries, in their order, module run by module run; tensors recorded by hand are not among them, nor what
-    stands in a module's place and does nothing."""
-    found: dict[tuple[str, int], Visit] = {}
-    for entry in entries:
-        if entry.kind != "tensor" and entry.module_class != "Identity":
-            visit = found.setdefault((entry.name, entry.nth), Visit(entry.name, entry.nth))
-            (visit.ins if entry.kind == "in" else visit.outs).append(entry)
-    return list(found.values())
-
-
-def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],
+def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],
            points: Mapping[tuple[str, str, str], str]) -> Iterator[Claim]:
     """What the tensors of one call on one rank are by their names.
 
@@ -160,6 +127,7 @@ def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str,
         roles: what modules were found to do, by the pattern of their name.
         points: what tensors were found to equal, by their name's pattern, kind and path.
     """
+    visits: dict[tuple[str, int], dict[str, list]] = {}  # a module's run → what went in and came out
     for entry in entries:
         if point := points.get((pattern_of(entry.name), entry.kind, entry.path)):
             yield Claim(point.format(i=place_of(entry.name)[0]), entry, EVIDENT)
@@ -167,41 +135,40 @@ def claims(entries, sizes: Sizes, names: Mapping[str, str], shared: Mapping[str,
             yield Claim(point, entry, OVERRIDE)
         elif entry.kind == "tensor" and (point := _named_point(entry.name)):
             yield Claim(point, entry, NAMED)
-    found = visits(entries)
-    adapted = {f"{visit.name}.base_layer" for visit in found if visit.outs}  # LoRA's: the whole is what counts
-    for visit in found:
-        if visit.name in adapted:
-            continue
-        layer, rest = place_of(visit.name)
-        half = 0
-        if visit.name in shared:
-            layer, half = divmod(visit.nth, shared[visit.name])
+        if entry.kind != "tensor" and entry.module_class != "Identity":  # it stands in a module's place
+            visits.setdefault((entry.name, entry.nth), {"in": [], "out": []})[entry.kind].append(entry)
+    adapted = {f"{name}.base_layer" for (name, _), sides in visits.items() if sides["out"]}  # LoRA's: the whole counts
+    for (name, nth), sides in visits.items():
+        (layer, rest), half = place_of(name), 0
+        if name in shared:
+            layer, half = divmod(nth, shared[name])
             rest = rest.rpartition(".")[2]
-        elif visit.nth and role_of(layer, rest) == "rotary":
-            half = visit.nth
-        elif visit.nth:
+        elif nth and role_of(layer, rest) == "rotary":
+            half = nth
+        elif nth:
             continue
-        if layer is None or layer < sizes.layers:
-            role = roles.get(pattern_of(visit.name)) or role_of(layer, rest)
-            yield from _by_role(visit, layer, role, sizes, half)
+        if name not in adapted and (layer is None or layer < config.num_layers):
+            role = roles.get(pattern_of(name)) or role_of(layer, rest)
+            if role or layer is None and name.rpartition(".")[2] in ("", "model", "transformer", "decoder", *_WRAPPERS):
+                yield from _by_role(sides, layer, role, config, half)
 
 
 def _named_point(name: str) -> str | None:
     layer, rest = place_of(name)
     point = rest.rpartition(".")[2]
     if layer is None:
-        return point if point in ("embed", "norm", "logits") else None
+        return point if point in OUTER else None
     return f"layers.{layer}.{point}" if point in (*LAYER_POINTS, "qkv", "gate_up") else None
 
 
-def _by_role(visit: Visit, layer: int | None, role: str | None, sizes: Sizes, half: int) -> Iterator[Claim]:
-    sides = {side: [entry for entry in entries if entry.dtype.is_floating_point and len(entry.shape) > 1]
-             for side, entries in (("in", visit.ins), ("out", visit.outs))}
+def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config, half: int) -> Iterator[Claim]:
+    """``role`` None: the model itself."""
     for side in ("in", "out"):
-        sides[f"hidden {side}"] = [e for e in sides[side] if len(e.shape) <= 3 and e.shape[-1] == sizes.hidden]
-        sides[f"heads {side}"] = [e for e in sides[side] if e.shape[-1] % sizes.head_dim == 0]  # or it can be them
+        sides[side] = [entry for entry in sides[side] if entry.dtype.is_floating_point and len(entry.shape) > 1]
+        sides[f"hidden {side}"] = [e for e in sides[side] if len(e.shape) <= 3 and e.shape[-1] == config.hidden_size]
+        sides[f"heads {side}"] = [e for e in sides[side] if e.shape[-1] % config.head_dim == 0]  # or it can be them
     at = "" if role in _OUTSIDE and layer is None else f"layers.{layer}."
-    before = f"layers.{(sizes.layers if layer is None else layer) - 1}."
+    before = f"layers.{(config.num_layers if layer is None else layer) - 1}."
     last = (before + "mlp", before + "residual", before + "output" if layer != 0 else "embed")
 
     def stream(side: str, sublayer: str, residual: str, summed: str, strength: int) -> Iterator[Claim]:
@@ -221,28 +188,23 @@ def _by_role(visit: Visit, layer: int | None, role: str | None, sizes: Sizes, ha
         case "act" if sides["in"] and sides["out"] and sides["in"][0].shape[-1] == 2 * sides["out"][0].shape[-1]:
             role = "act of both"
         case "rotary" if layer is not None:
-            raw = ("q_norm", "k_norm") if sizes.qk_norm else ("q", "k")
+            raw = ("q_norm", "k_norm") if config.qk_norm else ("q", "k")
             ins, outs = sides["heads in"], sides["heads out"]
             if len(outs) == 1:  # called for q, then for k
                 ins, outs = [None] * half + ins[:1], [None] * half + outs
             for point, entry in (*zip(raw, ins), *zip(("q_rope", "k_rope"), outs)):
                 if entry is not None:
                     yield Claim(at + point, entry, DIRECT)
-        case None if layer is None and _is_root(visit.name):
+        case None:
             for entry in sides["out"]:
-                if entry.path in ("logits", "last_hidden_state"):
-                    yield Claim("logits" if entry.path == "logits" else "norm", entry, CONSUMER)
-                elif entry.path in ("", "0"):
-                    hidden = entry in sides["hidden out"] and sizes.hidden != sizes.vocab
-                    yield Claim("norm" if hidden else "logits", entry, CONSUMER)
+                if entry.path in ("logits", "last_hidden_state", "", "0"):
+                    hidden = entry in sides["hidden out"] and config.hidden_size != config.vocab_size
+                    norm = hidden if entry.path in ("", "0") else entry.path != "logits"
+                    yield Claim("norm" if norm else "logits", entry, CONSUMER)
     for side, number, point, strength in _FLOWS.get(role, ()):
-        if len(sides[side]) > number and (sizes.qk_norm or role not in ("q_norm", "k_norm")):
+        if len(sides[side]) > number and (config.qk_norm or role not in ("q_norm", "k_norm")):
             yield Claim(at + point, sides[side][number], strength)
     if role == "layer":
         yield from stream("hidden out", at + "mlp", at + "residual", at + "output", PRODUCER)
     elif role in ("input_norm", "norm") and len(sides["hidden out"]) > 1:
         yield Claim(last[2], sides["hidden out"][1], PRODUCER)
-
-
-def _is_root(name: str) -> bool:
-    return name.rpartition(".")[2] in ("", "model", "transformer", "decoder", *_WRAPPERS)

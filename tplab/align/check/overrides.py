@@ -1,33 +1,29 @@
-"""Names given by the person who recorded: ``{pattern: point}``."""
+"""Names given by the person who recorded: ``{pattern: point}``.
+
+A pattern is what ``fnmatch`` takes (``*``, ``?``, ``[…]``), and ``{i}`` in it is the number of the layer. It is held
+against the names of modules, of which it means the output, and of tensors recorded by hand. ``name:in`` is a module's
+first input, ``name:out.1`` and ``name:in.residual`` are the output or input of that number or name. The first pattern
+that fits a tensor counts. A point is one of :mod:`tplab.align.points` or one of the fused ``qkv`` and ``gate_up``;
+``""`` says that a tensor is none.
+"""
 
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import translate
 
-from tplab.align.points import LAYER_POINTS
+from tplab.align.points import LAYER_POINTS, OUTER
 from tplab.align.recording import PlacementError
 from tplab.checks import shown
 
-_OUTER = ("embed", "norm", "logits")
 _INNER = (*LAYER_POINTS, "qkv", "gate_up")
 
 
 def check_names(names, known: set[str]) -> dict[str, str]:
-    """``names`` itself, with every point written out (``layers.{i}.q``).
+    """``names`` itself, with every point written out (``layers.{i}.q``); ``known``: the names that were recorded.
 
-    A pattern is what ``fnmatch`` takes (``*``, ``?``, ``[…]``), and ``{i}`` in it is the number of the layer. It is
-    held against the names of modules, of which it means the output, and of tensors recorded by hand. ``name:in`` is
-    a module's first input, ``name:out.1`` and ``name:in.residual`` are the output or input of that number or name. The
-    first pattern that fits a tensor counts. A point is one of :mod:`tplab.align.points`, ``gate``, ``up``, or one of
-    the fused ``qkv`` and ``gate_up``; ``""`` says that a tensor is none.
-
-    Args:
-        known: the names that were recorded.
-
-    Raises:
-        PlacementError: not a dictionary of texts, a point that there is not, a pattern that fits nothing or lacks its
-            ``{i}``.
+    Raises PlacementError: not a dictionary of texts, a point that there is not, a pattern that fits nothing or lacks
+    its ``{i}``.
     """
     if not isinstance(names, Mapping | None):
         raise PlacementError(f"names must be a dictionary {{pattern: point}}, not {shown(names)}")
@@ -36,10 +32,10 @@ def check_names(names, known: set[str]) -> dict[str, str]:
         if not isinstance(pattern, str) or not isinstance(point, str):
             raise PlacementError(f"names must hold texts {{pattern: point}}, not {{{shown(pattern)}: {shown(point)}}}")
         short = point.removeprefix("layers.{i}.")
-        if short not in (*_OUTER, *_INNER, ""):
-            near = get_close_matches(short, (*_OUTER, *_INNER), 1)
+        if short not in (*OUTER, *_INNER, ""):
+            near = get_close_matches(short, (*OUTER, *_INNER), 1)
             raise PlacementError(f"names: there is no point {shown(point)}; " + (
-                f"did you mean {near[0]!r}?" if near else f"points are {', '.join((*_OUTER, *_INNER))}"))
+                f"did you mean {near[0]!r}?" if near else f"points are {', '.join((*OUTER, *_INNER))}"))
         if pattern.count("{i}") > 1 or (short and (short in _INNER) != ("{i}" in pattern)):
             raise PlacementError(f"names: {point} is {'a point of each layer' if short in _INNER else 'no layer’s'}, "
                                  f"so {pattern!r} must hold {{i}} {'once' if short in _INNER else 'nowhere'}")
@@ -52,26 +48,16 @@ def check_names(names, known: set[str]) -> dict[str, str]:
 
 
 def _fits(pattern: str, name: str) -> re.Match | None:
-    before, found, after = pattern.partition(":")[0].partition("{i}")
-    expression = translate(before).removesuffix(r"\z").removesuffix(r"\Z")
-    if found:
-        expression += r"(\d+)" + translate(after).removesuffix(r"\z").removesuffix(r"\Z")
-    return re.fullmatch(expression, name)
+    parts = pattern.partition(":")[0].split("{i}")
+    return re.fullmatch(r"(\d+)".join(re.sub(r"\\[zZ]$", "", translate(part)) for part in parts), name)
 
 
 def overridden(entry, names: Mapping[str, str]) -> str | None:
     """The point that ``names`` gives a tensor: ``""`` if it is to be none, None if they say nothing about it."""
     for pattern, point in names.items():
         kind, _, path = pattern.partition(":")[2].partition(".")
-        if entry.kind == "tensor":
-            meant = not kind
-        else:
-            meant = entry.kind == (kind or "out") and entry.path in ((path,) if path else ("", "0"))
-            meant = meant or (entry.kind == kind == "in" and not path and not entry.path.isdecimal() and _first(entry))
+        first = (path,) if path else ("", "0", *(("x", "input", "hidden_states") if kind == "in" else ()))
+        meant = not kind if entry.kind == "tensor" else entry.kind == (kind or "out") and entry.path in first
         if meant and (match := _fits(pattern, entry.name)):
             return point.format(i=int(match.group(1))) if "{i}" in pattern else point
     return None
-
-
-def _first(entry) -> bool:
-    return entry.path in ("x", "input", "hidden_states")

@@ -9,6 +9,7 @@ from tplab.align.recording import PlacementError
 
 _ID_NAMES = ("input_ids", "ids", "tokens", "token_ids", "idx", "input", "x", "0", "")
 _MASKS = ("attention_mask", "padding_mask", "attn_mask", "mask")
+FLAT, AFTER, BEFORE = "heads in one dimension", "heads after tokens", "heads before tokens"
 
 
 @dataclass
@@ -19,7 +20,7 @@ class CallRows:
         rows: of the real tokens (not padding), numbers from 0 to ``batch * tokens - 1``.
         places: ``(sequence, position)`` of each of ``rows``.
         ends: for each text in the call, its last row.
-        keys: for each text in the call, its tokens at the end of the call.
+        keys: for each of ``rows``, the tokens of its text at the end of the call.
         declared: the position that the engine gave, of each of ``rows``; None if it gave none.
         cut: texts that lost what stood in them from a position on.
     """
@@ -46,6 +47,36 @@ class CallRows:
     def pad(self, size: int) -> None:
         """Count ``size`` rows: those behind the ones that were said are padding."""
         self.batch, self.tokens = (1, size) if self.batch == 1 else (size // self.tokens, self.tokens)
+
+
+def as_rows(tensor: torch.Tensor, call: CallRows) -> torch.Tensor | None:
+    """``[rows, columns]`` of a whole call, or of the last row of each of its texts; None if it has other rows."""
+    if tensor.dim() < 2:
+        return None
+    *front, columns = tensor.shape
+    if len(front) == 2 and front == [call.tokens, call.batch] and call.tokens != call.batch:
+        tensor = tensor.transpose(0, 1)
+    rows = tensor.numel() // max(columns, 1)
+    return tensor.reshape(rows, columns) if rows in (call.size, len(call.ends)) else None
+
+
+def as_heads(tensor: torch.Tensor, call: CallRows, head_dim: int) -> dict[str, torch.Tensor]:
+    """Every way in which a tensor can be ``[call.size, heads, head_dim]``, the usual ones first. One with the keys of
+    the whole cache is taken for its last rows, where all texts are of one length."""
+    if tensor.dim() < 2 or tensor.shape[-1] % head_dim or not tensor.numel():
+        return {}
+    ways, columns = {}, tensor.shape[-1]
+    if tensor.numel() // columns == call.size:
+        ways[FLAT] = tensor.reshape(call.size, columns // head_dim, head_dim)
+    if columns == head_dim and tensor.dim() in (3, 4):
+        lines = tensor if tensor.dim() == 4 else tensor[None]
+        if len(lines) != call.batch and tensor.dim() == 3 and tensor.shape[0] == call.size:
+            lines = tensor.reshape(call.batch, call.tokens, *tensor.shape[1:])
+        keys = call.keys[0] if len(set(call.keys)) == 1 and len(call.rows) == call.size else call.tokens
+        for way, lined in (AFTER, lines), (BEFORE, lines.transpose(1, 2)):  # [batch, tokens, heads, head_dim]
+            if len(lined) == call.batch and lined.shape[1] in (call.tokens, keys):
+                ways[way] = lined[:, -call.tokens:].reshape(call.size, lined.shape[2], head_dim)
+    return ways
 
 
 class Texts:
@@ -75,46 +106,37 @@ class Texts:
         Args:
             input_ids: ``[tokens]`` of one or several texts, or ``[batch, tokens]``; negative ids are padding.
             positions: ``[tokens]`` or ``[batch, tokens]``, as the engine counts them; negative ones are padding.
-            sequences: the engine's own number of the text of each row, or of each line of the batch; negative ones
-                are padding.
+            sequences: the engine's own number of the text of each row, or of each line; negative ones are padding.
             mask: ``[batch, past and new tokens]``, 0 where there is padding.
         """
         if input_ids.dim() not in (1, 2):
             raise PlacementError(f"call {index}: token ids of shape {list(input_ids.shape)}; they are [tokens] or "
                                  "[batch, tokens]")
         batch, tokens = (1, len(input_ids)) if input_ids.dim() == 1 else input_ids.shape
-        self.index = index
-        call = CallRows(index, batch, tokens)
-        ids = input_ids.reshape(-1).tolist()
+        self.index, call, ids = index, CallRows(index, batch, tokens), input_ids.reshape(-1).tolist()
         said = _spread(positions, batch, tokens)
         if positions is not None and said is None:
             self.notes.append(f"call {index}: positions of shape {list(positions.shape)} do not belong to ids of shape "
                               f"{list(input_ids.shape)}; they were ignored")
-        labels = sequences if sequences is not None and len(sequences) == call.size else None
         seen = [True] * call.size
         if mask is not None and mask.dim() == 2 and len(mask) == batch and mask.shape[1] >= tokens:
             seen = mask[:, mask.shape[1] - tokens:].reshape(-1).bool().tolist()
-        real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and (said is None or said[row] >= 0)
-                and (labels is None or labels[row] >= 0)]
+        real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and (said is None or said[row] >= 0)]
         free = set(range(len(self.ids)))
         declared = []
         for label, run in self._runs(call, real, said, sequences, input_ids.dim() > 1):
-            text = [ids[row] for row in run]
-            begin = None if said is None else said[run[0]]
+            text, begin = [ids[row] for row in run], None if said is None else said[run[0]]
             number, start = self._find(text, begin, label, free)
             free.discard(number)
-            if start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1:  # it may well be padding
-                self.single.setdefault(number, index)
-            else:
-                self.single[number] = None
+            alone = start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1  # it may well be padding
+            self.single[number] = self.single.get(number, index) if alone else None
             known, end = self.ids[number], start + len(text)
             if start < len(known):
                 self.again.setdefault(index, {})[number] = min(len(known), end) - start
             if known[start:end] != text[:len(known) - start]:  # what was drafted and rejected stood there
                 del known[start:], self.begun[number][start:]
                 call.cut[number] = start
-            known[start:end] = text
-            self.begun[number][start:end] = [start] * len(text)
+            known[start:end], self.begun[number][start:end] = text, [start] * len(text)
             call.rows += run
             call.places += [(number, start + i) for i in range(len(run))]
             call.ends.append(run[-1])
@@ -134,33 +156,28 @@ class Texts:
     def _runs(self, call: CallRows, real: list[int], said: list[int] | None, sequences: list[int] | None,
               lines: bool) -> list[tuple[int | None, list[int]]]:
         """The rows of each text in a call, with the engine's own number of it if it gave one."""
-        if sequences is not None and len(sequences) == call.size:
-            labels: dict[int, list[int]] = {}
+        if sequences is not None and len(sequences) != call.size and not (lines and len(sequences) == call.batch):
+            raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for " + (
+                f"{call.batch} lines of {call.tokens} tokens; give one for each line or " if lines else
+                f"{call.size} tokens; give ") + "one for each token")
+        runs: dict[object, list[int]] = {}
+        if sequences is not None or lines:
+            per_row = sequences is not None and len(sequences) == call.size
             for row in real:
-                labels.setdefault(sequences[row], []).append(row)
-            return list(labels.items())
-        if lines:
-            if sequences is not None and len(sequences) != call.batch:
-                raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.batch} lines of "
-                                     f"{call.tokens} tokens; give one for each line or one for each token")
-            found = [[row for row in real if row // call.tokens == line] for line in range(call.batch)]
-            return [(sequences[line] if sequences else None, run) for line, run in enumerate(found)
-                    if run and not (sequences and sequences[line] < 0)]
-        if sequences is not None:
-            raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.size} tokens; give "
-                                 "one for each token")
-        if len(real) == len(self.ids) > 1 and (said is None or [said[row] for row in real] != list(range(len(real)))):
-            return [(None, [row]) for row in real]  # one new token for every text
-        runs: list[list[int]] = []
-        for row in real:
-            if runs and (said is None or said[row] == said[runs[-1][-1]] + 1):
-                runs[-1].append(row)
-            else:
-                runs.append([row])
-        return [(None, run) for run in runs]
+                line = row // call.tokens
+                label = None if sequences is None else sequences[row if per_row else line]
+                if label is None or label >= 0:
+                    runs.setdefault((label, None if per_row else line), []).append(row)
+            return [(label, run) for (label, _), run in runs.items()]
+        # One new token for every text; or a text goes on as long as its positions do.
+        apart = len(real) == len(self.ids) > 1 and (said is None or [said[row] for row in real] != [*range(len(real))])
+        for at, row in enumerate(real):
+            if not runs or apart or said is not None and said[row] != said[real[at - 1]] + 1:
+                runs[row] = []
+            runs[next(reversed(runs))].append(row)
+        return [(None, run) for run in runs.values()]
 
-    def _find(self, text: list[int], begin: int | None, label: int | None, free: set[int]
-              ) -> tuple[int, int]:
+    def _find(self, text: list[int], begin: int | None, label: int | None, free: set[int]) -> tuple[int, int]:
         """Which sequence some new tokens belong to and at which position they start; a new one if to none."""
         if label is not None:
             if label not in self.by_label:
@@ -169,10 +186,10 @@ class Texts:
             number = self.by_label[label]
             return number, self._start(number, text, begin)
         candidates = [n for n in sorted(free) if n not in self.by_label.values()]
-        again = [n for n in candidates if len(text) > 1 and begin in (None, 0)
-                 and text[:len(self.ids[n])] == self.ids[n][:len(text)]]
-        if again:
-            return again[0], 0
+        if len(text) > 1 and begin in (None, 0):
+            for n in candidates:
+                if text[:len(self.ids[n])] == self.ids[n][:len(text)]:
+                    return n, 0
         if len(text) == 1 or begin:
             exact = [n for n in candidates if len(self.ids[n]) == begin]
             back = [n for n in candidates if self.trusted and begin and self._start(n, text, begin) == begin]
@@ -198,27 +215,26 @@ class Texts:
 
     def _new(self, text: list[int], begin: int | None) -> tuple[int, int]:
         """A sequence that nobody knew: its number, and where its first tokens stand."""
+        number, call = len(self.ids), f"call {self.index}: a"
         self.ids.append([])
         self.begun.append([])
-        number = len(self.ids) - 1
         if not begin:
             return number, 0
         if not self.trusted:
             if len(text) == 1:
-                raise PlacementError(f"call {self.index}: a single token at position {begin} goes on with a text of "
-                                     "which nothing was recorded; begin with the call of the prompt (calls= keeps its "
-                                     "ids)")
-            self.doubts.append(f"call {self.index}: a text begins at position {begin}")
-            self.notes.append(f"call {self.index}: a text begins at position {begin}; the tokens before it were not "
-                              "recorded, so it is taken as one that begins here")
+                raise PlacementError(f"{call} single token at position {begin} goes on with a text of which nothing "
+                                     "was recorded; begin with the call of the prompt (calls= keeps its ids)")
+            self.doubts.append(f"{call} text begins at position {begin}")
+            self.notes.append(f"{call} text begins at position {begin}; the tokens before it were not recorded, so it "
+                              "is taken as one that begins here")
             return number, 0
         before = {tuple(other[:begin]) for n, other in enumerate(self.ids) if len(other) >= begin
                   and n not in self.headless and not self.alone}
-        self.doubts += [f"call {self.index}: a text goes on at position {begin}"]
+        self.doubts.append(f"{call} text goes on at position {begin}")
         if len(before) != 1:
             self.headless[number] = begin
-            self.unjudged.append(f"call {self.index}: a text goes on at position {begin}; what stands before it was "
-                                 "not recorded, so its rows were not judged; record the call that computed it, too")
+            self.unjudged.append(f"{call} text goes on at position {begin}; what stands before it was not recorded, so "
+                                 "its rows were not judged; record the call that computed it, too")
         self.ids[number] = list(before.pop()) if len(before) == 1 else [0] * begin
         self.begun[number] = [0] * begin
         return number, begin
@@ -226,11 +242,9 @@ class Texts:
 
 def _spread(positions: torch.Tensor | None, batch: int, tokens: int) -> list[int] | None:
     """Positions of any usual shape, one for each row; None if they fit no shape."""
-    if positions is None:
+    if positions is None or positions.numel() not in (tokens, batch * tokens):
         return None
-    if positions.numel() == batch * tokens:
-        return positions.reshape(-1).tolist()
-    return positions.reshape(-1).tolist() * batch if positions.numel() == tokens else None
+    return positions.reshape(-1).tolist() * (batch * tokens // max(1, positions.numel()))
 
 
 def _counts_up(entry, ids: torch.Tensor) -> bool:
@@ -249,15 +263,15 @@ def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.T
         door = entry.name if door is None or ids is None else door
         if entry.name != door:
             break  # what comes later is about inner modules
-        if entry.kind == "in" and not (entry.dtype.is_floating_point or entry.dtype.is_complex) and len(
-                entry.shape) in (1, 2):
-            name = entry.path.rpartition(".")[2]
-            if name in _MASKS:
-                mask = entry.tensor() if mask is None and len(entry.shape) == 2 else mask
-            elif entry.dtype == torch.bool:
-                continue
-            elif ids is None and name in _ID_NAMES:
-                ids = entry.tensor()
-            elif positions is None and ids is not None and ("pos" in name or _counts_up(entry, ids)):
-                positions = entry.tensor()
+        name = entry.path.rpartition(".")[2]
+        if entry.kind != "in" or entry.dtype.is_floating_point or entry.dtype.is_complex or len(
+                entry.shape) not in (1, 2):
+            continue
+        if name in _MASKS:
+            mask = entry.tensor() if mask is None and len(entry.shape) == 2 else mask
+        elif entry.dtype != torch.bool and ids is None and name in _ID_NAMES:
+            ids = entry.tensor()
+        elif entry.dtype != torch.bool and positions is None and ids is not None and (
+                "pos" in name or _counts_up(entry, ids)):
+            positions = entry.tensor()
     return ids, positions, mask

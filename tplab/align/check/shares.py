@@ -25,27 +25,29 @@ from tplab.align.check.match import (
     usual_shares,
 )
 from tplab.align.check.names import FUSED
-from tplab.align.check.sources import FEW, WHOLE, Source, Sources
+from tplab.align.check.sources import FEW, SHAPE, Source, Sources
 from tplab.align.operations import as_index
 from tplab.align.recording import Contradiction
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
 _FUSED_OF = {part: fused for fused, parts in PARTS.items() for part in parts}
+Labels = dict[int, Indices | None]  # by rank
 
 
-class Held(NamedTuple):
-    """A source's tensors, rank by rank: ``[places, heads, head_dim]`` or ``[places, columns]``."""
+class Candidate(NamedTuple):
+    """What can be taken for a point: a source, what reads a rank's tensor of it (``look`` as in
+    :mod:`tplab.align.check.sources`), in words how."""
 
     source: Source
-    tensors: dict[int, torch.Tensor]
-    sentence: str = ""
+    read: Callable[[int, str], torch.Tensor | None]
+    words: str = ""
 
 
 class Shares:
     """Decides what each rank holds of each dimension: ``layouts`` of ``q``, ``k``, ``v``, ``mlp`` and ``vocab``.
 
-    ``totals`` says how many heads, columns and rows there are; ``contradictions`` what no layout explains;
+    ``totals`` says how many heads, columns and rows there are, ``planned`` which of them the plan gives each rank;
     ``as_it_stands``: the numbers of a head are taken to be in Hugging Face's order.
     """
 
@@ -57,8 +59,7 @@ class Shares:
                        "mlp": config.intermediate_size, "vocab": config.vocab_size}
         self.planned = {which: [tuple(getattr(shard, group.plan)) for shard in plan.ranks]
                         for which, group in GROUPS.items()}
-        self.contradictions: list[Contradiction] = []
-        self._by_weight: dict[str, tuple[list, list]] = {}
+        self._by_weight: dict[str, Labels] = {}
 
     @cached_property
     def sampled(self) -> list[str]:
@@ -76,8 +77,7 @@ class Shares:
         """How many columns an item of a point has: a head's, or one."""
         return self.config.head_dim if GROUP_OF[point] in ("q", "k", "v") else 1
 
-    def polled(self, ask: Callable[[str], dict[int, Indices | None]], layers: list[str] | None = None
-               ) -> list[Indices | None]:
+    def polled(self, ask: Callable[[str], Labels], layers: list[str] | None = None) -> list[Indices | None]:
         """What most layers say, rank by rank; who says nothing has no vote."""
         said = [ask(at) for at in (self.sampled if layers is None else layers)]
         counted = (Counter(one[rank] for one in said if one.get(rank)) for rank in range(self.sources.world_size))
@@ -105,40 +105,39 @@ class Shares:
     def _order(self, at: str, point: str, before: list[int] | None) -> list[int] | None:
         """The order of one point's heads on the first rank that has it; ``before``: that of the point it is made from.
         """
-        for held in islice(self._raw(at + point, FEW), 1):
-            rank, local = next(iter(held.tensors.items()))
-            full = self.evidence.own(at + point, held.source, rank)
+        for source, read, _ in islice(self._as_they_stand(at + point), 1):
+            rank = self.sources.complete(source)[0]
+            full = self.evidence.own(at + point, source, rank)
             if point.endswith("rope"):
                 made_of = f"{at}{point[0]}{'_norm' * self.config.qk_norm}"
-                inner = next((one.tensors[rank] for one in self._raw(made_of, FEW) if rank in one.tensors), None)
+                inner = next((one.read(rank, FEW) for one in self._as_they_stand(made_of)
+                              if rank in self.sources.complete(one.source)), None)
                 full = None if inner is None else self.evidence.turned(inner if before is None else inner[..., before])
-            return None if full is None else order_in_heads(local, full)
+            return None if full is None else order_in_heads(read(rank, FEW), full)
         return None
 
-    # What a source holds.
+    # What can be taken for a point of heads or columns.
 
-    def held(self, name: str, look: str = WHOLE) -> Iterator[Held]:
-        """All that can be taken for a point of heads or columns, the strongest claim first; numbers in Hugging Face's
-        order."""
+    def candidates(self, name: str) -> Iterator[Candidate]:
+        """The strongest claim first; numbers in Hugging Face's order."""
         point = name.rpartition(".")[2]
         order = self.orders.get(point.removesuffix("_norm")) if point[0] in "qk" else None
-        for held in self._raw(name, look):
-            yield held if order is None else held._replace(
-                tensors={rank: tensor[..., order] for rank, tensor in held.tensors.items()},
-                sentence=f"{held.sentence}the numbers of a head in an order of their own, as what follows knows; ")
+        for one in self._as_they_stand(name):
+            yield one if order is None else Candidate(
+                one.source, lambda rank, look, read=one.read: read(rank, look)[..., order],
+                f"{one.words}the numbers of a head in an order of their own, as what follows knows; ")
 
-    def _raw(self, name: str, look: str) -> Iterator[Held]:
+    def _as_they_stand(self, name: str) -> Iterator[Candidate]:
         at, _, point = name.rpartition(".")
-        found = [(source.strength, source, None) for source in self.sources.of(name)]
+        found = [(source, None) for source in self.sources.of(name)]
         if fused := _FUSED_OF.get(point):
-            found += [(FUSED, source, self.splits[fused]) for source in self.sources.of(f"{at}.{fused}")]
-        for _, source, split in sorted(found, key=lambda one: one[0]):
-            tensors = {rank: self.tensor(source, name, rank, look, split) for rank in self.sources.complete(source)}
-            if all(tensor is not None for tensor in tensors.values()):
-                yield Held(source, tensors, split.sentence if split else "")
+            found += [(source, self.splits[fused]) for source in self.sources.of(f"{at}.{fused}")]
+        for source, split in sorted(found, key=lambda one: FUSED if one[1] else one[0].strength):
+            read = partial(self.read, source, name, split)
+            if all(read(rank, SHAPE) is not None for rank in self.sources.complete(source)):
+                yield Candidate(source, read, split.sentence if split else "")
 
-    def tensor(self, source: Source, name: str, rank: int, look: str, split: Split | None = None
-               ) -> torch.Tensor | None:
+    def read(self, source: Source, name: str, split: Split | None, rank: int, look: str) -> torch.Tensor | None:
         """A source's tensor on a rank, as a point's; ``split``: where it is fused."""
         point = name.rpartition(".")[2]
         columns = GROUP_OF[point] == "mlp"
@@ -161,6 +160,11 @@ class Shares:
                 return torch.cdist(heads, true).min(1).values.max().item()
             return min(ways, key=off)
         return ways[0] if ways else None
+
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """How fused outputs are cut."""
+        return {name: Fused(self, name).split() for name in PARTS}
 
     # Votes.
 
@@ -187,13 +191,14 @@ class Shares:
         """
         counts: list[int | None] = [None] * self.sources.world_size
 
-        def ask(expected: Callable, at: str) -> dict[int, Indices | None]:
-            found: dict[int, Indices | None] = {}
+        def ask(expected: Callable, at: str) -> Labels:
+            found: Labels = {}
             for point in points:
-                for held in islice(self.held(at + point, FEW), 1):
-                    for rank, tensor in held.tensors.items():
+                for source, read, _ in islice(self.candidates(at + point), 1):
+                    for rank in self.sources.complete(source):
+                        tensor = read(rank, FEW)
                         counts[rank] = counts[rank] or tensor.shape[1]
-                        if not found.get(rank) and (full := expected(at + point, held.source, rank)) is not None:
+                        if not found.get(rank) and (full := expected(at + point, source, rank)) is not None:
                             found[rank] = self.vote(which, tensor, full, rank)
             return found
         found = self.polled(partial(ask, self.evidence.own))
@@ -201,6 +206,25 @@ class Shares:
             guessed = self.polled(partial(ask, self.evidence.reference), self.sampled[:1])
             found = [own or other for own, other in zip(found, guessed)]
         return counts, found
+
+    def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
+        counts, found = [None] * self.sources.world_size, [None] * self.sources.world_size
+        for source in self.sources.of("logits")[:1]:
+            for rank in self.sources.complete(source):
+                if (logits := self.sources.logits(source, rank, FEW)) is not None:
+                    places, tensor = logits
+                    x = self._head_input(source, places, rank)
+                    full = self.evidence.logits(places) if x is None else self.evidence.of("logits", x)
+                    counts[rank], found[rank] = tensor.shape[1], self.vote("vocab", tensor, full, rank)
+        return counts, found
+
+    def _head_input(self, logits: Source, places: list, rank: int) -> torch.Tensor | None:
+        for source in self.sources.before(logits, "norm", rank):
+            if (rows := self.sources.logits(source, rank)) is not None:
+                row_of = {place: row for row, place in enumerate(rows[0])}
+                if all(place in row_of for place in places) and rows[1].shape[1] == self.config.hidden_size:
+                    return rows[1][[row_of[place] for place in places]]
+        return None
 
     # Decisions.
 
@@ -221,17 +245,15 @@ class Shares:
                     if not seen or len(set(seen)) < len(seen):
                         counts[which][rank], found[which][rank] = len(self.planned[which][rank]), None
         parts = [self._decided(stage, counts, found) for stage in self.stages]
-        whole = {}
-        for which, group in GROUPS.items():
-            indices: dict[int, Indices | None] = {}
-            for stage, part in zip(self.stages, parts):
-                indices |= dict(zip(stage, part[which].indices))
-                self.contradictions += [Contradiction(part[which].contradiction, about=group.behind)] * bool(
-                    part[which].contradiction)
-            sentences = dict.fromkeys(part[which].sentence for part in parts if part[which].sentence)
-            whole[which] = Layout(tuple(indices.get(rank) for rank in range(self.sources.world_size)),
-                                  "; ".join(sentences))
-        return whole
+        return {which: self._joined(group, [part[which] for part in parts]) for which, group in GROUPS.items()}
+
+    def _joined(self, group, parts: list[Layout]) -> Layout:
+        """The stages' decisions about one dimension."""
+        indices = {rank: share for stage, part in zip(self.stages, parts) for rank, share in zip(stage, part.indices)}
+        self.sources.contradictions += [Contradiction(part.contradiction, about=group.behind) for part in parts
+                                        if part.contradiction]
+        return Layout(tuple(map(indices.get, range(self.sources.world_size))),
+                      "; ".join(dict.fromkeys(part.sentence for part in parts if part.sentence)))
 
     def _decided(self, stage: list[int], counts: dict, found: dict) -> dict[str, Layout]:
         """The decisions for the ranks of one pipeline stage, which share what there is among them."""
@@ -257,28 +279,3 @@ class Shares:
         for which in ("mlp", "vocab"):
             add(which, partial(not_a_partition, total=self.totals[which]))
         return done
-
-    def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
-        counts, found = [None] * self.sources.world_size, [None] * self.sources.world_size
-        for source in self.sources.of("logits")[:1]:
-            for rank in self.sources.complete(source):
-                if (logits := self.sources.logits(source, rank, FEW)) is not None:
-                    places, tensor = logits
-                    x = self._head_input(source, places, rank)
-                    full = self.evidence.logits(places) if x is None else self.evidence.of("logits", x)
-                    counts[rank], found[rank] = tensor.shape[1], self.vote("vocab", tensor, full, rank)
-        return counts, found
-
-    def _head_input(self, logits: Source, places: list, rank: int) -> torch.Tensor | None:
-        inputs = self.sources.of("norm")
-        for source in sorted(inputs, key=lambda s: (s.name != logits.name, inputs.index(s))):
-            if rank in self.sources.complete(source) and (rows := self.sources.logits(source, rank)) is not None:
-                row_of = {place: row for row, place in enumerate(rows[0])}
-                if all(place in row_of for place in places) and rows[1].shape[1] == self.config.hidden_size:
-                    return rows[1][[row_of[place] for place in places]]
-        return None
-
-    @cached_property
-    def splits(self) -> dict[str, Split]:
-        """How fused outputs are cut."""
-        return {name: Fused(self, name).split() for name in PARTS}

@@ -2,20 +2,20 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from tplab.align.check.match import span
-from tplab.align.check.names import EVIDENT, OVERRIDE, Sizes, claims, pattern_of, place_of, role_of
-from tplab.align.check.notes import call_notes
+from tplab.align.check.names import EVIDENT, OVERRIDE, claims, pattern_of, place_of, role_of
+from tplab.align.check.notes import call_notes, listed
 from tplab.align.check.overrides import check_names
-from tplab.align.check.rows import Texts, call_inputs
-from tplab.align.check.shapes import as_heads, as_rows
+from tplab.align.check.rows import Texts, as_heads, as_rows, call_inputs
 from tplab.align.recording import Contradiction, PlacementError
 
 SAMPLE = 16  # rows that are looked at to find a layout: the first ones
-WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read
+WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read: all, the first SAMPLE rows, no number
 
 
 @dataclass(eq=False)
@@ -48,73 +48,67 @@ class Sources:
     """What was recorded, by the points it was claimed for.
 
     Attributes:
-        ranks: those that recorded something.
-        calls: the rows of each call that is looked at, in order.
+        recorded: the calls by rank and number, of the ranks that recorded something.
+        used, calls: the calls that are looked at: their numbers, their rows.
         texts: the sequences.
-        places, num_keys, declared, origins: as in :class:`tplab.align.recording.Recording`.
+        stages: the ranks that share their layers, by pipeline stage.
+        places, num_keys, declared, origins, notes, contradictions, warnings: as in
+            :class:`tplab.align.recording.Recording`.
     """
 
     def __init__(self, recorded, config, names, **reading):
         self.config, self.world_size = config, recorded.world_size
-        self.notes: list[str] = list(recorded.notes)
-        self.contradictions: list[str] = []
-        self.ranks = [rank for rank, known in enumerate(recorded.ranks) if known is not None]
+        self.notes, self.contradictions, self.warnings = list(recorded.notes), [], []
+        self.recorded = {rank: {call.index: call for call in known.calls}
+                         for rank, known in enumerate(recorded.ranks) if known is not None}
+        self.ranks, calls = [*self.recorded], [*self.recorded.values()]
         if not self.ranks:
             raise PlacementError(f"{recorded.folder} holds nothing of any of its {recorded.world_size} ranks")
-        if missing := [str(rank) for rank in range(recorded.world_size) if rank not in self.ranks]:
-            self.notes.append(f"nothing was recorded by rank{'s' * (len(missing) > 1)} {', '.join(missing)} of "
-                              f"{recorded.world_size}")
-        self.recorded = {rank: {call.index: call for call in recorded.ranks[rank].calls} for rank in self.ranks}
-        self._names = check_names(names, {entry.name for calls in self.recorded.values() for call in calls.values()
-                                          for entry in call.entries})
+        if missing := [rank for rank in range(self.world_size) if rank not in self.recorded]:
+            self.notes.append(f"nothing was recorded by {listed('rank', missing)} of {self.world_size}")
+        began = [index for index in sorted(set().union(*calls)) if all(index in of and any(
+            entry.dtype.is_floating_point for entry in of[index].entries) for of in calls)]
+        done = [index for index in began if all(of[index].status == "done" for of in calls)]
+        whole = [index for index in done if all(of[index].left_out == of[done[0]].left_out for of in calls)]
+        self.used = whole or began[:1]
+        if short := [index for index in done if index not in whole]:
+            self.notes.append(f"calls {span(short)} lack what call {done[0]} has, and were not looked at")
+        self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
+        entries = [entry for of in calls for index in self.used for entry in of[index].entries]
+        self._names = check_names(names, {entry.name for of in calls for call in of.values() for entry in call.entries})
         self.texts = Texts(**reading)
-        self._read_calls(recorded)
+        self._read_calls()
         self.stages = self._find_stages()
         self._check_rows()
         self._order_rows()
         if self.calls and not self.places:
             raise PlacementError("every token is padding (a negative id or position): no row says anything" if any(
                 call.size for call in self.calls) else "no call that was recorded is about a token")
-        self._check_sizes([entry for calls in self.recorded.values() for index in self.used
-                           for entry in calls[index].entries])
+        self._check_sizes(entries)
         self.claim()
         self._check_parallel()
 
-    def _read_calls(self, recorded) -> None:
-        numbers = sorted({index for calls in self.recorded.values() for index in calls})
-        began = [index for index in numbers if all(calls.get(index) and any(
-            entry.dtype.is_floating_point for entry in calls[index].entries) for calls in self.recorded.values())]
-        done = [index for index in began if all(calls[index].status == "done" for calls in self.recorded.values())]
-        whole = [index for index in done if all(calls[index].left_out == calls[done[0]].left_out
-                                                for calls in self.recorded.values())]
-        self.used = whole or began[:1]
-        if len(whole) < len(done):
-            short = span([index for index in done if index not in whole])
-            self.notes.append(f"calls {short} lack what call {done[0]} has, and were not looked at")
-        self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
+    def _read_calls(self) -> None:
         self.calls = []
-        for index in numbers:
+        for index in sorted(set().union(*self.recorded.values())):
             seen = {rank: call_inputs(calls[index]) for rank, calls in self.recorded.items() if index in calls}
-            known = {rank: ids for rank, (ids, _, _) in seen.items() if ids is not None}
-            if not known:
+            ids, said, masks = ({rank: one[which] for rank, one in seen.items() if one[which] is not None}
+                                for which in range(3))
+            if not ids:
                 if index in self.used:
                     raise PlacementError(f"call {index} says nothing about its token ids: rec.inputs(input_ids, "
                                          "positions) before the call does")
                 continue
-            first = min(known)
-            said = {rank: positions for rank, (_, positions, _) in seen.items() if positions is not None}
-            for what, given in (("token ids", known), ("positions", said)):
-                for rank, own in given.items():
-                    if not torch.equal(own, right := given[min(given)]):
-                        self.contradictions.append(Contradiction(
-                            f"call {index}: rank {rank} was given other {what} than rank {min(given)}: {_short(own)}, "
-                            f"not {_short(right)}", "inputs_differ"))
-            if (known[first] >= self.config.vocab_size).any():
-                raise PlacementError(f"call {index}: token id {int(known[first].max())} is not in the checkpoint's "
+            for what, given in (("token ids", ids), ("positions", said)):
+                self.contradictions += [Contradiction(
+                    f"call {index}: rank {rank} was given other {what} than rank {min(given)}: {_short(own)}, not "
+                    f"{_short(given[min(given)])}", "inputs_differ") for rank, own in given.items()
+                    if not torch.equal(own, given[min(given)])]
+            if (ids[min(ids)] >= self.config.vocab_size).any():
+                raise PlacementError(f"call {index}: token id {int(ids[min(ids)].max())} is not in the checkpoint's "
                                      f"vocabulary: 0 to {self.config.vocab_size - 1}")
-            sequences = self.recorded[first][index].sequences
-            mask = next((mask for *_, mask in seen.values() if mask is not None), None)
-            call = self.texts.add_call(index, known[first], said[min(said)] if said else None, sequences, mask)
+            call = self.texts.add_call(index, ids[min(ids)], said[min(said)] if said else None,
+                                       self.recorded[min(ids)][index].sequences, masks[min(masks)] if masks else None)
             if index in self.used:
                 self.calls.append(call)
         self.texts.settle()
@@ -134,69 +128,74 @@ class Sources:
         if other is None or sorted(ids[other].flatten().tolist()) == sorted(ids[min(ids)].flatten().tolist()):
             return
         totals = {"q": self.config.q_size, "mlp_act": self.config.intermediate_size}
-        for name, total in totals.items():
-            found = [self._points.get(f"layers.{layer}.{name}", {}).values() for layer in range(self.config.num_layers)]
-            if any(entry.shape[-1] == total for sources in found for source in sources
-                   for (rank, _), entry in source.entries.items() if rank == other):
-                positions = first[other][1]
-                how = "data" if positions is None or not positions.flatten()[0] else "context"
-                raise PlacementError(f"{how} parallelism: rank {other} holds whole layers and was given other tokens "
-                                     f"than rank {min(ids)} from the start; check compares ranks that compute the same "
-                                     "tokens: record one rank alone, with rank=0 and world_size=1, on a whole text")
+        if any(entry.shape[-1] == totals.get(point.rpartition(".")[2]) for point, sources in self._points.items()
+               for source in sources.values() for (rank, _), entry in source.entries.items() if rank == other):
+            positions = first[other][1]
+            how = "data" if positions is None or not positions.flatten()[0] else "context"
+            raise PlacementError(f"{how} parallelism: rank {other} holds whole layers and was given other tokens than "
+                                 f"rank {min(ids)} from the start; check compares ranks that compute the same tokens: "
+                                 "record one rank alone, with rank=0 and world_size=1, on a whole text")
 
     def _order_rows(self) -> None:
         last: dict[tuple[int, int], tuple[tuple[int, int], int, int]] = {}  # place → where, keys, the position given
         for number, call in enumerate(self.calls):
-            last = call.without_cut(last)
             declared = call.declared or [position for _, position in call.places]
-            last |= {place: ((number, row), keys, said) for row, place, keys, said in zip(
+            last = call.without_cut(last) | {place: ((number, row), keys, said) for row, place, keys, said in zip(
                 call.rows, call.places, call.keys, declared)}
         texts, starts = self.texts, [sum(call.size for call in self.calls[:n]) for n in range(len(self.calls))]
         last = {place: found for place, found in last.items() if place[0] not in texts.headless
                 and place[1] < len(texts.ids[place[0]])}
-        self.places, self._known = sorted(last), last.keys()
+        self.places = sorted(last)
         self.origins, self.num_keys, said = ([last[place][i] for place in self.places] for i in range(3))
         self._index = torch.tensor([starts[number] + row for number, row in self.origins], dtype=torch.long)
         self._in_order = torch.equal(self._index, torch.arange(len(self._index)))
         self.declared = said if said != [position for _, position in self.places] else None
 
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The token ids of the sampled rows."""
+        return [self.texts.ids[number][position] for number, position in self.places[:SAMPLE]]
+
     def claim(self, roles: dict[str, str] | None = None, points: dict[tuple[str, str, str], str] | None = None) -> None:
         """Let every tensor be claimed, by its name and by what was learnt of ``roles`` and ``points``."""
-        config, claimed, ignored = self.config, set(), set()
-        sizes = Sizes(config.hidden_size, config.head_dim, config.vocab_size, config.num_layers, config.qk_norm)
+        claimed, ignored = set(), set()
         self._points: dict[str, dict[tuple, Source]] = {}
         self._unclaimed: dict[tuple, Source] = {}
+
+        def collect(sources: dict[tuple, Source], strength: int, entry, *where: int) -> None:
+            key = strength, entry.name, entry.kind, entry.path, entry.nth
+            source = sources.setdefault(key, Source(entry.name, entry.kind, entry.path, strength, entry.order))
+            source.entries[where] = entry
         for rank, calls in self.recorded.items():
             for index in self.used:
                 found = calls[index].entries
-                shared = shared_modules(found, config.num_layers)
-                for claim in claims(found, sizes, self._names, shared, roles or {}, points or {}):
-                    entry = claim.entry
+                shared = shared_modules(found, self.config.num_layers)
+                for claim in claims(found, self.config, self._names, shared, roles or {}, points or {}):
                     if not claim.point:  # a person said that it is none
-                        ignored.add(id(entry))
-                    if id(entry) not in ignored:
-                        claimed.add(id(entry))
-                        _collect(self._points.setdefault(claim.point, {}), claim.strength, rank, index, entry)
+                        ignored.add(id(claim.entry))
+                    if id(claim.entry) not in ignored:
+                        claimed.add(id(claim.entry))
+                        collect(self._points.setdefault(claim.point, {}), claim.strength, claim.entry,
+                                rank, index)
                 for entry in found:
                     if id(entry) not in claimed | ignored and entry.dtype.is_floating_point:
-                        _collect(self._unclaimed, EVIDENT, rank, index, entry)
+                        collect(self._unclaimed, EVIDENT, entry, rank, index)
 
     def unclaimed(self) -> list[Source]:
         """What is no point that the conventions know, but was not left out on purpose."""
         return [source for source in self._unclaimed.values() if self.complete(source)]
 
     def _check_sizes(self, entries: list) -> None:
-        layers = {layer for layer, _ in map(place_of, {entry.name for entry in entries}) if layer is not None}
-        if layers and max(layers) >= self.config.num_layers:
-            raise PlacementError(f"the recording has a layer {max(layers)}, but the checkpoint's layers are 0 to "
-                                 f"{self.config.num_layers - 1}: it was recorded with another checkpoint")
+        another, config = "it was recorded with another checkpoint", self.config
         for entry in entries:
             layer, rest = place_of(entry.name)
-            norm = role_of(layer, rest) in ("input_norm", "post_norm", "norm", "embed")
-            if norm and entry.kind == "out" and entry.path in ("", "0") and entry.shape[-1:] and (
-                    entry.shape[-1] != self.config.hidden_size):
+            if (layer or 0) >= config.num_layers:
+                raise PlacementError(f"the recording has a layer {layer}, but the checkpoint's layers are 0 to "
+                                     f"{config.num_layers - 1}: {another}")
+            if role_of(layer, rest) in ("input_norm", "post_norm", "norm", "embed") and entry.kind == "out" and (
+                    entry.path in ("", "0") and entry.shape[-1:] not in ((), (config.hidden_size,))):
                 raise PlacementError(f"{entry.name} gives {entry.shape[-1]} columns, but the checkpoint's hidden size "
-                                     f"is {self.config.hidden_size}: it was recorded with another checkpoint")
+                                     f"is {config.hidden_size}: {another}")
 
     def _check_rows(self) -> None:
         for call in self.calls:
@@ -216,17 +215,13 @@ class Sources:
                                      "the ids of the call that follows")
             call.pad(usual)
 
-    def of(self, point: str) -> list[Source]:
-        """The claims for a point, in the order of :meth:`rank_of`."""
-        return sorted((s for s in self._points.get(point, {}).values() if self.complete(s)), key=self.rank_of)
-
     def layers_of(self, *ranks: int) -> set[int]:
         """The layers of which these ranks recorded anything."""
         return {layer for rank in ranks if rank in self.recorded for index in self.used
                 for entry in self.recorded[rank][index].entries if (layer := place_of(entry.name)[0]) is not None}
 
     def _find_stages(self) -> list[list[int]]:
-        """The ranks that share their layers, by pipeline stage; all of them where there are no stages."""
+        """The ranks that share their layers; all of them where there are no stages of a pipeline."""
         held = {rank: self.layers_of(rank) for rank in self.ranks}
         stages: list[list[int]] = []
         for rank in sorted(held, key=lambda rank: (-len(held[rank]), rank)):  # one that stopped early has fewer
@@ -237,36 +232,43 @@ class Sources:
         runs = Counter(layer for stage in stages for layer in held[stage[0]])
         if twice := sorted(layer for layer, times in runs.items() if times > 1):
             self.contradictions.append(Contradiction(
-                f"layer{'s' * (len(twice) > 1)} {span(twice)} of the model run in more than one stage of the pipeline",
-                "layer_repeated"))
+                f"{listed('layer', twice)} of the model run in more than one stage of the pipeline", "layer_repeated"))
         return sorted(map(sorted, stages)) + [[rank] for rank in range(self.world_size) if rank not in held]
+
+    # Sources, and their tensors.
+
+    def of(self, point: str) -> list[Source]:
+        """The claims for a point, in the order of :meth:`rank_of`."""
+        return sorted((s for s in self._points.get(point, {}).values() if self.complete(s)), key=self.rank_of)
 
     def rank_of(self, source: Source) -> tuple:
         """How good a claim is: overrides first, then what all ranks have, then the strongest, then the earliest."""
         missing = len(self.ranks) - len(self.complete(source))
         return source.strength != OVERRIDE, missing, source.strength, source.order
 
+    def before(self, source: Source, point: str, rank: int) -> list[Source]:
+        """What a rank has of the point that goes into a source's module: the module's own input first."""
+        return sorted((s for s in self.of(point) if rank in self.complete(s)), key=lambda s: s.name != source.name)
+
     def complete(self, source: Source) -> list[int]:
         """The ranks that recorded it in every call."""
         return [rank for rank in self.ranks if all((rank, call) in source.entries for call in self.used)]
 
-    def _tensors(self, source: Source, rank: int, look: str) -> list[torch.Tensor]:
-        entries = [source.entries[rank, call.index] for call in self.calls]
-        return [torch.empty(entry.shape, dtype=entry.dtype, device="meta") if look == SHAPE else entry.tensor()
-                for entry in entries]
+    def _tensors(self, source: Source, rank: int, look: str) -> Iterator[tuple[torch.Tensor, object]]:
+        for call in self.calls:
+            one = source.entries[rank, call.index]
+            yield torch.empty(one.shape, dtype=one.dtype, device="meta") if look == SHAPE else one.tensor(), call
 
     def rows(self, source: Source, rank: int, look: str = WHOLE) -> torch.Tensor | None:
-        """``[places, columns]`` of one rank; None if its rows are others. ``look``: ``FEW`` reads the first ``SAMPLE``
-        rows, ``SHAPE`` none."""
-        found = [as_rows(tensor, call) for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
+        """``[places, columns]`` of one rank; None if its rows are others."""
+        found = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
         if any(tensor is None or len(tensor) != call.size for tensor, call in zip(found, self.calls)):
             return None
         return self._ordered(found, look)
 
     def heads(self, source: Source, rank: int, look: str = WHOLE) -> dict[str, torch.Tensor]:
         """The same as ``[places, heads, head_dim]``, in each way in which all calls can be taken."""
-        found = [as_heads(tensor, call, self.config.head_dim)
-                 for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
+        found = [as_heads(tensor, call, self.config.head_dim) for tensor, call in self._tensors(source, rank, look)]
         ways = {way: self._ordered([ways[way] for ways in found], look) for way in (found[0] if found else ())
                 if all(way in ways for ways in found)}
         return {way: tensor for way, tensor in ways.items() if tensor is not None}
@@ -285,29 +287,22 @@ class Sources:
                ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call. Columns
         behind the vocabulary are left out, or the only ones that are not (``padding``)."""
-        found = [as_rows(tensor, call) for tensor, call in zip(self._tensors(source, rank, look), self.calls)]
+        found = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
         columns = slice(self.config.vocab_size, None) if padding else slice(self.config.vocab_size)
         if not found or any(tensor is None for tensor in found):
             return None
         if all(len(tensor) == call.size for tensor, call in zip(found, self.calls)):
             ordered = self._ordered(found, look)
             return None if ordered is None else (self.places[:len(ordered)], ordered[:, columns])
-        last: dict[tuple[int, int], torch.Tensor] = {}
+        last, known = {}, set(self.places)
         for tensor, call in zip(found, self.calls):
-            last = call.without_cut(last)
-            where = {row: place for row, place in zip(call.rows, call.places) if place in self._known}
+            where = {row: place for row, place in zip(call.rows, call.places) if place in known}
             rows = range(call.size) if len(tensor) == call.size else call.ends
-            last |= {where[row]: tensor[i] for i, row in enumerate(rows) if row in where}
-        if not last or len({len(row) for row in last.values()}) != 1:
+            last = call.without_cut(last) | {where[row]: tensor[i] for i, row in enumerate(rows) if row in where}
+        if len({len(row) for row in last.values()}) != 1:
             return None
         places = sorted(last)[:SAMPLE if look == FEW else None]
         return places, torch.stack([last[place] for place in places])[:, columns]
-
-
-def _collect(sources: dict[tuple, Source], strength: int, rank: int, call: int, entry) -> None:
-    key = strength, entry.name, entry.kind, entry.path, entry.nth
-    source = sources.setdefault(key, Source(entry.name, entry.kind, entry.path, strength, entry.order))
-    source.entries[rank, call] = entry
 
 
 def shared_modules(entries, layers: int) -> dict[str, int]:
@@ -319,10 +314,8 @@ def shared_modules(entries, layers: int) -> dict[str, int]:
     found = {}
     for name, times in runs.items():
         layer, rest = place_of(name)
-        leaf = rest.rpartition(".")[2]
-        inner = role_of(0, leaf) in ("rotary", "act", "core", "kv_cache")
-        alone = layer is None or (layer == 0 and layers > 1 and not any(
-            place_of(other) == (1, rest) for other in runs))
+        inner = role_of(0, rest.rpartition(".")[2]) in ("rotary", "act", "core", "kv_cache")
+        alone = layer is None or layer == 0 and layers > 1 and not any(place_of(other) == (1, rest) for other in runs)
         if inner and alone and times % layers == 0 and (times > 1 or layer is None):
             found[name] = times // layers
     return found

@@ -7,8 +7,9 @@ import torch
 from tplab.align.check.evidence import Evidence
 from tplab.align.check.match import PADDING, near
 from tplab.align.check.shares import Shares
-from tplab.align.check.sources import FEW, SAMPLE, Source
+from tplab.align.check.sources import FEW, Source
 from tplab.align.operations import columns_of
+from tplab.align.points import POINTS
 from tplab.checkpoint.layout import EMBEDDING
 
 ROWS = {"o": ("o_partial", "attn", "q"), "down": ("mlp_partial", "mlp_act", "mlp")}  # role → summand, input, dimension
@@ -16,15 +17,13 @@ _ROLE_OF = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down
 
 
 def kinds(evidence: Evidence, name: str, outs: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> set[str]:
-    """Whether each rank's output is its own ``"summand"`` or the ``"sum"`` of all, with the bias or without; ``""`` if
-    neither."""
-    bias, total = evidence.bias(name), sum(own.values())
+    """Whether each rank's output is its ``own`` ``"summand"`` or the ``"sum"`` of all, with the bias or without; ``""``
+    if neither."""
+    at, _, point = name.rpartition(".")
+    bias, total = evidence.weight(f"model.{at}.{POINTS[point].module}.bias"), sum(own.values())
     added = [0.0] if bias is None else [0.0, bias, bias / len(own)]
-
-    def kind(rank: int) -> str:
-        likely = {"summand": own[rank], "sum": total}
-        return next((what for what, x in likely.items() if any(near(outs[rank], x + more) for more in added)), "")
-    return set(map(kind, outs))
+    return {next((what for what, x in (("summand", own[rank]), ("sum", total))
+                  if any(near(out, x + more) for more in added)), "") for rank, out in outs.items()}
 
 
 class Sums:
@@ -73,26 +72,24 @@ class Sums:
 
     def _input(self, at: str, role: str, rank: int, source: Source) -> torch.Tensor | None:
         """What a row-parallel layer was given on a rank, ``[rows, heads or columns here, …]``."""
-        held = [held for held in self.shares.held(at + ROWS[role][1], FEW) if rank in held.tensors]
-        return min(held, key=lambda held: held.source.name != source.name).tensors[rank] if held else None
+        found = [one for one in self.shares.candidates(at + ROWS[role][1]) if rank in self.sources.complete(one.source)]
+        return min(found, key=lambda one: one.source.name != source.name).read(rank, FEW) if found else None
 
     def _summand(self, at: str, role: str, rank: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        partial, _, group = ROWS[role]
+        partial, before, group = ROWS[role]
         indices = self.shares.layouts[group].indices[rank]
         if x is None or indices is None or x.shape[1] != len(indices):
             return None
         kept = [i for i, index in enumerate(indices) if index != PADDING]
-        columns = columns_of([indices[i] for i in kept], self.shares.dim(ROWS[role][1]))
+        columns = columns_of([indices[i] for i in kept], self.shares.dim(before))
         return self.evidence.of(at + partial, x[:, kept].flatten(1), features=columns, bias=0.0)
 
     @cache  # noqa: B019  (one Sums lives as long as one placement)
     def _is_masked(self, source: Source) -> bool:
         """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
-        ids = [self.sources.texts.ids[number][position] for number, position in self.sources.places[:SAMPLE]]
-        ranks = self.sources.complete(source)
+        ranks, true = self.sources.complete(source), self.evidence.weight(EMBEDDING)[self.sources.sampled_ids]
         outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
-        hidden = self.shares.config.hidden_size
-        if self.shares.seat(ranks[0])[1] == 1 or any(out is None or out.shape[1] != hidden for out in outs):
+        if self.shares.seat(ranks[0])[1] == 1 or any(out is None or out.shape != true.shape for out in outs):
             return False
-        rows = [(row, true) for out in outs for row, true in zip(out, self.evidence.weight(EMBEDDING)[ids])]
+        rows = [pair for out in outs for pair in zip(out, true)]
         return not all(row.any() for row, _ in rows) and all(not row.any() or near(row, true) for row, true in rows)
