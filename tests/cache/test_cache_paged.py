@@ -8,10 +8,9 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.oracle import oracle_attention
 
-from tplab.cache import BlockPool, BlockTable, PagedKVCache, Segment
+from tplab.cache import BlockPool, BlockTable, ContiguousKVCache, PagedKVCache, Segment
 from tplab.cache.paged import rope_parts
 from tplab.checkpoint import open_checkpoint
-from tplab.lesson import ContiguousKVCache
 from tplab.model import NoCache, load_model
 from tplab.model.attention import attend
 from tplab.shard import RankShard, ShardPlan
@@ -112,6 +111,33 @@ def test_a_contiguous_cache_keeps_a_copy():
     assert cache.context([0, 4]).positions.tolist() == [0, 1, 2, 3] and cache.computed == [2, 4]
     k.zero_(), v.zero_()
     assert (cache.k[0][0] == 1).all() and (cache.v[0][0] == 2).all()
+
+
+def test_a_contiguous_cache_grows_by_sequence_and_counts_keys_and_values():
+    cache = ContiguousKVCache(2, 3)
+    assert cache.nbytes == 0 and cache.computed == [0, 0] and [len(cache.k), len(cache.v)] == [3, 3]
+    k, v = torch.arange(24.0).view(4, 2, 3), torch.arange(8.0).view(4, 2, 1)
+    context = cache.context([3, 1])
+    assert context.lengths == [(3, 3), (1, 1)] and context.positions.tolist() == [0, 1, 2, 0]
+    first, second = context.batches(1, k, v)
+    assert cache.nbytes == 4 * 2 * (3 + 1) * 4 and cache.computed == [3, 1]
+    assert (first[0], second[0]) == (slice(0, 3), slice(3, 4)) and second[1].shape == (1, 2, 1, 3)
+    assert torch.equal(first[2][0], v[:3].transpose(0, 1)) and cache.k[0] == [None, None]
+    context = cache.context([0, 2])
+    (batch,) = context.batches(1, k[:2], v[:2])
+    assert context.lengths == [(2, 3)] and context.positions.tolist() == [1, 2] and cache.computed == [3, 3]
+    assert batch[3].view(2, 3).tolist() == [[False, False, True], [False, False, False]], "the future alone is hidden"
+    assert torch.equal(cache.k[1][1], torch.cat([k[3:], k[:2]]))
+    rows = [batch[0] for batch in ContiguousKVCache(4, 1).context([1, 1, 0, 2]).batches(0, k, v)]
+    assert rows == [slice(0, 1), slice(1, 2), slice(2, 4)]
+
+
+def test_what_is_appended_stands_behind_the_past_and_is_a_copy():
+    cache, new = ContiguousKVCache(1, 1), torch.ones(2, 2, 3)
+    for count in (1, 2):
+        k, v = cache.append(0, 0, new, -new)
+        new.fill_(5)
+        assert k[:2].flatten(1).tolist() == [[1] * 6] * 2 and v[:2].sum() == -12 and len(k) == len(v) == 2 * count
 
 
 def test_an_empty_cache_takes_no_memory():

@@ -23,7 +23,8 @@ KNOWN = list(places())
 BUGS = (Bug("RowParallelLinear.reduce", len, max, "a sum", "missing"),
         Bug("mask_scores", len, max, "a mask", "no_mask"))
 FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it is quick"}, elsewhere={
-    "attend": "it attends to what it gets"}, production="It costs.")
+    "attend": "it attends to what it gets"}, production="It costs.",
+    trials=lambda take: [Trial(f"trial {at} {take}", []) for at in range(3)])
 
 
 def refused(function, *args, **kwargs):
@@ -104,8 +105,7 @@ def test_an_innocent_engine_is_blamed_nowhere(monkeypatch):
 def case(heads=9, size=2, run=None):
     config = SimpleNamespace(num_heads=heads, num_layers=3, hidden_size=8, intermediate_size=8)
     return SimpleNamespace(checkpoint=SimpleNamespace(config=config), tensor_parallel_size=size, trial="reported",
-                           _trials=lambda take: [Trial(f"trial {at} {take}", []) for at in range(3)], _run=run,
-                           _file=FILE)
+                           _run=run, _file=FILE)
 
 
 def report(logs=(), **more):
@@ -151,7 +151,6 @@ def test_a_repair_may_not_cost_a_collective_more(runs):
     runs.reports = {0: report([7, 7]), 3: report([7, 9])}
     assert refused(repairing._examine, case(), FILE, (), 5).startswith(
         "the numbers are right, and a forward pass has 2 collectives more than it needs")
-    assert repairing._collectives(report([])) == 0 and repairing._collectives(report([5, 6])) == -1
 
 
 @pytest.mark.parametrize("found, says", [
@@ -186,11 +185,17 @@ def test_a_run_that_ends_in_an_error_is_said_in_words(error, says):
 @pytest.mark.parametrize("change, rounding", [
     ({}, True), ({"ok": True}, False), ({"guilty": ["q"]}, False), ({"fault": "no_mask"}, False),
     ({"contradictions": ["heads"]}, False)])
-def test_rounding_is_nobodys_fault(change, rounding):
+def test_rounding_is_nobodys_fault(change, rounding, monkeypatch):
     known = {"ok": False, "guilty": [], "fault": None, "contradictions": [], **change}
     recording = SimpleNamespace(contradictions=known["contradictions"])
     seen = report(ok=known["ok"], guilty=known["guilty"], recording=recording)
-    assert repairing._only_rounding(seen, Diagnosis(known["fault"], "x")) == rounding
+    monkeypatch.setattr(repairing, "diagnose", lambda report: Diagnosis(known["fault"], "x", "layers.0.q"))
+    made = case(run=lambda *args, **options: seen)
+    if rounding:
+        assert repairing._run(made, "trial", (), 2) is seen
+    else:
+        assert refused(repairing._run, made, "trial", (), 2) in (
+            "x", "layers.0.q is not what it should be", "layers.0.q is still not what it should be")
 
 
 def test_a_repair_is_places_and_functions():

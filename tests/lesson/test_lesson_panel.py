@@ -8,9 +8,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from IPython.utils.capture import capture_output
 
-import tplab.align
 from tplab import lesson, show
 from tplab.align import AlignError, Diagnosis
+from tplab.lesson import fault_panel
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def asked(monkeypatch):
         report.diagnoses = [] if report.ok else [Diagnosis("nan_mask", "0 × -inf"), Diagnosis("no_mask", "a < b")]
         return report
 
-    monkeypatch.setattr(tplab.align, "align", align)
-    monkeypatch.setattr(tplab.align, "diagnose", lambda report: Diagnosis(None, "fine"))
+    monkeypatch.setattr(fault_panel, "align", align)
+    monkeypatch.setattr(fault_panel, "diagnose", lambda report: Diagnosis(None, "fine"))
     return calls
 
 
@@ -73,8 +73,8 @@ def test_the_run_before_stays_in_the_figure_and_no_other(made):
 
 
 def test_a_panel_with_a_fault_of_decoding_compares_the_decode_path(asked, fable_stand_in, monkeypatch):
-    monkeypatch.setattr(tplab.align, "align_decode", tplab.align.align)
-    monkeypatch.setattr(tplab.align, "align", lambda *args, **options: pytest.fail("a forward pass does not see it"))
+    monkeypatch.setattr(fault_panel, "align_decode", fault_panel.align)
+    monkeypatch.setattr(fault_panel, "align", lambda *args, **options: pytest.fail("a forward pass does not see it"))
     lesson.panel(["nan_mask", "slot_off_by_one"], model=fable_stand_in, ticked=["slot_off_by_one"], prompt="Hi")
     lesson.panel(["nan_mask", "slot_off_by_one"], model=fable_stand_in, ticked=["nan_mask"], prompt="Hi")
     assert [one["patches"] for one in asked] == [["slot_off_by_one"], ["nan_mask"]], "whatever is ticked"

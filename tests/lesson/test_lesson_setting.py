@@ -49,7 +49,7 @@ def test_a_prompt_begins_at_the_first_position_and_what_was_computed_is_counted(
 @pytest.mark.parametrize("prompt, prompts", [([7, 8, 9, 10, 11], [[7, 8, 9, 10, 11], [7, 8], [9, 10, 11]]),
                                              ([7], [[7], [7], [7]])])
 def test_a_reference_is_of_three_prompts_however_short_the_first(prompt, prompts, monkeypatch):
-    monkeypatch.setattr("tplab.align.hf_greedy", lambda ckpt, prompt, count, dtype: (ckpt.name, prompt, count, dtype))
+    monkeypatch.setattr("tplab.lesson.verdict.hf_greedy", lambda ckpt, *given: (ckpt.name, *given))
     asked, written = Setting(prompt=prompt, dtype="float64").reference(5)
     assert asked == prompts and written == [("fable", one, 5, "float64") for one in prompts]
 

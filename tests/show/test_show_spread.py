@@ -4,12 +4,12 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
-from tplab import lesson, open_checkpoint, show
+from tplab import open_checkpoint, show
 from tplab.faults import fault
-from tplab.lesson import nan_trace
 from tplab.model import trace
 from tplab.patch import Patch
 from tplab.ranks import rank
+from tplab.show import nan_trace
 
 pytestmark = pytest.mark.pool
 
@@ -23,19 +23,19 @@ def one_nan(name, tensor):
 
 
 def test_one_nan_reaches_the_other_rank_by_the_all_reduce_and_all_tokens_in_the_next_layer():
-    figure = show.nan_map(*lesson.trace_nan("fable", IDS, [Patch("tplab.model.attention.point", one_nan)]))
+    figure = show.nan_map(*show.trace_nan("fable", IDS, [Patch("tplab.model.attention.point", one_nan)]))
     assert ("rank 0: first at layers.0.q_rope, in 1 of 6 tokens, everything from layers.1.attn on; "
             "rank 1: first at layers.0.o_proj, in 1 of 6 tokens, everything from layers.1.attn on") in figure.alt_text
 
 
 def test_the_nan_mask_takes_every_token_at_once():
-    figure = show.nan_map(*lesson.trace_nan("fable", IDS, [fault("nan_mask")], tensor_parallel_size=1))
+    figure = show.nan_map(*show.trace_nan("fable", IDS, [fault("nan_mask")], tensor_parallel_size=1))
     assert "rank 0: first at layers.0.attn, in 6 of 6 tokens, everything from layers.0.attn on." in figure.alt_text
     assert figure.get_suptitle() == "NaN begins at layers.0.attn, and nothing is left from layers.0.attn on"
 
 
 def test_a_healthy_model_has_an_empty_map():
-    figure = show.nan_map(*lesson.trace_nan("fable", IDS, tensor_parallel_size=1))
+    figure = show.nan_map(*show.trace_nan("fable", IDS, tensor_parallel_size=1))
     assert figure.alt_text.endswith("rank 0: none.")
 
 
@@ -44,8 +44,8 @@ def test_the_ranks_are_asked_for_what_was_said(monkeypatch):
         def run(self, fn, ckpt, plan, dtype, ids):
             return [ckpt.name, plan.tensor_parallel_size, dtype, ids]
 
-    monkeypatch.setattr("tplab.lesson.nan_trace.shared_pool", lambda size: Pool())
-    tokens, asked = lesson.trace_nan("fable", "Once", tensor_parallel_size=3, dtype="bfloat16")
+    monkeypatch.setattr("tplab.show.nan_trace.shared_pool", lambda size: Pool())
+    tokens, asked = show.trace_nan("fable", "Once", tensor_parallel_size=3, dtype="bfloat16")
     ids = open_checkpoint("fable").tokenizer()("Once").input_ids
     assert asked == ["fable", 3, torch.bfloat16, ids] and "".join(tokens) == "Once"
 

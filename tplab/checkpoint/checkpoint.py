@@ -64,13 +64,16 @@ class Checkpoint:
                 f"{c.num_kv_heads} KV heads of {c.head_dim}, {experts}vocabulary {c.vocab_size}>")
 
 
-def open_checkpoint(name: str | os.PathLike) -> Checkpoint:
+def open_checkpoint(name: str | os.PathLike | Checkpoint) -> Checkpoint:
     """Find the checkpoint called ``name`` and look it over: headers, config, and, once per file, the data.
 
-    ``name`` is ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a local folder, or a hub id. Every way in which the
-    folder can be unsupported, incomplete, damaged or in contradiction with itself is a ``CheckpointError`` here, before
-    a rank starts. The first opening reads all data for :func:`verify_once`; later ones read headers only.
+    ``name`` is ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a local folder, or a hub id; what is open already comes
+    back. Every way in which the folder can be unsupported, incomplete, damaged or in contradiction with itself is a
+    ``CheckpointError`` here, before a rank starts. The first opening reads all data for :func:`verify_once`; later ones
+    read headers only.
     """
+    if isinstance(name, Checkpoint):
+        return name
     folder = resolve(name)
     try:
         stored = read_headers(folder)

@@ -19,10 +19,7 @@ from tplab.pool.private_folder import make_folder
 
 @contextmanager
 def changed_config(ckpt: Checkpoint, **changed) -> Iterator[Checkpoint]:
-    """A checkpoint with the weights of ``ckpt`` and with some fields of its ``config.json`` changed, for a while.
-
-        >>> with lesson.changed_config(ckpt, rope_parameters={"rope_type": "yarn", "factor": 4.0, …}) as scaled:
-    """
+    """A checkpoint with the weights of ``ckpt`` and with some fields of its ``config.json`` changed, for a while."""
     with tempfile.TemporaryDirectory(prefix="tplab-") as name:
         folder = Path(name)
         for file in ckpt.folder.iterdir():
@@ -34,13 +31,8 @@ def changed_config(ckpt: Checkpoint, **changed) -> Iterator[Checkpoint]:
 
 
 def fused_copy(ckpt: Checkpoint) -> Checkpoint:
-    """A copy with ``q|k|v`` in one ``qkv_proj`` and ``gate|up`` in one ``gate_up_proj``, the numbers as they were, in
-    a folder that goes away with this process.
-
-        >>> fused = lesson.fused_copy(ckpt)
-        >>> len(ckpt.tensors), len(fused.tensors)
-        (74, 44)
-    """
+    """A copy with ``q|k|v`` in one ``qkv_proj`` and ``gate|up`` in one ``gate_up_proj``, in a folder that goes away
+    with this process."""
     from safetensors.torch import save_file
 
     folder, tensors = Path(make_folder()), {}

@@ -9,11 +9,7 @@ QUESTION = "What is the capital of France?"
 
 
 def default_prompt(model) -> str:
-    """The prompt a notebook uses when its reader gives none: a held-out story's opening for the embedded models, else a
-    sentence.
-
-        >>> prompt = prompt or lesson.default_prompt(model)
-    """
+    """What a notebook reads when it is given no prompt: for the embedded models a story's opening, else a sentence."""
     from tplab import fable
 
     name = os.fspath(getattr(model, "name", model))
@@ -21,12 +17,7 @@ def default_prompt(model) -> str:
 
 
 def default_question(model) -> str:
-    """What a notebook asks a model when its reader asks nothing: chat models a question, others a text to go on with.
-
-    The embedded models have a chat template too, but know stories only: they get an opening.
-
-        >>> question = prompt or lesson.default_question(ckpt)
-    """
+    """The same for an answer: chat models get a question, but the embedded ones, which know stories only."""
     asked = model.tokenizer().chat_template and model.name not in EMBEDDED
     return QUESTION if asked else default_prompt(model)
 
@@ -35,9 +26,7 @@ def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
     """What the model says to ``text``, greedily: a chat turn if it has a chat template, else the text's continuation.
 
     Special tokens are written out, so that an answer that consists of them can be seen. ``sampling``: more of
-    :class:`tplab.llm.SamplingParams`; ``ignore_eos=True`` goes on behind the end of text.
-
-        >>> print(lesson.ask(LLM("smollm2"), "What is the capital of France?"))
+    :class:`tplab.llm.SamplingParams`.
     """
     from tplab.llm import SamplingParams
 
@@ -49,8 +38,7 @@ def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
 
 def greedy(model, prompts, max_tokens: int, tensor_parallel_size: int = 2, *args, one_by_one: bool = False, **options
            ) -> list[list[int]]:
-    """The ``max_tokens`` token ids that an engine writes behind each prompt, all at once or ``one_by_one``; the rest
-    is what :class:`tplab.LLM` takes."""
+    """The token ids that an engine writes behind each prompt; ``options`` are those of :class:`tplab.LLM`."""
     from tplab import LLM, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

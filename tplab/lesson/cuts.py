@@ -17,8 +17,8 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
                ways: Mapping[str, object] | None = None, label: Callable | None = None) -> None:
     """:class:`NotYet` unless ``found`` is the rows ``wanted`` of ``whole`` (of ``dim`` 1: the columns), in its dtype.
 
-    ``whole`` holds no number twice, so that wrong rows can be named. ``ways``: ``{sentence: the rows, a set of
-    such, or the numbers of one who makes this mistake}``. ``label`` names rows.
+    ``whole`` holds no number twice. ``ways``: ``{sentence: the rows, a set of such, or the numbers of someone who
+    makes this mistake}``. ``label`` names rows.
     """
     wanted, label = [*wanted], label or (lambda places: span(places, _KINDS[dim]))
     right = whole.index_select(dim, torch.tensor(wanted, dtype=torch.long))
@@ -62,13 +62,9 @@ def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list
     """Which slices of ``whole`` along ``of`` those of ``found`` along ``dim`` are; None if they are none."""
     if 0 in found.shape or found.dim() != whole.dim() or max(dim, of) >= whole.dim():
         return None
-    at = {_bytes(one): place for place, one in enumerate(whole.unbind(of))}
-    places = [at.get(_bytes(one)) for one in found.unbind(dim)]
-    return None if None in places else places
-
-
-def _bytes(row: torch.Tensor) -> bytes:
-    return row.detach().double().numpy().tobytes()
+    held, came = ([row.detach().double().numpy().tobytes() for row in one.unbind(along)]
+                  for one, along in ((whole, of), (found, dim)))
+    return [held.index(row) for row in came] if set(came) <= set(held) else None
 
 
 def span(places: Sequence[int], of: str = "rows") -> str:

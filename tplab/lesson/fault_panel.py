@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from html import escape
 
+from tplab.align import align, align_decode, diagnose
+from tplab.checkpoint import open_checkpoint
 from tplab.errors import TplabError
+from tplab.faults import fault
 from tplab.lesson.answers import default_prompt
 from tplab.show.figures.diffs import diff_figure, finding
 from tplab.show.figures.style import image_html, show_with_words
@@ -13,11 +16,7 @@ HEALTHY = "nothing ticked"
 
 
 class Panel:
-    """What :func:`panel` returns. In a notebook it shows the widgets; where no kernel runs, its last figure.
-
-    One output holds both, so a stored notebook has a picture for its readers and nothing random in its text.
-    ``report``, ``figure`` and ``alt_text`` (the figure's) are the last run's.
-    """
+    """Shows the widgets in a notebook, and its last figure where no kernel runs: one output holds both."""
 
     def __init__(self, model, faults: Sequence, ticked: Sequence[str], tensor_parallel_sizes: Sequence[int],
                  tensor_parallel_size: int, prompt: str, dtype: str):
@@ -49,7 +48,7 @@ class Panel:
         return [fault for fault, box in zip(self._faults, self._boxes) if box.value]
 
     def run(self) -> None:
-        """What the button does: align again with what is ticked, and redraw. A user's mistake is shown in the panel."""
+        """What the button does: align again with what is ticked, and redraw."""
         self._button.description = "Running …"  # and not disabled, which would throw the keyboard's focus away
         try:
             self._redraw()
@@ -64,18 +63,16 @@ class Panel:
             self._button.description = "Run"
 
     def _redraw(self) -> None:
-        from tplab.align import align, align_decode, diagnose
-
         decodes = any(fault.shows_in == "decode" for fault in self._faults)
         self.report = (align_decode if decodes else align)(
             self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype,
             patches=self.ticked)
-        label = self._label()
-        self.figure = diff_figure({**self._previous, label: self.report}, title=finding({label: self.report}))
-        self._previous = {label: self.report}
+        now = {self._label(): self.report}
+        self.figure, self._previous = diff_figure(self._previous | now, title=finding(now)), now
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
-        idle = [f"{fault.title}: {why}" for fault in self.ticked if (why := self._why_not(fault))]
+        config = open_checkpoint(self._model).config
+        idle = [f"{one.title}: {why}" for one in self.ticked if (why := one.why_not(config, self._tp.value))]
         if self.ticked and self.report.ok and not idle:
             idle = ["The prompt is one token: it has no future to hide, nobody before it, and stands at position 0, "
                     "where nothing is turned. Two tokens show more." if sum(map(len, self.report.ids)) == 1 else
@@ -92,18 +89,11 @@ class Panel:
     def _shared(self) -> list[str]:
         """Which of the ticked faults replace the same function: only the last one stands there."""
         at: dict[str, list[str]] = {}
-        for fault in self.ticked:
-            for patch in fault.patches:
-                at.setdefault(patch.target, []).append(fault.name)
+        for one in self.ticked:
+            for patch in one.patches:
+                at.setdefault(patch.target, []).append(one.name)
         return [f"{' and '.join(names)} replace the same function, {target.removeprefix('tplab.')}: {names[-1]} stands "
                 "there, and the other is not in it." for target, names in at.items() if len(names) > 1]
-
-    def _why_not(self, fault) -> str:
-        """Why a ticked fault changes nothing with this model and this many ranks."""
-        from tplab.checkpoint import open_checkpoint
-
-        ckpt = open_checkpoint(self._model) if isinstance(self._model, str) else self._model
-        return fault.why_not(ckpt.config, self._tp.value)
 
     def __str__(self) -> str:
         choices = ", ".join(fault.title for fault in self._faults)
@@ -119,18 +109,11 @@ def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor
           tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32") -> Panel:
     """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside them.
 
-    The figure of the first run stands in the stored notebook for readers without a kernel. After a run the panel
-    draws the run before it too. If one of the faults shows only while decoding, the whole panel compares the decode
-    path (:func:`tplab.align.align_decode`), else a forward pass over the prompt.
-
-    ``faults``: names of the museum, or ``Fault`` objects. ``ticked``: names of those that are on at the start.
-    ``tensor_parallel_size``: the choice at the start, which is added to ``tensor_parallel_sizes`` if it is not among
-    them. ``prompt``: the text at the start; :func:`default_prompt` if empty.
+    If one of the faults shows only while decoding, the whole panel compares the decode path, else a forward pass over
+    the prompt. ``faults``: names of the museum, or ``Fault`` objects; ``ticked``: those that are on at the start.
 
         >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"])
     """
-    from tplab.faults import fault
-
     chosen = [fault(one) if isinstance(one, str) else one for one in faults]
     names = [one.name for one in chosen]
     for name in ticked:

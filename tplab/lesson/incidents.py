@@ -18,25 +18,15 @@ from tplab.show.tables import Table
 
 
 def caught(function: Callable, *args, **kwargs) -> Exception | None:
-    """Call a function that is expected to fail, and return its exception; None if it did not fail.
-
-        >>> error = lesson.caught(llm.generate, prompt)
-    """
+    """Call a function that is expected to fail, and return its exception; None if it did not fail."""
     try:
         function(*args, **kwargs)
     except Exception as error:
         return error
-    return None
 
 
 def error_text(error: Exception) -> str:
-    """An error's class and text in lines of a page's width, with lines of cells but without the numbers of the cells.
-
-    Those are counted by JupyterLab and papermill and not by nbval, so stored text cannot have them.
-
-        >>> print(lesson.error_text(lesson.caught(pool.run, broken)))
-        RankError: rank 1 raised ZeroDivisionError: division by zero …
-    """
+    """An error's class and text in lines of a page's width, without the numbers of cells: stored text has none."""
     text, below = str(error), []
     if getattr(error, "logs", None):
         # Laid out anew: the columns are as wide as what stands in them.
@@ -54,9 +44,6 @@ def shown_error(brief: bool = False) -> Iterator[None]:
     """Run a block that is expected to fail and print its error, so that *Run All* and papermill go on.
 
     ``brief``: at most three lines, with the line of the cell, as a verdict has them.
-
-        >>> with lesson.shown_error():
-        ...     pool.run(broken)
     """
     try:
         yield
@@ -80,12 +67,7 @@ class Incident:
 
 
 class Incidents:
-    """A list of failures that happened on one pool.
-
-        >>> incidents = lesson.Incidents(pool)
-        >>> incidents.provoke("a rank raises", broken, within=1)
-        RankError: rank 1 raised ZeroDivisionError: division by zero …
-    """
+    """A list of failures that happened on one pool."""
 
     def __init__(self, pool: RankPool):
         self.pool = pool
@@ -97,10 +79,9 @@ class Incidents:
         return {name: incident.error for name, incident in self.happened.items()}
 
     def provoke(self, name: str, fn: Callable, within: float, timeout: float | None = None) -> None:
-        """Run ``fn`` on the ranks, print the error, and note under ``name`` how long it took to come.
+        """Run ``fn`` on the ranks, print the error, and note how long it took to come; ``within``: seconds that it may.
 
-        ``name``: what happens, in a few words. ``within``: seconds in which it has to be reported. Raises `ShowError`
-        if nothing fails: then the lesson would teach nothing.
+        ``name`` says what happens. Raises `ShowError` if nothing fails: then the lesson would teach nothing.
         """
         self.pool.run(rank)  # ranks that the last incident has ended are started now, not on this one's time
         begin = time.perf_counter()
@@ -120,10 +101,7 @@ class Incidents:
         return Table(frame, pd.DataFrame({"before": False, "now": frame["now"] > frame["before"]}))
 
     def figure(self, patience: float | None = None, title: str | None = None) -> Picture:
-        """Seconds until each failure was reported, beside its bound.
-
-        ``patience``: seconds after which ``torch.distributed`` alone gives up, drawn as a line.
-        """
+        """Seconds until each failure was reported, and its bound; ``patience``: when ``torch.distributed`` gives up."""
         if not self.happened:
             raise ShowError("nothing has happened yet; provoke something first")
         return incidents_figure(self.happened, patience, title)

@@ -19,11 +19,18 @@ from tplab.ranks.errors import CollectiveMismatch, RankError
 LIMIT = 5  # seconds that a call of a learner's code may take
 
 
+class Uncopied:
+    """What a learner's code gets as it is, and not as a copy: what is done to it is looked at, or counted, here."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class Mine:
     """The learner's function (or class), ``takes`` the names of what it is called with: ``"scores, mask"``.
 
-    Calling it gives what it returns. It gets copies of its arguments; raises :class:`NotYet` if it raises, cannot be
-    called so, or writes into an argument that is not among ``writes``. ``given`` are the copies that it got last.
+    It gets copies of its arguments, the last ones ``given``; `NotYet` if it raises, cannot be called so, or writes into
+    an argument that is not among ``writes``.
     """
 
     def __init__(self, function: Callable, takes: str, writes: str = ""):
@@ -53,11 +60,10 @@ class Mine:
 
 def on_ranks(ranks, function: Callable, *args, waits: str = "", asks: Mapping[str, str] | None = None,
              timeout: float | None = None) -> list[tuple[object, list[OpRecord]]]:
-    """What ``function(*args)`` returns on each rank, and the collectives that it took part in there.
+    """What ``function(*args)`` returns on each rank, and the collectives that it took part in; `NotYet` if one fails.
 
     ``ranks``: how many logical ones (threads), or a pool. ``waits`` is asked where ranks wait for one that does not
-    come, and of ``asks`` what stands with words of the error. Raises :class:`NotYet` if a rank fails, or waits for
-    ever.
+    come, and of ``asks`` what stands with words of the error.
     """
     try:
         if isinstance(ranks, int):
@@ -81,14 +87,12 @@ def with_its_own(function: Callable, *args):
 
 
 def with_collectives(function: Callable, *args) -> tuple[object, list[OpRecord]]:
-    """On a rank: what ``function(*args)`` returns, and the collectives that it took part in."""
     before = max((record.seq for record in op_log()), default=0)
     return function(*args), [record for record in op_log() if record.seq > before]
 
 
 def count_ops(ran: Sequence[tuple[object, list[OpRecord]]], wanted: dict[str, int]) -> None:
-    """:class:`NotYet` unless every rank of :func:`on_ranks` took part in just these collectives: ``{"all_reduce": 1}``.
-    """
+    """`NotYet` unless every rank of :func:`on_ranks` took part in just these collectives: ``{"all_reduce": 1}``."""
     for r, (_, log) in enumerate(ran):
         if sorted(record.op for record in log) != sorted(op for op, count in wanted.items() for _ in range(count)):
             said = ", ".join(f"{count} {op}{'s' * (count > 1)}" for op, count in wanted.items()) or "no collective"
@@ -105,10 +109,7 @@ def ranks_in_words(ranks: Sequence[int], size: int) -> str:
 
 
 def guarded(function: Callable, *args, **kwargs):
-    """Call the learner's code; an exception becomes :class:`NotYet` with the learner's own line.
-
-    So does what a call of an ``async def`` gives, or of a function with a ``yield``: none of its lines has run.
-    """
+    """Call the learner's code; an exception, a coroutine or a generator becomes `NotYet`."""
     try:
         with as_it_was():
             found = function(*args, **kwargs)
@@ -142,10 +143,7 @@ def as_it_was() -> Iterator[None]:
 
 
 def kept(function: Callable, takes: str = "") -> Callable:
-    """The function, and behind each of its calls everything as it was: in the engine and on the ranks as well.
-
-    An exception says what the call was given: most are about shapes.
-    """
+    """The function, with everything as it was behind each of its calls; an exception says what the call was given."""
     if not inspect.isroutine(function):
         return function
 
@@ -191,10 +189,7 @@ class Object:
 
 def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None, it: str = "it returns"
            ) -> torch.Tensor:
-    """``value`` if it is a tensor of ``shape`` and ``dtype``; else :class:`NotYet`, in words.
-
-    ``dims``: the dimensions' names, ``"tokens, heads, head_dim"``. ``it``: how the words begin.
-    """
+    """``value`` if it is a tensor of ``shape`` and ``dtype``; else `NotYet`. ``dims``: ``"tokens, heads"``."""
     wanted = f"[{dims}] = {list(shape)}"
     if not isinstance(value, torch.Tensor):
         raise NotYet(f"{it} {kind(value)}; a tensor {wanted} must come back")
@@ -202,7 +197,9 @@ def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = N
         raise NotYet(f"{it} a tensor on {value.device} with layout {value.layout}; an ordinary one, with numbers "
                      "in this computer's memory, must come back")
     if list(value.shape) != list(shape):
-        raise NotYet(f"{it} {list(value.shape)}; {wanted} must come back{_permuted(value, dims, shape)}")
+        names, turned = dims.split(", "), sorted(value.shape) == sorted(shape) and len(set(shape)) == value.dim()
+        given = turned and f" (yours is [{', '.join(names[list(shape).index(size)] for size in value.shape)}])"
+        raise NotYet(f"{it} {list(value.shape)}; {wanted} must come back{given or ''}")
     if dtype is not None and value.dtype != dtype:
         raise NotYet(f"{it} {value.dtype}; {dtype} must come back")
     return value
@@ -215,18 +212,8 @@ def several(value, what: str, count: int = 2) -> list:
     return list(value)
 
 
-def _permuted(value: torch.Tensor, dims: str, shape: Sequence[int]) -> str:
-    names = [name.strip() for name in dims.split(",")]
-    if len(set(shape)) == len(shape) == value.dim() and sorted(value.shape) == sorted(shape):
-        return f" (yours is [{', '.join(names[list(shape).index(size)] for size in value.shape)}])"
-    return ""
-
-
 def kind(value) -> str:
-    """A wrong answer in words: ``"nothing (is a return missing?)"``, ``"a list of 3"``, ``"a tensor [2, 3]"``.
-
-    In one line, and without an address in memory.
-    """
+    """A wrong answer in one line, without an address in memory: ``"a list of 3"``, ``"a tensor [2, 3]"``."""
     if value is None:
         return "nothing (is a return missing?)"
     if isinstance(value, torch.Tensor):
@@ -267,11 +254,8 @@ def saying(head: str) -> Iterator[None]:
 
 def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks", shown=None, says: str = ""
              ) -> None:
-    """``check`` every case; an answer that is right in some and then wrong is told in which it was right.
-
-    ``shown``: the case that the notebook shows. An answer that is right there alone has its numbers written down, and
-    ``says`` says so.
-    """
+    """``check`` every case; an answer that is right in some and then wrong is told in which it was right, and with
+    ``says`` if it is right only for the case that the notebook has ``shown``."""
     passed = []
     for case in cases:
         try:
@@ -297,9 +281,8 @@ def _passes(check: Callable, case) -> bool:
 def agree(value, right, mistakes: Mapping[str, object], otherwise: str, within: float = 1e-4) -> None:
     """Raise `NotYet` unless ``value`` is ``right`` to within ``within`` of its largest number.
 
-    All of them are tensors, numbers, or lists of such. ``mistakes``: ``{sentence: what one would return who makes this
-    mistake}``, or a tuple of several such; the first sentence whose numbers are the same is said, else ``otherwise``.
-    A mistake that does not show here is passed over.
+    ``mistakes``: ``{sentence: what comes of this mistake, or a tuple of several such}``; the first sentence whose
+    numbers are the same is said, else ``otherwise``.
     """
     value, right = _numbers(value), _numbers(right)
 
@@ -319,7 +302,6 @@ def _numbers(value) -> torch.Tensor:
 
 
 def one_number(value, what: str = "a number") -> float:
-    """``value`` as a float, also out of a tensor of one; NotYet if it is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = tensor(value, "", value.shape).item()
     if isinstance(value, bool) or not isinstance(value, Real):

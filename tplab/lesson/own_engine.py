@@ -13,7 +13,7 @@ from tplab.checkpoint import Checkpoint
 from tplab.lesson import progress_file
 from tplab.lesson.answers import greedy
 from tplab.lesson.limit import limited, progress, works
-from tplab.lesson.mine import on_ranks
+from tplab.lesson.mine import Uncopied, on_ranks
 from tplab.lesson.words import first_cause, in_words
 from tplab.llm.llm import LLM
 from tplab.llm.sampling_params import SamplingParams
@@ -34,10 +34,7 @@ from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, world_
 
 
 def defined(code: str, name: str, setup: str = SETUP):
-    """What ``code`` calls ``name``, as from a notebook's cell: its lines can be shown, and ranks get it by value.
-
-    Only what it imports, assigns and defines is carried out, not what it calls.
-    """
+    """What ``code`` calls ``name``, as from a notebook's cell; what stands there as a call is not carried out."""
     file = f"<answer {next(_number)}>"
     source = dedent(code).strip("\n") + "\n"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
@@ -50,7 +47,6 @@ def defined(code: str, name: str, setup: str = SETUP):
 
 
 def listed(what: str, values: Iterable) -> list[int]:
-    """``values`` as a list of ints; ValueError names ``what`` if they are none."""
     try:
         found = [int(value) for value in values]
     except TypeError:
@@ -58,25 +54,20 @@ def listed(what: str, values: Iterable) -> list[int]:
     return found
 
 
-class Stepper:
+class Stepper(Uncopied):
     """Called with new token ids and their positions: the engine computes them, and draws the token that follows.
 
-    ``count``: how many tokens will be asked for; with the last one the sequence ends and its blocks are free.
+    ``count``: how many will be asked for.
     """
 
     def __init__(self, llm: LLM, count: int):
         self.llm, self.count, self.known = llm, count, []
 
-    def __deepcopy__(self, memo):
-        return self
-
     @property
     def computed(self) -> int:
-        """Tokens that the engine has computed so far, of all its sequences."""
         return sum(sum(record.tokens.values()) for record in self.llm.scheduler.history)
 
     def __call__(self, new_ids, positions) -> int:
-        """The token behind ``new_ids``. ValueError if they are not the ones that come next."""
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
         begun = bool(self.known)
         expected = [len(self.known) - 1] if begun else list(range(len(new_ids)))
@@ -116,10 +107,7 @@ def pieces() -> dict:
 
 
 def own_pieces() -> Pieces:
-    """The learner's pieces: solved in this notebook, or in an earlier one, from what was kept.
-
-    A kept piece that cannot be defined any more is said in a line, and the lab's takes its place.
-    """
+    """The learner's pieces: solved in this notebook, or kept from an earlier one."""
     kept, found = progress_file.load(), Pieces()
     for name in pieces():
         if name in progress_file.SOLVED:
@@ -137,10 +125,8 @@ def your_engine(parts: dict[str, Callable], model, prompts: Sequence[Sequence[in
                tensor_parallel_size: int = 2, dtype: str = "float32") -> list[list[int]]:
     """What an engine of these parts writes: ``max_new_tokens`` greedy token ids for each of ``prompts``.
 
-    ``my_generate``, if it is among them, drives the engine, one prompt after the other; all other pieces stand in it.
-    If a piece fails, it prints what is wrong with which, and writes nothing.
-
-        >>> lesson.your_engine(lesson.own_pieces(), ckpt, [ids], 40)
+    ``my_generate`` drives it, one prompt after the other; all other pieces stand in it. If a piece fails, it prints
+    what is wrong with which, and writes nothing.
     """
     def write(parts):
         return limited(_write, parts, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
@@ -180,11 +166,7 @@ def layer_fits(ckpt: Checkpoint) -> bool:
 @works
 def written(layer_class: Callable | None, ckpt: Checkpoint, ids: list[int], count: int, *, tensor_parallel_size: int = 2
             ) -> list[int]:
-    """``count`` greedy tokens behind ``ids``, by a model whose layers are all of a learner's class; the lab's own where
-    there is none.
-
-        >>> new = lesson.written(MyLayer, ckpt, ids, 40, tensor_parallel_size=2)
-    """
+    """``count`` greedy tokens behind ``ids``, by a model whose layers are of a learner's class, or else the lab's."""
     if layer_class is None or not layer_fits(ckpt):
         return greedy(ckpt, [ids], count, tensor_parallel_size)[0]
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)

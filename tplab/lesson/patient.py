@@ -1,8 +1,4 @@
-"""The cures of notebook 09: the lab's own versions of patient zero's functions.
-
-Patient zero (``notebooks/patient_zero``) knows nothing of the lab. A *cure* is a function that takes the place of one
-of its own, by dotted name, for as long as a call on the ranks lasts; its files stay as they are.
-"""
+"""The cures of notebook 09: the lab's own versions of functions of patient zero, whose files stay as they are."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -10,12 +6,11 @@ from unittest import mock
 
 import torch
 
+from tplab.shard import split_evenly
+
 
 def with_cures(cures: Mapping[str, Callable], function: Callable, *args):
-    """``function(*args)`` while each name of ``cures``, below ``patient_zero``, stands for the function given with it.
-
-        >>> pool.run(lesson.with_cures, {"attention.apply_causal_mask": right}, write)
-    """
+    """``function(*args)`` while each ``cures`` stands in the place of the function of ``patient_zero`` named by it."""
     with ExitStack() as stack:
         for name, cure in cures.items():
             stack.enter_context(mock.patch(f"patient_zero.{name}", cure))
@@ -23,13 +18,11 @@ def with_cures(cures: Mapping[str, Callable], function: Callable, *args):
 
 
 def apply_causal_mask(scores):
-    """Chosen, not multiplied."""
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return scores.masked_fill(future, float("-inf"))
 
 
 def shard_weight(loaded, start, size, hidden_size):
-    """Outputs are rows."""
     return loaded.narrow(0, start, size)
 
 
@@ -37,13 +30,12 @@ def share(total):
     """What the division leaves over goes to the first ranks, one each."""
     from patient_zero import linear
 
-    size, rest = divmod(total, linear.tp_size())
-    rank = linear.tp_rank()
-    return rank * size + min(rank, rest), size + (rank < rest)
+    part = split_evenly(total, linear.tp_size())[linear.tp_rank()]
+    return part.start, len(part)
 
 
 def apply_rope(rotary_emb, position_ids, q, k):
-    """Rotation as Hugging Face does it: the tables are laid over heads, the last two axes are tokens and head_size."""
+    """The tables are laid over heads; the last two axes are tokens and head_size."""
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
     cos, sin = rotary_emb(q, position_ids)

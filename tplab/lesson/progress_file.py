@@ -38,25 +38,18 @@ def path() -> Path:
 def is_kept() -> bool:
     """Whether what happens now is somebody's work: ``$TPLAB_PROGRESS`` names a file, or a person runs the cell.
 
-    Whoever runs notebooks as a batch says to the kernel that nobody is there to be asked; JupyterLab and its like, and
-    every console, say the opposite.
+    Whoever runs notebooks as a batch says to the kernel that nobody is there to be asked.
     """
     if os.environ.get("TPLAB_PROGRESS"):
         return True
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    if not hasattr(shell, "kernel"):
-        return True  # no notebook: a console or a script
-    request = shell.get_parent()
-    return bool(request.get("content", {}).get("allow_stdin", True))
+    return not hasattr(shell, "kernel") or bool(shell.get_parent().get("content", {}).get("allow_stdin", True))
 
 
 def load() -> dict[str, dict]:
     """``{exercise: {"answers": [hashes], "solved": "2026-11-22 09:30", "tries": 3, "code": its cell}}``; the last three
-    once it is solved. Empty in a batch.
-
-    Raises `ProgressError` if the file is none of ours.
-    """
+    once it is solved. Empty in a batch. Raises `ProgressError` if the file is none of ours."""
     if not is_kept():
         return {}
     try:
@@ -73,10 +66,7 @@ def load() -> dict[str, dict]:
 
 def note(name: str, answer: Callable, passed: bool) -> None:
     """Keep that an answer was judged. The same answer again is no new try, and nothing counts once it is solved; of an
-    answer that passes the cell is kept too, the latest one.
-
-    Where nothing can be written a line says so, and the verdict stands all the same.
-    """
+    answer that passes the cell is kept too, the latest one."""
     if passed:
         SOLVED[name] = answer
     if not is_kept():
@@ -99,10 +89,7 @@ def note(name: str, answer: Callable, passed: bool) -> None:
 
 
 def progress() -> Folded:
-    """Every exercise and every case of the series with what became of it, as a table folded away.
-
-        >>> lesson.progress()
-    """
+    """Every exercise and every case of the series with what became of it, as a table folded away."""
     from tplab.faults.cases import CASES
     from tplab.lesson.verdict import all_exercises
 
@@ -115,7 +102,6 @@ def progress() -> Folded:
 
 
 def clear_progress() -> None:
-    """Forget what was solved, and when."""
     path().unlink(missing_ok=True)
     SOLVED.clear()
 

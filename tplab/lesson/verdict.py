@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from tplab.align import align, align_decode, diagnose, hf_greedy
+from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import shown
 from tplab.errors import TplabError
@@ -40,8 +42,7 @@ class Setting:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The model's checkpoint, opened."""
-        return self.model if isinstance(self.model, Checkpoint) else open_checkpoint(self.model)
+        return open_checkpoint(self.model)
 
     def ids(self, at_least: int = 1) -> list[int]:
         """The prompt's token ids, begun again until there are ``at_least`` so many."""
@@ -49,13 +50,11 @@ class Setting:
         return (list(ids) * at_least)[:max(at_least, len(ids))]
 
     def align(self, *patches: Patch, decode: bool = False, prompts=None, **options):
-        """The engine with the learner's function in it against Hugging Face; ``patches``: others than the exercise's.
+        """The engine with the learner's function in it against Hugging Face: :func:`tplab.align.align`, or with
+        ``decode`` :func:`tplab.align.align_decode`. Raises `NotYet` with the diagnosis if it does not agree.
 
-        ``options`` are those of :func:`tplab.align.align`, or with ``decode`` of :func:`tplab.align.align_decode`; the
-        setting's are taken where they say nothing. Raises `NotYet` with the diagnosis if it does not agree.
+        ``patches``: others than the exercise's; ``options``: others than the setting's.
         """
-        from tplab.align import align, align_decode, diagnose
-
         run = align_decode if decode else align
         options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": self.dtype, **options}
         try:
@@ -77,18 +76,12 @@ class Setting:
 
     def reference(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
         """Three prompts of different lengths, from the setting's own, and ``count`` greedy tokens of Hugging Face's."""
-        from tplab.align import hf_greedy
-        from tplab.align.run import check_prompts
-
         (ids, *_) = check_prompts(self.checkpoint, self.prompt)
         prompts = [ids, ids[:max(1, len(ids) // 2)], ids[-3:]]
         return prompts, [hf_greedy(self.checkpoint, prompt, count, self.dtype) for prompt in prompts]
 
     def texts(self, prompts: Sequence[Sequence[int]], count: int, *patches: Patch, **options) -> list[list[int]]:
-        """The ``count`` greedy tokens that the engine writes for each prompt with the learner's function in it.
-
-        ``options`` are those of :class:`tplab.LLM`. Raises `NotYet` if it cannot.
-        """
+        """The ``count`` greedy tokens that the engine writes for each prompt; `NotYet` if it cannot."""
         try:
             return greedy(self.model, prompts, count, self.tensor_parallel_size, self.dtype, patches=patches, **options)
         except Exception as error:  # of the learner's code, on the ranks or in the scheduler
@@ -97,10 +90,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: ``examine(mine, setting)`` raises :class:`NotYet` at the first thing that is wrong.
-
-    What it returns, if anything, is a remark that ends the line of an answer that passes.
-    """
+    """One exercise: ``examine(mine, setting)`` raises `NotYet` at the first thing wrong, or returns a remark."""
 
     name: str  # the function (or class) that the learner writes
     notebook: str  # "02"
@@ -114,15 +104,12 @@ class Exercise:
     alone: str = ""  # the remark where there is one rank, which says what has judged it instead
 
     def judged(self, answer, setting: Setting) -> str | None:
-        """:class:`NotYet` if something is wrong; else the remark."""
         mine = Mine(answer, self.takes, self.writes)
         setting.patches = self.patches(mine.function)
         return self.examine(mine, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
 
 
 EXERCISES: dict[str, Exercise] = {}
-
-
 _AGREED = "on {ranks}, every trace point agrees with Hugging Face"
 
 
@@ -161,7 +148,7 @@ class Verdict:
         return not self.sentence
 
     def _ipython_display_(self) -> None:
-        """Nothing: what there is to read has been printed."""
+        """Shows nothing: what there is to read has been printed."""
 
 
 def _called(answer, known, names: dict) -> str:
@@ -176,11 +163,8 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
     """Judge a learner's answer: a small example first, then the real model on the ranks.
 
     Prints ``PASS`` and what is true of it, or ``NOT YET`` and what is wrong in at most three lines; whatever the
-    learner's code does, *Run All* goes on. ``name``: the exercise, if the function has another name. ``engine``: see
-    :class:`Setting`. Raises `ExerciseError` if there is no such exercise.
-
-        >>> verdict = lesson.judge(my_slot_mapping, ckpt, prompts, tensor_parallel_size=2)
-        NOT YET  my_slot_mapping: block table [4, 1, 3], block size 4: position 4 goes to slot 20 …
+    learner's code does, *Run All* goes on. ``name``: the exercise, if the function has another name. Raises
+    `ExerciseError` if there is no such exercise.
     """
     known = all_exercises()
     name = name or _called(answer, known, sys._getframe(1).f_globals)

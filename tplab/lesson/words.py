@@ -29,10 +29,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception of the learner's code in at most three lines: what, and the learner's own line.
-
-    Of several ranks that say the same it is said once.
-    """
+    """An exception of the learner's code in at most three lines: what, and the learner's own line."""
     if isinstance(error, NotYet):
         return str(error)
     if isinstance(error, RankError) and error.first is not None:

@@ -6,7 +6,8 @@ Stored text is deterministic: differences are given as orders of magnitude, and 
 
 from tplab import lazy
 
-_HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "diff_figure": ".figures.diffs",
+_HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "trace_nan": ".nan_trace",
+          "diff_figure": ".figures.diffs",
           "staircase": ".figures.diffs", "points_figure": ".figures.points", "position_figure": ".figures.positions",
           "tokens_per_step_figure": ".figures.tokens_per_step", "bars_figure": ".figures.bars",
           "mask_figure": ".figures.masks", "heads_figure": ".figures.heads", "confusion_figure": ".figures.confusion",

@@ -17,13 +17,8 @@ def kinds() -> list[str]:
 
 def choices(file: CaseFile) -> str:
     """What *what* and *why* can be, lettered."""
-    lines = ["what:"]
-    for letter, kind in zip(ascii_lowercase, kinds()):
-        lines.append(in_width(f"  {letter}  {kind}", "     "))
-    lines.append("why:")
-    for letter, why in zip(ascii_lowercase, sorted(file.why)):
-        lines.append(in_width(f"  {letter}  {why}", "     "))
-    return "\n".join(lines)
+    return "\n".join([line for name, some in (("what:", kinds()), ("why:", sorted(file.why))) for line in (
+        name, *(in_width(f"  {letter}  {one}", "     ") for letter, one in zip(ascii_lowercase, some)))])
 
 
 def place_called(name, known: Sequence[str]) -> str:
@@ -73,15 +68,11 @@ def _where(file: CaseFile, said: list[str]) -> None:
             why = file.elsewhere.get(place) or (
                 "something is wrong in it" if place == NOWHERE else
                 "what it makes of what it is given is right; a wrong input is not its fault")
-            raise NotYet(f"not {place}: {why}" + _half(said, true))
+            right = " and ".join(one for one in said if one in true and one != NOWHERE)
+            raise NotYet(f"not {place}: {why}" + f" ({right}: yes)" * bool(right))
     if missing := len(set(true) - set(said)):
         raise NotYet(f"{' and '.join(said)}: yes, and that is not all: with this alone mended the engine is still "
                      f"wrong ({missing} more to find)")
-
-
-def _half(said: list[str], true: list[str]) -> str:
-    right = [place for place in said if place in true and place != NOWHERE]
-    return f" ({' and '.join(right)}: yes)" if right else ""
 
 
 def _what(file: CaseFile, said: list[str]) -> None:

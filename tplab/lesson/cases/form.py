@@ -42,7 +42,6 @@ class Form:
                                     self.verdict, widgets.HTML(_AGAIN)])
 
     def answer(self) -> None:
-        """What the button does."""
         said = StringIO()
         with redirect_stdout(said):
             right = self._case.answer(list(self.where.value), list(self.what.value), self.why.value or "").passed

@@ -55,12 +55,9 @@ class Solved:
 
 
 def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel_size: int = 2) -> Folded:
-    """Solve every case with the lab's instruments and its file's own repair, and try the repairs that only hide it.
-
-    A row for each: where it shows, what the diagnosis calls it, and what the judge said of its repairs. Raises
-    `ShowError` where something does not go as it should.
-    """
-    ckpt, rows = model if isinstance(model, Checkpoint) else open_checkpoint(model), []
+    """Solve every case with the lab's instruments and its file's own repair, and try the repairs that only hide it, a
+    row for each. Raises `ShowError` where something does not go as it should."""
+    ckpt, rows = open_checkpoint(model), []
     for file in CASES.values():
         if file.ranks_for(ckpt.config, tensor_parallel_size) is None:
             continue

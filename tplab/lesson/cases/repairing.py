@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Mapping, Sequence
 
-from tplab.align import AlignReport, Diagnosis, diagnose
+from tplab.align import AlignReport, diagnose
 from tplab.faults.cases import NOWHERE, CaseFile, Trial, patches_at
 from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import listed, place_called
@@ -86,7 +86,7 @@ def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: i
     sizes = [size for size in range(1, 5) if size <= case.checkpoint.config.num_heads]
     sizes.sort(key=lambda size: (size != case.tensor_parallel_size, -size))
     for at, size in enumerate(sizes):
-        for trial in case._trials(unseen(case.checkpoint, seed + at))[:None if not at else 1]:
+        for trial in file.trials(unseen(case.checkpoint, seed + at))[:None if not at else 1]:
             try:
                 reports.append(_run(case, trial, mended, size, logical=bool(at)))
             except NotYet as wrong:
@@ -94,7 +94,8 @@ def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: i
                 raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
                              f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: "
                              f"{file.production}") from None
-    if (more := max(map(_collectives, reports))) > 0:
+    wanted = 1 + 2 * case.checkpoint.config.num_layers  # the embedding's, and two in each layer
+    if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
         raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
                      f"one all ranks wait for the slowest. In production: {file.production}")
     return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
@@ -111,19 +112,9 @@ def _run(case: OpenCase, trial: Trial, patches, size: int, logical: bool = False
     except Exception as error:  # of the learner's code, on the ranks or in the scheduler
         raise NotYet(in_words(error)) from error
     # What its own bug is called would spare the learner the price of the diagnosis.
-    if not (found.ok or _only_rounding(report, found)):
+    only_rounding = not (report.ok or report.guilty or found.fault or report.recording.contradictions)  # it adds up
+    if not (found.ok or only_rounding):
         own = {bug.fault for bug in case._file.bugs}.intersection(found.names)
         raise NotYet(f"{found.point} is still not what it should be" if own else
                      found.sentence if found.fault else f"{found.point} is not what it should be")
     return report
-
-
-def _only_rounding(report: AlignReport, found: Diagnosis) -> bool:
-    """Whether the run is outside the floor and no function is to blame for it: many layers' rounding adds up."""
-    return not (report.ok or report.guilty or found.fault or report.recording.contradictions)
-
-
-def _collectives(report: AlignReport) -> int:
-    """By how many collectives a plain forward pass has more than the embedding's and two in each layer."""
-    wanted = 1 + 2 * report.checkpoint.config.num_layers
-    return max((len(log) - wanted for log in report.op_logs), default=0)

@@ -37,16 +37,12 @@ def case_file(which: int | str) -> CaseFile:
 
 
 class OpenCase:
-    """One sealed case on one model; its methods are the instruments.
-
-    Runs are counted, and each call of :meth:`align`, :meth:`align_decode`, :meth:`generate`, :meth:`code` and each
-    ``with case.broken():`` is one. Judging is free.
-    """
+    """One sealed case on one model; its methods are the instruments, whose runs are counted. Judging is free."""
 
     def __init__(self, file: CaseFile, model: str | Checkpoint, prompt: str | Sequence[int] = "",
                  tensor_parallel_size: int = 2):
         self._file, self._places = file, tuple(places())  # named while nothing is patched
-        self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        self.checkpoint = open_checkpoint(model)
         tensor_parallel_size = from_one_up("tensor_parallel_size", tensor_parallel_size, CaseError)
         ranks = file.ranks_for(self.checkpoint.config, tensor_parallel_size)
         if ranks is None:
@@ -55,7 +51,9 @@ class OpenCase:
         self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
         self.runs_left, self._hints, self._answered = file.budget, 0, ("", "", "")
         self.prompt = prompt or default_prompt(self.checkpoint)
-        self.trial = self._trials(_words(self.checkpoint, self.prompt))[0]
+        (ids,) = check_prompts(self.checkpoint, [self.prompt])
+        text = cycle(ids)
+        self.trial = file.trials(lambda count: list(islice(text, count)))[0]
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
@@ -69,19 +67,11 @@ class OpenCase:
 
     def __str__(self) -> str:
         """The report as its user wrote it."""
-        lines = [f"Case {self.number}: {self.title}", "",
-                 in_width(self._file.report.format(ranks=self.tensor_parallel_size), ""), "",
-                 in_width(f"The run: {self.trial.says}; {self._ranks()}. Budget: {self.runs_left} runs.", "")]
-        return "\n".join(lines)
-
-    def _ranks(self) -> str:
-        ranks = f"{self.tensor_parallel_size} rank{'s' * (self.tensor_parallel_size > 1)}"
-        if self.tensor_parallel_size == self.asked_ranks:
-            return ranks
-        return f"{ranks}, since with {self.asked_ranks} nothing is wrong to be seen"
-
-    def _trials(self, take) -> Sequence[Trial]:
-        return self._file.trials(take)
+        size, asked = self.tensor_parallel_size, self.asked_ranks
+        ranks = f"{size} rank{'s' * (size > 1)}" + f", since with {asked} nothing is wrong to be seen" * (size != asked)
+        return "\n\n".join([f"Case {self.number}: {self.title}",
+                            in_width(self._file.report.format(ranks=size), ""), in_width(
+                                f"The run: {self.trial.says}; {ranks}. Budget: {self.runs_left} runs.", "")])
 
     # The engine.
 
@@ -104,24 +94,25 @@ class OpenCase:
             return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens, **options)
         return align(self.checkpoint, trial.prompts, **options)
 
+    def _rows(self, prompts, else_these) -> list[list[int]]:
+        return check_prompts(self.checkpoint, prompts) if prompts else else_these
+
     def align(self, prompts=None, **options) -> AlignReport:
         """:func:`tplab.align.align` on the sealed engine, with the reported prompts if no others are given; one run."""
         with self.broken():
-            return self._run(Trial("", check_prompts(self.checkpoint, prompts) if prompts else self.trial.prompts),
-                             **options)
+            return self._run(Trial("", self._rows(prompts, self.trial.prompts)), **options)
 
     def align_decode(self, prompts=None, new_tokens: int = 0, **options) -> AlignReport:
-        """:func:`tplab.align.align_decode` on the sealed engine, in the reported run's way where nothing else is said;
-        one run."""
+        """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said; one
+        run."""
         with self.broken():
-            return self._run(Trial("", check_prompts(self.checkpoint, prompts) if prompts else self.trial.prompts,
-                                   new_tokens or self.trial.new_tokens or 5, {**self.trial.options, **options}))
+            return self._run(Trial("", self._rows(prompts, self.trial.prompts), new_tokens or self.trial.new_tokens
+                                   or 5, {**self.trial.options, **options}))
 
     def generate(self, prompts=None, max_tokens: int = _NEW, **options) -> list[list[int]]:
         """The greedy token ids that the sealed engine writes behind each prompt; one run. ``options``: of the LLM."""
         with self.broken():
-            rows = check_prompts(self.checkpoint, prompts) if prompts else self._asked()
-            return self._written(rows, max_tokens, **options)
+            return self._written(self._rows(prompts, self._asked()), max_tokens, **options)
 
     def _asked(self) -> list[list[int]]:
         """The reported prompts, without the tokens that a decode path is given."""
@@ -180,8 +171,8 @@ class OpenCase:
         print(choices(self._file))
 
     def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
-        """Judge an answer, and print the verdict: *where* (functions), *what* and *why* (of :meth:`choices`, words or
-        letters). Where there are two bugs, *where* and *what* are lists."""
+        """Judge *where* (functions), *what* and *why* (of :meth:`choices`, words or letters), and print the verdict.
+        Where there are two bugs, *where* and *what* are lists."""
         judged = judge_answer(self._file, where, what, why, self._places)
         if judged.passed:
             self._answered = where, what, why
@@ -194,10 +185,8 @@ class OpenCase:
         return Form(self, self._file, self._places)
 
     def mend(self, repair, where: str | Sequence[str] = "") -> str:
-        """Judge a repair on inputs that nobody has seen; prints the verdict, and returns what is wrong with it.
-
-        ``repair``: ``{place: function}``, or one function for the place ``where``.
-        """
+        """Judge a repair, ``{place: function}`` or one function for the place ``where``, on unseen inputs; prints
+        the verdict, and returns what is wrong."""
         from tplab.lesson.cases.repairing import judge_repair
 
         return judge_repair(self, self._file, repair, where, self._places)
@@ -224,20 +213,8 @@ def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str |
     """Open a case, sealed; ``which``: its number. With more ranks than asked for where it does not show with so few.
 
     Raises `CaseError` if there is no such case, or if it cannot show with this model.
-
-        >>> case = lesson.open_case(1, ckpt, tensor_parallel_size=2)
-        >>> case                  # the report
-        >>> case.show()           # the reported run
-        >>> case.align().guilty   # one run of eight
     """
     return OpenCase(case_file(which), model, prompt, tensor_parallel_size)
-
-
-def _words(ckpt: Checkpoint, prompt: str | Sequence[int]):
-    """``take(count)``: the next token ids of the prompt, which begins again where it ends."""
-    (ids,) = check_prompts(ckpt, [prompt])
-    text = iter(cycle(ids))
-    return lambda count: list(islice(text, count))
 
 
 def unseen(ckpt: Checkpoint, seed: int):

@@ -59,9 +59,6 @@ class _Shares:
                               "tells a rank about the others?")
         return list(self._lists[number])
 
-    def __iter__(self):
-        return iter([self[number] for number in range(len(self))])
-
     def __repr__(self) -> str:
         return f"[{', '.join(str(one) if number == rank() else '…' for number, one in enumerate(self._lists))}]"
 
@@ -106,14 +103,10 @@ def my_agree(mine: Mine, setting: Setting):
             ways = {"that is how many failed. Which ones they are, a sum of ones (or one place for all) does not say":
                     range(len(failing)), "on those it worked": [r for r in range(len(works)) if r not in failing],
                     "those are all ranks": range(len(works))}
-            for says, way in ways.items():
-                if found == list(way):
-                    raise NotYet(f"{said}: {says}")
-            if len({tuple(value) for (value, _), _ in answers}) > 1:
-                raise NotYet(f"{said}, others say something else: they would go different ways")
-            told = {op.op for op in ops}
-            raise NotYet(said + (": what rank 0 sends is all that it can know by itself" if told == {"broadcast"} else
-                                 ""))
+            differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, {op.op for op in ops} == {"broadcast"}
+            raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
+                                     ", others say something else: they would go different ways" if differ else
+                                     ": what rank 0 sends is all that it can know by itself" * sent))
 
 
 def _raised_again(function) -> str:
@@ -164,10 +157,9 @@ def _examine_rounds(answers: list, rounds: int) -> None:
     for number, (_, writes, reads, _) in enumerate(answers):
         if number and writes:
             raise NotYet(f"{size} ranks: rank {number} writes too; one slot has one writer, rank 0")
-        if not number and len(writes) != rounds:
-            raise NotYet(f"{size} ranks: rank 0 writes {len(writes)} times in {rounds} rounds")
-        if len(reads) != rounds:
-            raise NotYet(f"{size} ranks: rank {number} reads {len(reads)} times in {rounds} rounds")
+        for does, times, must in (("writes", len(writes), 0 if number else rounds), ("reads", len(reads), rounds)):
+            if times != must:
+                raise NotYet(f"{size} ranks: rank {number} {does} {times} times in {rounds} rounds")
     written = answers[0][1]
     for number, (_, _, reads, _) in enumerate(answers[1:], 1):
         for at in range(rounds):

@@ -84,10 +84,9 @@ def my_spread(mine: Mine, setting: Setting):
         ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above"),
         ([low, equal, high], "rank 0 is below rank 1, rank 2 above")):
         _examine_spread(on_ranks(len(versions), with_its_own, mine, versions, waits=_WAITS), versions, why)
-    size = setting.tensor_parallel_size
+    size, ckpt = setting.tensor_parallel_size, setting.checkpoint
     if size == 1:
         return None
-    ckpt = setting.checkpoint
     plan, ids = ShardPlan.from_config(ckpt.config, size), check_prompts(ckpt, setting.prompt or [1, 2, 3])
     with applied(fault("all_reduce_dropped")):
         answers = on_ranks(shared_pool(size), _spread_in_engine, mine, ckpt, plan, parse_dtype(setting.dtype), ids)

@@ -37,14 +37,12 @@ def my_decode_bytes(mine: Mine, setting: Setting):
             _examine_bytes(mine(config, shard, context, itemsize), config, shard, context, itemsize, have)
     config, dtype = setting.checkpoint.config, parse_dtype(setting.dtype)
     plan = ShardPlan.from_config(config, setting.tensor_parallel_size)
-    counted = []
     for shard in plan.ranks:
         have = f"{setting.checkpoint.name} on {len(plan.ranks)} ranks, rank {shard.rank}, 100 tokens"
         found = mine(config, shard, 100, dtype.itemsize)
         _examine_bytes(found, config, shard, 100, dtype.itemsize, have)
-        amounts = step_amount(config, plan, shard.rank, [Part(99, 1)], 1, dtype)
-        counted.append(sum(amount.bytes(dtype) for amount in amounts))
-    return f"rank 0 of {len(plan.ranks)} reads {counted[0] / 1e6:,.1f} MB for each token"
+    counted = sum(amount.bytes(dtype) for amount in step_amount(config, plan, 0, [Part(99, 1)], 1, dtype))
+    return f"rank 0 of {len(plan.ranks)} reads {counted / 1e6:,.1f} MB for each token"
 
 
 def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str) -> None:
@@ -121,12 +119,10 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
 def _name(found, right: float, mistakes: Mapping[str, float], have: str, unit: str, parts: str) -> None:
     """:class:`NotYet` with the mistake that gives this number, if one is known, unless it is right."""
     with saying(f"{have}: "):
-        found = one_number(found, unit)
-        if abs(found - right) <= _SMALL * right:
-            return
-        near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4]
-        why = f"{near[0][0].upper()}{near[0][1:]}" if near else parts
-        raise NotYet(f"it says {_plainly(found)} {unit}, {_plainly(right)} are right\n{why}")
+        if abs((found := one_number(found, unit)) - right) > _SMALL * right:
+            near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4] or [parts]
+            raise NotYet(f"it says {_plainly(found)} {unit}, {_plainly(right)} are right\n"
+                         f"{near[0][0].upper()}{near[0][1:]}")
 
 
 def _plainly(value: float) -> str:

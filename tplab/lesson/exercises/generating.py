@@ -1,8 +1,9 @@
 """Notebook 06: prefill once, then one token a step."""
 
-from tplab.lesson.mine import Mine, NotYet, guarded, saying, whole_numbers
+from tplab.lesson.mine import Mine, NotYet, Uncopied, guarded, saying, whole_numbers
 from tplab.lesson.own_engine import Stepper, listed
 from tplab.lesson.verdict import Setting, exercise
+from tplab.llm.llm import LLM
 
 COUNT = 24
 SHORT = ([24], 2), ([25], 2), ([5], 2)  # the toy draws 0, 3, 2, 11, 12 and 1 here: ids that end texts elsewhere
@@ -17,8 +18,6 @@ def my_generate(mine: Mine, setting: Setting):
     for ids, count in ((list(range(20, 63)), COUNT), ([3, 1, 4, 1, 5], 4), ([9], 3), *SHORT):
         toy = Toy()
         judge_calls(toy, mine(toy, ids, count), ids, count)
-    from tplab import LLM
-
     (ids, *_), (reference, *_) = setting.reference(COUNT)
     with LLM(setting.model, setting.tensor_parallel_size, setting.dtype, enable_prefix_caching=False) as llm:
         step = Stepper(llm, COUNT)
@@ -27,22 +26,15 @@ def my_generate(mine: Mine, setting: Setting):
     if found != reference:
         raise NotYet("in the engine, the text is not Hugging Face's, though the toy's was right: what is different "
                      "with other tokens?")
-    return f"{computed:,} tokens computed for them, {_without(len(ids), COUNT):,} if none were kept"
+    whole = sum(len(ids) + i for i in range(COUNT))  # when each step reads the text from its beginning
+    return f"{computed:,} tokens computed for them, {whole:,} if none were kept"
 
 
-def _without(prompt: int, count: int) -> int:
-    """Tokens computed when each step reads the whole text."""
-    return sum(prompt + i for i in range(count))
-
-
-class Toy:
+class Toy(Uncopied):
     """The next token depends on all tokens in the cache and on where they stand; all calls are kept."""
 
     def __init__(self):
         self.cache, self.calls, self.drawn = {}, [], []
-
-    def __deepcopy__(self, memo):
-        return self
 
     def __call__(self, new_ids, positions):
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)

@@ -57,8 +57,9 @@ def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> None:
 
 
 def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_heads: int) -> None:
-    size = len(deal)
-    if deal != (turned := [(kv, q) for q, kv in deal]) and _covers(turned, num_heads, num_kv_heads):
+    size, all_heads = len(deal), (set(range(num_heads)), set(range(num_kv_heads)))
+    turned = [(kv, q) for q, kv in deal]
+    if deal != turned and tuple(set().union(*held) for held in zip(*turned)) == all_heads:
         raise NotYet(f"rank 0 gets {_listed(deal[0][0])} for query heads and {_listed(deal[0][1])} for KV heads: "
                      "the pair is (query heads, KV heads), and this one is turned round")
     owners = {head: [rank for rank, (q, _) in enumerate(deal) if head in q] for head in range(num_heads)}
@@ -81,10 +82,10 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
         raise NotYet(f"{ranks_in_words(empty, size)} without a query head")
     if twice := [(head, by) for head, by in owners.items() if len(by) > 1]:
         raise NotYet(f"query head {twice[0][0]} is on {ranks_in_words(twice[0][1], size)}; each is computed once")
-    if any(list(q) != list(range(q[0], q[0] + len(q))) for q, _ in deal):
-        rank = next(r for r, (q, _) in enumerate(deal) if list(q) != list(range(q[0], q[0] + len(q))))
-        raise NotYet(f"rank {rank} has query heads {_listed(deal[rank][0])}; a rank keeps one slice of the "
-                     "weight, so its heads follow each other")
+    for rank, (q, _) in enumerate(deal):
+        if q != list(range(q[0], q[0] + len(q))):
+            raise NotYet(f"rank {rank} has query heads {_listed(q)}; a rank keeps one slice of the weight, so its "
+                         "heads follow each other")
     if any(a[0][0] > b[0][0] for a, b in zip(deal, deal[1:])):
         raise NotYet("the ranks' query heads are not in the order of the ranks, in which gathered pieces are "
                      "joined")
@@ -93,11 +94,6 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
     if max(counts) - min(counts) > num_heads // num_kv_heads:
         raise NotYet(f"{'/'.join(map(str, counts))} query heads on the ranks; nobody is done before the one with "
                      f"{max(counts)}. Can they be dealt out more evenly?")
-
-
-def _covers(deal, num_heads: int, num_kv_heads: int) -> bool:
-    return all({head for pair in deal for head in pair[at]} == set(range(count))
-               for at, count in enumerate((num_heads, num_kv_heads)))
 
 
 def _judge_kv(deal, group: int, num_kv_heads: int) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from tplab.lesson.contiguous_cache import ContiguousKVCache
+from tplab.cache import ContiguousKVCache
 from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.mine import Mine, NotYet, Object, agree, on_ranks, saying, several, tensor
 from tplab.lesson.verdict import Setting, exercise
@@ -35,16 +35,13 @@ def my_cache(mine: Mine, setting: Setting):
     ckpt, ids = setting.checkpoint, setting.ids(12)
     plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
     pool = shared_pool(setting.tensor_parallel_size)
-    found = [one for one, _ in on_ranks(pool, generate_with, ckpt, plan, mine.function, ids)]
-    gap = max(gap for gap, _, _ in found)
-    if not gap < 1e-4:
-        raise NotYet(f"in an engine, in steps, the last layer's output is {gap:.1g} off what one pass computes")
-    for rank, (_, bytes_held, needed) in enumerate(found):
-        if bytes_held != needed:
-            raise NotYet(f"in an engine, rank {rank} holds {bytes_held:,} bytes for {len(ids)} tokens; {needed:,} are "
-                         "needed")
-    return f"{len(ids)} tokens take " + ", ".join(f"{size:,} bytes on rank {rank}" for rank, (_, size, _)
-                                                 in enumerate(found))
+    gaps, sizes, needs = zip(*(one for one, _ in on_ranks(pool, generate_with, ckpt, plan, mine.function, ids)))
+    if not max(gaps) < 1e-4:
+        raise NotYet(f"in an engine, in steps, the last layer's output is {max(gaps):.1g} off what one pass computes")
+    for rank, (size, needed) in enumerate(zip(sizes, needs)):
+        if size != needed:
+            raise NotYet(f"in an engine, rank {rank} holds {size:,} bytes for {len(ids)} tokens; {needed:,} are needed")
+    return f"{len(ids)} tokens take " + ", ".join(f"{size:,} bytes on rank {rank}" for rank, size in enumerate(sizes))
 
 
 def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
@@ -68,7 +65,7 @@ def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ..
                     _compare(name, found, at_, whole, layer, start, count)
             qkv.fill_(77)
     found = other.append(0, *(one[:1] for one in whole[0]))
-    if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and len(found[0]) > 1:
+    if len(several(found, "the pair k, v of all tokens so far")[0]) > 1:
         raise NotYet(f"a second {NAME} gives out the tokens of the first: are the tensors in the class, or in a global "
                      "variable, instead of in self?")
     _weigh(cache.made, layers, kv_heads, dim, steps)
@@ -123,8 +120,8 @@ class _Mine(ContiguousKVCache):
 
 
 def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
-    """On a rank: the text in chunks and tokens through a cache of this class. How far its output is from one pass's,
-    relative to its scale; the bytes that the cache holds in the end; the bytes that are needed."""
+    """On a rank: how far the output in steps, through a cache of this class, is from one pass's, relative to its scale;
+    the bytes that the cache holds in the end; the bytes that are needed."""
     with torch.inference_mode():
         model = load_model(ckpt, plan)
         cache, outputs = cache_class(ckpt.config.num_layers), []

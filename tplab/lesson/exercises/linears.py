@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, ranks_in_words, saying, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
@@ -31,21 +31,13 @@ def linears(mine: Mine, setting: Setting):
         _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
 
     for_each(SIZES, check, lambda case: f"{case[3]} ranks")
-    size = setting.tensor_parallel_size
-    x, up, down, bias = _from_the_model(setting.model)
-    _judge(on_ranks(shared_pool(size), _counted, mine, x, up, down, bias, waits=_WAITS), x, up, down, bias,
+    size, ckpt = setting.tensor_parallel_size, setting.checkpoint
+    parts = tensor_parts(ckpt.config, ckpt.tensors)
+    with ckpt.reader() as reader:
+        up, down = (read_part(parts[f"model.layers.0.mlp.{one}_proj.weight"], reader).float() for one in ("up", "down"))
+    args = numbers(7, up.shape[1]), up, down, numbers(len(down), seed=1)  # few models have a bias
+    _judge(on_ranks(shared_pool(size), _counted, mine, *args, waits=_WAITS), *args,
            f"with the weights of the model, on {size} rank{'s' * (size > 1)}: ")
-
-
-def _from_the_model(model) -> tuple[torch.Tensor, ...]:
-    """An MLP's two matrices from the checkpoint, some input, and a bias, which few models have."""
-    checkpoint = open_checkpoint(model) if isinstance(model, str) else model
-    parts = tensor_parts(checkpoint.config, checkpoint.tensors)
-    with checkpoint.reader() as reader:
-        up, down = (read_part(parts[f"model.layers.0.mlp.{name}_proj.weight"], reader).float()
-                    for name in ("up", "down"))
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(7, up.shape[1], generator=generator), up, down, torch.randn(len(down), generator=generator)
 
 
 def _counted(mine: Mine, *args) -> tuple[object, int]:

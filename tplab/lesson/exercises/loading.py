@@ -45,10 +45,9 @@ def my_rows(mine: Mine, setting: Setting):
     if source.taken:
         raise NotYet(f"making it reads {source.taken} bytes already: nothing is to be read before somebody slices")
     shape = guarded(lambda: getattr(made, "shape", ()))
-    if not isinstance(shape, list | tuple) or tuple(shape) != (7, 5):
-        has = list(shape) if isinstance(shape, list | tuple) else kind(shape)
-        raise NotYet("it has no .shape, by which a layer knows how many rows there are" if shape == () else
-                     f"its .shape is {has}; the part has 7 of the 16 rows, [7, 5]")
+    if (has := list(shape) if isinstance(shape, list | tuple) else kind(shape)) != [7, 5]:
+        raise NotYet(f"its .shape is {has}; the part has 7 of the 16 rows, [7, 5]" if has else
+                     "it has no .shape, by which a layer knows how many rows there are")
     for rows in (slice(2, 5), slice(0, 7), slice(None), slice(5, None), slice(None, 3), slice(0, 0), slice(None, 0)):
         _rows_of(made, rows, source, range(4, 11), "rows 4–10 of a source of 16")
     for rows in (slice(5, 9), slice(-3, None), slice(1, -2)):  # refused, or as a list of 7 has it
@@ -120,11 +119,10 @@ def my_load(mine: Mine, setting: Setting):
                 compare(kept, ckpt, plan, number, owned=True)
                 for name, read in taken.items():
                     read_once(read, kept[name].nbytes, f"{name}: ")
-    ckpt = setting.checkpoint
-    plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
+    ckpt, size = setting.checkpoint, setting.tensor_parallel_size
     if any(".qkv_proj." in name or ".gate_up_proj." in name for name in ckpt.tensors):
         return "this checkpoint has fused tensors, so only the small model was read"
-    on_ranks(shared_pool(setting.tensor_parallel_size), _load_on_rank, mine, ckpt, plan)
+    on_ranks(shared_pool(size), _load_on_rank, mine, ckpt, ShardPlan.from_config(ckpt.config, size))
 
 
 def _load_on_rank(mine: Mine, ckpt: Checkpoint, plan: ShardPlan) -> None:
@@ -143,8 +141,7 @@ def compare(kept, ckpt, plan: ShardPlan, number: int, owned: bool = False) -> No
     """
     if not isinstance(kept, dict):
         raise NotYet(f"it returns {kind(kept)}; a dictionary from names to tensors must come back")
-    lacks = [name for name in ckpt.tensors if name not in kept]
-    if lacks:
+    if lacks := [name for name in ckpt.tensors if name not in kept]:
         raise NotYet(f"{len(lacks)} of {len(ckpt.tensors)} tensors are missing, {lacks[0]} first")
     if more := [name for name in kept if name not in ckpt.tensors]:
         raise NotYet(f"no tensor of the checkpoint is called {more[0]!r}")

@@ -94,12 +94,10 @@ def additive_mask(mine: Mine, setting: Setting):
     """For 5 tokens, for 8 and for one, added to scores; then to the engine's."""
     for tokens in (5, 8, 1):
         mask = mine.tensor(tokens, dims="queries, keys", shape=(tokens, tokens))
-        if mask.dtype == torch.bool:
-            raise NotYet("it returns a boolean mask, which is made to choose with. Added to scores, True is 1 and "
-                         "False 0, and nothing is hidden")
         if not mask.is_floating_point():
-            raise NotYet(f"it returns {mask.dtype}, which has no -inf; what is added to scores are floating-point "
-                         "numbers")
+            raise NotYet("it returns a boolean mask, which is made to choose with. Added to scores, True is 1 and "
+                         "False 0, and nothing is hidden" if mask.dtype == torch.bool else f"it returns {mask.dtype}, "
+                         "which has no -inf; what is added to scores are floating-point numbers")
         scores = torch.linspace(-20, 30, tokens * tokens).view(1, 1, tokens, tokens).cos() * 9
         with saying(f"added to the scores of {tokens} token{'s' * (tokens > 1)}, "):
             judge_masked(scores + mask, scores, torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1))
@@ -166,10 +164,9 @@ def _raised(mine: Mine, tensor: torch.Tensor, name: str) -> str | None:
 def _judge_message(message: str, tensor: torch.Tensor, name: str) -> None:
     """That it names the tensor, its shape and the share that is lost, as a percentage or as a count."""
     sizes = ", ".join(map(str, tensor.shape))
-    if name not in message:
-        raise NotYet(f"which tensor? Its name, {name!r}, is missing")
-    if sizes not in message:
-        raise NotYet(f"of what shape? [{sizes}] is missing")
+    for part, lacks in ((name, f"which tensor? Its name, {name!r},"), (sizes, f"of what shape? [{sizes}]")):
+        if part not in message:
+            raise NotYet(f"{lacks} is missing")
     numbers = [float(found) for found in re.findall(r"\d+(?:\.\d+)?", message)]
     count, share = int(tensor.isnan().sum()), tensor.isnan().double().mean().item()
     if not any(number == count or abs(number - share) < 6e-3 or abs(number - 100 * share) < 0.6 for number in numbers):

@@ -16,7 +16,7 @@ from tplab.lesson.exercises.mask import judge_masked, shaped
 from tplab.lesson.exercises.rope_call import fails_aloud
 from tplab.lesson.exercises.rotation import misturned
 from tplab.lesson.limit import works
-from tplab.lesson.mine import Mine, NotYet, agree, one_number, saying, several, tensor
+from tplab.lesson.mine import Mine, NotYet, Uncopied, agree, one_number, saying, several, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.lesson.words import in_words
 from tplab.shard import split_evenly
@@ -55,25 +55,22 @@ def extend_cache(mine: Mine, setting: Setting):
         for start, stop in ((0, 3), (3, 4), (4, 6)):
             found = mine(cache, *(one[:, :, start:stop] for one in whole), repeats)
             with saying(f"{start} tokens in the cache, {stop - start} new: "):
-                *both, cache_now = several(found, "k, v for attention and the pair (k, v) of the cache", 3)
-                both_kept = several(cache_now, "as the third the cache's pair (k, v)")
-                for name, given, kept, one in zip("kv", both, both_kept, whole):
-                    stored = one[:, :, :stop]
-                    if isinstance(kept, torch.Tensor) and kept.shape[1] > 2:
-                        raise NotYet(f"the cache holds {kept.shape[1]} heads of {name}, and 2 are projected: what is "
+                *given, pair = several(found, "k, v for attention and the pair (k, v) of the cache", 3)
+                kept, stored = several(pair, "as the third the cache's pair (k, v)"), [x[:, :, :stop] for x in whole]
+                for name, one in zip("kv", kept):
+                    if isinstance(one, torch.Tensor) and one.shape[1] > 2:
+                        raise NotYet(f"the cache holds {one.shape[1]} heads of {name}, and 2 are projected: what is "
                                      "repeated for attention is not stored")
-                    each = stored.repeat_interleave(repeats, 1)
-                    for what, value, right in ((f"the cache's {name}: ", kept, stored),
-                                               (f"{name} for attention: ", given, each)):
-                        with saying(what):
+                each = [one.repeat_interleave(repeats, 1) for one in stored]
+                for what, values, rights in (("the cache's {}: ", kept, stored), ("{} for attention: ", given, each)):
+                    for at, (name, value, right) in enumerate(zip("kv", values, rights)):
+                        with saying(what.format(name)):
                             tensor(value, "batch, heads, tokens, head_size", right.shape, right.dtype)
                             agree(value, right, {
                                 "neighbouring query heads share a KV head, so its copies lie side by side":
-                                    stored.repeat(1, 3, 1, 1), "the new tokens stand in front":
-                                    torch.cat([right[:, :, start:], right[:, :, :start]], 2),
-                                "it is the other's: have k and v changed places?": (
-                                    whole[name == "k"][:, :, :stop],
-                                    whole[name == "k"][:, :, :stop].repeat_interleave(repeats, 1))},
+                                    stored[at].repeat(1, 3, 1, 1),
+                                "the new tokens stand in front": right.roll(stop - start, 2),
+                                "it is the other's: have k and v changed places?": rights[1 - at]},
                                 "it is not what was given")
             cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
     return _cures(setting, "attention.extend_cache", mine, "the text is Hugging Face's, with the cache read", _tokens)
@@ -126,6 +123,7 @@ def apply_rope(mine: Mine, setting: Setting):
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2RotaryEmbedding
 
     tables = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=32, num_attention_heads=4, num_hidden_layers=1))
+
     def turned(x, positions):
         return patient.apply_rope(tables, positions, x, x)[0]
 
@@ -158,14 +156,11 @@ def apply_rope(mine: Mine, setting: Setting):
         first := report.first_divergence) and first.name.startswith("layers.") and [_sentence(report)])
 
 
-class _Model:
+class _Model(Uncopied):
     """The toy of notebook 06, called like patient zero's model: its cache is a tensor of as many tokens."""
 
     def __init__(self):
         self.toy, self.held = Toy(), 0
-
-    def __deepcopy__(self, memo):
-        return self
 
     def __call__(self, input_ids, position_ids=None, kv_caches=None):
         if input_ids.dim() != 2 or len(input_ids) != 1:
@@ -249,13 +244,11 @@ def _cures(setting: Setting, name: str, mine: Mine, fine: str, wrong: Callable, 
 
 
 def _tokens(texts) -> list[str]:
-    """What is wrong with the new ids beside Hugging Face's, if anything."""
     found, right = list(texts[0]), texts[1]
     agree = next((i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1]), len(right))
     return [] if found == right else [f"{agree} of {len(right)} tokens are Hugging Face's"]
 
 
 def _sentence(report) -> str:
-    """What the check found first."""
     return next(iter([*(one.sentence for one in report.diagnoses), *report.recording.contradictions,
                       *report.open_questions]))

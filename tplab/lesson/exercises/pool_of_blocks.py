@@ -52,7 +52,9 @@ def my_pool(mine: Mine, setting: Setting):
     """By hand, then at random beside a right one, then under an engine that is short of blocks."""
     pool = _Watched(mine.function, 3)
     _by_hand(pool)
-    pool.beside(mine.function)
+    with saying("a second pool is made beside the first: "):
+        guarded(mine.function, 3)
+        pool.agree()
     for num_blocks in (5, 8):
         _at_random(_Watched(mine.function, num_blocks), random.Random(num_blocks))
     ids = [5 + i % 40 for i in range(60)]
@@ -66,10 +68,9 @@ class _Watched:
     """A learner's pool beside the right counts; every operation is checked."""
 
     def __init__(self, cls, num_blocks: int):
-        self.pool, self.cls = Object(guarded(cls, num_blocks), "MyPool"), cls
-        self.users, self.done = [0] * num_blocks, []
+        self.pool, self.users, self.done = Object(guarded(cls, num_blocks), "MyPool"), [0] * num_blocks, []
         with saying("a new pool: "):
-            self._agree()
+            self.agree()
 
     def allocate(self) -> int | None:
         with self._doing("allocate()" + " while no block is free" * all(self.users)):
@@ -116,21 +117,15 @@ class _Watched:
                 raise NotYet(f"{type(error).__name__} is raised; a ValueError is asked for") from error
             raise NotYet("nothing is raised: what is given back twice would be handed out twice")
 
-    def beside(self, cls) -> None:
-        """A second pool has accounts of its own."""
-        with saying("a second pool is made beside the first: "):
-            guarded(cls, len(self.users))
-            self._agree()
-
     @contextmanager
     def _doing(self, now: str) -> Iterator[None]:
         before = f", after {', '.join(self.done[-3:])}" if self.done else ""
         self.done.append(now)
         with saying(f"operation {len(self.done)}{before}: {now}: "):
             yield
-            self._agree()
+            self.agree()
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         mine = self.pool.users
         if not isinstance(mine, list) or len(mine) != len(self.users):
             raise NotYet(f"users is {kind(mine)}; a list must hold how many use each of {len(self.users)} blocks")
@@ -144,20 +139,13 @@ def _people(count: int) -> str:
 
 
 def _by_hand(pool: _Watched) -> None:
-    first = pool.allocate()
-    pool.share(first)
-    second, third = pool.allocate(), pool.allocate()
-    pool.allocate()  # none is left
-    pool.release(first)
-    pool.allocate()  # one user of the first is left
-    pool.release(first)
-    pool.refuses(first)
-    pool.release(third)
-    pool.share(third)  # nobody used it, and its contents were found again: now it is not free any more
-    pool.allocate()
-    pool.allocate()
-    pool.release(second)
-    pool.allocate()
+    """``a`` allocates; with its number, the first block that was given out is shared, released, refused, …"""
+    given = []
+    for step in "a s0 a a a r0 a r0 x0 r2 s2 a a r1 a".split():  # r2 s2: nobody used it, and its contents were found
+        if step == "a":
+            given.append(pool.allocate())
+        else:
+            {"s": pool.share, "r": pool.release, "x": pool.refuses}[step[0]](given[int(step[1])])
 
 
 def _at_random(pool: _Watched, chance: random.Random) -> None:

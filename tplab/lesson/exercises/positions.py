@@ -48,9 +48,9 @@ def my_token_positions(mine: Mine, setting: Setting):
         with saying(f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "):
             if isinstance(found, range) and len(found) > 1000:
                 raise NotYet(f"yours are {found}, far more than follow")
-            given = found.tolist() if isinstance(found, torch.Tensor) else found
-            given = whole_numbers([*given] if isinstance(given, range) else given, "or a range of them")
-            _judge(torch.tensor(given, dtype=torch.long), [start], [count])
+            if isinstance(found, torch.Tensor | range):
+                found = [*found] if isinstance(found, range) else found.tolist()
+            _judge(torch.tensor(whole_numbers(found, "or a range of them"), dtype=torch.long), [start], [count])
     setting.align_in_chunks()
 
 

@@ -10,10 +10,6 @@ from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.rope import rotate
 
 
-class _Failing(Exception):
-    """What a rotation raises to see whether it comes out."""
-
-
 @exercise("my_apply_rope", "03", takes="self, q, k, cos, sin",
           place="turns queries and keys",
           patches=at("tplab.model.attention.TensorParallelAttention.apply_rope"))
@@ -69,16 +65,16 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
 def fails_aloud(call, name: str, idle: str) -> None:
     """:class:`NotYet` unless ``call(failing)`` lets out the error that ``failing`` raises. ``name``: what fails;
     ``idle`` is said if it is not called."""
-    asked = []
+    asked, on_purpose = [], ArithmeticError(f"{name} failed on purpose")
 
     def failing(*args, **kwargs):
         asked.append(args)
-        raise _Failing(f"{name} failed on purpose")
+        raise on_purpose
 
     try:
         call(failing)
     except NotYet as error:
-        if not isinstance(error.__cause__, _Failing):
+        if error.__cause__ is not on_purpose:
             raise
         return
     raise NotYet(f"{name} raised an error and nobody heard of it: a rotation that fails must stop the engine. What "

@@ -56,7 +56,8 @@ def merged(mine: Mine, setting: Setting):
             read_once(sum(source.taken for source in sources[number]), found.nbytes, head)
 
     for_each(((_qkv(8, 2, 2), (6,), _FULL), (_qkv(9, 3, 2), (5,), _FULL), (_qkv(8, 2, 3), (), _FULL),
-              (_gate_up(7, 2), (4,), _FULL), (_qkv(9, 3, 2), (), _HALF)), check,
+              ([(name, split_evenly(7, 2), 7) for name in ("gate", "up")], (4,), _FULL),
+              (_qkv(9, 3, 2), (), _HALF)), check,
              lambda case: f"{len(case[0][0][1])} ranks")
     _in_the_engine(setting)
 
@@ -76,10 +77,6 @@ def _qkv(heads: int, kv_heads: int, size: int) -> list[tuple]:
     q, kv = ([range(2 * held.start, 2 * held.stop) for held in (getattr(shard, which) for shard in plan.ranks)]
              for which in ("q_heads", "kv_heads"))
     return [("q", q, 2 * heads), ("k", kv, 2 * kv_heads), ("v", kv, 2 * kv_heads)]
-
-
-def _gate_up(rows: int, size: int) -> list[tuple]:
-    return [(name, split_evenly(rows, size), rows) for name in ("gate", "up")]
 
 
 def _judge_merged(found, fused: torch.Tensor, ranges, number: int, parts: list[tuple[str, int]], head: str) -> None:

@@ -58,25 +58,23 @@ def my_embedding(mine: Mine, setting: Setting):
 
 
 def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
-    owner = {word: r for r, rows in enumerate(parts) for word in rows}
-    wrong = [(word, row) for word, row in zip(ids.tolist(), found) if not torch.allclose(row, weight[word], atol=1e-6)]
+    owner, n = {word: r for r, rows in enumerate(parts) for word in rows}, len(parts)
+
+    def same(row, other):
+        return torch.allclose(row, other, atol=1e-6)
+
+    wrong = [(word, row) for word, row in zip(ids.tolist(), found) if not same(row, weight[word])]
+    for word, other in ((word, other) for word, row in wrong for other, true in enumerate(weight) if same(row, true)):
+        raise NotYet(f"{who} gets for word {word} the row of word {other}: rank {owner[word]}'s rows begin with word "
+                     f"{parts[owner[word]].start}. Is it just that which you subtract?")
     for word, row in wrong:
-        for other, true in enumerate(weight):
-            if torch.allclose(row, true, atol=1e-6):
-                raise NotYet(f"{who} gets for word {word} the row of word {other}: rank {owner[word]}'s rows begin "
-                             f"with word {parts[owner[word]].start}. Is it just that which you subtract?")
-    for word, row in wrong:
-        said = f"{who} gets for word {word}, which lives on rank {owner[word]},"
-        if row.isnan().any():
-            raise NotYet(f"{said} NaN: what can be added without a trace?")
-        if torch.allclose(row, weight[word] * len(parts), atol=1e-6):
-            raise NotYet(f"{said} its row {len(parts)} times: is something added up that was whole already?")
-        if not row.any():
-            raise NotYet(f"{said} zeros" + (": does its owner add its row to the sum?" if talked else
-                                            ": who tells it what the other ranks have looked up?"))
-        if torch.allclose(row * len(parts), weight[word], atol=1e-6):
-            raise NotYet(f"{said} its row divided by {len(parts)}: how many ranks have looked it up?")
-        raise NotYet(f"{said} a sum with rows of other words: what does a rank add for a word that it does not have?")
+        raise NotYet(f"{who} gets for word {word}, which lives on rank {owner[word]}, " + (
+            "NaN: what can be added without a trace?" if row.isnan().any() else
+            f"its row {n} times: is something added up that was whole already?" if same(row, weight[word] * n) else
+            "zeros: does its owner add its row to the sum?" if not row.any() and talked else
+            "zeros: who tells it what the other ranks have looked up?" if not row.any() else
+            f"its row divided by {n}: how many ranks have looked it up?" if same(row * n, weight[word]) else
+            "a sum with rows of other words: what does a rank add for a word that it does not have?"))
 
 
 @exercise("my_head_logits", "06", takes="hidden, weight_here, sizes", place="makes logits", alone=_ALONE,
@@ -112,13 +110,12 @@ def my_head_logits(mine: Mine, setting: Setting):
 def _whole(who: str, found, right, parts) -> None:
     own = [len(rows) for rows in parts]
     with saying(f"{who}: "):
-        if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == 3:
-            if found.shape[1] in own:
-                raise NotYet(f"it returns the logits of {found.shape[1]} words; all ranks together have "
-                             f"{right.shape[1]}")
-            if found.shape[1] == max(own) * len(parts):
-                raise NotYet(f"it returns {found.shape[1]} columns for {right.shape[1]} words: some of them are filled "
-                             "up, and a token is a column's number")
+        columns = found.shape[1] if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == 3 else 0
+        if columns in own:
+            raise NotYet(f"it returns the logits of {columns} words; all ranks together have {right.shape[1]}")
+        if columns == max(own) * len(parts):
+            raise NotYet(f"it returns {columns} columns for {right.shape[1]} words: some of them are filled up, and a "
+                         "token is a column's number")
         tensor(found, "tokens, words", right.shape, right.dtype)
         if found.isnan().any():
             raise NotYet("there is NaN among its logits, though nothing that goes in is NaN")

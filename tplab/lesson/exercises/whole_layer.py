@@ -14,12 +14,12 @@ from tplab.align.gather import recorded
 from tplab.align.judge import judge
 from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
-from tplab.lesson.cuts import share_of
 from tplab.lesson.mine import Mine, NotYet, guarded, kept, on_ranks, saying, tensor
 from tplab.lesson.own_engine import layer_fits, written
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, toy_model
 from tplab.lesson.verdict import Setting, exercise, in_learners_words
 from tplab.lesson.words import is_learners
+from tplab.model import load_model
 from tplab.model.rope import Rotary
 from tplab.ranks import rank
 from tplab.shard import RankShard, ShardPlan
@@ -42,9 +42,9 @@ def my_layer(mine: Mine, setting: Setting):
         with saying(f"{heads} query and {kv_heads} KV heads over {size} ranks: "):
             ran = on_ranks(size, _in_steps, mine, toy, plan,
                            waits="A layer has two sums, and every rank comes to both of them")
-            _examine([points for (points, _), _ in ran], toy, plan)
-            for number, ((_, read), ops) in enumerate(ran):
-                _cost(number, read, [record.op for record in ops], toy, plan)
+            _examine([points for (points, *_), _ in ran], toy, plan)
+            for number, ((_, read, own), ops) in enumerate(ran):
+                _cost(number, read, own, [record.op for record in ops])
     ckpt, ids = setting.checkpoint, setting.ids(8)
     if not layer_fits(ckpt):
         return "in the small examples only: this checkpoint's layers have parts that yours has not"
@@ -72,7 +72,6 @@ class _Points(dict):
         return value
 
     def keep(self, name: str, value, what: str) -> None:
-        """A tensor that was shown; NotYet if it is none of the point's shape."""
         heads, d = getattr(self.here, layout(name), None), self.config.head_dim
         shape, dims = ((self.new, self.config.hidden_size), "new tokens, hidden") if heads is None else (
             (self.new, len(heads), d), "new tokens, heads here, head_dim")
@@ -81,8 +80,8 @@ class _Points(dict):
         self[name] = tensor(value, dims, shape, torch.float32, it=f"{what}: comes as").clone(), what
 
 
-def _in_steps(mine: Mine, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Points], int]:
-    """On a rank: what was shown in each step, and how many bytes were read."""
+def _in_steps(mine: Mine, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Points], int, int]:
+    """On a rank: what was shown in each step, how many bytes were read, and how many the lab's own layer has."""
     counted, here, steps = CountedCheckpoint(toy), plan.ranks[rank()], []
     with torch.inference_mode(), counted.reader() as files, toy.reader() as own:
         embed = own["model.embed_tokens.weight"][:][_IDS]
@@ -97,7 +96,8 @@ def _in_steps(mine: Mine, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Point
             points.given = embed[start:stop]
             out = guarded(layer, *(x[start:stop].clone() for x in (embed, cos[0], sin[0])), points)
             points.keep("output", out, "what it returns")
-    return steps, counted.taken.total()
+        own = sum(4 * weight.numel() for weight in load_model(toy, plan).layers[0].parameters())
+    return steps, counted.taken.total(), own
 
 
 def _examine(ranks: list[list[_Points]], toy: Checkpoint, plan: ShardPlan) -> None:
@@ -178,17 +178,13 @@ def _attended(seen: dict, here: RankShard, k_first: bool = False, v_first: bool 
     return torch.cat(rows)
 
 
-def _cost(number: int, read: int, ops: list[str], toy: Checkpoint, plan: ShardPlan) -> None:
+def _cost(number: int, read: int, own: int, ops: list[str]) -> None:
     """What it needs for that: sums, and bytes of weights."""
-    passes, own = len(STEPS) - 1, 0
+    passes = len(STEPS) - 1
     if ops != ["all_reduce"] * 2 * passes:
         raise NotYet(f"rank {number}: the numbers are right, with {len(ops)} collectives in {passes} passes "
                      f"({', '.join(dict.fromkeys(ops)) or 'none'}); two all_reduces a pass are enough: one behind "
                      "attention, one behind the MLP")
-    for name, info in toy.tensors.items():
-        dim, part, _ = share_of(name, plan, number)
-        share = 1 if part is None else len(part) / info.shape[dim]
-        own += 4 * torch.Size(info.shape).numel() * share * name.startswith(_AT)
     if read > own:
         raise NotYet(f"rank {number}: the numbers are right, and it reads {read:,} bytes of weights; its own part has "
-                     f"{own:,.0f}: slice before you keep")
+                     f"{own:,}: slice before you keep")

@@ -18,7 +18,7 @@ def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, ti
     ``tokens``: their texts; few are easier to see. ``ranks``: for each rank ``{trace point: [tokens] shares}`` of
     numbers that are NaN. ``layers``: how many are shown.
 
-        >>> show.nan_map(*lesson.trace_nan(model, prompt, [fault("nan_mask")]))
+        >>> show.nan_map(*show.trace_nan(model, prompt, [fault("nan_mask")]))
     """
     kept = [name for name in ranks[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
     figure = _draw([{name: of_rank[name] for name in kept} for of_rank in ranks], tokens)

@@ -10,14 +10,9 @@ from tplab.shard import ShardPlan
 
 
 def trace_nan(model, prompt, patches=(), *, tensor_parallel_size: int = 2, dtype: str = "float32"):
-    """Run the model over one prompt on the ranks; returns the tokens' texts, and for each rank the losses to NaN.
-
-    Those are ``{trace point: [tokens] shares}`` of numbers that are NaN. The arguments are those of
-    :func:`tplab.align.align`.
-
-        >>> show.nan_map(*lesson.trace_nan(model, prompt, [fault("nan_mask")]))
-    """
-    ckpt = open_checkpoint(model) if isinstance(model, str) else model
+    """Run the model over one prompt on the ranks, with the arguments of :func:`tplab.align.align`; returns the tokens'
+    texts, and for each rank ``{trace point: [tokens] shares}`` of numbers that are NaN."""
+    ckpt = open_checkpoint(model)
     (ids,) = check_prompts(ckpt, [prompt])
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
     with applied(*as_patches(patches)):
