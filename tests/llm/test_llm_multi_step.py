@@ -16,9 +16,9 @@ from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError
 from tplab.engine.runner import ModelRunner, execute_steps_from_json, has_runner
 from tplab.engine.step import ModelRunnerOutput, SamplingMetadata, ScheduledRequest, SchedulerOutput
-from tplab.fast import SWITCH, load_fast_runner
+from tplab.fast import SWITCH
 from tplab.llm import LLM, SamplingParams, multi_step
-from tplab.llm.executor import PoolExecutor
+from tplab.llm.executor import PoolExecutor, load_for
 from tplab.patch import Patch, applied
 
 
@@ -37,12 +37,12 @@ class PretendedPool:
     def __init__(self, ranks: TokenRanks):
         self.ranks, self.size, self.number_of_runs, self.calls, self.told = ranks, ranks.size, 0, [], []
 
-    def run(self, fn, key, *arguments, timeout=None):
+    def run(self, fn, *arguments, timeout=None):
         self.number_of_runs += 1
         if fn is not execute_steps_from_json:
-            assert fn in (has_runner, load_fast_runner)
+            assert fn in (has_runner, load_for)
             return [True] * self.size
-        step = SchedulerOutput.from_json(arguments[0])
+        step = SchedulerOutput.from_json(arguments[1])
         self.told.append(step)
         found = [self.ranks.execute_model(step)]
         while step.num_lookahead_steps and any(token != EOS for token in found[-1][0].sampled_token_ids.values()):

@@ -27,6 +27,7 @@ class EngineConfig:
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
         enforce_eager: the reference computes every step.
+        batch_invariant: a sequence's bits depend on nothing that is computed beside it, nor on the number of ranks.
         num_scheduler_steps: while nothing is to be decided, ranks may compute so many steps for one call, at most.
 
     Raises:
@@ -45,6 +46,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     strict: bool = False
     enforce_eager: bool = False
+    batch_invariant: bool = False
     num_scheduler_steps: int = 1
 
     def __post_init__(self):

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from tplab.engine.runner import ModelRunner, load_runner
+from tplab.engine.runner import ModelRunner
 
 SWITCH = "TPLAB_FAST"  # "0" in the environment: the reference computes everything
 
@@ -28,11 +28,6 @@ def why_not(config, dtype: torch.dtype) -> str | None:
     if config.hidden_act != "silu":
         return f"it does not know hidden_act {config.hidden_act!r}"
     return None
-
-
-def load_fast_runner(key: str, forget: list[str], *arguments) -> dict:
-    """On a rank: :func:`tplab.engine.runner.load_runner`, of a runner that is quick where it can be."""
-    return load_runner(key, forget, *arguments, make=make_runner)
 
 
 def make_runner(ckpt, plan, config) -> ModelRunner:

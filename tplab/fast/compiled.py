@@ -28,6 +28,7 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 # Without reference counts (_nrt): whoever calls an entry holds its arrays, and a count of each slice costs more than a
 # row of numbers does.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
+in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums are added up as they are written
 
 
 @cache
@@ -56,9 +57,9 @@ class _Cache(caching.FunctionCache):
             super().save_overload(sig, data)
 
 
-def entry(function):
-    """A compiled function that Python calls. What it calls in turn is ``inner``, and becomes a part of it."""
-    made = inner(function)
+def entry(function, compiled=inner):
+    """A compiled function that Python calls. What it calls in turn is ``compiled``, too, and becomes a part of it."""
+    made = compiled(function)
     with suppress(OSError, RuntimeError):  # nowhere to write: compiled anew in each process
         _folder().mkdir(parents=True, exist_ok=True)
         config.CACHE_DIR = str(_folder())

@@ -80,19 +80,20 @@ def linear(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):
 @overload(linear)
 def _linear(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):
     if weight.dtype == types.float32 or not HAS_TILES:
-        return lambda x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row: _by_vectors(
+        return lambda x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row: linear_by_vectors(
             x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row)
 
     def choose(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):
         if rows == 1:
-            _by_vectors(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row)
+            linear_by_vectors(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row)
         else:
             _by_tiles(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row)
     return choose
 
 
 @inner
-def _by_vectors(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):
+def linear_by_vectors(x, x_row, rows, steps, weight, at, panel, first, last, by, y, y_row):
+    """:func:`linear` without tiles: a sum's order does not depend on how many rows there are."""
     for top in range(0, rows, ROWS):
         bottom = min(rows, top + ROWS)
         for p in range(first, last, by):

@@ -7,9 +7,16 @@ import weakref
 from contextlib import suppress
 from typing import Protocol
 
-from tplab.engine.runner import drop_runners, execute_model, execute_steps_from_json, has_runner, load_runner
+from tplab import fast, invariant
+from tplab.engine.runner import (
+    ModelRunner,
+    drop_runners,
+    execute_model,
+    execute_steps_from_json,
+    has_runner,
+    load_runner,
+)
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
-from tplab.fast import load_fast_runner
 from tplab.llm.multi_step import MultiStep
 from tplab.patch import in_force
 from tplab.pool import RankPool, shared_pool
@@ -17,6 +24,11 @@ from tplab.ranks import logical_ranks, rank, state
 
 _numbers = itertools.count()
 _garbage = weakref.WeakKeyDictionary()  # pool -> keys of engines that were thrown away and that its ranks still hold
+
+
+def load_for(make, key: str, forget: list[str], ckpt, plan, config) -> dict:
+    """On a rank: :func:`tplab.engine.runner.load_runner`, of what ``make`` makes or of what ``config`` asks for."""
+    return load_runner(key, forget, ckpt, plan, config, make=invariant.make_runner if config.batch_invariant else make)
 
 
 class Executor(Protocol):
@@ -61,7 +73,7 @@ class PoolExecutor:
         # Before anything is there to be forgotten: a load that fails on one rank leaves weights on the others.
         self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
         forget = list(garbage)
-        found = pool.run(load_fast_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
+        found = pool.run(load_for, fast.make_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
         for key in forget:
             with suppress(ValueError):  # another thread's load has seen to it
                 garbage.remove(key)
@@ -127,7 +139,7 @@ class LogicalExecutor:
         return logical_ranks(self.size, on_rank)
 
     def load(self, *arguments) -> list[dict]:
-        return self.run(load_runner, self.key, [], *arguments)
+        return self.run(load_for, ModelRunner, self.key, [], *arguments)
 
     def loaded(self) -> bool:
         return all(self.run(has_runner, self.key))

@@ -12,6 +12,7 @@ from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
 from tplab.fast import why_not
+from tplab.invariant import refuse_unknown
 from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
 from tplab.llm.progress import Progress
@@ -42,6 +43,8 @@ class LLM:
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
         enforce_eager: the reference, plain PyTorch, computes every step; else :mod:`tplab.fast` does where it can.
+        batch_invariant: the same bits for a sequence in any batch, whole or in chunks, and on any number of ranks
+            (:mod:`tplab.invariant`; slower).
         num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
             one call, at most (those that are not needed are forgotten); None: 8 on the fast path, else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
@@ -60,8 +63,8 @@ class LLM:
                  enable_expert_parallel: bool = False, block_size: int = 16, num_blocks: int | None = None,
                  max_model_len: int | None = None, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
                  enable_prefix_caching: bool = True, strict: bool = False, enforce_eager: bool = False,
-                 num_scheduler_steps: int | None = None, patches: Many = (), pool: RankPool | None = None,
-                 logical: bool = False, executor=None):
+                 batch_invariant: bool = False, num_scheduler_steps: int | None = None, patches: Many = (),
+                 pool: RankPool | None = None, logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
         self.plan = ShardPlan.from_config(self.checkpoint.config, tensor_parallel_size,
@@ -72,6 +75,8 @@ class LLM:
         if pool is not None and pool.size != ranks:
             raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
         self.patches = as_patches(patches)
+        if batch_invariant:
+            refuse_unknown(self.checkpoint.config, self.dtype, ranks)
         if num_scheduler_steps is None:
             one_by_one = strict or enforce_eager or logical or executor or self.patches
             num_scheduler_steps = 1 if one_by_one or why_not(self.checkpoint.config, self.dtype) else 8
@@ -79,7 +84,7 @@ class LLM:
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
-            num_scheduler_steps=num_scheduler_steps)
+            batch_invariant=batch_invariant, num_scheduler_steps=num_scheduler_steps)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-from tplab.engine.runner import execute_model, execute_model_from_json, load_runner
+from tplab.engine.runner import ModelRunner, execute_model, execute_model_from_json
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
+from tplab.llm.executor import load_for
 from tplab.llm.llm import LLM
 from tplab.patch import applied
 from tplab.ranks import broadcast, join_torchrun, rank, world_size
@@ -27,7 +28,7 @@ class TorchrunExecutor:
 
     def load(self, *arguments) -> list[dict]:
         """Make this rank's :class:`ModelRunner`; what it costs."""
-        return [load_runner(self.key, [], *arguments)]
+        return [load_for(ModelRunner, self.key, [], *arguments)]
 
     def loaded(self) -> bool:
         """A process of torchrun's that was lost takes all others with it."""

@@ -178,11 +178,16 @@ class TensorParallelAttention(nn.Module):
             batch, _, queries, _ = mask.shape
             mask = mask if self.window is None else within_window(mask, self.window)
             q_rows = q[rows].view(batch, queries, *q.shape[1:]).transpose(1, 2)
-            attended = [attend(q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
-                               values[:, kv.start:kv.stop], mask, self.scaling, **self.options_of(heads))
+            attended = [self.attend(heads, q_rows[:, heads.start:heads.stop], keys[:, kv.start:kv.stop],
+                                    values[:, kv.start:kv.stop], mask)
                         for heads, kv in self.groups]
             out[rows] = torch.cat(attended, dim=1).transpose(1, 2).flatten(0, 1)
         return out
+
+    def attend(self, heads: range, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+               ) -> torch.Tensor:
+        """Attention of some of this rank's heads; shapes as in :func:`attend`."""
+        return attend(q, k, v, mask, self.scaling, **self.options_of(heads))
 
     def options_of(self, heads: range) -> dict:
         """What these heads have beyond a plain softmax; most models nothing."""

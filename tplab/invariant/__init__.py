@@ -1,0 +1,45 @@
+"""Batch invariance: the same bits for a sequence, whatever is computed beside it and on however many ranks.
+
+A sum of rounded numbers depends on its order, and libraries choose the order by the sizes that they meet. Here every
+sum has one order, which depends on the model alone. After https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference
+(products, norms and attention whose order does not depend on the batch) and TBIK (https://arxiv.org/abs/2511.17826: one
+binary tree over the ranks' summands). The rooms below know nothing of it.
+"""
+
+import torch
+
+from tplab.engine.errors import EngineError
+from tplab.engine.runner import ModelRunner
+from tplab.invariant.tree import RANKS
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
+    """Why a model of this :class:`tplab.checkpoint.ModelConfig` cannot be batch-invariant; None where it can."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {str(dtype).removeprefix('torch.')}: it is made for float32 and bfloat16"
+    if ranks not in RANKS:
+        return f"{ranks} ranks: the order of the sums is made for {', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]} ranks"
+    if config.experts is not None:
+        return "experts: which rank adds up which of them depends on the number of ranks"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"hidden_act {config.hidden_act!r}: it knows {' and '.join(ACTIVATIONS)}"
+    if not config.rope_types.isdisjoint(("dynamic", "longrope")):
+        return "a rotation that depends on the prompt's length"
+    return None
+
+
+def refuse_unknown(config, dtype: torch.dtype, ranks: int) -> None:
+    """EngineError if ``batch_invariant=True`` cannot be kept for this model."""
+    if found := why_not(config, dtype, ranks):
+        raise EngineError(f"batch_invariant=True does not know {found}")
+
+
+def make_runner(ckpt, plan, config) -> ModelRunner:
+    """On a rank: a loaded runner whose sums have one order."""
+    from tplab.invariant.model import make_batch_invariant
+
+    runner = ModelRunner(ckpt, plan, config)
+    make_batch_invariant(runner.model, config.max_model_len)
+    return runner

@@ -1,0 +1,108 @@
+"""``make_batch_invariant(model)``: a loaded model whose sums have one order, by other methods on its layers."""
+
+from types import MethodType
+
+import torch
+from torch import nn
+
+from tplab.invariant.kernels import Product, activation, attend, mean_squares, soft_cap
+from tplab.invariant.tree import leaves_of_columns, leaves_of_heads, nodes_within, tree_sum
+from tplab.model import TensorParallelCausalLM
+from tplab.model.rope import Rotary
+from tplab.ranks import all_gather, rank
+from tplab.shard import RowParallelLinear
+
+
+def make_batch_invariant(model: TensorParallelCausalLM, max_model_len: int) -> None:
+    """From now on each token's numbers are the same in any batch, whole or in chunks, and on 1, 2, 3, 4, 6 or 8 ranks.
+
+    Weights of products are kept packed only, as :mod:`tplab.fast` keeps them. The model must be one that
+    :func:`tplab.invariant.why_not` has nothing against.
+    """
+    config, plan = model.config, model.plan
+    model.rotary = RotaryTables(model.rotary, max_model_len)
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        in_one_order(attention.qkv_proj)
+        in_one_order(mlp.gate_up_proj)
+        tree_parallel(attention.o_proj, leaves_of_heads(plan.num_heads, plan.head_dim), [
+            range(s.q_heads.start, s.q_heads.stop) for s in plan.ranks])
+        leaves = leaves_of_columns(plan.intermediate_size)
+        tree_parallel(mlp.down_proj, leaves, [within(leaves, shard.mlp) for shard in plan.ranks])
+        attention.attend = MethodType(_attend, attention)
+        del mlp.act
+        mlp.act = activation(config.hidden_act)
+    for module in model.modules():
+        if hasattr(module, "mean_square"):
+            module.mean_square = mean_squares
+    in_one_order(model.lm_head, keep_weight=model.lm_head.weight is model.embed_tokens.weight)
+    if config.final_logit_softcapping is not None:
+        model.finish = MethodType(_finish, model)
+
+
+class RotaryTables:
+    """A model's cosines and sines of all positions, made once: libraries compute them differently at an array's end."""
+
+    def __init__(self, rotary: Rotary, positions: int):
+        self.rotary, self.positions, self.tables = rotary, torch.arange(positions), {}
+
+    def __call__(self, x, positions, lengths, *layer_type):
+        if layer_type not in self.tables:
+            self.tables[layer_type] = self.rotary(x, self.positions, [len(self.positions)], *layer_type)
+        return tuple(table[:, positions] for table in self.tables[layer_type])
+
+
+def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+    return soft_cap(logits / self.config.logits_scaling, self.config.final_logit_softcapping)
+
+
+def _take_weight(layer: nn.Module) -> torch.Tensor:
+    weight = layer.weight.data
+    layer.weight.data = weight.new_empty(0)
+    return weight
+
+
+def in_one_order(layer: nn.Module, keep_weight: bool = False) -> None:
+    """A layer whose outputs are dealt out over the ranks, or a replicated one: each output is a sum of its own."""
+    layer.product = Product(layer.weight.data if keep_weight else _take_weight(layer))
+    layer.forward = MethodType(_forward, layer)
+
+
+def _forward(self, x: torch.Tensor) -> torch.Tensor:
+    y, bias = self.product(x), getattr(self, "bias", None)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def within(leaves: list[range], columns: range) -> range:
+    """Which of the leaves a rank's columns are."""
+    own = [n for n, leaf in enumerate(leaves) if columns.start <= leaf.start and leaf.stop <= columns.stop]
+    return range(own[0], own[-1] + 1)
+
+
+def tree_parallel(layer: RowParallelLinear, leaves: list[range], parts: list[range]) -> None:
+    """A layer whose inputs are dealt out: its sum is the tree over ``leaves``, of which a rank has one of ``parts``."""
+    own, weight = parts[rank()], _take_weight(layer)
+    first = leaves[own.start].start
+    layer.leaves = {(n, n + 1): slice(leaves[n].start - first, leaves[n].stop - first) for n in own}
+    layer.products = {leaf: Product(weight[:, columns]) for leaf, columns in layer.leaves.items()}
+    nodes = [nodes_within(0, len(leaves), part) for part in parts]
+    layer.own_nodes, layer.sizes, layer.count = nodes[rank()], [len(part) for part in nodes], len(leaves)
+    layer.nodes = [node for part in nodes for node in part]
+    layer.partial, layer.reduce = MethodType(_partial, layer), MethodType(_reduce, layer)
+
+
+def _partial(self, x: torch.Tensor) -> torch.Tensor:
+    """``[tokens, inputs here]`` → ``[nodes here, tokens, output_size]`` in float32."""
+    leaves = {leaf: self.products[leaf](x[:, columns]) for leaf, columns in self.leaves.items()}
+    return torch.stack([tree_sum(*node, leaves) for node in self.own_nodes])
+
+
+def _reduce(self, partial: torch.Tensor) -> torch.Tensor:
+    """The nodes of all ranks → ``[tokens, output_size]``, bias and rounding at the end."""
+    nodes = all_gather(partial, dim=0, sizes=self.sizes)
+    total = tree_sum(0, self.count, dict(zip(self.nodes, nodes, strict=True)))
+    return (total if self.bias is None else total + self.bias.float()).to(next(iter(self.products.values())).dtype)
+
+
+def _attend(self, heads, q, k, v, mask) -> torch.Tensor:
+    return attend(q, k, v, mask, self.scaling, **self.options_of(heads))
