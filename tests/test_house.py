@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; a room imports only from rooms before it.
 ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", "pool", "shard", "model",
-         "cache", "engine", "fast", "invariant", "llm", "align", "faults", "fable", "bench", "show", "lesson", "lab", "cli"]
+         "cache", "engine", "fast", "invariant", "llm", "align", "faults", "fable", "bench", "show", "lesson", "lab",
+         "cli"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE"}
 # Needed though no file imports them: to run the lab, and to test it.

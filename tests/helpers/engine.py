@@ -5,6 +5,7 @@ import hashlib
 from tplab.cache import slot_mapping
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
+from tplab.engine.draft import num_accepted
 from tplab.engine.runner import token_positions
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -51,7 +52,7 @@ class TokenRanks:
     """Executes steps on pretended ranks. A wrong slot, table, position or order changes the tokens that come out.
 
     ``carry_out``: if not None, only these ranks carry out the next step, which then fails.
-    ``told``: every step that was asked for, as the ranks saw it.
+    ``told``: every step that was asked for, as the ranks saw it. ``accepted``: of the last one's drafts.
     """
 
     def __init__(self, size: int, num_blocks: int, block_size: int):
@@ -77,8 +78,9 @@ class TokenRanks:
         return outputs
 
     def _rank(self, step, memory, rank):
-        drawn, slots = {}, []
-        for request_id, segment, token_ids, sampling in step.requests:
+        drawn, slots, accepted = {}, [], {}
+        for request in step.requests:
+            request_id, segment, token_ids, sampling, num_draft_tokens = request
             new = token_ids or (self.drawn[rank][request_id],)
             assert len(new) == segment.count
             slots.append(slot_mapping(segment.block_ids, token_positions(segment), self.block_size))
@@ -88,6 +90,10 @@ class TokenRanks:
             contents = [memory[slot] for slot in seen]
             assert NOTHING not in contents, f"sequence {request_id} reads a slot that was never written"
             if sampling is not None:
-                drawn[request_id] = next_token(contents)
-        self.drawn[rank] = drawn
-        return ModelRunnerOutput(drawn, {}, slots)
+                chosen = [next_token(contents[:len(contents) - n]) for n in range(num_draft_tokens, -1, -1)]
+                kept = num_accepted(request.draft, chosen)
+                drawn[request_id] = chosen[kept]
+                if num_draft_tokens:
+                    accepted[request_id] = kept
+        self.drawn[rank], self.accepted = drawn, accepted
+        return ModelRunnerOutput(drawn, {}, slots, num_accepted=accepted)

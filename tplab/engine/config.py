@@ -28,6 +28,7 @@ class EngineConfig:
         strict: check caches, tables and ranks after every step.
         enforce_eager: the reference computes every step.
         batch_invariant: a sequence's bits depend on nothing that is computed beside it, nor on the number of ranks.
+        num_speculative_tokens: a step computes so many guessed tokens of a greedy sequence, at most; see draft.py.
         num_scheduler_steps: while nothing is to be decided, ranks may compute so many steps for one call, at most.
 
     Raises:
@@ -47,12 +48,18 @@ class EngineConfig:
     strict: bool = False
     enforce_eager: bool = False
     batch_invariant: bool = False
+    num_speculative_tokens: int = 0
     num_scheduler_steps: int = 1
 
     def __post_init__(self):
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_scheduler_steps"):
             error = CacheError if name == "num_blocks" else EngineError
             object.__setattr__(self, name, from_one_up(name, getattr(self, name), error))
+        drafted = whole_number(self.num_speculative_tokens, 0)
+        if drafted is None:
+            raise EngineError("num_speculative_tokens must be a whole number from 0 (no drafts) up, not "
+                              f"{shown(self.num_speculative_tokens)}")
+        object.__setattr__(self, "num_speculative_tokens", drafted)
 
     @classmethod
     def for_model(cls, model, plan: ShardPlan, dtype: torch.dtype, *, num_blocks: int | None = None,

@@ -96,17 +96,21 @@ class Engine:
                 [(s.request_id, s.num_tokens, s.num_computed_tokens) for s in waiting])
 
     def _advance(self, sequence: Sequence, now: float) -> None:
-        metrics, params, token = sequence.metrics, sequence.params, sequence.token_ids[-1]
-        metrics.num_output_tokens = sequence.num_tokens - sequence.num_prompt_tokens
+        metrics, params = sequence.metrics, sequence.params
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-        if token in params.stop_token_ids:
-            sequence.stop_reason = token
-            self.finish(sequence, "stop")
-        elif token in self.config.eos_token_ids and not params.ignore_eos:
-            self.finish(sequence, "stop")
-        elif metrics.num_output_tokens >= sequence.max_tokens:
-            self.finish(sequence, "length")
+        for token in sequence.output_token_ids[metrics.num_output_tokens:]:
+            metrics.num_output_tokens += 1
+            if token in params.stop_token_ids:
+                sequence.stop_reason = token
+                self.finish(sequence, "stop")
+            elif token in self.config.eos_token_ids and not params.ignore_eos:
+                self.finish(sequence, "stop")
+            elif metrics.num_output_tokens >= sequence.max_tokens:
+                self.finish(sequence, "length")
+            if sequence.status is Status.FINISHED:
+                sequence.keep_output(metrics.num_output_tokens)
+                break
 
     def _end_for_nan(self, sequence: Sequence) -> None:
         new = sequence.num_tokens - sequence.num_prompt_tokens

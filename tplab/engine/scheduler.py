@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tplab.cache import BlockPool, blocks_needed
 from tplab.engine.config import EngineConfig
+from tplab.engine.draft import propose
 from tplab.engine.sequence import Sequence, Status
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput, scheduled_request
 
@@ -56,6 +57,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig):
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.num_scheduler_steps = config.num_scheduler_steps
+        self.num_speculative_tokens = config.num_speculative_tokens
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.requests: dict[int, Sequence] = {}  # all that have not finished, by request_id
         self.waiting: deque[Sequence] = deque()
@@ -96,8 +98,9 @@ class Scheduler:
                 if victim is sequence:
                     break
             else:
-                self._give(sequence, count, scheduled, keys)
-                budget -= count
+                draft = self._draft(sequence, needed, budget - count)
+                self._give(sequence, count, scheduled, keys, draft)
+                budget -= count + len(draft)
                 turn += 1
         while self.waiting and budget and not preempted and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
@@ -112,14 +115,14 @@ class Scheduler:
             self._give(sequence, count, scheduled, keys)
             admitted.append(sequence.request_id)
             budget -= count
-        ahead = self._look_ahead([sequence for sequence, _ in scheduled])
+        ahead = 0 if any(draft for *_, draft in scheduled) else self._look_ahead([s for s, *_ in scheduled])
         self.history.append(StepRecord(
-            self.step_number, {s.request_id: count for s, count in scheduled},
-            tuple(s.request_id for s, _ in scheduled
+            self.step_number, {s.request_id: count + len(draft) for s, count, draft in scheduled},
+            tuple(s.request_id for s, *_ in scheduled
                   if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
             tuple(preempted), tuple(admitted), self.pool.num_used))
-        return SchedulerOutput(self.step_number, tuple(scheduled_request(self.step_number, *pair)
-                                                       for pair in scheduled), ahead)
+        return SchedulerOutput(self.step_number, tuple(scheduled_request(self.step_number, *part)
+                                                       for part in scheduled), ahead)
 
     def _look_ahead(self, scheduled: list[Sequence]) -> int:
         """How many more steps need no decision, as long as nobody draws an end: all decode, and nobody waits for a
@@ -153,12 +156,22 @@ class Scheduler:
             sequence.metrics.prefix_hit_tokens = computed
         return count
 
-    def _give(self, sequence: Sequence, count: int, scheduled: list, keys: set[bytes]) -> None:
+    def _draft(self, sequence: Sequence, tokens: int, budget: int) -> tuple[int, ...]:
+        """What may follow its newest token, where that is computed now and the rest of its text can hold it."""
+        if tokens < sequence.num_tokens or not sequence.params.greedy or sequence.params.logprobs is not None:
+            return ()
+        left = sequence.max_tokens - (sequence.num_tokens - sequence.num_prompt_tokens)
+        draft = propose(sequence.token_ids, min(self.num_speculative_tokens, left - 1, budget))
+        fits = sequence.block_table.num_blocks_to_allocate(tokens + len(draft)) <= self.pool.num_free
+        return draft if fits else ()
+
+    def _give(self, sequence: Sequence, count: int, scheduled: list, keys: set[bytes],
+              draft: tuple[int, ...] = ()) -> None:
         computed = sequence.num_computed_tokens + count
-        sequence.block_table.allocate_slots(computed)
+        sequence.block_table.allocate_slots(computed + len(draft))
         keys.update(sequence.block_table.keys_to_cache(sequence.token_ids, computed))
         sequence.metrics.blocks_used = max(sequence.metrics.blocks_used, blocks_needed(computed, self.pool.block_size))
-        scheduled.append((sequence, count))
+        scheduled.append((sequence, count, draft))
 
     def _preempt(self, sequence: Sequence) -> None:
         free(sequence)
@@ -174,10 +187,16 @@ class Scheduler:
         Returns the sequences that got a token. Whether one has ended is the caller's to say (:meth:`finish`).
         """
         advanced = []
-        for request_id, segment, *_ in scheduler_output.requests:
+        for request in scheduler_output.requests:
+            request_id, accepted = request.request_id, runner_output.num_accepted.get(request.request_id, 0)
             sequence = self.requests[request_id]
-            sequence.num_computed_tokens += segment.count
+            sequence.token_ids += request.draft[:accepted]
+            sequence.logprobs += [None] * accepted
+            # The places of rejected tokens are written anew.
+            sequence.num_computed_tokens += request.segment.count - request.num_draft_tokens + accepted
             sequence.block_table.cache_blocks(sequence.token_ids, sequence.num_computed_tokens)
+            sequence.metrics.num_draft_tokens += request.num_draft_tokens
+            sequence.metrics.num_accepted_tokens += accepted
             if request_id in runner_output.sampled_token_ids:
                 sequence.token_ids.append(runner_output.sampled_token_ids[request_id])
                 sequence.logprobs.append(runner_output.logprobs.get(request_id))

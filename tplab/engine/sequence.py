@@ -15,6 +15,7 @@ class RequestMetrics:
         blocks_used: the most cache blocks it held at one time.
         prefix_hit_tokens: prompt tokens whose keys and values were in the cache already, when it was first admitted.
         preemptions: how often its blocks were taken away and its tokens computed again.
+        num_draft_tokens, num_accepted_tokens: guessed tokens that were computed, and those of them that stayed.
     """
 
     arrival_time: float = 0.0
@@ -25,6 +26,8 @@ class RequestMetrics:
     blocks_used: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -88,6 +91,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """What has been generated."""
         return self.token_ids[len(self.prompt_token_ids):]
+
+    def keep_output(self, count: int) -> None:
+        """Forget what stands behind the first ``count`` tokens of the output: a draft went beyond the end."""
+        del self.token_ids[self.num_prompt_tokens + count:], self.logprobs[count:]
+        self.metrics.num_output_tokens = count
 
     def __repr__(self) -> str:
         return (f"<Sequence {self.request_id}: {self.status.value}, {self.num_prompt_tokens} prompt tokens + "

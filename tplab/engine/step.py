@@ -35,12 +35,19 @@ class ScheduledRequest(NamedTuple):
         segment: which of its positions are computed, and its block table.
         token_ids: the new tokens; empty where it is the one token that the ranks drew in the step before.
         sampling: how its next token is drawn; None where its prompt is not done yet.
+        num_draft_tokens: so many of the last ``token_ids`` are a guess at what comes next.
     """
 
     request_id: int
     segment: Segment
     token_ids: tuple[int, ...]
     sampling: SamplingMetadata | None
+    num_draft_tokens: int = 0
+
+    @property
+    def draft(self) -> tuple[int, ...]:
+        """The guess."""
+        return self.token_ids[len(self.token_ids) - self.num_draft_tokens:]
 
 
 class SchedulerOutput(NamedTuple):
@@ -71,24 +78,27 @@ class SchedulerOutput(NamedTuple):
         """The inverse of :meth:`to_json`."""
         step_number, requests, ahead = json.loads(data)
         return cls(step_number, tuple(
-            ScheduledRequest(request_id, Segment(*segment), tuple(token_ids), sampling and SamplingMetadata(*sampling))
-            for request_id, segment, token_ids, sampling in requests), ahead)
+            ScheduledRequest(request_id, Segment(*segment), tuple(token_ids), sampling and SamplingMetadata(*sampling),
+                             num_draft_tokens)
+            for request_id, segment, token_ids, sampling, num_draft_tokens in requests), ahead)
 
 
 class ModelRunnerOutput(NamedTuple):
     """What a rank answers, by ``request_id``.
 
     Attributes:
-        sampled_token_ids: the drawn token of each sequence that was to draw.
+        sampled_token_ids: the drawn token of each sequence that was to draw; behind its draft's accepted tokens.
         logprobs: ``[(token, log probability, rank), …]``, the drawn token first, where asked for.
         slots: in the order of the step, the slots that each sequence wrote; only under ``strict``.
         nan: sequences for which nothing could be drawn, since their logits are NaN.
+        num_accepted: of sequences with a draft, how many of its tokens stay.
     """
 
     sampled_token_ids: dict[int, int]
     logprobs: dict[int, list[tuple[int, float, int]]]
     slots: list[list[int]] | None = None
     nan: tuple[int, ...] = ()
+    num_accepted: dict[int, int] = {}
 
 
 def block_ids_for_ranks(sequence: Sequence) -> tuple[int, ...]:
@@ -96,15 +106,16 @@ def block_ids_for_ranks(sequence: Sequence) -> tuple[int, ...]:
     return tuple(sequence.block_table.block_ids)
 
 
-def scheduled_request(step_number: int, sequence: Sequence, count: int) -> ScheduledRequest:
-    """All that the ranks must know to compute ``count`` new tokens of a sequence."""
+def scheduled_request(step_number: int, sequence: Sequence, count: int, draft: tuple[int, ...] = ()
+                      ) -> ScheduledRequest:
+    """All that the ranks must know to compute ``count`` new tokens of a sequence, and a draft behind them."""
     start, p = sequence.num_computed_tokens, sequence.params
-    segment = Segment(start, count, block_ids_for_ranks(sequence), sequence.num_prompt_tokens)
+    segment = Segment(start, count + len(draft), block_ids_for_ranks(sequence), sequence.num_prompt_tokens)
     # Only from the very last step: after one that failed, ranks may remember different tokens.
-    drawn_just_now = count == 1 and sequence.sampled_in_step == step_number - 1
-    token_ids = () if drawn_just_now else tuple(sequence.token_ids[start:start + count])
+    drawn_just_now = count == 1 and not draft and sequence.sampled_in_step == step_number - 1
+    token_ids = () if drawn_just_now else (*sequence.token_ids[start:start + count], *draft)
     sampling = None
     if start + count == sequence.num_tokens:
         sampling = SamplingMetadata(0.0 if p.greedy else p.temperature, p.top_k, p.top_p, p.min_p, sequence.seed,
                                     sequence.num_tokens - sequence.num_prompt_tokens, p.logprobs)
-    return ScheduledRequest(sequence.request_id, segment, token_ids, sampling)
+    return ScheduledRequest(sequence.request_id, segment, token_ids, sampling, len(draft))

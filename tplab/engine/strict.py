@@ -27,7 +27,8 @@ class StrictChecks:
                 raise StrictError(f"step {step.step_number}: rank 0 wrote slots {outputs[0].slots}, rank {rank} wrote "
                                   f"{output.slots}")
         for request, slots in zip(step.requests, outputs[0].slots, strict=True):
-            for slot in slots:
+            rejected = request.num_draft_tokens - outputs[0].num_accepted.get(request.request_id, 0)
+            for slot in slots[:len(slots) - rejected]:
                 self._written(step, request, slot)
 
     def _written(self, step: SchedulerOutput, request: ScheduledRequest, slot: int) -> None:

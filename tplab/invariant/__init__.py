@@ -20,7 +20,7 @@ def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {str(dtype).removeprefix('torch.')}: it is made for float32 and bfloat16"
     if ranks not in RANKS:
-        return f"{ranks} ranks: the order of the sums is made for {', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]} ranks"
+        return f"{ranks} ranks: its sums are made for {', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]}"
     if config.experts is not None:
         return "experts: which rank adds up which of them depends on the number of ranks"
     if config.hidden_act not in ACTIVATIONS:

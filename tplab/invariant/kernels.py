@@ -150,7 +150,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`tplab.model.attention.attend`, in float32: a query meets the keys that it sees one after the other, and
     no others. They stand together: the mask hides some before them and some behind."""
-    visible, (batch, _, keys, head_dim) = ~mask[:, 0], k.shape
+    visible, (keys, head_dim) = ~mask[:, 0], k.shape[2:]
     hidden = visible.int().argmax(-1)
     wide = [x.float().contiguous().numpy() for x in (q, k, v)]
     y = np.empty(q.shape, np.float32)

@@ -45,6 +45,8 @@ class LLM:
         enforce_eager: the reference, plain PyTorch, computes every step; else :mod:`tplab.fast` does where it can.
         batch_invariant: the same bits for a sequence in any batch, whole or in chunks, and on any number of ranks
             (:mod:`tplab.invariant`; slower).
+        num_speculative_tokens: a step computes so many guessed tokens of a greedy request, at most, and keeps those
+            that the model itself chooses (n-gram drafts).
         num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
             one call, at most (those that are not needed are forgotten); None: 8 on the fast path, else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
@@ -63,7 +65,8 @@ class LLM:
                  enable_expert_parallel: bool = False, block_size: int = 16, num_blocks: int | None = None,
                  max_model_len: int | None = None, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
                  enable_prefix_caching: bool = True, strict: bool = False, enforce_eager: bool = False,
-                 batch_invariant: bool = False, num_scheduler_steps: int | None = None, patches: Many = (),
+                 batch_invariant: bool = False, num_speculative_tokens: int = 0, num_scheduler_steps: int | None = None,
+                 patches: Many = (),
                  pool: RankPool | None = None, logical: bool = False, executor=None):
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
@@ -78,13 +81,14 @@ class LLM:
         if batch_invariant:
             refuse_unknown(self.checkpoint.config, self.dtype, ranks)
         if num_scheduler_steps is None:
-            one_by_one = strict or enforce_eager or logical or executor or self.patches
+            one_by_one = strict or enforce_eager or logical or executor or self.patches or num_speculative_tokens
             num_scheduler_steps = 1 if one_by_one or why_not(self.checkpoint.config, self.dtype) else 8
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
-            batch_invariant=batch_invariant, num_scheduler_steps=num_scheduler_steps)
+            batch_invariant=batch_invariant, num_speculative_tokens=num_speculative_tokens,
+            num_scheduler_steps=num_scheduler_steps)
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)

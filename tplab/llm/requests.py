@@ -99,6 +99,9 @@ class Request:
             self._taken += 1
             if self.detokenizer is not None:
                 stop = self.detokenizer.add(token)
+                if stop is not None:
+                    sequence.keep_output(self._taken)
+                    break
         if stop is None and self.finished and self.detokenizer is not None:
             stop = self.detokenizer.finish()
         if stop is not None:
