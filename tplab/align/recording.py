@@ -1,6 +1,7 @@
 """``Recording``: what an engine computed, point by point and rank by rank, whoever the engine was."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -47,8 +48,7 @@ class Shard:
     indices: tuple[int, ...] | range = ()
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """What one rank holds of one checkpoint tensor: ``indices`` of it along ``dim``; whole where ``dim`` is None."""
 
     tensor: torch.Tensor

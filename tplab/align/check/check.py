@@ -53,34 +53,30 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         other = _judged(recorded, ckpt, names, as_it_stands=True)
         if not set(other.guilty) & set(report.guilty):  # what follows knows of no such order
             report = other
-    _without_adapters(report, recorded, ckpt, names or {})
+    if report.guilty and (bare := _below_adapters(recorded)):
+        other = _judged(recorded, ckpt, bare | (names or {}))
+        inside = {name for name in report.guilty if name in other.local and other.local[name].inside}
+        if inside and not other.failed and {name.rpartition(".")[2] for name in inside} <= {*"qkv", "gate", "up"}:
+            report.adapted, _ = inside, report.__dict__.pop("guilty")
     return report
 
 
-def _without_adapters(report: CheckReport, recorded: Recorded, ckpt: Checkpoint, names: dict[str, str]) -> None:
-    """Leave out what is wrong by what an adapter adds, if the layer beneath it is the checkpoint's."""
-    bare = {}
-    for entry in (entry for rank in recorded.ranks if rank for call in rank.calls[:1] for entry in call.entries):
-        role = role_of(*place_of(entry.name))
-        if entry.name.endswith(".base_layer") and role in ("q", "k", "v", "qkv", "gate", "up", "gate_up"):
-            bare[pattern_of(entry.name)] = role
-    if not bare or not report.guilty:
-        return
-    other = _judged(recorded, ckpt, bare | names)
-    inside = {name for name in report.guilty if name in other.local and other.local[name].inside}
-    if inside and not other.failed and {name.rpartition(".")[2] for name in inside} <= set("qkv") | {"gate", "up"}:
-        report.adapted, _ = inside, report.__dict__.pop("guilty")
+def _below_adapters(recorded: Recorded) -> dict[str, str]:
+    """What the layers beneath adapters are, by the pattern of their names."""
+    entries = (entry for rank in recorded.ranks if rank for call in rank.calls[:1] for entry in call.entries)
+    found = {pattern_of(entry.name): role_of(*place_of(entry.name)) for entry in entries
+             if entry.name.endswith(".base_layer")}
+    return {pattern: role for pattern, role in found.items() if role in ("q", "k", "v", "qkv", "gate", "up", "gate_up")}
 
 
 def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, **reading) -> CheckReport:
-    ended = [(found.rank, call.index, call.status + (call.last and f", in {call.last}"))
-             for found in recorded.ranks if found is not None for call in found.calls if call.status != "done"]
-    stopped = [one for one in ended if one[2].startswith("failed")]
+    calls = [(found.rank, call) for found in recorded.ranks if found is not None for call in found.calls]
+    ended = {which: once((rank, call.index, call.status + (call.last and f", in {call.last}")) for rank, call in calls
+                         if call.status != "done" and call.status.startswith("failed") is which)
+             for which in (True, False)}
     gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
-    unseen = once((found.rank, call.index, NOTHING_RAN) for found in recorded.ranks if found is not None
-                  for call in found.calls if NOTHING_RAN in call.left_out)
-    facts = dict(folder=str(recorded.folder), stopped=tuple(once(stopped)),
-                 broken_off=(*gone, *unseen, *once(one for one in ended if one not in stopped)))
+    unseen = once((rank, call.index, NOTHING_RAN) for rank, call in calls if NOTHING_RAN in call.left_out)
+    facts = dict(folder=str(recorded.folder), stopped=tuple(ended[True]), broken_off=(*gone, *unseen, *ended[False]))
     try:
         recording = place(recorded, ckpt, names, **reading)
         report = judge(recording, ckpt, recording.plan, by_local=True, kind=CheckReport, **facts)

@@ -75,6 +75,8 @@ class Evidence:
     def own(self, name: str, source: Source, rank: int) -> torch.Tensor | None:
         """``[sampled rows, all items, …]`` of a point from the rank's own input; None if that does not say it."""
         at, _, point = name.rpartition(".")
+        if name == "logits":
+            return self._head(source, rank)
         x = self.input_of(source, f"{at}.{_MADE_OF[point]}", rank) if point in _MADE_OF else None
         return None if x is None else self.of(name, x)
 
@@ -88,19 +90,33 @@ class Evidence:
                 found.setdefault(name, []).append(tensor[positions])
         return {name: torch.cat(tensors) for name, tensors in found.items()}
 
-    def reference(self, name: str, *_) -> torch.Tensor | None:
-        """The same by Hugging Face, heads apart; None if its trace has no such point."""
+    def _head(self, source: Source, rank: int) -> torch.Tensor | None:
+        """The logits that a rank should have, from what went into its head at the same places."""
+        places = self._places(source, rank)
+        for before in self.sources.before(source, "norm", rank):
+            there, x = self.sources.logits(before, rank) or ([], torch.empty(0, 0))
+            row_of = {place: row for row, place in enumerate(there)}
+            if row_of.keys() >= {*places} and x.shape[1] == self.config.hidden_size:
+                return self.of("logits", x[[row_of[place] for place in places]])
+        return None
+
+    def _places(self, source: Source, rank: int) -> list[tuple[int, int]]:
+        """Of the sampled rows of logits."""
+        return self.sources.logits(source, rank, SHAPE)[0][:SAMPLE]
+
+    def reference(self, name: str, source: Source | None = None, rank: int = 0) -> torch.Tensor | None:
+        """The same by Hugging Face, heads apart; None if its trace has no such point. Of logits ``source`` and ``rank``
+        say the rows."""
+        if name == "logits":
+            places, ids = self._places(source, rank), self.sources.texts.ids
+            last = dict(sorted(places))  # sorted: of each text the last position stays
+            found = {number: hf_trace(hf_model(self.ckpt, torch.float32), ids[number][:position + 1], [name])[name]
+                     for number, position in last.items()}
+            return torch.stack([found[number][position] for number, position in places])
         tensor = self._trace.get(name)
         if tensor is not None and name.endswith(".attn"):
             tensor = tensor.view(len(tensor), -1, self.config.head_dim)
         return tensor
-
-    def logits(self, places: list[tuple[int, int]]) -> torch.Tensor:
-        """Hugging Face's, ``[places, vocabulary]``."""
-        ids, last = self.sources.texts.ids, dict(sorted(places))  # sorted: of each text the last position stays
-        found = {number: hf_trace(hf_model(self.ckpt, torch.float32), ids[number][:position + 1], ["logits"])["logits"]
-                 for number, position in last.items()}
-        return torch.stack([found[number][position] for number, position in places])
 
     def are_tables(self, source: Source) -> bool:
         """Whether a source holds cos and sin, or what goes into the module that makes them: by its name, or because

@@ -8,11 +8,10 @@ from tplab.align.arithmetic import rms_norm
 from tplab.align.check.fused import Fused
 from tplab.align.check.match import GROUP_OF, PADDING, PARTS, near
 from tplab.align.check.names import pattern_of, place_of, role_of
-from tplab.align.check.shares import Shares
+from tplab.align.check.shares import ROWS, Shares, kinds
 from tplab.align.check.sources import FEW, Source, Sources
-from tplab.align.check.sums import ROWS, kinds
 from tplab.align.operations import columns_of
-from tplab.align.points import LAYER_POINTS, layout
+from tplab.align.points import LAYER_POINTS, OUTER, layout
 from tplab.checkpoint.layout import EMBEDDING
 
 _NORMS = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
@@ -20,20 +19,26 @@ _NORMS = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_l
 
 def learn(sources: Sources, shares: Shares) -> dict:
     """Place what the conventions did not know; returns how, by the pattern of a module's name or of a source."""
-    roles: dict[str, str] = {}  # of modules
-    order: dict[str, int] = {}
-    for pattern, (entering, leaving) in _modules(sources).items():
-        if role := _role(shares, entering, leaving):
-            roles[pattern], order[pattern] = role, leaving.order
-    norms = [pattern for pattern in sorted(order, key=order.get) if roles[pattern] in _NORMS]
+    modules: dict[str, dict[str, list[Source]]] = {}  # those that take at most one tensor and give one
+    for source in _unknown(sources):
+        if source.kind != "tensor":
+            modules.setdefault(source.name, {"in": [], "out": []})[source.kind].append(source)
+    roles, orders = {}, {}
+    for name, sides in modules.items():
+        if sides["out"] and (pattern := pattern_of(name)) not in orders:  # the first layer's
+            orders[pattern], role = sides["out"][0].order, _role(shares, next(iter(sides["in"]), None), sides["out"][0])
+            roles |= {pattern: role} if role else {}
+    norms = sorted((pattern for pattern, role in roles.items() if role in _NORMS), key=orders.get)
     if [roles[pattern] for pattern in norms] == [*_NORMS][::-1]:  # they have each other's weights
         roles.update(zip(norms, _NORMS))
     if roles:
         sources.claim(roles=roles)
     points: dict[tuple[str, str, str], str] = {}
     for source in {source.pattern: source for source in reversed(_unknown(sources))}.values():  # the first of each
-        if point := _point(shares, source):
-            points[source.pattern] = point
+        layer, _ = place_of(source.name)
+        names = OUTER if layer is None else [f"layers.{layer}.{point}" for point in LAYER_POINTS]
+        if point := next((name for name in names if _equals(shares, source, name)), None):
+            points[source.pattern] = point.replace(f".{layer}.", ".{i}.")
     if points:
         sources.claim(roles=roles, points=points)
     return {name: f"known by what it does: {role}" for name, role in roles.items()} | {
@@ -43,19 +48,6 @@ def learn(sources: Sources, shares: Shares) -> dict:
 def _unknown(sources: Sources) -> list[Source]:
     """What was not claimed, of modules whose names say nothing: a known module's other tensors are tables or masks."""
     return [source for source in sources.unclaimed() if source.kind == "tensor" or not role_of(*place_of(source.name))]
-
-
-def _modules(sources: Sources) -> dict[str, tuple[Source | None, Source]]:
-    """By pattern, the modules nobody knows that take at most one tensor and give one; the first layer's."""
-    found: dict[str, dict[str, list[Source]]] = {}
-    for source in _unknown(sources):
-        if source.kind != "tensor":
-            found.setdefault(source.name, {"in": [None], "out": []})[source.kind].append(source)
-    modules: dict[str, tuple[Source | None, Source]] = {}
-    for name, sides in found.items():
-        if sides["out"]:
-            modules.setdefault(pattern_of(name), (sides["in"][:2][-1], sides["out"][0]))
-    return modules
 
 
 def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | None:
@@ -97,22 +89,15 @@ def _is_row_parallel(shares: Shares, entering: Source, leaving: Source, at: str,
     return kinds(shares.evidence, at + partial, outs, own) in ({"summand"}, {"sum"})
 
 
-def _point(shares: Shares, source: Source) -> str | None:
-    """The point of Hugging Face's trace that a tensor equals on every rank, ``{i}`` in the place of its layer."""
-    layer, _ = place_of(source.name)
-    names = ["embed", "norm", "logits"] if layer is None else [f"layers.{layer}.{point}" for point in LAYER_POINTS]
-    return next((name.replace(f".{layer}.", ".{i}.") for name in names if _equals(shares, source, name)), None)
-
-
 def _equals(shares: Shares, source: Source, name: str) -> bool:
+    """Whether a tensor equals a point of Hugging Face's trace on every rank."""
     sources, ranks, kind = shares.sources, shares.sources.complete(source), layout(name)
     size = shares.seat(ranks[0])[1]
     if name == "logits":
         seen = {rank: sources.logits(source, rank, FEW) for rank in ranks}
         return all(found is not None and found[1].shape[1] >= shares.config.vocab_size / size and shares.vote(
-            "vocab", found[1], shares.evidence.logits(found[0]), rank) for rank, found in seen.items())
-    true = shares.evidence.reference(name)
-    if true is None:
+            "vocab", found[1], shares.evidence.reference(name, source, rank), rank) for rank, found in seen.items())
+    if (true := shares.evidence.reference(name)) is None:
         return False
     outs = [sources.rows(source, rank, FEW) for rank in ranks]
     if kind == "partial":

@@ -5,24 +5,24 @@ what follows was computed right with it, or if the parts lie in turns and what f
 then a bug is behind it. Otherwise the engine wrote one order and read another, a bug here.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from tplab.align.arithmetic import activation
 from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices, match, near, usual_shares
-from tplab.align.check.sources import FEW, SAMPLE, Source
+from tplab.align.check.sources import FEW, SAMPLE
 from tplab.align.recording import Contradiction
 
 _AROUND = {"qkv": ("input_norm", "attn"), "gate_up": ("post_norm", "mlp_act")}  # what they are made from, what of them
+Columns = dict[str, list[int]]  # by part
 
 
 class Split(NamedTuple):
     """Per rank, the columns of a fused output that are q, k and v (gate and up), and how many it has; None for a rank
     where nothing fits."""
 
-    parts: list[dict[str, list[int]] | None]
+    parts: list[Columns | None]
     widths: list[int | None]
     sentence: str
 
@@ -33,24 +33,21 @@ class Fused:
 
     def __init__(self, shares, name: str):
         self.shares, self.sources, self.evidence, self.name = shares, shares.sources, shares.evidence, name
-        self.parts, self.dim = PARTS[name], shares.dim(PARTS[name][0])
-        self.groups = [GROUP_OF[part] for part in self.parts]
-        self.totals = [shares.totals[group] for group in self.groups]
-        starts = [sum(self.totals[:i]) for i in range(len(self.totals))]
-        self.sections = {part: range(start, start + total) for part, start, total in zip(
-            self.parts, starts, self.totals)}
+        self.dim, self.groups = shares.dim(PARTS[name][0]), [GROUP_OF[part] for part in PARTS[name]]
+        totals = [shares.totals[group] for group in self.groups]
+        self.sections = {part: range(sum(totals[:i]), sum(totals[:i + 1])) for i, part in enumerate(PARTS[name])}
         self.before, self.after = _AROUND[name]
 
     def labels(self, rows: torch.Tensor, x: torch.Tensor, at: str, rank: int) -> Indices | None:
         """Which items a rank's output ``[rows, columns]`` of the input ``x`` consists of; None if of none."""
         if rows.shape[1] % self.dim:
             return None
-        whole = torch.cat([self.evidence.of(at + part, x).flatten(1) for part in self.parts], 1)
+        whole = torch.cat([self.evidence.of(at + part, x).flatten(1) for part in self.sections], 1)
         local, full = (tensor.unflatten(1, (-1, self.dim)) for tensor in (rows, whole))
         planned = [[self.shares.planned[group][rank]] for group in self.groups]
-        if len(self.parts) == 2:  # alike, so also the usual shares of another engine
-            count = local.shape[1] // 2
-            planned = [own + usual_shares(self.totals[0], count, *self.shares.seat(rank)) for own in planned]
+        if self.name == "gate_up":  # alike, so also the usual shares of another engine
+            usual = usual_shares(self.shares.totals["mlp"], local.shape[1] // 2, *self.shares.seat(rank))
+            planned = [own + usual for own in planned]
         return match(local, full, [tuple(i if i == PADDING else section[i] for section, part in zip(
             self.sections.values(), share) for i in part) for share in zip(*planned)])
 
@@ -60,7 +57,7 @@ class Fused:
 
     def split(self) -> Split:
         """Find the cut, rank by rank."""
-        parts, widths, sentences, wrong = [], [None] * self.sources.world_size, [], []
+        parts, widths, sentences, wrong = [], [None] * self.sources.world_size, {}, []
 
         def ask(at: str) -> dict[int, Indices | None]:
             found = {}
@@ -71,74 +68,68 @@ class Fused:
                         x = self.evidence.input_of(source, at + self.before, rank)
                         found[rank] = None if x is None else self.labels(rows, x, at, rank)
             return found
-        usual_order = f"[{'|'.join(self.parts)}]"
+        usual_order = f"[{'|'.join(self.sections)}]"
         for rank, labels in enumerate(self.shares.polled(ask)):
-            part, usual = labels and self._by_label(labels), self.by_size(widths[rank], rank)
-            own = f"columns of {self.name} on rank {rank} in an order of their own"
-            if part and sum(part.values(), []) == sorted(sum(part.values(), [])):
-                pass
-            elif part and self._follows(rank):
-                sentences.append(f"{own}, which what follows confirms; ")
-            elif part and usual and any(c[-1] - c[0] >= len(c) for c in part.values()) and not self._made_of(
-                    rank, usual):
-                sentences.append(f"{own}; what follows was not made of {usual_order}; ")
-            elif part := usual:
-                sentences.append(f"cut as {usual_order} by size on rank {rank}; ")
-            elif widths[rank] is not None:
+            part, usual, own = labels and self._by_label(labels), self.by_size(widths[rank], rank), ""
+            if part and (found := sum(part.values(), [])) != sorted(found):
+                in_turns = any(columns[-1] - columns[0] >= len(columns) for columns in part.values())
+                follows, made_of_usual = self._behind(rank, usual)
+                own = f"columns of {self.name} on rank {rank} in an order of their own" + (
+                    ", which what follows confirms; " if follows else f"; what follows was not made of {usual_order}; ")
+                if not (follows or in_turns and made_of_usual is False):
+                    part, own = None, ""
+            if not part and usual:
+                part, own = usual, f"cut as {usual_order} by size on rank {rank}; "
+            if not part and widths[rank] is not None:
                 wrong.append(f"{widths[rank]} columns on rank {rank}")
+            sentences[own] = None
             parts.append(part)
         if wrong:
             self.sources.contradictions.append(Contradiction(
                 f"{self.name} has {' and '.join(wrong)}; no cut into {usual_order} fits",
                 about=GROUPS[self.groups[0]].behind))
-        return Split(parts, widths, "".join(dict.fromkeys(sentences)))
+        return Split(parts, widths, "".join(sentences))
 
-    def _by_label(self, labels: Indices) -> dict[str, list[int]] | None:
+    def _by_label(self, labels: Indices) -> Columns | None:
         """The columns of each part, each head or column known by its values. Padding belongs to the part before."""
-        parts: dict[str, list[int]] = {part: [] for part in self.parts}
-        part = self.parts[0]
+        parts: Columns = {part: [] for part in self.sections}
+        part = next(iter(parts))
         for at, label in enumerate(labels):
             part = self.part_of(label) or part
             parts[part] += range(at * self.dim, (at + 1) * self.dim)
         return parts if all(parts.values()) else None
 
-    def by_size(self, width: int | None, rank: int) -> dict[str, list[int]] | None:
+    def by_size(self, width: int | None, rank: int) -> Columns | None:
         """The cut of ``[q|k|v]`` that the plan's rule gives, or that of all heads; of two alike, equal halves."""
-        sizes = [[(width or 0) // 2] * 2] if len(self.parts) == 2 else [
+        sizes = [[(width or 0) // 2] * 2] if self.name == "gate_up" else [
             [len(self.shares.planned[group][rank]) * self.dim for group in self.groups],
-            [total * self.dim for total in self.totals]]
+            [self.shares.totals[group] * self.dim for group in self.groups]]
         for cut in sizes:
             if sum(cut) == width:
-                return dict(zip(self.parts, (part.tolist() for part in torch.arange(width).split(cut))))
+                return dict(zip(self.sections, (part.tolist() for part in torch.arange(width).split(cut))))
         return None
 
-    def _behind(self, rank: int) -> Iterator[tuple[str, Source, torch.Tensor, torch.Tensor]]:
-        """Layer by layer, the sampled rows of the fused output on a rank, and of the point that is made of it."""
+    def _behind(self, rank: int, usual: Columns | None) -> tuple[bool, bool | None]:
+        """Whether the point behind is right, so that the engine must have cut as the values say; and whether the engine
+        went on with the ``usual`` columns, None if nothing tells. Of gate and up the activation tells, of q, k and v
+        the attention of first tokens, which are their values whatever rotation, scale and mask are."""
+        first = [row for row, (_, position) in enumerate(self.sources.places[:SAMPLE]) if position == 0]
+        follows, told = False, []
         for at in self.shares.sampled:
             for source, made in zip(self.sources.of(at + self.name)[:1], self.sources.of(at + self.after)[:1]):
-                if rank in self.sources.complete(source) and rank in self.sources.complete(made):
-                    rows = self.sources.rows(source, rank, FEW)
-                    seen = self.shares.read(made, at + self.after, None, rank, FEW)
-                    if rows is not None and seen is not None:
-                        yield at + self.after, source, rows, seen
-
-    def _follows(self, rank: int) -> bool:
-        """Whether the point behind is right, so that the engine must have cut as the values say."""
-        for name, source, _, made in self._behind(rank):
-            full = self.evidence.reference(name) if self.name == "qkv" else self.evidence.own(name, source, rank)
-            if full is not None and match(made, full):
-                return True
-        return False
-
-    def _made_of(self, rank: int, parts: dict[str, list[int]]) -> bool:
-        """Whether the engine went on with these columns, or nothing tells: of gate and up, what the activation gives;
-        of q, k and v, the attention of first tokens, which are their values, whatever rotation, scale and mask are."""
-        first, told = [row for row, (_, at) in enumerate(self.sources.places[:SAMPLE]) if at == 0], []
-        for _, _, rows, made in self._behind(rank):
-            if self.name == "gate_up":
-                gate, up = (rows[:, parts[part]].float() for part in self.parts)
-                told.append(near(made, activation(self.shares.config.hidden_act)(gate) * up))
-            elif first:
-                values = rows[first][:, parts["v"]].unflatten(1, (-1, self.dim))
-                told.append(match(made[first], values) is not None)
-        return any(told) or not told
+                if not {rank} <= {*self.sources.complete(source)} & {*self.sources.complete(made)}:
+                    continue
+                rows, seen = (self.sources.rows(source, rank, FEW),
+                              self.shares.read(made, at + self.after, None, rank, FEW))
+                if rows is None or seen is None:
+                    continue
+                full = (self.evidence.reference(at + self.after) if self.name == "qkv" else
+                        self.evidence.own(at + self.after, source, rank))
+                follows = follows or full is not None and match(seen, full) is not None
+                if usual and self.name == "gate_up":
+                    gate, up = (rows[:, usual[part]].float() for part in self.sections)
+                    told.append(near(seen, activation(self.shares.config.hidden_act)(gate) * up))
+                elif usual and first:
+                    values = rows[first][:, usual["v"]].unflatten(1, (-1, self.dim))
+                    told.append(match(seen[first], values) is not None)
+        return follows, any(told) if told else None

@@ -2,7 +2,8 @@
 8-bit weights, an 8-bit cache. Each is recomputed; only what explains a point's rows to rounding counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -96,52 +97,43 @@ class Ordinary:
         self.found: list[str] = []  # what explained a point before is asked first
         self.missed = 0  # points that nothing explained; after a few, no more are asked
 
-    def explains(self, name: str) -> str | None:
-        """What makes a guilty point right after all; None if nothing that this room knows does."""
-        if self.missed > 6 and not self.found:
+    def explained(self, names: list[str]) -> dict[str, str]:
+        """Of these guilty points, those that are right after all by what an ordinary set-up does, and what it is."""
+        found: dict[str, str] = {}
+        for name in names:
+            if (found or self.missed <= 6) and (what := self._explains(name)):
+                found[name] = what
+                self.found = [what, *(other for other in self.found if other != what)]
+        usual = max(found.values(), key=list(found.values()).count, default="")
+        return {name: usual if what == usual or max(self._left(usual, name)) <= LEFT else what
+                for name, what in found.items()}
+
+    def _explains(self, name: str) -> str | None:
+        if not all(_noise(off, right) for _, off, right in self._off(name)):
             return None
-        self.right.enter(name)
-        point = name.rpartition(".")[2]
-        off = {rank: self._off(name, rank) for rank in self.report.local[name].guilty}
-        if not off or not all(_noise(diff, right) for diff, right in off.values()):
-            return None
-        caches = point in ("attn", "k_rope", "v")
+        caches = name.endswith((".attn", ".k_rope", ".v"))
         left: dict[str, float] = {}
         for what in dict.fromkeys((*self.found, *PRODUCTS, *(CACHES if caches else WEIGHTS))):
-            left[what] = max(self._left(what, name, rank, *off[rank]) for rank in off)
+            left[what] = max(self._left(what, name))
             if left[what] <= 1e-5:
                 break
         # Of those that explain it as well as any the first: TF32 and float16 have as many digits.
         best = next(what for what in left if left[what] <= max(2 * min(left.values()), 1e-5))
-        if left[best] <= LEFT:
-            self.found = [best, *(what for what in self.found if what != best)]
-            return best
-        self.missed += 1
-        return None
-
-    def fits(self, what: str, name: str) -> bool:
-        """Whether this explains a guilty point as well."""
-        self.right.enter(name)
-        return all(self._left(what, name, rank, *self._off(name, rank)) <= LEFT
-                   for rank in self.report.local[name].guilty)
+        self.missed += left[best] > LEFT
+        return best if left[best] <= LEFT else None
 
     def noisy(self, names: list[str]) -> bool:
         """Whether points are off by what eight bits leave, at random, and in every layer that has them."""
         kinds = {name.rpartition(".")[2] for name in names}
-        alike = [name for name in self.report.local if name.rpartition(".")[2] in kinds]
-        if set(alike) != set(names) or not kinds <= {"q", "k", "v", "attn", "o_partial", "o_proj", "gate", "up",
-                                                     "mlp_act", "mlp_partial", "mlp", "logits"}:
-            return False
-        for name in names:
-            self.right.enter(name)
-            if not all(_noise(*pair, 5e-3) and self._most_rows(name, rank, *pair) for rank in
-                       self.report.local[name].guilty for pair in [self._off(name, rank)]):
-                return False
-        return True
+        alike = {name for name in self.report.local if name.rpartition(".")[2] in kinds}
+        return alike == set(names) and kinds <= {
+            "q", "k", "v", "attn", "o_partial", "o_proj", "gate", "up", "mlp_act", "mlp_partial", "mlp", "logits"} and (
+            all(_noise(off, right, 5e-3) and self._most_rows(name, rank, off, right)
+                for name in names for rank, off, right in self._off(name)))
 
     def _most_rows(self, name: str, rank: int, off: torch.Tensor, right: torch.Tensor) -> bool:
         """Whether it is so in nearly all rows, as what is stored with few digits must be."""
-        wrong = off.abs().amax(1) > self.right.tolerance(name, rank, 1.0) * right.abs().amax(1)
+        wrong = self._wrong(name, rank, off, right)
         if name.endswith(".attn"):  # a text's first token sees its own value alone, as it was stored
             first = self.right.frame.positions == 0
             off, size = off[first].abs(), right[first].abs()
@@ -149,37 +141,40 @@ class Ordinary:
                 return False
         return bool(wrong.double().mean() >= 0.8)
 
-    def _off(self, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        held, right = self.recording.points[name][rank].tensor, self.right.frame.expected(name, rank)
-        return (held.to(right.dtype) - right).flatten(1), right.flatten(1)
+    def _wrong(self, name: str, rank: int, off: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """The rows that rounding does not explain."""
+        return off.abs().amax(1) > self.right.tolerance(name, rank, 1.0) * right.abs().amax(1).clamp(min=1e-30)
 
-    def _left(self, what: str, name: str, rank: int, off: torch.Tensor, right: torch.Tensor) -> float:
-        """How much of the difference an explanation leaves; rows that are right as they are need none."""
-        changed = self._made(what, name, rank)
-        if changed is None:
-            return float("inf")
-        left = off + right - changed.flatten(1)
-        scale = right.abs().amax(1).clamp(min=1e-30)
-        wrong = off.abs().amax(1) > self.right.tolerance(name, rank, 1.0) * scale
-        if not wrong.any() or not (left[wrong].norm(dim=1) <= 0.5 * off[wrong].norm(dim=1)).all():
-            return float("inf")
-        return (left[wrong].norm() / off[wrong].norm()).item()
+    def _off(self, name: str) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Each guilty rank, how far it is off, and what is right."""
+        self.right.enter(name)
+        for rank in self.report.local[name].guilty:
+            held, right = self.recording.points[name][rank].tensor, self.right.frame.expected(name, rank)
+            yield rank, (held.to(right.dtype) - right).flatten(1), right.flatten(1)
+
+    def _left(self, what: str, name: str) -> list[float]:
+        """How much of the difference an explanation leaves on each guilty rank; rows that are right need none."""
+        found = []
+        for rank, off, right in self._off(name):
+            changed, wrong = self._made(what, name, rank), self._wrong(name, rank, off, right)
+            left = off + right - changed.flatten(1) if changed is not None else off
+            few = wrong.any() and (left[wrong].norm(dim=1) <= 0.5 * off[wrong].norm(dim=1)).all()
+            found.append((left[wrong].norm() / off[wrong].norm()).item() if few else float("inf"))
+        return found
 
     def _made(self, what: str, name: str, rank: int) -> torch.Tensor | None:
         """What a point would be."""
-        dtype = self.right.frame.dtype
+        of = self.recording, self.checkpoint, self.report.plan, self.right.frame.dtype
+        if what in CACHES and name.endswith((".k_rope", ".v")):
+            return CACHES[what](self.right.frame.expected(name, rank))
         if what in CACHES:
-            rounding = CACHES[what]
-            if name.endswith((".k_rope", ".v")):
-                return rounding(self.right.frame.expected(name, rank))
-            frame = _Cached(self.recording, self.checkpoint, self.report.plan, dtype)
-            frame.rounding = rounding
-            frame.enter(self.right.layer)
-            return frame.expected(name, rank)
-        if layout(name) == "replicated" and name.endswith("norm") or name == "embed":
+            frame, mode = _Cached(*of), nullcontext()
+            frame.rounding = CACHES[what]
+        elif layout(name) == "replicated" and name.endswith("norm") or name == "embed":
             return None
-        with _Rounded(PRODUCTS.get(what) or WEIGHTS[what], what in WEIGHTS):
-            frame = LocalFrame(self.recording, self.checkpoint, self.report.plan, dtype)
+        else:
+            frame, mode = LocalFrame(*of), _Rounded(PRODUCTS.get(what) or WEIGHTS[what], what in WEIGHTS)
+        with mode:
             frame.enter(self.right.layer)
             return frame.expected(name, rank)
 

@@ -14,7 +14,6 @@ from tplab.align.check.names import pattern_of, place_of
 from tplab.align.check.notes import listed
 from tplab.align.check.shares import Candidate, Shares
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, WHOLE, Source, Sources
-from tplab.align.check.sums import Sums
 from tplab.align.check.weights import parameters_of
 from tplab.align.gather import whole_point
 from tplab.align.points import layout, point_names
@@ -81,7 +80,7 @@ class _Points(UserDict):
 
 class _Placing:
     def __init__(self, sources: Sources, shares: Shares, learnt: dict[str, str]):
-        self.sources, self.shares, self.sums, self.config = sources, shares, Sums(shares), shares.config
+        self.sources, self.shares, self.config = sources, shares, shares.config
         self.learnt, self.points, self.assumed = learnt, _Points(sources.world_size), {}
         self.dtypes: Counter = Counter()
         self.unplaced: dict[tuple[str, str], set[int]] = {}  # what and why, without the layer → the layers
@@ -130,17 +129,11 @@ class _Placing:
         kind = layout(name)
         if kind in ("replicated", "partial"):
             words = "whole on every rank" if kind == "replicated" else "one summand on each rank"
-            for source in self.sums.sources_of(name):
+            for source in self.shares.sources_of(name):
                 yield Candidate(source, partial(self.sources.rows, source), words)
             return
-        dealt = self.shares.layouts[GROUP_OF[name.rpartition(".")[2]]].sentence
-        if name == "logits":
-            for source in self.sources.of(name):
-                yield Candidate(source, lambda rank, look, source=source: (
-                    self.sources.logits(source, rank, look) or (None, None))[1], dealt)
-        else:
-            for one in self.shares.candidates(name):
-                yield one._replace(words=one.words + dealt)
+        for one in self.shares.candidates(name):
+            yield one._replace(words=one.words + self.shares.layouts[GROUP_OF[name.rpartition(".")[2]]].sentence)
 
     def _shards(self, name: str, source: Source, read, look: str) -> dict[int, Shard | None]:
         return {rank: None if (tensor := read(rank, look)) is None else self._shard(tensor, name, rank)
@@ -237,5 +230,5 @@ class _Placing:
 
     def _first(self, name: str) -> torch.Tensor | None:
         """A replicated point's first rows on the first rank that has it."""
-        return next((rows for source in self.sums.sources_of(name) for rank in self.sources.complete(source)[:1]
+        return next((rows for source in self.shares.sources_of(name) for rank in self.sources.complete(source)[:1]
                      if (rows := self.sources.rows(source, rank, FEW)) is not None), None)

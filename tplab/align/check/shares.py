@@ -1,8 +1,9 @@
-"""What each rank holds of each dimension: the labels of a few layers' tensors, one decision for each dimension."""
+"""What each rank holds: of each dimension the labels of a few layers' tensors and one decision; of an output that is a
+sum over the ranks, its summand or the sum."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tplab.align.check.match import (
     Layout,
     decide,
     match,
+    near,
     not_a_partition,
     not_serving,
     order_in_heads,
@@ -26,13 +28,27 @@ from tplab.align.check.match import (
 )
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
-from tplab.align.operations import as_index
+from tplab.align.operations import as_index, columns_of
+from tplab.align.points import POINTS
 from tplab.align.recording import Contradiction
 from tplab.checkpoint import Checkpoint
+from tplab.checkpoint.layout import EMBEDDING
 from tplab.shard import ShardPlan
 
 _FUSED_OF = {part: fused for fused, parts in PARTS.items() for part in parts}
+ROWS = {"o": ("o_partial", "attn", "q"), "down": ("mlp_partial", "mlp_act", "mlp")}  # role → summand, input, dimension
+_ROLE_OF = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down"}
 Labels = dict[int, Indices | None]  # by rank
+
+
+def kinds(evidence: Evidence, name: str, outs: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> set[str]:
+    """Whether each rank's output is its ``own`` ``"summand"`` or the ``"sum"`` of all, with the bias or without; ``""``
+    if neither."""
+    at, _, point = name.rpartition(".")
+    bias, total = evidence.weight(f"model.{at}.{POINTS[point].module}.bias"), sum(own.values())
+    added = [0.0] if bias is None else [0.0, bias, bias / len(own)]
+    return {next((what for what, x in (("summand", own[rank]), ("sum", total))
+                  if any(near(out, x + more) for more in added)), "") for rank, out in outs.items()}
 
 
 class Candidate(NamedTuple):
@@ -59,7 +75,8 @@ class Shares:
                        "mlp": config.intermediate_size, "vocab": config.vocab_size}
         self.planned = {which: [tuple(getattr(shard, group.plan)) for shard in plan.ranks]
                         for which, group in GROUPS.items()}
-        self._by_weight: dict[str, Labels] = {}
+        self._by_weight: dict[str, tuple[list, list]] = {}
+        self._summands: dict[tuple, bool] = {}
 
     @cached_property
     def sampled(self) -> list[str]:
@@ -140,8 +157,9 @@ class Shares:
     def read(self, source: Source, name: str, split: Split | None, rank: int, look: str) -> torch.Tensor | None:
         """A source's tensor on a rank, as a point's; ``split``: where it is fused."""
         point = name.rpartition(".")[2]
-        columns = GROUP_OF[point] == "mlp"
-        if not columns and split is None:
+        if name == "logits":
+            return (self.sources.logits(source, rank, look) or (None, None))[1]
+        if split is None and GROUP_OF[point] != "mlp":
             return self._way(name, list(self.sources.heads(source, rank, look).values()))
         rows = self.sources.rows(source, rank, look)
         if rows is None or split is None:
@@ -149,7 +167,7 @@ class Shares:
         if split.parts[rank] is None or rows.shape[1] != split.widths[rank]:
             return None
         part = rows[:, as_index(split.parts[rank][point])]
-        return part if columns else part.unflatten(1, (-1, self.config.head_dim))
+        return part if GROUP_OF[point] == "mlp" else part.unflatten(1, (-1, self.config.head_dim))
 
     def _way(self, name: str, ways: list[torch.Tensor]) -> torch.Tensor | None:
         """The most usual way to read heads; where a tensor has as many tokens as heads, the one that fits."""
@@ -201,30 +219,12 @@ class Shares:
                         if not found.get(rank) and (full := expected(at + point, source, rank)) is not None:
                             found[rank] = self.vote(which, tensor, full, rank)
             return found
-        found = self.polled(partial(ask, self.evidence.own))
+        layers = [""] if which == "vocab" else self.sampled
+        found = self.polled(partial(ask, self.evidence.own), layers)
         if any(count and not share for count, share in zip(counts, found)):
-            guessed = self.polled(partial(ask, self.evidence.reference), self.sampled[:1])
+            guessed = self.polled(partial(ask, self.evidence.reference), layers[:1])
             found = [own or other for own, other in zip(found, guessed)]
         return counts, found
-
-    def _vocabulary(self) -> tuple[list[int | None], list[Indices | None]]:
-        counts, found = [None] * self.sources.world_size, [None] * self.sources.world_size
-        for source in self.sources.of("logits")[:1]:
-            for rank in self.sources.complete(source):
-                if (logits := self.sources.logits(source, rank, FEW)) is not None:
-                    places, tensor = logits
-                    x = self._head_input(source, places, rank)
-                    full = self.evidence.logits(places) if x is None else self.evidence.of("logits", x)
-                    counts[rank], found[rank] = tensor.shape[1], self.vote("vocab", tensor, full, rank)
-        return counts, found
-
-    def _head_input(self, logits: Source, places: list, rank: int) -> torch.Tensor | None:
-        for source in self.sources.before(logits, "norm", rank):
-            if (rows := self.sources.logits(source, rank)) is not None:
-                row_of = {place: row for row, place in enumerate(rows[0])}
-                if all(place in row_of for place in places) and rows[1].shape[1] == self.config.hidden_size:
-                    return rows[1][[row_of[place] for place in places]]
-        return None
 
     # Decisions.
 
@@ -233,7 +233,7 @@ class Shares:
         """The decision for each dimension."""
         counts, found = {}, {}
         for which, group in GROUPS.items():
-            counts[which], found[which] = self._vocabulary() if which == "vocab" else self._votes(which, group.points)
+            counts[which], found[which] = self._votes(which, group.points)
             if not any(counts[which]) and which in self._by_weight:
                 counts[which], found[which] = self._by_weight[which]
         ups = self._votes("mlp", ("up",))[1]
@@ -279,3 +279,66 @@ class Shares:
         for which in ("mlp", "vocab"):
             add(which, partial(not_a_partition, total=self.totals[which]))
         return done
+
+    # Sums over the ranks.
+
+    def sources_of(self, name: str) -> list[Source]:
+        """What can be taken for a replicated point or for a sum's summands, the strongest claim first."""
+        at, _, point = name.rpartition(".")
+        found = self.sources.of(name)
+        if role := _ROLE_OF.get(point):
+            summand = point.endswith("partial")
+            found += [source for source in self.sources.of(f"{at}.{role}") if self._is_summand(source, role) == summand]
+            found.sort(key=self.sources.rank_of)
+        return [source for source in found if name != "embed" or not self._is_masked(source)]
+
+    def _is_summand(self, source: Source, role: str) -> bool:
+        """Decided once for all layers, by most of those looked at: one layer that differs has a bug."""
+        if source.pattern not in self._summands:
+            votes = [self._looks_partial(same, role, at) for at in self.sampled
+                     for same in self.sources.of(at + role) if same.pattern == source.pattern]
+            self._summands[source.pattern] = sum(votes) > len(votes) / 2
+        return self._summands[source.pattern]
+
+    def _looks_partial(self, source: Source, role: str, at: str) -> bool:
+        ranks = self.sources.complete(source)
+        outs = {rank: self.sources.rows(source, rank, FEW) for rank in ranks}
+        if self.seat(ranks[0])[1] == 1 or any(out is None for out in outs.values()):
+            return False
+        inputs = {rank: self._input(at, role, rank, source) for rank in ranks}
+        apart = len(ranks) > 1 and not any(near(outs[a], outs[b]) for a in ranks for b in ranks if a < b)
+        if len(ranks) > 1 and all(near(out, outs[ranks[0]]) for out in outs.values()):
+            # Ranks that put out the same, and have the same share of the input, too: then it is no sum over shares.
+            total, first = self.totals[ROWS[role][2]], inputs[ranks[0]]
+            return all(x is not None and x.shape[1] < total and torch.isfinite(x).all() and near(x, first)
+                       for x in inputs.values())
+        own = {rank: self._summand(at, role, rank, x) for rank, x in inputs.items()}
+        if any(summand is None for summand in own.values()):
+            return apart
+        found = kinds(self.evidence, at + ROWS[role][0], outs, own)
+        # Of one rank among several the sum says nothing: its output may well be the sum.
+        return found == {"summand"} or apart and "sum" not in found
+
+    def _input(self, at: str, role: str, rank: int, source: Source) -> torch.Tensor | None:
+        """What a row-parallel layer was given on a rank, ``[rows, heads or columns here, …]``."""
+        found = [one for one in self.candidates(at + ROWS[role][1]) if rank in self.sources.complete(one.source)]
+        return min(found, key=lambda one: one.source.name != source.name).read(rank, FEW) if found else None
+
+    def _summand(self, at: str, role: str, rank: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        partial, before, group = ROWS[role]
+        indices = self.layouts[group].indices[rank]
+        if x is None or indices is None or x.shape[1] != len(indices):
+            return None
+        kept = [i for i, index in enumerate(indices) if index != PADDING]
+        columns = columns_of([indices[i] for i in kept], self.dim(before))
+        return self.evidence.of(at + partial, x[:, kept].flatten(1), features=columns, bias=0.0)
+
+    @cache  # noqa: B019  (it lives as long as one placement)
+    def _is_masked(self, source: Source) -> bool:
+        """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
+        ranks, true = self.sources.complete(source), self.evidence.weight(EMBEDDING)[self.sources.sampled_ids]
+        outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
+        if self.seat(ranks[0])[1] == 1 or any(out is None or out.shape != true.shape for out in outs):
+            return False
+        rows = [pair for out in outs for pair in zip(out, true)]
+        return not all(row.any() for row, _ in rows) and all(not row.any() or near(row, true) for row, true in rows)

@@ -48,18 +48,12 @@ class CheckReport(AlignReport):
     @cached_property
     def ordinary(self) -> dict[str, str]:
         """Guilty points that a right engine may have: name → what it did ("TF32 products")."""
-        found = {}
         try:
-            asked = Ordinary(self)
             with torch.inference_mode():
-                for name in super().guilty:
-                    if what := asked.explains(name):
-                        found[name] = what
-                usual = max(found.values(), key=list(found.values()).count, default="")
-                found |= {name: usual for name, what in found.items() if what != usual and asked.fits(usual, name)}
+                return Ordinary(self).explained(super().guilty)
         except Exception as error:  # the last door: then these points are guilty
             self.failed = self.failed or internal_error("the ordinary set-ups", error)
-        return found
+            return {}
 
     @cached_property
     def foreign(self) -> bool:
@@ -79,21 +73,22 @@ class CheckReport(AlignReport):
         return [name for name in super().guilty if name not in known]
 
     @cached_property
+    def unnamed(self) -> bool:
+        """Whether something is guilty and has no name; in a dtype in which rounding can be told from a bug."""
+        return bool(self.guilty) and self.dtype not in SHORT and not any(one.fault for one in self.diagnoses)
+
+    @cached_property
     def quantised(self) -> bool:
         """Whether all that is wrong has no name, and is what eight bits of unknown scales would leave."""
-        if not self.guilty or self.dtype in SHORT or any(one.fault for one in self.diagnoses):
-            return False
         with torch.inference_mode():
-            return Ordinary(self).noisy(self.guilty)
+            return self.unnamed and Ordinary(self).noisy(self.guilty)
 
     @cached_property
     def misplaced(self) -> bool:
         """Whether what is wrong has no name, and all else is right up to the end: then it is not what it is taken for.
         """
-        if any(one.fault for one in self.diagnoses):
-            return False
         others = [point for point in self.points if point.name not in self.guilty]
-        return bool(self.guilty) and self.dtype not in SHORT and others[-1:] == self.points[-1:] and all(
+        return self.unnamed and others[-1:] == self.points[-1:] and all(
             point.relative <= GROWN * point.floor for point in others) and all(
             self.local[name].relative > CLEARLY * self[name].floor for name in self.guilty)
 
@@ -104,49 +99,42 @@ class CheckReport(AlignReport):
     @property
     def verdict(self) -> str:
         """``"bug"``: something is wrong; ``"clean"``: nothing of what can be seen is, up to the end of every call."""
-        if self.recording.contradictions or self.stopped or self.parameters and not self.foreign:
-            return "bug"
-        if self.guilty and not (self.quantised or self.misplaced):
+        if self.recording.contradictions or self.stopped or self.parameters and not self.foreign or (
+                self.guilty and not (self.quantised or self.misplaced)):
             return "bug"
         return "cannot tell" if self.open_questions else "clean"
 
     @property
     def open_questions(self) -> list[str]:
         """Why nothing wrong was seen does not mean that nothing is."""
-        found = [self.failed] * bool(self.failed) + list(self.broken_off) + self.recording.unjudged
-        if self.adapted:
-            where = Diagnosis(None, "", points=tuple(sorted(self.adapted))).where
-            found.append(f"adapters (LoRA) change {where}, and the layers beneath are {self.model}'s: give the "
-                         "checkpoint into which they are merged")
-        if self.foreign:
-            found.append(f"no weight is this checkpoint's: the engine runs another one than {self.model}, or loaded "
-                         "none")
-        elif not self.points and not self.failed:
-            found.append("no point of the model was recorded")
-        elif self.points and all(diff.unknown for diff in self.local.values()):
-            found.append("there is nothing but NaN and infinity")
-        if self.guilty and self.quantised:
-            found.append("what is off is so at random and by as much as eight bits leave: weights or a cache of eight "
-                         "bits, with scales that the numbers do not tell")
-        far = [p for p in self.points if self.dtype not in SHORT and not max(p.relative, 0) <= GROWN * p.floor]
-        if self.misplaced:
-            found.append(f"{self.guilty[0]} is not what it is taken for, since what is made of it is right: it was "
-                         f"taken {self.recording.assumed.get(self.guilty[0], 'wrongly')}; names= says what it is")
         known = self.guilty or self.ordinary or self.foreign or self.adapted or self.recording.contradictions
-        if far and not known:
-            found.append(f"{far[0].name} is off by {far[0].relative:.0e}, though every module is right by its inputs")
-        return found
+        far = not known and self.dtype not in SHORT and next(
+            (p for p in self.points if not max(p.relative, 0) <= GROWN * p.floor), None)
+        first = next(iter(self.guilty), "")
+        rules = [
+            (self.adapted, f"adapters (LoRA) change {_where(sorted(self.adapted))}, and the layers beneath are "
+                           f"{self.model}'s: give the checkpoint into which they are merged"),
+            (self.foreign, f"no weight is this checkpoint's: the engine runs another one than {self.model}, or loaded "
+                           "none"),
+            (not (self.foreign or self.points or self.failed), "no point of the model was recorded"),
+            (not self.foreign and self.points and all(diff.unknown for diff in self.local.values()),
+             "there is nothing but NaN and infinity"),
+            (self.quantised, "what is off is so at random and by as much as eight bits leave: weights or a cache of "
+                             "eight bits, with scales that the numbers do not tell"),
+            (self.misplaced, f"{first} is not what it is taken for, since what is made of it is right: it was taken "
+                             f"{self.recording.assumed.get(first, 'wrongly')}; names= says what it is"),
+            (far, far and f"{far.name} is off by {far.relative:.0e}, though every module is right by its inputs")]
+        return [self.failed] * bool(self.failed) + [*self.broken_off, *self.recording.unjudged] + [
+            sentence for holds, sentence in rules if holds]
 
     @property
     def warnings(self) -> list[str]:
         """What a right engine may do, and what can follow from it."""
-        found, of = list(self.recording.warnings), {}
-        for name, what in self.ordinary.items():
-            of.setdefault(what, []).append(name)
-        for what, names in of.items():
+        found = list(self.recording.warnings)
+        for what in dict.fromkeys(self.ordinary.values()):
+            names = [name for name, other in self.ordinary.items() if other == what]
             worst = max(self.local[name].relative for name in names)
-            found.append(f"{what}: {Diagnosis(None, '', points=tuple(names)).where}; off by up to {worst:.0e} "
-                         "there, and so is what follows")
+            found.append(f"{what}: {_where(names)}; off by up to {worst:.0e} there, and so is what follows")
         apart = next((p for p in self.points if p.spread > 0 and self.local[p.name].inside), None)
         if apart and not self.guilty and not self.foreign:
             found.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "
@@ -168,7 +156,7 @@ class CheckReport(AlignReport):
         return table
 
     def says(self, name: str) -> str:
-        """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"not judged"`` or nothing."""
+        """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"only NaN came in"`` or nothing."""
         local = self.local[name]
         if name in self.ordinary:
             return self.ordinary[name]
@@ -182,27 +170,24 @@ class CheckReport(AlignReport):
     def summary(self, verbose: bool = False) -> str:
         """The verdict, the bugs by name, what was not seen; ``verbose``: what was looked for, too, and all tensors that
         are no points."""
-        seen, ends = len(self.points), [name for name in ("embed", "logits") if name not in self.local]
-        rows = len(self.recording.places)
-        lines = [f"{self.folder} as {self.model}: {self.recording.world_size} rank"
-                 f"{'s' * (self.recording.world_size > 1)}, {str(self.dtype).removeprefix('torch.')}, {rows} rows, "
-                 f"{seen} points" + f" without {' and '.join(ends)}" * bool(ends)]
+        ranks, unplaced = self.recording.world_size, self.recording.unplaced
+        ends = [name for name in ("embed", "logits") if name not in self.local]
         heirs, many = sum(self.inherits(point.name) for point in self.points), len(self.guilty)
         counted = f": {many} guilty point{'s' * (many != 1)}, {heirs} more inherit{'s' * (heirs == 1)} an error"
-        lines.append({"clean": "clean: every module makes of its own inputs what Hugging Face's would"
-                      + ", but for what the warning says" * bool(self.ordinary),
-                      "bug": f"not clean{counted if many else ''}", "cannot tell": "cannot tell"}[self.verdict])
+        said = {"clean": "clean: every module makes of its own inputs what Hugging Face's would"
+                + ", but for what the warning says" * bool(self.ordinary),
+                "bug": f"not clean{counted if many else ''}", "cannot tell": "cannot tell"}
+        lines = [f"{self.folder} as {self.model}: {ranks} rank{'s' * (ranks > 1)}, "
+                 f"{str(self.dtype).removeprefix('torch.')}, {len(self.recording.places)} rows, {len(self.points)} "
+                 f"points" + f" without {' and '.join(ends)}" * bool(ends), said[self.verdict]]
         lines += [line if verbose else _shortened(line.partition(_LOOKED)[0]) for line in self.diagnosis_lines()]
-        lines += [f"weights: {name}: {what}" for name, what in self.parameters.items() if not self.foreign]
-        lines += [f"stopped: {what}" for what in self.stopped]
-        lines += [f"open: {what}" for what in self.open_questions]
-        lines += [f"warning: {what}" for what in self.warnings]
-        lines += [f"note: {what}" for what in self.recording.notes]
-        if verbose:
-            lines += [f"not placed: {what}" for what in self.recording.unplaced]
-        elif many := len(self.recording.unplaced):
-            lines.append(f"note: {many} kind{'s' * (many > 1)} of tensors not placed: {self.recording.unplaced[0]}"
-                         + "; …" * (many > 1))
+        more = {"weights": [f"{name}: {what}" for name, what in self.parameters.items() if not self.foreign],
+                "stopped": self.stopped, "open": self.open_questions, "warning": self.warnings,
+                "note": self.recording.notes, "not placed": unplaced if verbose else ()}
+        lines += [f"{kind}: {what}" for kind, sentences in more.items() for what in sentences]
+        if unplaced and not verbose:
+            lines.append(f"note: {len(unplaced)} kind{'s' * (len(unplaced) > 1)} of tensors not placed: {unplaced[0]}"
+                         + "; …" * (len(unplaced) > 1))
         return "\n".join(lines)
 
     def point_lines(self) -> str:
@@ -222,12 +207,17 @@ class CheckReport(AlignReport):
 
     def to_dict(self) -> dict:
         """As :meth:`AlignReport.to_dict`, with what only a check knows."""
+        recording = self.recording
         return super().to_dict() | {
             "folder": self.folder, "verdict": self.verdict, "parameters": self.parameters,
             "diagnoses": [asdict(one) for one in self.diagnoses], "warnings": self.warnings,
             "local": [asdict(diff) | {"says": self.says(diff.name)} for diff in self.local.values()],
-            "assumed": self.recording.assumed, "unplaced": self.recording.unplaced, "notes": self.recording.notes,
-            "contradictions": self.recording.contradictions, "open": self.open_questions}
+            "assumed": recording.assumed, "unplaced": recording.unplaced, "notes": recording.notes,
+            "contradictions": recording.contradictions, "open": self.open_questions}
+
+
+def _where(points) -> str:
+    return Diagnosis(None, "", points=tuple(points)).where
 
 
 def _shortened(line: str) -> str:
@@ -238,7 +228,6 @@ def _shortened(line: str) -> str:
 def _likeness(judge: Judge, name: str) -> float:
     """The correlation of a point with what it should be, on the first rank that has it."""
     judge.enter(name)
-    rank = next(rank for rank, shard in enumerate(judge.recording.points[name]) if shard is not None)
-    should = judge.frame.expected(name, rank).flatten().double().nan_to_num(0, 0, 0)
-    held = judge.recording.points[name][rank].tensor.flatten().double().nan_to_num(0, 0, 0)
+    rank, shard = next((rank, shard) for rank, shard in enumerate(judge.recording.points[name]) if shard is not None)
+    held, should = (x.flatten().double().nan_to_num(0, 0, 0) for x in (shard.tensor, judge.frame.expected(name, rank)))
     return (held @ should / (held.norm() * should.norm()).clamp(min=1e-30)).item()

@@ -3,15 +3,12 @@
 So loading and slicing are checked without running anything.
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from tplab.align.check.fused import Fused
 from tplab.align.check.match import GROUP_OF, PADDING, PARTS, Indices, match, usual_shares
 from tplab.align.check.names import place_of, role_of
-from tplab.align.check.shares import Shares
-from tplab.align.check.sums import ROWS
+from tplab.align.check.shares import ROWS, Shares
 from tplab.align.local import Weights
 from tplab.align.points import POINTS
 from tplab.align.recording import Parameter, Recording
@@ -29,20 +26,19 @@ def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] |
     A weight's share is the one that the activations showed; where none were recorded, the weights are asked in the
     same way. A weight of another size is handed on with the share it should have, for the comparison to see.
     """
-    found, unknown = [], {}
     held = [known.parameters if known else {} for known in recorded.ranks]
     for rank, entries in enumerate(held):
         for name, entry in entries.items():
-            if place_of(name)[0] == 0 and name.endswith(".weight"):
-                for part, rows in _parts(shares, name, entry, rank)[1].items():
-                    full, dim = shares.evidence.weight(f"model.layers.0.{POINTS[part].module}.weight"), shares.dim(part)
-                    if rows.shape[1] == full.shape[1] and len(rows) % dim == 0:
-                        local, full = (w[:, :_COLUMNS].T.float().unflatten(1, (-1, dim)) for w in (rows, full))
-                        shares.vote_by_weight(GROUP_OF[part], rank, local, full)
+            for part, rows in _parts(shares, name, entry, rank)[1].items() if place_of(name)[0] == 0 else ():
+                full, dim = shares.evidence.weight(f"model.layers.0.{POINTS[part].module}.weight"), shares.dim(part)
+                if rows.shape[1:] == full.shape[1:] and len(rows) % dim == 0:
+                    local, full = (w[:, :_COLUMNS].T.float().unflatten(1, (-1, dim)) for w in (rows, full))
+                    shares.vote_by_weight(GROUP_OF[part], rank, local, full)
+    found, unknown = [], {}
     for rank, entries in enumerate(held):
         pieces: dict[str, Parameter] = {}
         for name, entry in entries.items():
-            own = dict(_pieces(shares, name, entry, rank))
+            own = _pieces(shares, name, entry, rank)
             pieces |= own
             if not own and entry.dtype.is_floating_point and name.endswith((".weight", ".bias")):
                 unknown[name] = None
@@ -66,31 +62,32 @@ def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, dict[str, 
     return (role, {part: tensor[rows] for part, rows in cut.items()}) if cut else ("", {})
 
 
-def _pieces(shares: Shares, name: str, entry, rank: int) -> Iterator[tuple[str, Parameter]]:
-    """``(checkpoint name, Parameter)`` of everything that is stacked in one recorded weight or bias."""
-    (role, parts), layer, kind = _parts(shares, name, entry, rank), place_of(name)[0], name.rpartition(".")[2]
-    at, tensor = "" if layer is None else f"model.layers.{layer}.", None if parts else entry.tensor()
-    if POINTS.get(role, POINTS["q"]).op == "norm" and kind == "weight":
-        yield f"{at}{POINTS[role].module}.weight", Parameter(tensor)
+def _pieces(shares: Shares, name: str, entry, rank: int) -> dict[str, Parameter]:
+    """By the checkpoint's names, everything that is stacked in one recorded weight or bias."""
+    (role, parts), layer, kind, found = _parts(shares, name, entry, rank), place_of(name)[0], name.rsplit(".")[-1], {}
+
+    def target(point: str) -> str:
+        return ("" if layer is None else f"model.layers.{layer}.") + f"{POINTS[point].module}.{kind}"
+    if role in POINTS and POINTS[role].op == "norm" and kind == "weight":
+        found[target(role)] = Parameter(entry.tensor())
     elif role in ROWS:
-        partial, source, group = ROWS[role]
-        target = f"{at}{POINTS[partial].module}.{kind}"
+        (partial, source, group), tensor = ROWS[role], entry.tensor()
         if kind == "weight":
-            yield target, _share(tensor, 1, shares.layouts[group].indices[rank], shares.dim(source))
-        elif shares.evidence.weight(target) is not None and not (rank and not tensor.any()):
-            yield target, Parameter(tensor)  # added once: the other ranks may hold zeros
+            found[target(partial)] = _share(tensor, 1, shares.layouts[group].indices[rank], shares.dim(source))
+        elif shares.evidence.weight(target(partial)) is not None and not (rank and not tensor.any()):
+            found[target(partial)] = Parameter(tensor)  # added once: the other ranks may hold zeros
     elif role in ("embed", "head") and kind == "weight":
-        target = EMBEDDING if role == "embed" else HEAD
-        full, total = shares.evidence.weight(target), shares.totals["vocab"]
+        name, tensor, total = EMBEDDING if role == "embed" else HEAD, entry.tensor(), shares.totals["vocab"]
         usual = [shares.planned["vocab"][rank], *usual_shares(total, len(tensor), *shares.seat(rank))]
-        columns = (w[:, :_COLUMNS].T[..., None] for w in (tensor, full)) if tensor.dim() == 2 else ()
-        yield target, _share(tensor, 0, (tensor.dim() == 2 and match(*columns, usual, search=False)) or usual[0], 1)
+        columns = [w[:, :_COLUMNS].T[..., None] for w in (tensor, shares.evidence.weight(name)) if tensor.dim() == 2]
+        found[name] = _share(tensor, 0, columns and match(*columns, usual, search=False) or usual[0], 1)
     for part, rows in parts.items():
-        target, dim = f"{at}{POINTS[part].module}.{kind}", shares.dim(part)
         if part in shares.orders:
-            rows = rows.unflatten(0, (-1, dim))[:, shares.orders[part]].flatten(0, 1)
-        if shares.evidence.weight(target) is not None:
-            yield target, _share(rows, 0, shares.layouts[GROUP_OF[part]].indices[rank], dim)
+            rows = rows.unflatten(0, (-1, shares.dim(part)))[:, shares.orders[part]].flatten(0, 1)
+        if shares.evidence.weight(target(part)) is not None:
+            indices = shares.layouts[GROUP_OF[part]].indices[rank]
+            found[target(part)] = _share(rows, 0, indices, shares.dim(part))
+    return found
 
 
 def _share(tensor: torch.Tensor, dim: int, indices: Indices | None, size: int) -> Parameter:
@@ -108,19 +105,18 @@ def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
     """``{"rank 1: tensor's name": what is wrong}``; empty where all weights are the checkpoint's bit for bit."""
     weights, wrong = {}, {}
     for rank, held in enumerate(recording.parameters):
-        for name, parameter in (held or {}).items():
+        for name, (ours, dim, indices) in (held or {}).items():
             # A norm's weight, say, may stand in float32 in a bfloat16 engine: as the file has it, or rounded before.
-            for dtype in dict.fromkeys((recording.dtype, parameter.tensor.dtype)):
+            for dtype in dict.fromkeys((recording.dtype, ours.dtype)):
                 tensors = weights.setdefault(dtype, Weights(ckpt, dtype, dtype))
                 tied = name == HEAD and name not in tensors.parts
-                right = tensors.raw(EMBEDDING if tied else name).to(parameter.tensor.dtype)
-                if parameter.dim is not None:
-                    right = right.index_select(parameter.dim, torch.tensor(list(parameter.indices), dtype=torch.long))
-                if torch.equal(parameter.tensor, right):
+                right = tensors.raw(EMBEDDING if tied else name).to(ours.dtype)
+                if dim is not None:
+                    right = right.index_select(dim, torch.tensor(list(indices), dtype=torch.long))
+                if torch.equal(ours, right):
                     break
             else:
-                ours, what = parameter.tensor, f"shape {list(parameter.tensor.shape)}, not {list(right.shape)}"
-                if ours.shape == right.shape:
-                    what = f"{(ours != right).double().mean().item():.0%} of its numbers are not the checkpoint's"
-                wrong[f"rank {rank}: {name}"] = what
+                wrong[f"rank {rank}: {name}"] = (
+                    f"shape {list(ours.shape)}, not {list(right.shape)}" if ours.shape != right.shape else
+                    f"{(ours != right).double().mean().item():.0%} of its numbers are not the checkpoint's")
     return wrong
