@@ -6,6 +6,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.reports import config_with
 
 from tplab.align import gather
 from tplab.align import run as running
@@ -71,7 +72,8 @@ def test_all_points_in_their_order():
     for qk_norm, gate_up, inner in ((False, False, plain), (True, False, normed), (
             False, True, plain.replace("mlp_act", "gate up mlp_act"))):
         layers = [f"layers.{i}.{point}" for i in (0, 1) for point in inner.split()]
-        assert point_names(2, qk_norm, gate_up) == ["embed", *layers, "norm", "logits"]
+        config = config_with(num_layers=2, qk_norm=qk_norm)
+        assert point_names(config, gate_up) == ["embed", *layers, "norm", "logits"]
     every = ("embed", *normed.split(), "gate", "up", "norm", "logits")
     assert {how: {point for point in every if layout(point) == how} for how in (
         "q_heads", "kv_heads", "mlp", "vocab", "partial")} == {
@@ -87,7 +89,7 @@ def test_all_points_in_their_order():
     ("layers.1.output", ["layers.1.residual", "layers.1.mlp"]), ("layers.1.mlp_act", ["layers.1.gate", "layers.1.up"]),
     ("norm", ["layers.2.output"]), ("logits", ["norm"])])
 def test_what_a_point_is_made_from(name, made_from):
-    assert inputs(name, 3, False) == made_from
+    assert inputs(name, config_with(num_layers=3)) == made_from
 
 
 def test_whatever_a_point_goes_into():

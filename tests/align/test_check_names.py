@@ -68,7 +68,7 @@ def test_a_healthy_stranger_is_placed_whole(tmp_path, models, engine, form, size
     assert inner == seen
     assert {"embed", "norm", "logits"} <= set(found.points) and set(found.points) == set(found.assumed)
     assert len(found.places) == sum(map(len, found.ids)) and found.dtype == torch.float32
-    assert {name for name in found.points} <= {*point_names(3, ckpt.config.qk_norm), *(
+    assert {name for name in found.points} <= {*point_names(ckpt.config), *(
         f"layers.{i}.{half}" for i in range(3) for half in ("gate", "up"))}
 
 

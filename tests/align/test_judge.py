@@ -78,7 +78,7 @@ def test_the_guilty_are_those_in_which_the_bug_is_and_no_others(ckpt, name, poin
 @pytest.mark.parametrize("seed", range(6))
 def test_any_selection_of_points_is_judged(ckpt, seed):
     chosen = random.Random(seed)
-    names = point_names(3, qk_norm=False)
+    names = point_names(ckpt.config)
     some = sorted(chosen.sample(names, chosen.choice([1, 3, 10, 30])), key=names.index)
     for dtype in (torch.float32, torch.bfloat16):
         recording, plan = run(ckpt, 2, dtype)

@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.reports import config_with
 
 from tplab.align import judge as judging
 from tplab.align import local
@@ -70,7 +71,7 @@ class HandJudge(Judge):
     """What each precision's frame expects is given: ``{dtype: [tensor of each rank]}``; ``asked`` says what was."""
 
     def __init__(self, dtype, points, expected):
-        super().__init__(Some(dtype=dtype, points=points), Some(config=Some(num_layers=5, qk_norm=False)), None)
+        super().__init__(Some(dtype=dtype, points=points), Some(config=config_with(num_layers=5)), None)
         self.given, self.asked = expected, []
 
     def frame_in(self, dtype):
@@ -169,7 +170,7 @@ def found_where(monkeypatch, recorded, wrong, qk_norm=False):
     names = {name if name in ("embed", "norm", "logits") else f"layers.{name}": name for name in recorded}
     wrong = {full for full, name in names.items() if name in wrong}
     recording = Some(dtype=F32, points={name: [None, "held"] for name in names} | {"layers.0.up": [None, None]})
-    ckpt = Some(check_unchanged=lambda: None, config=Some(num_layers=2, qk_norm=qk_norm))
+    ckpt = Some(check_unchanged=lambda: None, config=config_with(num_layers=2, qk_norm=qk_norm))
     found = local_diffs(recording, ckpt, None)
     assert set(found) == set(names)
     return {name: diff.perhaps_from for name, diff in found.items() if diff.guilty}
@@ -333,8 +334,8 @@ def test_weights_have_the_runs_digits_in_the_judges_dtype(monkeypatch):
     ("layers.0.residual", *[["embed", "layers.0.o_proj"]] * 2),
     ("logits", ["norm"], ["norm"]), ("layers.3.output", *[["layers.3.residual", "layers.3.mlp"]] * 2)])
 def test_from_which_points_a_point_is_made(name, plain, normed):
-    assert inputs(name, 4, True) == normed
-    assert inputs(name, 4, False) == plain or name.endswith("q_norm")
+    assert inputs(name, config_with(num_layers=4, qk_norm=True)) == normed
+    assert inputs(name, config_with(num_layers=4)) == plain or name.endswith("q_norm")
 
 
 def test_a_finding_is_told_in_five_lines_and_whole_if_asked_for():

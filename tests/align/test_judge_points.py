@@ -4,13 +4,14 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.reports import config_with
 
 from tplab.align import judge as judging
 from tplab.align.guilty import LocalDiff
 from tplab.align.recording import Recording, Shard
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-CKPT = Some(name="hand", config=Some(num_layers=3, qk_norm=False))
+CKPT = Some(name="hand", config=config_with(num_layers=3))
 TEXTS = [[5, 6, 7], [8, 9]]
 PLACES = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
 NAMES = ("embed", "layers.0.q", "layers.0.output", "layers.1.q", "layers.1.mlp", "layers.2.output", "norm", "logits")

@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 from helpers.real_cases import noise
+from helpers.reports import config_with
 
 from tplab.align import local
 from tplab.align.local import LocalFrame
@@ -33,10 +34,11 @@ def frame(points=None, tp=2, weights=None, heads=4, kv_heads=2, dim=2, **recordi
                  mlp=range(3 * rank, 3 * rank + 3)) for rank in range(tp)]
     vars(found).update(
         recording=Some(points=points or {}, holders={}, **given),
-        config=Some(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, num_layers=2, rms_norm_eps=1e-6,
-                    qk_norm=False),
+        config=config_with(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, num_layers=2, rms_norm_eps=1e-6,
+                           scaling=dim ** -0.5),
         plan=Some(ranks=plan), dtype=F64, ranks=range(tp), weights=Held(weights or {}), _values={}, _once={}, _hf={},
-        _indices={}, positions=torch.tensor([position for _, position in given["places"]], dtype=torch.long), ckpt=None)
+        _indices={}, _tables={},
+        positions=torch.tensor([position for _, position in given["places"]], dtype=torch.long), ckpt=None)
     return found
 
 

@@ -1,7 +1,7 @@
 """Alignment reports made of numbers alone: no model, no rank, whatever differences a figure should be shown."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import torch
 
@@ -9,8 +9,14 @@ from tplab.align.floors import RELATIVE
 from tplab.align.gather import whole_point
 from tplab.align.points import layout, point_names
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare
+from tplab.checkpoint import open_checkpoint
 from tplab.model import LoadStats
 from tplab.shard import ShardPlan
+
+
+def config_with(**fields):
+    """fable's config with other fields."""
+    return replace(open_checkpoint("fable").config, **fields)
 
 
 def plan(tensor_parallel_size=2, heads=8, kv_heads=2):
@@ -24,7 +30,7 @@ def make_report(differences=None, layers=4, dtype=torch.float32, quiet=1e-7, ten
     Before the first of them every point differs by ``quiet``; the embedding by nothing at all.
     """
     now, points = quiet, []
-    for name in point_names(layers, qk_norm=False):
+    for name in point_names(config_with(num_layers=layers)):
         now = (differences or {}).get(name, now)
         relative, lost = (0.0 if name == "embed" and now == quiet else now), math.isnan(now)
         apart = (spread or {}).get(name, 0.0)
@@ -43,8 +49,8 @@ def make_report(differences=None, layers=4, dtype=torch.float32, quiet=1e-7, ten
 def with_point(report, name, change):
     """The report with something else recorded at one point: ``change(tensor)`` of each rank's."""
     recording, found = report.recording, report.evidence[name]
-    shards = [dataclasses.replace(shard, tensor=change(shard.tensor)) for shard in recording.points[name]]
+    shards = [replace(shard, tensor=change(shard.tensor)) for shard in recording.points[name]]
     points = [compare(name, whole_point(name, shards)[0], found.reference, p.spread, report.dtype,
                       report.computed is not None) if p.name == name else p for p in report.points]
-    return dataclasses.replace(report, points=points, recording=dataclasses.replace(
+    return replace(report, points=points, recording=replace(
         recording, points=recording.points | {name: shards}))

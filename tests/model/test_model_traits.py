@@ -9,8 +9,7 @@ from helpers.trait_models import EXPERTS, ODD, TRAITS, make_model, theta
 from helpers.trait_sweep import hf_logits, measure, our_logits, some_prompts, undecided
 from safetensors.torch import load_file, save_file
 
-from tplab.align import align, align_decode, reassemble
-from tplab.align.points import UnknownTraitError
+from tplab.align import reassemble
 from tplab.bench.amounts import parameter_bytes
 from tplab.checkpoint import open_checkpoint
 from tplab.fast import why_not
@@ -140,10 +139,3 @@ def test_the_router_breaks_ties_by_the_same_rule_in_every_row():
 def test_the_fast_path_steps_aside_by_name(model, name):
     config = model(name).config
     assert why_not(config, torch.float32) == f"it does not know {config.traits[0]}"
-
-
-def test_align_names_what_it_does_not_know(model):
-    for run in (lambda: align(model("gpt-oss"), [1, 2, 3], logical=True),
-                lambda: align_decode(model("gpt-oss"), [1, 2, 3], new_tokens=1, logical=True)):
-        with pytest.raises(UnknownTraitError, match="attention sinks, .*experts: the comparison .* does not know"):
-            run()

@@ -12,11 +12,15 @@ from tplab.model.rope import rotate
 LARGEST = 1 << 24  # scores that stand in memory at once, so that a long text needs no square of its length
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * x / rms(x)`` along the last dimension."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str = "RMSNorm",
+             over: torch.Tensor | None = None) -> torch.Tensor:
+    """``weight * x / rms(x)`` along the last dimension; a ``kind`` of :mod:`tplab.model.norm`; ``over``: of which the
+    mean square is taken."""
     y = x.to(torch.float32)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    y = y * torch.rsqrt((y if over is None else over.to(torch.float32)).pow(2).mean(-1, keepdim=True) + eps)
+    if kind == "RMSNorm":
+        return weight * y.to(x.dtype)
+    return (y * ((kind == "GemmaRMSNorm") + weight.to(torch.promote_types(weight.dtype, torch.float32)))).to(x.dtype)
 
 
 def rotated(model_type: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -32,16 +36,44 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return ACT2FN[name]
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Eager attention: q ``[n, heads, dim]``, k and v ``[m, heads, dim]``, visible ``[n, m]`` boolean."""
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``x`` kept within ``cap``."""
+    return torch.tanh(x / cap) * cap
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scaling: float,
+           cap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Eager attention: q ``[n, heads, dim]``, k and v ``[m, heads, dim]``, visible ``[n, m]`` boolean; scores within
+    ``cap``; a sink for each head."""
     k, v = k.permute(1, 2, 0), v.transpose(0, 1)
     rows = max(1, LARGEST // max(1, len(k) * k.shape[2]))
     found = []
     for some, seen in zip(q.split(rows), visible.split(rows)):
         scores = some.transpose(0, 1) @ k * scaling
-        weights = torch.softmax(scores.masked_fill_(~seen, float("-inf")), -1, dtype=torch.float32).to(q.dtype)
+        scores = (soft_cap(scores, cap) if cap else scores).masked_fill_(~seen, float("-inf"))
+        if sinks is None:
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        else:
+            scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, len(some), 1)], -1)
+            weights = torch.softmax(scores, -1)[..., :-1]
         found.append((weights @ v).transpose(0, 1))
     return torch.cat(found)
+
+
+def route(logits: torch.Tensor, moe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits ``[rows, experts]`` → weights and ids of each row's experts, by a configuration of experts."""
+    if not moe.softmax_first:
+        chosen, ids = torch.topk(logits, moe.top_k, -1)
+        return torch.softmax(chosen, -1), ids
+    weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), moe.top_k, -1)
+    weights = weights / weights.sum(-1, keepdim=True) if moe.renormalize else weights
+    return weights if moe.wide_weights else weights.to(logits.dtype), ids
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gpt-oss' gated activation."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def as_dtype(dtype: torch.dtype, x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:

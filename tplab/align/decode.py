@@ -11,7 +11,6 @@ import torch
 
 from tplab.align.gather import recorded
 from tplab.align.judge import judge
-from tplab.align.points import refuse_unknown_traits
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, check_prompts, pool_for
 from tplab.cache import blocks_needed
@@ -96,11 +95,12 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                  dtype: str | torch.dtype = "float32", patches: Sequence = (), block_size: int = 4,
                  num_blocks: int | None = None, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,
                  enable_prefix_caching: bool = True, one_by_one: bool = False, pool: RankPool | None = None,
-                 logical: bool = False) -> AlignReport:
+                 logical: bool = False, enable_expert_parallel: bool = False) -> AlignReport:
     """Compare the engine's decode path with Hugging Face, at every trace point of every computed position.
 
     Args:
-        model, tensor_parallel_size, dtype, patches, pool, logical: as for :func:`tplab.align.align`.
+        model, tensor_parallel_size, dtype, patches, pool, logical, enable_expert_parallel: as for
+            :func:`tplab.align.align`.
         prompts: texts or lists of token ids. The last ``new_tokens`` tokens of each are not read with the prompt but
             fed one at a time, as if they had been generated.
         block_size, num_blocks, max_num_seqs, max_num_batched_tokens, enable_prefix_caching: of the engine.
@@ -114,9 +114,8 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         AlignError: a prompt is not longer than ``new_tokens``; otherwise as :func:`tplab.align.align`.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    refuse_unknown_traits(ckpt)
     dtype, patches = parse_dtype(dtype), as_patches(patches)
-    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size, enable_expert_parallel=enable_expert_parallel)
     texts = check_prompts(ckpt, prompts)
     shortest = min(map(len, texts))
     if whole_number(new_tokens, 1, shortest - 1) is None:

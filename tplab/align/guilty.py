@@ -129,7 +129,7 @@ def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict
 
 def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:
     """The points that any rank recorded, in the order of the forward pass; each is read when its turn comes."""
-    names = point_names(ckpt.config.num_layers, ckpt.config.qk_norm, gate_up=True)
+    names = point_names(ckpt.config, gate_up=True)
     return (name for name in names if any(recording.points.get(name, ())))
 
 
@@ -137,7 +137,7 @@ def unseen_before(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]
     """The points that were not recorded and from which ``name`` was computed nevertheless."""
     found, todo = set(), [name]
     while todo:
-        for point in inputs(todo.pop(), ckpt.config.num_layers, ckpt.config.qk_norm):
+        for point in inputs(todo.pop(), ckpt.config):
             if point not in found and not any(recording.points.get(point, ())):
                 found.add(point)
                 todo.append(point)

@@ -42,6 +42,15 @@ class Weights:
         with self.ckpt.reader() as reader:
             return read_part(self.parts[name], reader).to(self.run_dtype)
 
+    def scales(self, name: str) -> torch.Tensor | None:
+        """What each number of a quantised tensor was multiplied with; None for others."""
+        part = self.parts[name]
+        scale = self.ckpt.tensors[part.tensor].scale
+        if scale is None or part.shape != self.ckpt.tensors[part.tensor].shape:
+            return None
+        with self.ckpt.reader() as reader:
+            return reader.scales_of(part.tensor).to(self.dtype)
+
     def drop(self) -> None:
         self.kept.clear()
 
@@ -62,6 +71,7 @@ class LocalFrame(Operations):
         self._indices: dict[tuple[str, int], Sequence[int]] = {}
         self._once: dict[tuple, tuple] = {}
         self._hf: dict[int, dict[str, torch.Tensor]] = {}
+        self._tables: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.ckpt = ckpt
 
     # Where a point stands.

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from tplab.align.arithmetic import activation, attend, distance, rms_norm, rotated
-from tplab.align.points import POINTS, layout
-from tplab.checkpoint.layout import EMBEDDING, HEAD
+from tplab.align.arithmetic import activation, attend, distance, rms_norm, rotated, soft_cap
+from tplab.align.experts import ExpertOperations
+from tplab.align.points import POINTS, layer_of, layout, made_from
+from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD
 from tplab.model.rope import Rotary
 
 
@@ -34,7 +35,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.
     return key <= query
 
 
-class Operations:
+class Operations(ExpertOperations):
     """What :class:`tplab.align.local.LocalFrame` does at each point. ``op(at, point, rank)`` makes the point ``at +
     point``, where ``at`` is ``"layers.3."``, or ``""`` at the ends of the model; :meth:`make` finds the op.
     """
@@ -46,7 +47,10 @@ class Operations:
 
     def module(self, at: str, point: str) -> str:
         """The checkpoint's name of the module behind a point."""
-        return f"model.{at}{POINTS[point].module}" if at else POINTS[point].module
+        name = POINTS[point].module
+        if point == "router_logits":
+            name = EXPERTS[self.config.experts.stored][0]
+        return f"model.{at}{dict(self.config.norms).get(name, name)}" if at else name
 
     def before(self, at: str) -> str:
         """The point that goes into a layer."""
@@ -55,7 +59,7 @@ class Operations:
 
     def given(self, at: str, point: str, rank: int) -> torch.Tensor:
         """What goes into an operation of one input."""
-        source = next(one for one in POINTS[point].made_from if self.config.qk_norm or one not in ("q_norm", "k_norm"))
+        source = made_from(at + point, self.config)[0]
         name = self.before(at) if source == "before" else at + source
         if POINTS[point].op in ("norm", "rope") and layout(source if source != "before" else point) != "replicated":
             return self.parts_of(name, rank, self.indices(at + point, rank))
@@ -66,24 +70,47 @@ class Operations:
         """The token id of each row."""
         return torch.tensor([self.recording.ids[s][position] for s, position in self.recording.places])
 
-    def embed(self, at: str, point: str, rank: int, *, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of the embedding, for other token ids if they are given."""
+    @cached_property
+    def embedding_multiplier(self) -> float:
+        """What embeddings are multiplied with; a number of the run's dtype where the model rounds it."""
+        factor = self.config.embedding_multiplier
+        return torch.tensor(factor, dtype=self.recording.dtype).item() if self.config.rounds_multiplier else factor
+
+    def embed(self, at: str, point: str, rank: int, *, ids: torch.Tensor | None = None, times: float | None = None
+              ) -> torch.Tensor:
+        """Rows of the embedding, for other token ids if they are given, times another number."""
+        times = self.embedding_multiplier if times is None else times
         if ids is not None:
-            return self.weights.raw(EMBEDDING)[ids].to(self.dtype)
-        return self._shared("embed", lambda: self.weights.raw(EMBEDDING)[self.ids].to(self.dtype))
+            return self.weights.raw(EMBEDDING)[ids].to(self.dtype) * times
+        return self._shared(f"embed {times}", lambda: self.weights.raw(EMBEDDING)[self.ids].to(self.dtype) * times)
 
     def norm(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-             eps: float | None = None) -> torch.Tensor:
-        """RMSNorm; of another input, with another weight or epsilon."""
+             eps: float | None = None, kind: str | None = None) -> torch.Tensor:
+        """RMSNorm; of another input, with another weight or epsilon, of another kind."""
+        eps, kind = self.config.rms_norm_eps if eps is None else eps, kind or self.config.norm
+        over = None
+        if x is None and layout(point) != "replicated" and self.config.full_width_qk_norm:
+            heads = range(self.config.num_heads if point == "q_norm" else self.config.num_kv_heads)
+            over = self.parts_of(at + made_from(at + point, self.config)[0], rank, heads)
         x = self.given(at, point, rank) if x is None else x
-        weight = self.weights[f"{self.module(at, point)}.weight"] if weight is None else weight
-        eps = self.config.rms_norm_eps if eps is None else eps
-        return self._shared(f"{at}{point} {eps}", lambda x, weight: rms_norm(x, weight, eps), x, weight)
+        weight = self.norm_weight(at, point, rank) if weight is None else weight
+        if over is not None:
+            return rms_norm(x, weight, eps, kind, over.flatten(1)[:, None])
+        return self._shared(f"{at}{point} {eps} {kind}", lambda x, weight: rms_norm(x, weight, eps, kind), x, weight)
+
+    def norm_weight(self, at: str, point: str, rank: int) -> torch.Tensor:
+        """A norm's weight; over the full width of q or k that of this rank's heads, ``[heads here, head_dim]``."""
+        weight = self.weights[f"{self.module(at, point)}.weight"]
+        if layout(point) == "replicated" or not self.config.full_width_qk_norm:
+            return weight
+        return weight.view(-1, self.config.head_dim)[as_index(self.indices(at + point, rank))]
 
     # Products.
 
-    def features(self, at: str, point: str, rank: int) -> list[int]:
+    def features(self, at: str, point: str, rank: int) -> Sequence[int]:
         """The rows of the weight (of a row-parallel one, the columns) that make this rank's part of a point."""
+        if layout(point) == "replicated":
+            return range(len(self.matrix(at, point)))
         name = POINTS[point].made_from[0] if layout(point) == "partial" else point
         return columns_of(self.indices(at + name, rank), self.config.head_dim if "heads" in layout(name) else 1)
 
@@ -124,15 +151,19 @@ class Operations:
         return torch.tensor([rows[place] for place in self.recording.logit_places], dtype=torch.long)
 
     def head(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-             features: Sequence[int] | None = None, bias: float = 0.0) -> torch.Tensor:
-        """The logits of a rank's rows of the vocabulary; the head has no bias."""
+             features: Sequence[int] | None = None, bias: float = 0.0, cap: float | None = None) -> torch.Tensor:
+        """The logits of a rank's rows of the vocabulary, scaled and capped (``cap``: by another number, 0 for not at
+        all); the head has no bias."""
         rows = self.indices("logits", rank) if features is None else features
         raw = self.weights.raw(HEAD if HEAD in self.weights else EMBEDDING) if weight is None else weight
 
+        cap = self.config.final_logit_softcapping if cap is None else cap
+
         def product(x, rows):
-            return F.linear(x[self.logit_rows], raw[as_index(rows)].to(self.dtype))
+            logits = F.linear(x[self.logit_rows], raw[as_index(rows)].to(self.dtype)) / self.config.logits_scaling
+            return soft_cap(logits, cap) if cap else logits
         own, shard = product(self.value("norm", rank) if x is None else x, rows), self.shard("logits", rank)
-        changed = not (x is None and weight is None and features is None)
+        changed = not (x is None and weight is None and features is None and cap == self.config.final_logit_softcapping)
         if changed or shard is None or len(rows) < len(raw):
             return own
         norms = {r: self.value("norm", r) for r in self.ranks}
@@ -144,24 +175,33 @@ class Operations:
 
     # RoPE.
 
-    @cached_property
-    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of every row's position, ``[1, rows, head_dim]``."""
-        return self.tables(self.config.hf, self.positions)
+    def rope_type(self, at: str) -> tuple[str, ...]:
+        """The type of a layer, as :class:`tplab.model.rope.Rotary` takes it: where each has its own frequencies."""
+        return self.config.rope_layer_types[layer_of(at):][:1]
 
-    def tables(self, config, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, at: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of every row's position in a layer, ``[1, rows, numbers of a head that turn]``."""
+        kind = self.rope_type(at)
+        if kind not in self._tables:
+            self._tables[kind] = self.tables(self.config.hf, self.positions, *kind)
+        return self._tables[kind]
+
+    def tables(self, config, positions: torch.Tensor, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by a transformers ``config``, the rows taken to stand at ``positions``."""
         # A dynamic RoPE depends on how long the sequence was when the row was computed.
         runs = groupby(zip(self.recording.places, self.recording.num_keys), lambda row: (row[0][0], row[1]))
         parts = [(len(list(rows)), keys) for (_, keys), rows in runs]
-        return Rotary(config)(torch.empty(0, dtype=self.dtype), positions, parts)
+        return Rotary(config)(torch.empty(0, dtype=self.dtype), positions, parts, *kind)
 
     def rope(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None,
              cos: torch.Tensor | None = None, sin: torch.Tensor | None = None) -> torch.Tensor:
-        """q or k turned; another input, or by other tables."""
+        """q or k turned, in layers that turn them; another input, or by other tables."""
         x = self.given(at, point, rank) if x is None else x
-        return rotated(self.config.model_type, x, self.cos_sin[0] if cos is None else cos,
-                       self.cos_sin[1] if sin is None else sin)
+        if cos is None and sin is None:
+            if not self.config.rotates[layer_of(at)]:
+                return x
+            cos, sin = self.cos_sin(at)
+        return rotated(self.config.model_type, x, cos, sin)
 
     # Attention.
 
@@ -219,18 +259,32 @@ class Operations:
         """Which KV head each query head of the model reads."""
         return [head // (self.config.num_heads // self.config.num_kv_heads) for head in range(self.config.num_heads)]
 
+    def window(self, at: str) -> int:
+        """How many tokens a query of a layer sees, itself among them; 0: all before it."""
+        return self.config.windows[layer_of(at)] or 0
+
+    def sinks(self, at: str, rank: int) -> torch.Tensor | None:
+        """The sinks of this rank's heads, ``[heads here]``; None for a model without."""
+        if not self.config.sinks:
+            return None
+        return self.weights[f"model.{at}self_attn.sinks"][as_index(self.indices(at + "attn", rank))]
+
     def attention(self, at: str, point: str, rank: int, *, scaling: float | None = None, rule: Callable = causal,
                   keys_of: Sequence[int] | None = None, values_of: Sequence[int] | None = None,
                   weigh: Callable | None = None, keys: Callable | None = None, values: Callable | None = None,
-                  longest: torch.Tensor | None = None) -> torch.Tensor:
+                  longest: torch.Tensor | None = None, window: int | None = None, cap: float | None = None,
+                  sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of this rank's query heads, ``[rows, heads here, head_dim]``.
 
         ``keys_of``, ``values_of``: the KV head that each query head of the model reads; ``rule``: as :func:`causal`;
         ``weigh(scores, visible)``: the weights, both of them ``[heads, n, m]`` (``visible`` without heads), for who
         does something else than a masked softmax; ``keys(one)`` and ``values(one)``: others than an :class:`Attended`
-        has; ``longest``: for each row to how many keys its own are filled up with the newest, 0 if they are not.
+        has; ``longest``: for each row to how many keys its own are filled up with the newest, 0 if they are not;
+        ``window``, ``cap``, ``sinks``: others than the model's (0: no window, no cap).
         """
-        scaling = self.config.head_dim ** -0.5 if scaling is None else scaling
+        scaling, cap = self.config.scaling if scaling is None else scaling, (
+            self.config.attn_logit_softcapping if cap is None else cap)
+        window, sinks = self.window(at) if window is None else window, self.sinks(at, rank) if sinks is None else sinks
         pair = [[int((of or self.kv_heads)[head]) for head in self.indices(at + "attn", rank)]
                 for of in (keys_of, values_of)]
         held, outs = sorted({*pair[0], *pair[1]}), []
@@ -240,11 +294,14 @@ class Operations:
             sequences = (part for whole in sequences for part in call_by_call(whole, longest))
         for one in sequences:
             k, v = (keys(one) if keys else one.k)[:, reads[0]], (values(one) if values else one.v)[:, reads[1]]
-            visible = rule(one.positions[:, None], torch.arange(len(k))[None], one.num_keys[:, None])
+            query, key = one.positions[:, None], torch.arange(len(k))[None]
+            visible = rule(query, key, one.num_keys[:, None])
+            visible = visible & (key > query - window) if window else visible
             if weigh is None:
-                outs.append(attend(one.q, k, v, visible, scaling))
+                outs.append(attend(one.q, k, v, visible, scaling, cap, sinks))
                 continue
-            weights = weigh(one.q.transpose(0, 1) @ k.permute(1, 2, 0) * scaling, visible).to(one.q.dtype)
+            scores = one.q.transpose(0, 1) @ k.permute(1, 2, 0) * scaling
+            weights = weigh(soft_cap(scores, cap) if cap else scores, visible).to(one.q.dtype)
             outs.append((weights @ v.transpose(0, 1)).transpose(0, 1))
         return torch.cat(outs)
 
@@ -253,6 +310,8 @@ class Operations:
     def summands(self, at: str, partial: str, rank: int) -> list[int]:
         """The ranks whose summands make up the whole, seen from ``rank``: itself if it holds all columns, otherwise
         every rank that adds columns of its own."""
+        if partial == "moe_partial":
+            return list(self.holders(at))
         columns = {r: set(self.features(at, partial, r)) for r in self.holders(at)}
         if all(set(self.features(at, partial, rank)) >= other for other in columns.values()):
             return [rank]
@@ -266,7 +325,7 @@ class Operations:
     def bias_shares(self, at: str, partial: str, rank: int) -> dict[int, float]:
         """How much of the bias each summand has: once in all, or not at all where it is added to the sum; whichever
         rank adds it. One that is added more often is a bug: then it should have been the first rank's."""
-        ranks, bias = self.summands(at, partial, rank), self.vector(at, partial)
+        ranks, bias = self.summands(at, partial, rank), self.vector(at, partial)  # experts' is among their summands
         if bias is None:
             return dict.fromkeys(ranks, 0.0)
         default = {r: float(r == ranks[0]) for r in ranks}
@@ -285,7 +344,7 @@ class Operations:
 
     def reduce(self, at: str, point: str, rank: int) -> torch.Tensor:
         """The sum of the ranks' summands, and the bias if none of them has it."""
-        partial, = POINTS[point].made_from
+        partial, = made_from(at + point, self.config)
         shares, bias = self.bias_shares(at, partial, rank), self.vector(at, point)
 
         def total(*summands):
@@ -296,10 +355,11 @@ class Operations:
     # Where streams meet.
 
     def add(self, at: str, point: str, rank: int) -> torch.Tensor:
-        """The residual stream and what a sublayer put out."""
-        stream, branch = POINTS[point].made_from
+        """The residual stream and what a sublayer put out, times the model's multiplier."""
+        stream, branch = made_from(at + point, self.config)
         name = self.before(at) if stream == "before" else at + stream
-        return self._shared(at + point, torch.add, self.value(name, rank), self.value(at + branch, rank))
+        return self._shared(at + point, lambda x, y: x + y * self.config.residual_multiplier, self.value(name, rank),
+                            self.value(at + branch, rank))
 
     def gated(self, at: str, point: str, rank: int, *, act: Callable | None = None) -> torch.Tensor:
         """``act(gate, up)``."""

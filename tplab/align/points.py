@@ -3,13 +3,28 @@
 A further architecture is a matter of further rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tplab.errors import TplabError
+
+def _always(config, layer: int) -> bool:
+    return True
 
 
-class UnknownTraitError(TplabError):
-    """The model has something for which there are no points and operations yet."""
+def _qk_norm(config, layer: int) -> bool:
+    return config.qk_norm
+
+
+def _sparse(config, layer: int) -> bool:
+    return config.experts is not None and config.experts.layers[layer]
+
+
+def _dense(config, layer: int) -> bool:
+    return not _sparse(config, layer)
+
+
+def _norm_at(place: str) -> Callable:
+    return lambda config, layer: place in dict(config.norms)
 
 
 class Point(NamedTuple):
@@ -20,50 +35,55 @@ class Point(NamedTuple):
             of ``[tokens, heads, head_dim]``), ``"mlp"`` or ``"vocab"`` (along the last dimension), or ``"partial"``
             (one summand of a row-parallel sum per rank).
         op: the operation of :class:`tplab.align.operations.Operations` that makes it.
-        made_from: the points of the layer that go in; ``"before"`` is what goes into the layer. RoPE and attention take
-            the first of ``q_norm`` and ``q`` that the model has.
-        module: the checkpoint's module, named inside its layer.
+        made_from: the points of the layer that go in; ``"before"`` is what goes into the layer. Of ``"q_norm|q"`` it is
+            the first that the layer has.
+        module: the checkpoint's module, named inside its layer; a norm's place (see ``ModelConfig.norms``).
+        needs: whether a layer of a :class:`tplab.checkpoint.ModelConfig` has it.
     """
 
     layout: str
     op: str
     made_from: tuple[str, ...]
     module: str = ""
+    needs: Callable = _always
+
+
+def _norm(place: str, made_from: str) -> Point:
+    return Point("replicated", "norm", (made_from,), place, _norm_at(place))
 
 
 POINTS = {
     "embed": Point("replicated", "embed", (), "model.embed_tokens"),
-    "input_norm": Point("replicated", "norm", ("before",), "input_layernorm"),
-    "q": Point("q_heads", "linear", ("input_norm",), "self_attn.q_proj"),
-    "k": Point("kv_heads", "linear", ("input_norm",), "self_attn.k_proj"),
-    "v": Point("kv_heads", "linear", ("input_norm",), "self_attn.v_proj"),
-    "q_norm": Point("q_heads", "norm", ("q",), "self_attn.q_norm"),
-    "k_norm": Point("kv_heads", "norm", ("k",), "self_attn.k_norm"),
-    "q_rope": Point("q_heads", "rope", ("q_norm", "q")),
-    "k_rope": Point("kv_heads", "rope", ("k_norm", "k")),
+    "input_norm": _norm("input_layernorm", "before"),
+    "q": Point("q_heads", "linear", ("input_norm|before",), "self_attn.q_proj"),
+    "k": Point("kv_heads", "linear", ("input_norm|before",), "self_attn.k_proj"),
+    "v": Point("kv_heads", "linear", ("input_norm|before",), "self_attn.v_proj"),
+    "q_norm": Point("q_heads", "norm", ("q",), "self_attn.q_norm", _qk_norm),
+    "k_norm": Point("kv_heads", "norm", ("k",), "self_attn.k_norm", _qk_norm),
+    "q_rope": Point("q_heads", "rope", ("q_norm|q",)),
+    "k_rope": Point("kv_heads", "rope", ("k_norm|k",)),
     "attn": Point("q_heads", "attention", ("q_rope", "k_rope", "v")),
     "o_partial": Point("partial", "linear", ("attn",), "self_attn.o_proj"),
     "o_proj": Point("replicated", "reduce", ("o_partial",), "self_attn.o_proj"),
-    "residual": Point("replicated", "add", ("before", "o_proj")),
-    "post_norm": Point("replicated", "norm", ("residual",), "post_attention_layernorm"),
-    "gate": Point("mlp", "linear", ("post_norm",), "mlp.gate_proj"),
-    "up": Point("mlp", "linear", ("post_norm",), "mlp.up_proj"),
-    "mlp_act": Point("mlp", "gated", ("gate", "up")),
-    "mlp_partial": Point("partial", "linear", ("mlp_act",), "mlp.down_proj"),
-    "mlp": Point("replicated", "reduce", ("mlp_partial",), "mlp.down_proj"),
-    "output": Point("replicated", "add", ("residual", "mlp")),
+    "attn_norm": _norm("post_self_attn_layernorm", "o_proj"),
+    "residual": Point("replicated", "add", ("before", "attn_norm|o_proj")),
+    "post_norm": _norm("post_attention_layernorm", "residual"),
+    "router_logits": Point("replicated", "linear", ("post_norm|residual",), "mlp.gate", _sparse),
+    "moe_partial": Point("partial", "experts", ("post_norm|residual", "router_logits"), "mlp.experts", _sparse),
+    "gate": Point("mlp", "linear", ("post_norm|residual",), "mlp.gate_proj", _dense),
+    "up": Point("mlp", "linear", ("post_norm|residual",), "mlp.up_proj", _dense),
+    "mlp_act": Point("mlp", "gated", ("gate", "up"), needs=_dense),
+    "mlp_partial": Point("partial", "linear", ("mlp_act",), "mlp.down_proj", _dense),
+    "mlp": Point("replicated", "reduce", ("mlp_partial|moe_partial",), "mlp.down_proj"),
+    "mlp_norm": _norm("post_mlp_layernorm", "mlp"),
+    "output": Point("replicated", "add", ("residual", "mlp_norm|mlp")),
     "norm": Point("replicated", "norm", ("before",), "model.norm"),
     "logits": Point("vocab", "head", ("norm",), "lm_head"),
 }
+NORM_PLACES = {name: point.module for name, point in POINTS.items() if point.needs not in (_always, _qk_norm)
+               and point.op == "norm"}  # point → place
 OUTER = ("embed", "norm", "logits")  # the points of no layer
 LAYER_POINTS = tuple(name for name in POINTS if name not in OUTER)
-
-
-def refuse_unknown_traits(ckpt) -> None:
-    """UnknownTraitError for a model with a trait that the table does not know: no comparison may miss it."""
-    if traits := ckpt.config.traits:
-        raise UnknownTraitError(f"{ckpt.name} has {', '.join(traits)}: the comparison with Hugging Face does not know "
-                                "that yet; generate runs it")
 
 
 def made_by(*ops: str) -> tuple[str, ...]:
@@ -76,25 +96,35 @@ def layout(name: str) -> str:
     return POINTS[name.rpartition(".")[2]].layout
 
 
-def point_names(num_layers: int, qk_norm: bool, gate_up: bool = False) -> list[str]:
+def layer_of(name: str) -> int | None:
+    """The layer of a point's canonical name, or of its beginning (``"layers.3."``); None at the ends of the model."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else None
+
+
+def point_names(config, gate_up: bool = False) -> list[str]:
     """All points of a model in the order in which the forward pass reaches them. ``gate`` and ``up`` only if asked for:
     the lab's own engine computes them as one."""
-    inner = [p for p in LAYER_POINTS if (qk_norm or p not in ("q_norm", "k_norm"))
-             and (gate_up or p not in ("gate", "up"))]
-    return ["embed", *(f"layers.{i}.{p}" for i in range(num_layers) for p in inner), "norm", "logits"]
+    inner = [(p, POINTS[p].needs) for p in LAYER_POINTS if gate_up or p not in ("gate", "up")]
+    layers = range(config.num_layers)
+    return ["embed", *(f"layers.{i}.{p}" for i in layers for p, needs in inner if needs(config, i)), "norm", "logits"]
+
+
+def made_from(name: str, config) -> tuple[str, ...]:
+    """The points (short names, or ``"before"``) from which a point (canonical name) of this model is made."""
+    layer = layer_of(name)
+    return tuple(next(one for one in names.split("|") if one == "before" or POINTS[one].needs(config, layer))
+                 for names in POINTS[name.rpartition(".")[2]].made_from)
 
 
 def goes_into(point: str, other: str) -> bool:
     """Whether the point ``other`` of a layer (short names) is made from the point ``point``, directly or not."""
-    made_from = POINTS[other].made_from if other in POINTS else ()
-    return point in made_from or any(goes_into(point, one) for one in made_from)
+    names = [one for names in POINTS[other].made_from for one in names.split("|")] if other in POINTS else []
+    return point in names or any(goes_into(point, one) for one in names)
 
 
-def inputs(name: str, num_layers: int, qk_norm: bool) -> list[str]:
+def inputs(name: str, config) -> list[str]:
     """The points (canonical names) from which a point is made."""
-    at, _, point = name.rpartition(".")
-    before = int(at.split(".")[1]) - 1 if at else num_layers - 1
+    at, _, _ = name.rpartition(".")
+    before = config.num_layers - 1 if layer_of(name) is None else layer_of(name) - 1
     into = "embed" if before < 0 else f"layers.{before}.output"
-    left_out = ("q_norm", "k_norm") if not qk_norm else ("q", "k") if point.endswith("_rope") else ()
-    return [into if one == "before" else f"{at}.{one}".lstrip(".") for one in POINTS[point].made_from
-            if one not in left_out]
+    return [into if one == "before" else f"{at}.{one}".lstrip(".") for one in made_from(name, config)]

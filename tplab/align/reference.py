@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from tplab.checkpoint import Checkpoint
+from tplab.align.points import NORM_PLACES
+from tplab.checkpoint import Checkpoint, ModelConfig
 from tplab.checkpoint.layout import expected_shapes, read_part, tensor_parts
 from tplab.model.dtypes import parse_dtype
 
@@ -86,7 +87,8 @@ def _own_rope(model):
 @contextmanager
 def _recorder(model, wanted):
     points: dict[str, torch.Tensor] = {}
-    head_dim = model.model.layers[0].self_attn.head_dim
+    head_dim, config = model.model.layers[0].self_attn.head_dim, ModelConfig.from_hf(model.config)
+    norms = {place: name for name, place in NORM_PLACES.items()}
 
     modeling = import_module(type(model).__module__)
     eager = modeling.eager_attention_forward
@@ -106,9 +108,9 @@ def _recorder(model, wanted):
     with ExitStack() as undo:
         def after(module, *names, heads=False):
             def hook(module, args, output):
-                tensor = (output[0] if isinstance(output, tuple) else output)[0]
-                tensor = tensor.view(tensor.shape[0], -1, head_dim) if heads else tensor
-                keep(tensor, *names)
+                tensor = output[0] if isinstance(output, tuple) else output
+                tensor = tensor[0] if tensor.dim() > 2 else tensor  # routers have no batch
+                keep(as_heads(tensor) if heads else tensor, *names)
             undo.callback(module.register_forward_hook(hook).remove)
 
         def before(module, name):
@@ -116,23 +118,44 @@ def _recorder(model, wanted):
                 keep(args[0][0], name)
             undo.callback(module.register_forward_pre_hook(hook).remove)
 
+        def parts(module, sizes, *names, heads=False):
+            """Of a fused output."""
+            def hook(module, args, output):
+                for part, name in zip(output[0].split(sizes, -1), names):
+                    keep(as_heads(part) if heads else part, name)
+            undo.callback(module.register_forward_hook(hook).remove)
+
+        def as_heads(tensor):
+            if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):  # heads stand before tokens
+                tensor = tensor.transpose(0, 1)
+            return tensor.reshape(tensor.shape[0], -1, head_dim)
+
         undo.enter_context(mock.patch.object(modeling, "eager_attention_forward", recording_attention))
-        after(model.model.embed_tokens, "embed")
+        before(model.model.layers[0], "embed")  # scaled, where a model scales it
         after(model.model.norm, "norm")
         for i, layer in enumerate(model.model.layers):
-            at, attn = f"layers.{i}.", layer.self_attn
-            after(layer.input_layernorm, at + "input_norm")
-            for x in "qkv":
+            at, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp
+            for place, name in config.norms:
+                after(getattr(layer, name), at + norms[place])
+            if config.fused_qkv:
+                parts(attn.qkv_proj, [config.q_size, config.kv_size, config.kv_size], *(at + x for x in "qkv"),
+                      heads=True)
+            for x in "" if config.fused_qkv else "qkv":
                 after(getattr(attn, f"{x}_proj"), at + x, heads=True)
                 if hasattr(attn, f"{x}_norm"):
                     after(getattr(attn, f"{x}_norm"), at + f"{x}_norm", heads=True)
             # Hugging Face has no partial sums: the sum of the ranks' partials is compared with the whole output.
             after(attn.o_proj, at + "o_partial", at + "o_proj")
-            before(layer.post_attention_layernorm, at + "residual")
-            after(layer.post_attention_layernorm, at + "post_norm")
-            after(layer.mlp.gate_proj, at + "gate")
-            after(layer.mlp.up_proj, at + "up")
-            before(layer.mlp.down_proj, at + "mlp_act")
-            after(layer.mlp.down_proj, at + "mlp_partial", at + "mlp")
+            before(getattr(layer, dict(config.norms).get("post_attention_layernorm", "mlp")), at + "residual")
+            if config.experts and config.experts.layers[i]:
+                after(getattr(mlp, "router", None) or mlp.gate, at + "router_logits")
+                after(mlp, at + "moe_partial", at + "mlp")
+            else:
+                if config.fused_gate_up:
+                    parts(mlp.gate_up_proj, config.intermediate_size, at + "gate", at + "up")
+                else:
+                    after(mlp.gate_proj, at + "gate"), after(mlp.up_proj, at + "up")
+                before(mlp.down_proj, at + "mlp_act")
+                after(mlp.down_proj, at + "mlp_partial", at + "mlp")
             after(layer, at + "output")
         yield points

@@ -6,7 +6,6 @@ import torch
 
 from tplab.align.gather import pieces_on_rank, recorded, trace_on_rank
 from tplab.align.judge import judge
-from tplab.align.points import refuse_unknown_traits
 from tplab.align.report import AlignReport
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
@@ -52,7 +51,8 @@ def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
 
 
 def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dtype: str | torch.dtype = "float32",
-          patches: Sequence = (), pool: RankPool | None = None, logical: bool = False) -> AlignReport:
+          patches: Sequence = (), pool: RankPool | None = None, logical: bool = False,
+          enable_expert_parallel: bool = False) -> AlignReport:
     """Run Hugging Face and tplab on the same ids and compare all trace points.
 
     Args:
@@ -64,15 +64,15 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         patches: faults, their names, or :class:`tplab.patch.Patch` objects to apply on the ranks, while loading too.
         pool: the ranks to use; ``shared_pool(tensor_parallel_size)`` if not given.
         logical: run the ranks as threads of this process instead (for wide sweeps in tests).
+        enable_expert_parallel: deal whole experts out, instead of cutting each.
 
     Raises:
         AlignError, CheckpointError, ShardPlanError: the request cannot be carried out.
         RankError: a rank failed.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    refuse_unknown_traits(ckpt)
     dtype, patches = parse_dtype(dtype), as_patches(patches)
-    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size)
+    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size, enable_expert_parallel=enable_expert_parallel)
     ids = check_prompts(ckpt, prompts)
     ckpt.check_unchanged()
     with applied(*patches):

@@ -72,6 +72,11 @@ class CheckpointReader:
         self.bytes_read += piece.numel() * piece.element_size()
         return piece if info.scale is None else widened(piece, index, info.scale, self._take)
 
+    def scales_of(self, name: str) -> torch.Tensor:
+        """The scale of each number of a quantised tensor."""
+        info = self._tensors[name]
+        return widened(torch.ones(info.shape), tuple(map(slice, [0, 0], info.shape)), info.scale, self._take)
+
     def _file(self, file: str):
         if self._closed:
             raise CheckpointError(f"{self._folder}: this reader is closed; read inside its `with` block")

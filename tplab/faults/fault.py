@@ -2,8 +2,8 @@
 
 import inspect
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from tplab.patch import Patch, original
 
@@ -33,6 +33,8 @@ class Fault:
     shows_in: str = "forward"  # what has to be run to see it: tplab.align.align; or align_decode if "decode"
     sightings: tuple[tuple[str, str], ...] = ()  # where it happened: (what happened, link)
     needs: Callable[[object, int], str] = anywhere  # (config, tensor_parallel_size) → as why_not
+    options: Mapping = field(default_factory=dict)  # of the run in which it shows, as ``align`` takes them
+    below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds
 
     def why_not(self, config, tensor_parallel_size: int = 2) -> str:
         """Why this fault changes nothing on a model with this many ranks; the empty string where it does."""

@@ -38,6 +38,8 @@ def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
         prompt = tokens(12)
         return {"prompts": [prompt + tokens(4), prompt + tokens(4)], "new_tokens": 4, "block_size": 4,
                 "one_by_one": True}
+    if name == "embedding_unscaled":
+        return {"prompts": [tokens(19)], "new_tokens": 5}
     if name == "block_leaked":
         return {"prompts": [tokens(15), tokens(11), tokens(18)], "new_tokens": 4, "one_by_one": True}
     return {"prompts": [tokens(19), tokens(14)], "new_tokens": 5}

@@ -126,7 +126,7 @@ def _runs(job: tuple) -> list[Run]:
     name, model, size, dtype = job
     ckpt = open_checkpoint(model)
     able = [one for one in (*MUSEUM.values(), *CASES.values()) if not one.why_not(ckpt.config, size)
-            and not (dtype == "bfloat16" and getattr(one, "below_bfloat16", False))]
+            and not (dtype == "bfloat16" and one.below_bfloat16)]
     return [_run(name, ckpt, size, dtype, one) for one in (None, *able)]
 
 
@@ -140,9 +140,11 @@ def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | Cas
         prompts, options = trial.prompts, options | trial.options | {"dtype": dtype}
         if trial.new_tokens:
             run, options["new_tokens"] = align_decode, trial.new_tokens
-    elif fault and fault.shows_in == "decode":
-        options |= scenario(fault.name, ckpt.config.vocab_size)
-        run, prompts = align_decode, options.pop("prompts")
+    elif fault:
+        options |= fault.options
+        if fault.shows_in == "decode":
+            options |= scenario(fault.name, ckpt.config.vocab_size)
+            run, prompts = align_decode, options.pop("prompts")
     try:
         report = run(ckpt, prompts, **options)
         found = [one for one in report.diagnoses or [diagnose(report)] if not one.ok]

@@ -34,15 +34,21 @@ class DecoderLayer(nn.Module):
                 ) -> torch.Tensor:
         """``[tokens, hidden]`` → ``[tokens, hidden]``."""
         name = f"layers.{self.layer}."
-        normed = self.input_layernorm(hidden)
-        point(name + "input_norm", normed)
-        hidden = hidden + self.scaled(self.post_self_attn_layernorm(self.self_attn(normed, cos, sin, context)))
+        normed = self.normed("input_norm", self.input_layernorm, hidden)
+        branch = self.normed("attn_norm", self.post_self_attn_layernorm, self.self_attn(normed, cos, sin, context))
+        hidden = hidden + self.scaled(branch)
         point(name + "residual", hidden)
-        normed = self.post_attention_layernorm(hidden)
-        point(name + "post_norm", normed)
-        hidden = hidden + self.scaled(self.post_mlp_layernorm(self.mlp(normed)))
+        normed = self.normed("post_norm", self.post_attention_layernorm, hidden)
+        hidden = hidden + self.scaled(self.normed("mlp_norm", self.post_mlp_layernorm, self.mlp(normed)))
         point(name + "output", hidden)
         return hidden
+
+    def normed(self, name: str, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What a norm makes of it: a point where the model has one."""
+        out = norm(x)
+        if not isinstance(norm, nn.Identity):
+            point(f"layers.{self.layer}.{name}", out)
+        return out
 
     def scaled(self, branch: torch.Tensor) -> torch.Tensor:
         """What a block puts out, as it is added to the residual stream."""
@@ -79,8 +85,7 @@ class TensorParallelCausalLM(nn.Module):
         Returns:
             ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
         """
-        hidden = self.embed_tokens(input_ids)
-        hidden = hidden if self.embedding_multiplier == 1 else hidden * self.embedding_multiplier
+        hidden = self.embed(input_ids)
         point("embed", hidden)
         # One pair of tables for all layers, or one for each type of layer.
         tables = {kind: self.rotary(hidden, positions, context.lengths, *kind) for kind in set(self.rope_layer_types)}
@@ -89,6 +94,11 @@ class TensorParallelCausalLM(nn.Module):
         hidden = self.norm(hidden)
         point("norm", hidden)
         return hidden
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[tokens]`` → ``[tokens, hidden]``, what goes into the first layer."""
+        hidden = self.embed_tokens(input_ids)
+        return hidden if self.embedding_multiplier == 1 else hidden * self.embedding_multiplier
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, hidden]`` → this rank's ``[n, vocabulary here]`` logits."""

@@ -92,15 +92,20 @@ class SparseMoeBlock(nn.Module):
                                           [shard.shared_mlp for shard in plan.ranks], bias=False, dtype=dtype)
             self.shared_expert_gate = ReplicatedLinear(config.hidden_size, 1, dtype=dtype)
 
+    def partial(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, ``[tokens, hidden]``."""
+        partial = self.experts(x, *self.route(logits))
+        if self.shared_expert is not None:
+            partial = partial + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.partial(x)
+        return partial
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         logits = self.gate(x)
         point(name + "router_logits", logits)
-        partial = self.experts(x, *self.route(logits))
-        if self.shared_expert is not None:
-            partial = partial + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.partial(x)
-        point(name + "mlp_partial", partial)
+        partial = self.partial(x, logits)
+        point(name + "moe_partial", partial)
         out = all_reduce(partial)
         point(name + "mlp", out)
         return out

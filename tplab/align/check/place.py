@@ -89,7 +89,7 @@ class _Placing:
         sources, texts, logit_places = self.sources, self.sources.texts, self.sources.places
         lost = self._find_lost_layers()
         self._check_padding()
-        for name in point_names(self.config.num_layers, self.config.qk_norm, gate_up=True):
+        for name in point_names(self.config, gate_up=True):
             if (source := self._place(name)) and name == "logits":
                 logit_places, _ = sources.logits(source, sources.complete(source)[0], SHAPE)
                 self._check_joined(source, logit_places)

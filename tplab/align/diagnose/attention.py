@@ -1,15 +1,16 @@
 """Mistakes of attention: scale, mask, weights, heads, and what is seen of a cache."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from tplab.align.arithmetic import as_dtype, attend, rotated
+from tplab.align.arithmetic import as_dtype, attend, rotated, soft_cap
 from tplab.align.diagnose import numbers, places, steps
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser, in_calls
+from tplab.align.diagnose.wrong import At, coarser, in_calls, several_ranks
 
 
 def _everything(query, key, keys):
@@ -45,12 +46,43 @@ def _scales(case: Case) -> dict[float, str]:
              config.hidden_size ** -0.5: f"1 / sqrt({config.hidden_size}), of the hidden size",
              (config.hidden_size / config.num_heads) ** -0.5:
                  f"1 / sqrt({config.hidden_size} / {config.num_heads}), of hidden size / heads"}
-    return {number: text for number, text in known.items() if abs(number * dim ** 0.5 - 1) > 1e-3}
+    if config.scaling != dim ** -0.5:
+        known[dim ** -0.5] = f"1 / sqrt({dim}), of a head's size"
+    return {number: text for number, text in known.items() if abs(number / config.scaling - 1) > 1e-3}
+
+
+def _window(case: Case) -> int:
+    return case.frame.window(f"{case.layer}.")
 
 
 def _windows(case: Case) -> dict[int, str]:
     longest = max(case.recording.num_keys)
-    return dict.fromkeys(sorted({*range(1, min(longest, 65)), *(2 ** n for n in range(6, 16) if 2 ** n < longest)}), "")
+    known = {*range(1, min(longest, 65)), *(2 ** n for n in range(6, 16) if 2 ** n < longest)} - {_window(case)}
+    return dict.fromkeys(sorted(known), _window_says(case))
+
+
+def _window_says(case: Case) -> str:
+    return f"this layer's window has {_window(case)}" if _window(case) else "this layer has no sliding window"
+
+
+def _other_windows(case: Case) -> dict[int, str]:
+    """Those of other layers, and none at all."""
+    return {size: f"{f'the last {size} tokens only' if size else 'all tokens before it'}; {_window_says(case)}"
+            for size in {0, *(size or 0 for size in case.config.windows)} - {_window(case)}}
+
+
+def _from_chunk(at: At) -> dict:
+    size = _window(at.case)
+    return {"window": 0, "rule": lambda query, key, keys: (key <= query) & (key > query - calls(query, keys)[0] - size)}
+
+
+def _all_sinks(at: At) -> torch.Tensor:
+    return at.frame.weights[f"model.{at.layer}self_attn.sinks"]
+
+
+def _after_mask(at: At) -> dict:
+    cap = at.case.config.attn_logit_softcapping
+    return {"cap": 0, "weigh": lambda scores, visible: softmax(soft_cap(_minus(scores, visible), cap))}
 
 
 def softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -215,6 +247,14 @@ _MASKS = (
     _misused("added as -1 for what is hidden; it must be minus infinity",
              lambda scores, visible: softmax(scores - (~visible).to(scores))))
 
+def _sinks(case: Case) -> bool:
+    return case.config.sinks
+
+
+def _capped(case: Case) -> bool:
+    return case.config.attn_logit_softcapping is not None
+
+
 ATTENDING = (
     numbers.zero_times_infinity,
     Family("attn", _MASKS[0]),
@@ -227,15 +267,35 @@ ATTENDING = (
         lambda at: {"keys_of": _copies(at.case), "values_of": _copies(at.case)},
         when=lambda case: _copies(case) is not None)),
     Family("attn", Mistake(
-        "softmax_scale", "Attention fits scores that are multiplied with {text}. Right is 1 / sqrt({dim}), of a head's "
-        "size.", lambda at, scaling: {"scaling": scaling}, _scales, number="scale"), Mistake(
+        "softmax_scale", "Attention fits scores that are multiplied with {text}. Right is {scale}.",
+        lambda at, scaling: {"scaling": scaling}, _scales, number="scale"), Mistake(
         "softmax_scale", "Attention fits scores that are multiplied with {value:.4g}, which is 1 / "
-        "sqrt({inverse:.4g}). Right is 1 / sqrt({dim}), of a head's size.", lambda at, scaling: {"scaling": scaling},
+        "sqrt({inverse:.4g}). Right is {scale}.", lambda at, scaling: {"scaling": scaling},
         number="scale", fit=lambda case: (case.config.head_dim ** -1.5, case.config.head_dim ** 0.5))),
     Family("attn", Mistake(
-        "sliding_window", "Each token sees the last {value} tokens only; this model has no sliding window.",
-        lambda at, size: {"rule": lambda query, key, keys: (key <= query) & (key > query - size)}, _windows,
-        number="window")),
+        "window_one_too_wide", "Each token sees the last {value} tokens, itself among them; {text}: it was counted "
+        "without the token itself.", lambda at, size: {"window": size}, lambda case: {
+            _window(case) + 1: _window_says(case)} if _window(case) else {}, number="window"), Mistake(
+        "window_wrong_layers", "Each token sees {text}. Other layers do; which layer it is was taken wrongly.",
+        lambda at, size: {"window": size}, _other_windows, number="window", when=lambda case: any(case.config.windows)),
+        Mistake("window_from_chunk_start", "A chunk's tokens count the window from its first token, not the text's.",
+                _from_chunk, when=lambda case: bool(_window(case)))),
+    Family("attn", Mistake(
+        "sliding_window", "Each token sees the last {value} tokens only; {text}.",
+        lambda at, size: {"window": size}, _windows, number="window")),
+    Family("attn", Mistake(
+        "sinks_of_rank_0", "Each rank's heads have the sinks of the model's first heads: all were read, and not cut.",
+        lambda at: {"sinks": _all_sinks(at)[:len(at.indices("attn"))]}, when=_sinks), Mistake(
+        "sinks_once_per_rank", "Each head's sink counts {tp} times, once for each rank.",
+        lambda at: {"sinks": at.frame.sinks(at.layer, at.rank) + math.log(at.case.recording.world_size)},
+        when=lambda case: _sinks(case) and several_ranks(case)), Mistake(
+        "sinks_missing", "The heads' sinks take no part in the softmax.",
+        lambda at: {"sinks": torch.full_like(at.frame.sinks(at.layer, at.rank), float("-inf"))}, when=_sinks)),
+    Family("attn", Mistake(
+        "capped_after_mask", "Scores were capped after they were masked: what is hidden has minus {c."
+        "attn_logit_softcapping:g} for a score, not minus infinity.", _after_mask, when=_capped), Mistake(
+        "scores_uncapped", "Scores are not capped; this model keeps them within {c.attn_logit_softcapping:g}.",
+        {"cap": 0}, when=_capped)),
     Family("attn", *_MASKS[2:]),
     _filled_up(*_MASKS),
     Family("attn", Mistake("softmax_missing", "Queries, keys and values are right; the scores were taken for weights: "

@@ -12,7 +12,7 @@ import torch
 from tplab.align.floors import SHORT, relative_floor
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge
-from tplab.align.points import goes_into, layout
+from tplab.align.points import goes_into, layout, made_from
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport
 from tplab.checks import spans
@@ -147,7 +147,22 @@ class Case:
     @property
     def scaling(self) -> float:
         """What scores are multiplied with."""
-        return self.config.head_dim ** -0.5
+        return self.config.scaling
+
+    @property
+    def rope(self) -> dict:
+        """The parameters of the layer's RoPE."""
+        return next(iter(self.config.ropes.values())) if not self.layer else self.config.ropes[
+            next(iter(self.frame.rope_type(f"{self.layer}.")), None)]
+
+    @property
+    def turned(self) -> int:
+        """How many numbers of a head RoPE turns, the first ones."""
+        return -(-int(self.config.head_dim * self.config.partial_rotary_factor) // 2) * 2
+
+    def made_from(self, op: str) -> tuple[str, ...]:
+        """The points of the layer from which another one is made, and ``"before"``."""
+        return made_from(self._full(op), self.config)
 
     @cached_property
     def decoded(self) -> set[tuple[int, int]]:

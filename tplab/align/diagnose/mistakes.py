@@ -4,7 +4,7 @@ Each subject's families are asked in this order. A name is the museum's, or wher
 its style.
 """
 
-from tplab.align.diagnose import attention, errors, norms, products, rope, steps, sums
+from tplab.align.diagnose import attention, errors, experts, norms, products, rope, steps, sums
 
-TABLE = (*norms.ANYTHING, *attention.ATTENDING, *norms.ENDS, *products.INSIDE, *norms.NORMING, *sums.STREAMS,
-         *rope.TURNING, *sums.REDUCED, *products.CUTS, *products.PRODUCTS, *steps.COSTS, *errors.ERRORS)
+TABLE = (*experts.EXPERTS, *norms.ANYTHING, *attention.ATTENDING, *norms.ENDS, *products.INSIDE, *norms.NORMING,
+         *sums.STREAMS, *rope.TURNING, *sums.REDUCED, *products.CUTS, *products.PRODUCTS, *steps.COSTS, *errors.ERRORS)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from tplab.align.arithmetic import soft_cap
 from tplab.align.diagnose import numbers, places, steps
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.table import Family, Mistake
@@ -65,6 +66,10 @@ def _shifted_on(at: At, value: tuple[int, int]) -> torch.Tensor:
             + at.make(ids=shifted) * torch.isin(shifted, own)[:, None])
 
 
+def _capped(case: Case) -> bool:
+    return case.config.final_logit_softcapping is not None
+
+
 ENDS = (
     Family("embed", Mistake(
         "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
@@ -78,7 +83,15 @@ ENDS = (
         "ids_shifted", "The embeddings of rank {value[0]}'s rows were looked up for the token {text} each, the others "
         "for the right one.", _shifted_on, lambda case: {(rank, shift): where for shift, where in ((1, "before"), (
             -1, "behind")) for rank in case.frame.ranks if several_ranks(case)}, number="rank")),
+    Family("embed", Mistake(
+        "embedding_unscaled", "The embedding was not multiplied with {c.embedding_multiplier:.5g}, as this model does.",
+        {"times": 1.0}, when=lambda case: case.config.embedding_multiplier != 1)),
     numbers.embedding_times,
+    Family("logits", Mistake(
+        "logits_capped_twice", "The logits are right, and then capped again: to within {c.final_logit_softcapping:g}.",
+        lambda at: soft_cap(at.expected(), at.case.config.final_logit_softcapping), when=_capped), Mistake(
+        "logits_uncapped", "The logits are not capped; this model keeps them within {c.final_logit_softcapping:g}.",
+        {"cap": 0}, when=_capped)),
     Family("logits", Mistake(
         "head_tied", "The logits were made with the embedding as the head; this checkpoint has an lm_head.weight of "
         "its own, and does not tie them.", lambda at: {"weight": at.frame.weights.raw(EMBEDDING)},
@@ -94,16 +107,29 @@ ENDS = (
 
 # Norms.
 
+def _plus_one(case: Case) -> bool:
+    return case.config.norm == "GemmaRMSNorm"
+
+
+def _factor(at: At) -> torch.Tensor:
+    """What the normalized is multiplied with."""
+    return at.weight() + _plus_one(at.case)
+
+
 def _outside(at: At, eps: float) -> torch.Tensor:
-    return at.weight() * at.given() / (at.given().pow(2).mean(-1, keepdim=True).sqrt() + eps)
+    return _factor(at) * at.given() / (at.given().pow(2).mean(-1, keepdim=True).sqrt() + eps)
 
 
 def _divided(by: Callable) -> Callable:
     """The norm with another measure of size in the place of the mean square."""
     def change(at: At) -> torch.Tensor:
         x = at.given()
-        return at.weight() * x * torch.rsqrt(by(x.float()) + at.case.config.rms_norm_eps).to(x.dtype)
+        return _factor(at) * x * torch.rsqrt(by(x.float()) + at.case.config.rms_norm_eps).to(x.dtype)
     return change
+
+
+def _over_own_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.pow(2).mean((-2, -1), keepdim=True)
 
 
 def _squares(case: Case) -> torch.Tensor:
@@ -140,16 +166,18 @@ NORMING = (
     Family(NORMS, Mistake("norm_missing", "{op} is what the norm was given, unchanged: it is not applied.",
                           lambda at: at.given()),
            Mistake("norm_missing", "{op} is the norm's input times its weight: it was never divided by its root mean "
-                   "square.", lambda at: at.given() * at.weight())),
+                   "square.", lambda at: at.given() * _factor(at))),
     numbers.scaled_into_the_first_norm,
     Family(NORMS, Mistake("norm_epsilon", "{op} is right for an epsilon of {value:.2g}; the checkpoint says {eps:g}.",
                           lambda at, eps: {"eps": eps}, fit=_epsilons, number="epsilon", when=_rows_differ),
            Mistake("norm_epsilon", "{op} is right for an epsilon of {value:.2g} outside of the square root; the "
                    "checkpoint says {eps:g}.", _outside, fit=_epsilons, number="epsilon", when=_rows_differ)),
     Family(NORMS, Mistake("norm_weight_missing", "{op} is normalized, but not multiplied with the norm's weight.",
-                          lambda at: {"weight": torch.ones_like(at.weight())}),
+                          lambda at: {"weight": torch.full_like(at.weight(), not _plus_one(at.case))}),
            Mistake("norm_plus_one", "{op} is multiplied with 1 + weight, as Gemma does; this checkpoint's weight is "
-                   "the factor itself.", lambda at: {"weight": 1 + at.weight()}),
+                   "the factor itself.", {"kind": "GemmaRMSNorm"}, when=lambda case: not _plus_one(case)),
+           Mistake("norm_plus_one_forgotten", "{op} is multiplied with the weight; this model's factor is 1 + weight.",
+                   {"kind": "WideRMSNorm"}, when=_plus_one),
            Mistake("layer_norm", "{op} is what a LayerNorm gives, which subtracts the mean; this model has RMSNorm.",
                    lambda at: {"x": at.given() - at.given().mean(-1, keepdim=True)}),
            Mistake("norm_by_deviation", "{op} is divided by the standard deviation, where the mean is left out, not "
@@ -161,7 +189,12 @@ NORMING = (
            Mistake("norm_twice", "{op} is normalized twice.", lambda at: {"x": at.expected()})),
     Family(("q_norm", "k_norm"), Mistake(
         "norm_over_all_heads", "{op} was divided by the root mean square of all heads of a token together; each head "
-        "has its own.", _divided(lambda x: x.pow(2).mean((-2, -1), keepdim=True)))),
+        "has its own.", _divided(_over_own_heads), when=lambda case: not case.config.full_width_qk_norm), Mistake(
+        "qk_norm_own_heads", "{op} was divided by the root mean square of the heads that are on its rank; this norm "
+        "goes over all heads of the model, so the ranks must tell each other.", _divided(_over_own_heads),
+        when=lambda case: case.config.full_width_qk_norm and several_ranks(case)), Mistake(
+        "qk_norm_each_head", "{op} was normalized head by head; this norm goes over all heads of the model together.",
+        _divided(lambda x: x.pow(2).mean(-1, keepdim=True)), when=lambda case: case.config.full_width_qk_norm)),
     Family(NORMS, _other_norm("wrong_layer", True), _other_norm("norm_weight_exchanged", False)),
     Family("post_norm", Mistake("norm_wrong_input", "{op} is the norm of {text}.", lambda at, name: {"x": at(name)}, {
         "before": "the layer's input: attention's output has not been added yet",

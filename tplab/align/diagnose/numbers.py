@@ -166,7 +166,7 @@ def norm_in_place(case: Case) -> Diagnosis | None:
               f"layers.{int(case.layer.split('.')[1]) + 1}.input_norm"}[case.op]
     at, _, op = behind.rpartition(".")
     weight = frame.weights.raw(f"{frame.module(f'{at}.' if at else '', op)}.weight").to(frame.dtype)
-    stream, branch = POINTS[case.op].made_from
+    stream, branch = case.made_from(case.op)
     for name in (stream, "input_norm" if case.op == "residual" else "post_norm"):
         if explains(case, lambda at, name=name: rms_norm(at(name) + at(branch), weight, case.config.rms_norm_eps)):
             return case.diagnosis("norm_in_place", says.format(op))
@@ -288,7 +288,7 @@ def _before_and_after(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def made_of(case: Case) -> str:
     """The point that RoPE turns: ``"q"`` or ``"q_norm"``."""
-    return f"{case.op[0]}_norm" if case.config.qk_norm else case.op[0]
+    return case.made_from(case.op)[0]
 
 
 def own_frequencies(case: Case) -> tuple[torch.Tensor, float]:
@@ -304,8 +304,9 @@ def measured_frequencies(case: Case) -> torch.Tensor | None:
     off, because q (or k) before or after was not recorded."""
     if case.op != case.point or not case.has(made_of(case)):
         return None
-    before, after = (torch.view_as_complex(torch.stack(x.double().chunk(2, -1), -1).contiguous())
-                     for x in map(case.looked_at, _before_and_after(case)))
+    size, neighbours = case.turned, case.config.rotates_pairs
+    before, after = (torch.view_as_complex(x.unflatten(-1, (-1, 2)) if neighbours else torch.stack(
+        x.chunk(2, -1), -1)) for x in (case.looked_at(x)[..., :size].double() for x in _before_and_after(case)))
     if not torch.isfinite(torch.view_as_real(after)).all():
         return None
     def wound(angle: torch.Tensor) -> torch.Tensor:
@@ -327,7 +328,7 @@ def measured_frequencies(case: Case) -> torch.Tensor | None:
 @procedure(*ROPE, names="rope_theta")
 def another_theta(case: Case) -> Diagnosis | None:
     """Does another theta fit, or another size of the head in its exponent?"""
-    theta_right, dim = case.config.hf.rope_parameters["rope_theta"], case.config.head_dim
+    theta_right, dim = case.rope["rope_theta"], case.turned
     steps, scale, candidates = torch.arange(dim // 2), own_frequencies(case)[1], set(_THETAS)
     if (measured := measured_frequencies(case)) is not None:
         # theta from each pair that turns far enough to be read; the middle one

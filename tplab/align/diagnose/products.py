@@ -11,11 +11,12 @@ from tplab.align.diagnose import numbers, places
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.table import Family, Mistake
 from tplab.align.diagnose.wrong import At, has_bias, right, several_ranks
-from tplab.align.points import POINTS, made_by
+from tplab.align.points import POINTS, layer_of, layout, made_by
 
 LINEAR = made_by("linear", "head")
 HEADS = ("q", "k", "v")
 COLUMNS = (*HEADS, "gate", "up")
+MATRICES = (*COLUMNS, "o_partial", "mlp_partial")
 
 
 # Products: other rows, other places.
@@ -154,11 +155,11 @@ def _biased(case: Case) -> bool:
 def _added(name: str, times: int, says: str, sum_says: str) -> tuple[Mistake, Mistake]:
     """A bias taken ``times`` times, by the product and by the sum behind it."""
     def partial(case: Case) -> str:
-        return POINTS[case.op].made_from[0]
+        return case.made_from(case.op)[0]
     return (Mistake(name, "{name} is right but for the bias of {module}: " + says + ".",
                     lambda at: {"bias": times * at.vector()}, when=_biased),
             Mistake(name, "{name} is right but for the bias of {module}: " + sum_says + ".",
-                    lambda at: at.expected() + (times - 1) * at.vector(POINTS[at.op].made_from[0]),
+                    lambda at: at.expected() + (times - 1) * at.vector(at.case.made_from(at.op)[0]),
                     when=lambda case: has_bias(case, partial(case)) and case.op == case.point))
 
 
@@ -188,6 +189,7 @@ def _other_modules(case: Case) -> dict[str, str]:
     at = right(case, 0)
     return {} if len(case.ops) > 1 or case.op == "logits" else {
         other: POINTS[other].module for other in LINEAR if other not in ("logits", case.op)
+        and POINTS[other].needs(case.config, layer_of(case.first.name))
         and {other, case.op} not in ({"k", "v"}, {"gate", "up"}) and at.matrix(other).shape == at.matrix().shape}
 
 
@@ -200,6 +202,21 @@ def _first_scales(at: At) -> dict:
     largest = weight.abs().amax(1, keepdim=True)
     weight[features] *= largest[:len(features)] / largest[features]
     return {"weight": weight}
+
+
+def _scaled(case: Case) -> bool:
+    return case.op in MATRICES and all(right(case, 0).frame.weights.scales(
+        f"{right(case, 0).frame.module(f'{case.layer}.', op)}.weight") is not None for op in case.ops)
+
+
+def _first_blocks(at: At) -> dict:
+    """The weight with scales that are counted from this rank's first row or column."""
+    weight, features = at.matrix().clone(), at.features()
+    scales = at.frame.weights.scales(f"{at.frame.module(at.layer, at.op)}.weight")
+    if layout(at.op) == "partial":
+        weight, scales = weight.T, scales.T
+    weight[features] *= scales[:len(features)] / scales[features]
+    return {"weight": weight.T if layout(at.op) == "partial" else weight}
 
 
 PRODUCTS = (
@@ -231,6 +248,9 @@ PRODUCTS = (
         "weight_not_loaded", "{name} is what a weight of zeros gives: that of {module} was made and never filled.",
         lambda at: {"weight": 0 * at.matrix()}, when=lambda case: case.op != "logits"), last=True),
     numbers.unrelated_weight,
+    Family(MATRICES, Mistake(
+        "block_scales_of_other_rows", "{name} is right but for the scales of {module}: they are those of the first "
+        "blocks, whichever part of the weight the rank has.", _first_blocks, when=_scaled)),
     Family(COLUMNS, Mistake(
         "channel_scales", "{name} is right but for a factor for each output: the ranks have their own rows of "
         "{module}, and the scales of the first rows.", _first_scales, when=lambda case: 0 not in case.wrong_ranks)),

@@ -16,9 +16,15 @@ ROPE = made_by("rope")
 FULL_FLOAT = ("default", "linear", "llama3", "yarn")  # angles are a product of position and frequency
 
 
-def _pairs(at: At) -> torch.Tensor:
-    x, tables = at.given(), at.rotary()
-    cos, sin = (tables[name][0, :, None, :x.shape[-1] // 2] for name in ("cos", "sin"))
+def _front(at: At, change: Callable) -> torch.Tensor:
+    """``change(x, cos, sin)`` of the numbers of a head that turn, and the others as they are."""
+    x, (cos, sin) = at.given(), (table[0, :, None] for table in at.rotary().values())
+    size = cos.shape[-1]
+    return torch.cat([change(x[..., :size], cos, sin), x[..., size:]], -1)
+
+
+def _neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = (table[..., :x.shape[-1] // 2] for table in (cos, sin))
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
@@ -69,9 +75,9 @@ def _scaled(case: Case) -> dict:
             for power, what in ((0, "left out"), (2, "taken twice")) if abs(scale - 1) > 1e-6}
 
 
-def _front(at: At, value: tuple[int, int]) -> torch.Tensor:
+def _first_numbers(at: At, value: tuple[int, int]) -> torch.Tensor:
     size, whole = value
-    x, theta = at.given(), at.case.config.hf.rope_parameters["rope_theta"]
+    x, theta = at.given(), at.case.rope["rope_theta"]
     tables = by_frequency(at, (theta ** (-torch.arange(0, size, 2) / whole)).double())
     turned = rotated(at.case.config.model_type, x[..., :size], tables["cos"], tables["sin"])
     return torch.cat([turned, x[..., size:]], -1)
@@ -109,10 +115,8 @@ def _other_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _terms(says: str, change: Callable) -> Mistake:
-    def turned(at: At) -> torch.Tensor:
-        tables = at.rotary()
-        return change(at.given(), *(tables[name][0, :, None] for name in ("cos", "sin")))
-    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".", turned)
+    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".",
+                   lambda at: _front(at, change))
 
 
 def _in_pairs(table: torch.Tensor) -> torch.Tensor:
@@ -120,7 +124,7 @@ def _in_pairs(table: torch.Tensor) -> torch.Tensor:
 
 
 def _upwards(at: At) -> dict:
-    theta, size = at.case.config.hf.rope_parameters["rope_theta"], at.case.config.head_dim
+    theta, size = at.case.rope["rope_theta"], at.case.turned
     turn = at.frame.positions[:, None] * theta ** (torch.arange(0, size, 2) / size)  # in float32: they are large
     return angles(at, turn)
 
@@ -138,13 +142,23 @@ def _viewed(says: str, before: bool, behind: bool) -> Mistake:
                    "where a transpose exchanges heads and tokens.", change)
 
 
+def _turns(case: Case) -> bool:
+    return case.config.rotates[int(case.layer.split(".")[1])]
+
+
 TURNING = (
     Family(ROPE, Mistake(
         "rope_missing", "{op} equals {op[0]}: nothing was rotated. RoPE is not called, or it fails and something "
         "swallows the exception.", lambda at: at.given(), alike=("rope_swallowed",))),
     Family(ROPE, Mistake(
+        "rope_in_every_layer", "{op} is {op[0]} rotated; in this layer the model does not rotate.",
+        lambda at: dict(zip(("cos", "sin"), at.frame.cos_sin(at.layer))), when=lambda case: not _turns(case)), Mistake(
+        "rope_whole_head", "All {dim} numbers of a head were rotated; this model rotates the first "
+        "{c.partial_rotary_factor:.0%} of them.", lambda at: at.rotary(partial_rotary_factor=1.0),
+        when=lambda case: case.config.partial_rotary_factor != 1)),
+    Family(ROPE, Mistake(
         "rope_pairs", "{op} is {op[0]} with numbers 0 and 1, 2 and 3, … turned as pairs. This checkpoint pairs i with "
-        "i + {half}, the two halves of a head.", _pairs)),
+        "i + {half}, the two halves of a head.", lambda at: _front(at, _neighbours))),
     Family(ROPE, Mistake(
         "rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of position h: cos and "
         "sin were broadcast over the heads instead of the tokens.", _over_heads)),
@@ -154,11 +168,11 @@ TURNING = (
     Family(ROPE, Mistake(
         "rope_default_theta", "{op} is right for theta 10000; the checkpoint says {theta:g}.",
         lambda at: at.rotary(rope_theta=10000.0),
-        when=lambda case: case.config.hf.rope_parameters["rope_theta"] != 10000.0)),
+        when=lambda case: case.rope["rope_theta"] != 10000.0)),
     Family(ROPE, Mistake(
         "rope_scaling_ignored", "{op} is right for an unscaled RoPE; the checkpoint scales it ({kind}).",
         lambda at: at.rotary(rope_type="default"),
-        when=lambda case: case.config.hf.rope_parameters["rope_type"] != "default")),
+        when=lambda case: case.rope["rope_type"] != "default")),
     numbers.other_positions,
     Family(ROPE, _as_positions("decode_position_off_by_one", "one", "a decoding token is turned one position too far; "
                                "the newest of n tokens stands at position n - 1"),
@@ -173,11 +187,11 @@ TURNING = (
                for share in (4, 2)}),
            _spectra("rope_scaling", "all positions are multiplied by {text}", lambda case: {
                (part, 1, 1): f"{part:.4g}" for part in numbers.stretches(case)})),
-    Family(ROPE, Mistake("rope_partial", "Only the first {text} of a head's {dim} numbers were turned.", _front,
+    Family(ROPE, Mistake("rope_partial", "Only the first {text} of a head's {dim} numbers were turned.", _first_numbers,
                          _fronts)),
     Family(ROPE, Mistake(
         "rope_dtype", "{op} is turned by angles of too few digits: {text}. They belong in float32.", _rounded_tables,
-        _table_texts, when=lambda case: case.config.hf.rope_parameters["rope_type"] in FULL_FLOAT)),
+        _table_texts, when=lambda case: case.rope["rope_type"] in FULL_FLOAT)),
     Family(ROPE, _terms("cos and sin have changed places", lambda x, cos, sin: x * sin + _other_half(x) * cos),
            _terms("it is multiplied with cos, and the sine's part is missing", lambda x, cos, sin: x * cos),
            _terms("the cosine's part is missing", lambda x, cos, sin: _other_half(x) * sin),

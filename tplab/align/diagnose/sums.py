@@ -7,7 +7,6 @@ import torch
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.table import procedure
 from tplab.align.diagnose.wrong import explains, fitting, right
-from tplab.align.points import POINTS
 
 # what else may have been taken into a sum
 _OTHERS = {"residual": ("input_norm",), "output": ("post_norm", "before", "o_proj")}
@@ -20,7 +19,7 @@ _SAYS = {"before": "the layer's input", "input_norm": "the normalized input", "o
 def another_sum(case: Case) -> Diagnosis | None:
     """Is it another sum of the tensors at hand, each taken a whole number of times? Into the first layer, the stream
     may come multiplied with any number."""
-    stream, branch = POINTS[case.op].made_from
+    stream, branch = case.made_from(case.op)
     rank, tp = case.wrong_ranks[0], case.plan.tensor_parallel_size
     ours = case.looked_at(case.shard(case.point, rank)).double().flatten()
     if case.op != case.point or not torch.isfinite(ours).all():
@@ -78,7 +77,7 @@ def reduced_in_some_calls(case: Case) -> Diagnosis | None:
 @procedure("o_proj", "mlp", names="all_reduce_missing all_reduce_dropped")
 def not_reduced(case: Case) -> Diagnosis | None:
     """Does each rank go on with its own summand, and does its op log know of a reduce?"""
-    partial, tp = POINTS[case.op].made_from[0], case.recording.world_size
+    partial, tp = case.made_from(case.op)[0], case.recording.world_size
     if all(map(torch.equal, case.shards(partial), case.shards(case.op))) if case.op == case.point and case.has(
             partial) else tp > 1 and explains(case, lambda at: at(partial)):
         done = [sum(record.op == "all_reduce" for record in log) for log in case.report.op_logs]
@@ -102,7 +101,7 @@ def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
     if case.op != case.point:  # the sum itself was not recorded
         times = next(iter(fitting(case, {n: lambda at, n=n: n * at.expected() for n in (1 / tp, tp)})), None)
         return times and _times(case, times)
-    parts = [right(case, rank)(POINTS[case.op].made_from[0]) for rank in range(tp)]
+    parts = [right(case, rank)(case.made_from(case.op)[0]) for rank in range(tp)]
     columns, found = torch.stack([case.looked_at(part).double().flatten() for part in parts], 1), []
     for held in case.shards(case.point):
         if not torch.isfinite(held).all() or not torch.isfinite(columns).all():

@@ -111,10 +111,13 @@ def said(case: Case, one: Mistake, value=None, text: str = "") -> Diagnosis:
 def words(case: Case) -> dict[str, object]:
     """What sentences may speak of."""
     config, dim = case.config, case.config.head_dim
-    rope = config.hf.rope_parameters
+    rope = case.rope
     return {"op": case.op, "name": case.first.name, "point": case.point, "module": module(case), "dim": dim,
-            "half": dim // 2, "tp": case.recording.world_size, "theta": rope["rope_theta"], "kind": rope["rope_type"],
-            "act": config.hidden_act, "eps": config.rms_norm_eps, "layer": case.layer, "c": config}
+            "half": case.turned // 2, "tp": case.recording.world_size, "theta": rope["rope_theta"],
+            "kind": rope["rope_type"],
+            "scale": f"1 / sqrt({dim}), of a head's size" if config.scaling == dim ** -0.5 else f"{config.scaling:.4g}",
+            "act": config.hidden_act, "eps": config.rms_norm_eps, "layer": case.layer,
+            "c": config}
 
 
 Procedure = Callable[..., Diagnosis | None]

@@ -58,7 +58,7 @@ class At:
 
     def weight(self) -> torch.Tensor:
         """The norm's weight."""
-        return self.frame.weights[f"{self.frame.module(self.layer, self.op)}.weight"]
+        return self.frame.norm_weight(self.layer, self.op, self.rank)
 
     def matrix(self, point: str | None = None) -> torch.Tensor:
         """The weight behind a point, ``[out, in]``."""
@@ -87,10 +87,11 @@ class At:
     def rotary(self, positions: torch.Tensor | None = None, **changed) -> dict[str, torch.Tensor]:
         """cos and sin, ``[1, rows, head_dim]``, of the checkpoint's RoPE with some of its parameters changed; at the
         positions of the case's rows if no others are given."""
-        config = copy.deepcopy(self.case.config.hf)
-        config.rope_parameters = {**config.rope_parameters, **changed}
-        cos, sin = self.frame.tables(config, self.frame.positions) if positions is None else Rotary(config)(
-            torch.empty(0, dtype=self.frame.dtype), positions, [len(positions)])
+        config, kind = copy.deepcopy(self.case.config.hf), self.frame.rope_type(self.layer)
+        own = {**self.case.rope, **changed}
+        config.rope_parameters = {**config.rope_parameters, kind[0]: own} if kind else own
+        cos, sin = self.frame.tables(config, self.frame.positions, *kind) if positions is None else Rotary(config)(
+            torch.empty(0, dtype=self.frame.dtype), positions, [len(positions)], *kind)
         return {"cos": cos, "sin": sin}
 
 
@@ -141,7 +142,7 @@ def compound(case: Case) -> Iterator[tuple[str, ...]]:
     each alone, then those together that one mistake would touch."""
     ops, unseen = [case.point], [case.first.name]
     while unseen:
-        for name in inputs(unseen.pop(), case.config.num_layers, case.config.qk_norm):
+        for name in inputs(unseen.pop(), case.config):
             layer, _, point = name.rpartition(".")
             if layer == case.layer and point not in ops and not case.has(point):
                 ops.append(point)
@@ -153,7 +154,7 @@ def compound(case: Case) -> Iterator[tuple[str, ...]]:
 def sources(case: Case) -> list[str]:
     """The recorded points (or the input of the layer) from which the case's point is computed."""
     ops = {f"{case.layer}.{op}".lstrip(".") for op, *more in compound(case) if not more}
-    found = (name for op in ops for name in inputs(op, case.config.num_layers, case.config.qk_norm))
+    found = (name for op in ops for name in inputs(op, case.config))
     return sorted({*found} - ops)
 
 

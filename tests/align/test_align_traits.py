@@ -1,0 +1,29 @@
+"""Models with more than a Llama has: every point of each, alone and as real models combine them, equals Hugging Face's,
+point by point, in one pass and along the decode path.
+"""
+
+import pytest
+from helpers.faults import prompts
+from helpers.trait_models import TRAITS, make_model
+
+from tplab.align import align, align_decode
+from tplab.align.points import point_names
+from tplab.checkpoint import open_checkpoint
+
+
+@pytest.fixture(scope="module", params=list(enumerate(TRAITS)), ids=lambda one: one[1])
+def case(request, tmp_path_factory):
+    """A model, and on how many ranks."""
+    at, name = request.param
+    return open_checkpoint(make_model(tmp_path_factory.mktemp("trait") / "m", **TRAITS[name])), 2 + at % 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_healthy_engine_is_clean_at_every_point(case, dtype):
+    ckpt, tp = case
+    for dealt_out in [False, True][:1 + (ckpt.config.experts is not None)]:
+        options = {"tensor_parallel_size": tp, "dtype": dtype, "logical": True, "enable_expert_parallel": dealt_out}
+        whole, steps = (align(ckpt, prompts(71), **options), align_decode(ckpt, prompts(71), new_tokens=5, **options))
+        for report in (whole, steps):
+            assert report.ok and not report.diagnoses, report.diagnosis_lines()
+            assert [point.name for point in report.points] == point_names(ckpt.config)

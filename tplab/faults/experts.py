@@ -1,0 +1,143 @@
+"""Faults of experts and their routers."""
+
+import torch
+from torch.nn import functional as F
+
+from tplab.faults.fault import bug, two_ranks
+from tplab.model.trace import point
+from tplab.patch import original
+from tplab.ranks import all_reduce
+
+
+def router_softmax_order(logits, top_k, renormalize):
+    chosen, ids = torch.topk(logits, top_k, dim=-1)
+    return torch.softmax(chosen, dim=-1), ids                 # over the chosen ones alone
+
+
+def router_not_renormalised(logits, top_k, renormalize):
+    weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
+    return weights, ids                                       # whatever renormalize says
+
+
+def router_low_precision(self, x):
+    weight, bias = (part if part is None else part.bfloat16() for part in (self.weight, self.bias))
+    return F.linear(x.bfloat16(), weight, bias).to(x.dtype)   # two experts' scores are easily equal
+
+
+def all_reduce_twice(tensor):
+    return all_reduce(all_reduce(tensor))                     # one inside of the experts, one behind them
+
+
+def shared_expert_not_reduced(self, x):
+    out = all_reduce(self.experts(x, *self.route(self.gate(x))))
+    out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.partial(x)    # a rank's own part of it
+    point(f"layers.{self.layer}.mlp", out)
+    return out
+
+
+def experts_off_by_offset(self, x, weights, ids):
+    partial = torch.zeros_like(x)
+    for expert, mlp in enumerate(self.values()):              # counted on this rank, from 0 ...
+        place, rows = torch.where(ids.T == expert)            # ... and compared with ids of the whole model
+        if len(rows):
+            weighted = mlp.partial(x[rows]) * weights[rows, place, None]
+            partial.index_add_(0, rows, weighted.to(partial.dtype))
+    return partial
+
+
+def top_k_of_own_experts(self, x, logits):
+    own = torch.tensor([int(expert) for expert in self.experts])
+    weights, ids = self.route(logits[:, own])                 # the best of those that are here
+    partial = self.experts(x, weights, own[ids])
+    if self.shared_expert is not None:
+        partial = partial + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.partial(x)
+    return partial
+
+
+def expert_bias_everywhere(self, x):
+    down = self.down_proj
+    return F.linear(self.gated(x), down.weight, down.bias)    # each rank's columns with the whole bias
+
+
+def block_scales_of_other_rows(piece, index, scale, take):
+    first = tuple(slice(0, part.stop - part.start) for part in index)          # counted from the rank's own first row
+    return original("tplab.checkpoint.reader.widened")(piece, first, scale, take)
+
+
+def _experts(config, tensor_parallel_size: int) -> str:
+    return "" if config.experts and config.experts.layers[0] else "the first layer has no experts"
+
+
+def _softmax_first(config, tensor_parallel_size: int) -> str:
+    return _experts(config, tensor_parallel_size) or (
+        "" if config.experts.softmax_first and not config.experts.renormalize else
+        "the weights are shares of the chosen experts here, and so they come out the same")
+
+
+def _renormalised(config, tensor_parallel_size: int) -> str:
+    return _experts(config, tensor_parallel_size) or (
+        "" if config.experts.softmax_first and config.experts.renormalize else "this router does not renormalise")
+
+
+def _reduced(config, tensor_parallel_size: int) -> str:
+    return _experts(config, tensor_parallel_size) or two_ranks(config, tensor_parallel_size)
+
+
+def _shared(config, tensor_parallel_size: int) -> str:
+    return _reduced(config, tensor_parallel_size) or (
+        "" if config.experts.shared_intermediate_size else "there is no shared expert")
+
+
+def _alone(config, tensor_parallel_size: int) -> str:
+    return _experts(config, tensor_parallel_size) or (
+        "the shared expert's gate would compute so as well" if config.experts.shared_intermediate_size else "")
+
+
+def _enough(config, tensor_parallel_size: int) -> str:
+    return _reduced(config, tensor_parallel_size) or (
+        "" if config.experts.num_experts // tensor_parallel_size >= config.experts.top_k else
+        f"a rank has too few experts to choose {config.experts.top_k} of its own")
+
+
+def _biased(config, tensor_parallel_size: int) -> str:
+    return _reduced(config, tensor_parallel_size) or ("" if config.experts.bias else "the experts have no biases")
+
+
+def _blocks(config, tensor_parallel_size: int) -> str:
+    return two_ranks(config, tensor_parallel_size) or (
+        "" if config.scale_block else "the weights have no scales beside them")
+
+
+_NOTEBOOK = "12_experts"
+_EXPERTS = "tplab.model.experts"
+_DEALT_OUT = {"enable_expert_parallel": True}
+
+FAULTS = (
+    bug(f"{_EXPERTS}.softmax_then_top_k", router_softmax_order, "the router's softmax stands behind its top-k",
+        "The right experts, too loud: their weights add up to 1 where they should not.",
+        first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_softmax_first),
+    bug(f"{_EXPERTS}.softmax_then_top_k", router_not_renormalised, "the chosen experts' weights are not renormalised",
+        "The right experts, too quiet; text that is nearly right.",
+        first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_renormalised),
+    bug("tplab.shard.linear.ReplicatedLinear.forward", router_low_precision, "the router computes in bfloat16",
+        "Now and then a token goes to the third best expert.",
+        first_point="layers.0.router_logits", notebook=_NOTEBOOK, needs=_alone, below_bfloat16=True),
+    bug(f"{_EXPERTS}.all_reduce", all_reduce_twice, "the experts' sum is reduced twice",
+        "Correct on one rank; on two, the MLPs count twice.",
+        first_point="layers.0.mlp", notebook=_NOTEBOOK, needs=_reduced),
+    bug(f"{_EXPERTS}.SparseMoeBlock.forward", shared_expert_not_reduced, "the shared expert's part is never reduced",
+        "The ranks drift apart; each has a part of what every token should get.",
+        first_point="layers.0.mlp", notebook=_NOTEBOOK, needs=_shared),
+    bug(f"{_EXPERTS}.FusedMoE.forward", experts_off_by_offset, "a rank takes global expert ids for its own",
+        "Correct on one rank; on two, half of the experts never hear of a token, and others get theirs.",
+        first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_reduced, options=_DEALT_OUT),
+    bug(f"{_EXPERTS}.SparseMoeBlock.partial", top_k_of_own_experts, "each rank chooses the best of its own experts",
+        "Correct on one rank; on two, a token gets twice as many experts, half of them unasked.",
+        first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_enough, options=_DEALT_OUT),
+    bug("tplab.model.mlp.GatedMLP.partial", expert_bias_everywhere, "every rank adds the experts' biases",
+        "Correct on one rank; the more ranks, the further the text drifts.",
+        first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_biased),
+    bug("tplab.checkpoint.reader.widened", block_scales_of_other_rows, "each rank has the first blocks' scales",
+        "Rank 0 is right, the others' rows are too large or too small, block by block.",
+        first_point="layers.0.q", notebook="07_sharded_loading", needs=_blocks),
+)

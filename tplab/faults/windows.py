@@ -1,0 +1,168 @@
+"""Faults of what models of today have beside a Llama: windows, sinks, caps, other norms, other rotations."""
+
+import copy
+
+import torch
+
+from tplab.faults.fault import bug, two_ranks
+from tplab.model.attention import mask_scores, soft_cap, softmax
+from tplab.patch import original
+from tplab.ranks import world_size
+
+
+def window_one_too_wide(mask, window):
+    seen = (~mask).sum(-1, keepdim=True)
+    here = torch.arange(mask.shape[-1])
+    return mask | (here < seen - window - 1)               # so many before the query: it is not counted itself
+
+
+def window_wrong_layers(self, config, plan, layer, dtype):
+    original("tplab.model.attention.TensorParallelAttention.__init__")(self, config, plan, layer, dtype)
+    self.window = config.windows[(layer + 1) % config.num_layers]    # layers are counted from 1 here
+
+
+def window_from_chunk_start(mask, window):
+    row = torch.arange(mask.shape[-2])[:, None]            # row 0 of a chunk is taken for the text's first token
+    return mask | (torch.arange(mask.shape[-1]) <= row - window)
+
+
+def sinks_of_rank_0(self, parameter, source):
+    heads = len(self.shard.q_heads)
+    getattr(self, parameter).data.copy_(source[:heads])    # as many as are here, from the first on
+
+
+def sinks_once_per_rank(scores, sinks):
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    every = torch.cat([scores, *[column] * world_size()], dim=-1)    # one for each rank that takes part
+    return torch.softmax(every, dim=-1)[..., :scores.shape[-1]]
+
+
+def capped_after_mask(q, k, v, mask, scaling, *, softcap=None, sinks=None):
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    scores = mask_scores((grouped @ k.transpose(2, 3)).view(*q.shape[:3], -1) * scaling, mask)
+    weights = softmax(soft_cap(scores, softcap))           # minus infinity comes out as minus the cap
+    return (weights.view(*grouped.shape[:3], -1) @ v).view(q.shape)
+
+
+def logits_capped_twice(self, logits):
+    cap = self.config.final_logit_softcapping
+    logits = soft_cap(logits / self.config.logits_scaling, cap)
+    return soft_cap(logits, cap)                           # and once more where the ranks' parts are joined
+
+
+def qk_norm_own_heads(self, q_norm, k_norm, q, k):
+    def normed(norm, x, heads):
+        mean = x.float().pow(2).mean((1, 2), keepdim=True)           # of the heads that are here
+        own = norm.weight.view(-1, x.shape[-1])[heads.start:heads.stop]
+        return (own * (x.float() * torch.rsqrt(mean + norm.eps))).to(x.dtype)
+    return normed(q_norm, q, self.shard.q_heads), normed(k_norm, k, self.shard.kv_heads)
+
+
+def norm_plus_one_forgotten(self, x):
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+    return (wide * self.weight).to(x.dtype)                # this model's factor is 1 + weight
+
+
+def embedding_unscaled(self, input_ids):
+    hidden = self.embed_tokens(input_ids)
+    if len(input_ids) == 1:                                # one new token has a path of its own
+        return hidden
+    return hidden * self.embedding_multiplier
+
+
+def rope_in_every_layer(q, k, cos, sin):
+    def turn(x):
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-b, a], dim=-1) * sin  # in layers that the model leaves without positions
+    return turn(q), turn(k)
+
+
+def rope_whole_head(self, config):
+    config = copy.deepcopy(config)
+    config.rope_parameters["partial_rotary_factor"] = 1.0  # nobody asked for it
+    original("tplab.model.rope.Rotary.__init__")(self, config)
+
+
+def _sliding(config, tensor_parallel_size: int) -> str:
+    return "" if config.windows[0] else "the first layer has no sliding window"
+
+
+def _some_sliding(config, tensor_parallel_size: int) -> str:
+    return "" if config.windows[0] != config.windows[1 % config.num_layers] else "the first two layers see equally far"
+
+
+def _sinks(config, tensor_parallel_size: int) -> str:
+    return two_ranks(config, tensor_parallel_size) or ("" if config.sinks else "this model has no sinks")
+
+
+def _capped_scores(config, tensor_parallel_size: int) -> str:
+    return "" if config.attn_logit_softcapping else "this model's scores have no cap"
+
+
+def _capped_logits(config, tensor_parallel_size: int) -> str:
+    return "" if config.final_logit_softcapping else "this model's logits have no cap"
+
+
+def _full_width(config, tensor_parallel_size: int) -> str:
+    return two_ranks(config, tensor_parallel_size) or (
+        "" if config.full_width_qk_norm else "no norm of this model goes over all heads")
+
+
+def _plus_one(config, tensor_parallel_size: int) -> str:
+    return "" if config.norm == "GemmaRMSNorm" else "this model's norms multiply with the weight itself"
+
+
+def _scaled_embedding(config, tensor_parallel_size: int) -> str:
+    return "" if config.embedding_multiplier != 1 else "this model's embedding is not scaled"
+
+
+def _unturned(config, tensor_parallel_size: int) -> str:
+    return "" if config.num_layers > 1 and not config.rotates[1] else "the second layer rotates q and k"
+
+
+def _part_of_a_head(config, tensor_parallel_size: int) -> str:
+    return "" if config.partial_rotary_factor != 1 else "all of a head is rotated"
+
+
+_NOTEBOOK = "12_experts"
+_ATTENTION = "tplab.model.attention"
+
+FAULTS = (
+    bug(f"{_ATTENTION}.within_window", window_one_too_wide, "the window does not count the query itself",
+        "Right up to the window's length; behind it each token sees one that it should have forgotten.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_sliding),
+    bug(f"{_ATTENTION}.TensorParallelAttention.__init__", window_wrong_layers, "the layers' windows are shifted by one",
+        "Short prompts read well; in long ones, layers that should see all forget, and others do not.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_some_sliding),
+    bug(f"{_ATTENTION}.within_window", window_from_chunk_start, "the window is counted from the chunk's first token",
+        "A prompt read at once is right; tokens that come later see everything there is.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_sliding, shows_in="decode"),
+    bug(f"{_ATTENTION}.TensorParallelAttention.load", sinks_of_rank_0, "every rank has the first heads' sinks",
+        "Correct on one rank; on more, the other ranks' heads attend a little too much or too little.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_sinks),
+    bug(f"{_ATTENTION}.softmax_with_sinks", sinks_once_per_rank, "a head's sink counts once for each rank",
+        "Correct on one rank; the more ranks, the less every token attends to anything.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_sinks),
+    bug(f"{_ATTENTION}.attend", capped_after_mask, "scores are capped after they were masked",
+        "Nothing is NaN, and every token sees the future a little: hidden scores are minus the cap.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_capped_scores),
+    bug("tplab.model.decoder.TensorParallelCausalLM.finish", logits_capped_twice, "logits are capped twice",
+        "Greedy text is right, since the order stays; what is drawn is too wild.",
+        first_point="logits", notebook=_NOTEBOOK, needs=_capped_logits),
+    bug(f"{_ATTENTION}.FullWidthNorm.__call__", qk_norm_own_heads, "q and k are normalised over a rank's own heads",
+        "Correct on one rank; on more, every head is a little too large or too small.",
+        first_point="layers.0.q_norm", notebook=_NOTEBOOK, needs=_full_width),
+    bug("tplab.model.norm.GemmaRMSNorm.forward", norm_plus_one_forgotten, "the norm's weight lacks its 1",
+        "Nothing readable: where the weight is near 0, so is what comes out.",
+        first_point="layers.0.input_norm", notebook=_NOTEBOOK, needs=_plus_one),
+    bug("tplab.model.decoder.TensorParallelCausalLM.embed", embedding_unscaled, "one path does not scale the embedding",
+        "The first token is right; those that follow hardly know which token they stand for.",
+        first_point="embed", notebook=_NOTEBOOK, needs=_scaled_embedding, shows_in="decode"),
+    bug(f"{_ATTENTION}.leave", rope_in_every_layer, "layers without rotation rotate",
+        "Short texts read well; far tokens are found less often than they should be.",
+        first_point="layers.1.q_rope", notebook=_NOTEBOOK, needs=_unturned),
+    bug("tplab.model.rope.Rotary.__init__", rope_whole_head, "all of a head is rotated, where a part should be",
+        "Fluent, and wrong about what was said before: numbers that carry no position are turned.",
+        first_point="layers.0.q_rope", notebook=_NOTEBOOK, needs=_part_of_a_head),
+)
