@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.reports import config_with
 
 from tplab.align.diagnose import traits as module
 from tplab.align.diagnose.case import Case
@@ -94,7 +95,7 @@ def test_nothing_is_said_of_numbers_that_are_lost_or_of_another_shape():
 def unseen(name, recorded, qk_norm=False):
     layer, _, point = name.rpartition(".")
     return Some(point=point, layer=layer, first=Some(name=name), has=lambda point: point in recorded,
-                config=Some(num_layers=3, qk_norm=qk_norm))
+                config=config_with(num_layers=3, qk_norm=qk_norm))
 
 
 @pytest.mark.parametrize("name, recorded, ops, made_from", [
@@ -120,7 +121,8 @@ def angles(positions, frequencies, **more):
     pairs = torch.complex(*before.chunk(2, -1)) * torch.exp(1j * turn)[:, None]
     after = torch.cat([pairs.real, pairs.imag], -1)
     return Some(**{"op": "q_rope", "point": "q_rope", "has": lambda name: name == "q", "shard": lambda *at: after,
-                   "config": Some(qk_norm=False), "wrong_ranks": (0,), "looked_at": lambda x: x,
+                   "config": config_with(), "turned": before.shape[-1], "made_from": lambda op: ("q",),
+                   "wrong_ranks": (0,), "looked_at": lambda x: x,
                    "frame": Some(given=lambda *at: before), "layer": "layers.0",
                    "positions": torch.tensor(positions)} | more)
 

@@ -1,4 +1,4 @@
-"""Notebook 12's instruments: experts beside Hugging Face, what routers choose, what ranks read for it."""
+"""Notebook 12's instruments: what routers choose, what ranks read for it."""
 
 import pytest
 import torch
@@ -6,37 +6,10 @@ import torch
 from tplab import ShardPlan
 from tplab.align.reference import hf_model
 from tplab.lesson import experts
-from tplab.lesson.experts_toys import toy_experts, toy_full_width
+from tplab.lesson.experts_toys import toy_experts
 
 pytestmark = pytest.mark.pool
 IDS = [3, 1, 4, 15, 9, 26, 5]
-
-
-def begins(ckpt=None, **options):
-    """The first point outside the floor, or None; and the report."""
-    report = experts.beside_hugging_face(ckpt or toy_experts(), IDS, **options)
-    return report.first_divergence and report.first_divergence.name, report
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_right_engine_is_inside_the_floor_at_every_point(ranks, whole):
-    name, report = begins(tensor_parallel_size=ranks, enable_expert_parallel=whole)
-    layers = [f"layers.{layer}.{point}" for layer in (0, 1) for point in experts.AROUND]
-    assert name is None and [point.name for point in report.points] == ["embed", *layers, "norm", "logits"]
-    assert report.plan.enable_expert_parallel is whole and report.tp_logits.shape == (len(IDS), 43)
-
-
-@pytest.mark.parametrize("engine, alone", [("A", "layers.0.mlp"), ("B", None), ("C", None)])
-def test_each_engine_is_wrong_at_the_experts_and_one_rank_can_show_only_the_weights(engine, alone):
-    patches = [experts.MISTAKES[engine]]
-    for ranks, name in ((1, alone), (2, "layers.0.mlp")):
-        assert begins(tensor_parallel_size=ranks, enable_expert_parallel=True, patches=patches)[0] == name
-
-
-def test_a_norm_over_a_ranks_own_heads_is_wrong_on_two_ranks():
-    for ranks, name in ((1, None), (2, "layers.0.o_proj")):
-        assert begins(toy_full_width(), tensor_parallel_size=ranks, patches=[experts.OWN_HEADS])[0] == name
 
 
 def test_the_choice_is_hugging_faces_for_one_prompt_and_for_two():

@@ -24,8 +24,8 @@ def router_low_precision(self, x):
     return F.linear(x.bfloat16(), weight, bias).to(x.dtype)   # two experts' scores are easily equal
 
 
-def all_reduce_twice(tensor):
-    return all_reduce(all_reduce(tensor))                     # one inside of the experts, one behind them
+def all_reduce_twice(t, async_op=False):
+    return all_reduce(all_reduce(t))                          # one inside of the experts, one behind them
 
 
 def shared_expert_not_reduced(self, x):

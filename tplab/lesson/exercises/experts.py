@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from tplab.align import align
 from tplab.checkpoint import Checkpoint
 from tplab.checks import whole_number
 from tplab.lesson.cuts import span
-from tplab.lesson.experts import beside_hugging_face
 from tplab.lesson.experts_toys import toy_experts
 from tplab.lesson.mine import Mine, NotYet, agree, for_each, kind, saying, several, tensor
 from tplab.lesson.verdict import Setting, at, exercise
@@ -35,9 +35,8 @@ def try_beside_hugging_face(setting: Setting, toy: Checkpoint | None = None, mod
     for mode in modes:
         where = f"in {ckpt.name if given else 'a small random model'}, {'expert' if mode else 'tensor'} parallel: "
         try:
-            report = beside_hugging_face(ckpt, setting.ids() if given else _IDS, dtype=dtype,
-                                         tensor_parallel_size=setting.tensor_parallel_size,
-                                         enable_expert_parallel=mode, patches=setting.patches)
+            report = align(ckpt, setting.ids() if given else _IDS, dtype=dtype, patches=setting.patches,
+                           tensor_parallel_size=setting.tensor_parallel_size, enable_expert_parallel=mode)
         except Exception as error:  # of the learner's code on the ranks
             raise NotYet(f"{where}{in_words(error)}") from error
         setting.report = report
