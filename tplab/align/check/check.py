@@ -13,7 +13,7 @@ from tplab.align.check.place import place
 from tplab.align.check.verdict import CheckReport
 from tplab.align.check.weights import wrong_parameters
 from tplab.align.judge import judge
-from tplab.align.recording import Recording
+from tplab.align.recording import PlacementError, Recording
 from tplab.align.report import internal_error
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
@@ -38,6 +38,8 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         CheckpointError, ShardPlanError: as for :func:`tplab.align.align`.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    if ckpt.config.traits:
+        raise PlacementError(f"{ckpt.name} has {', '.join(ckpt.config.traits)}: check does not know that yet; align does")
     recorded = one_model(read_recorded(folder), ckpt)
     names = dict(names) if names else None
     report = _judged(recorded, ckpt, names)
