@@ -39,7 +39,7 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     if ckpt.config.traits:
-        raise PlacementError(f"{ckpt.name} has {', '.join(ckpt.config.traits)}: check does not know that yet; align does")
+        raise PlacementError(f"{ckpt.name} has {', '.join(ckpt.config.traits)}: check does not know that yet")
     recorded = one_model(read_recorded(folder), ckpt)
     names = dict(names) if names else None
     report = _judged(recorded, ckpt, names)
