@@ -17,9 +17,9 @@ ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", 
          "cache", "engine", "fast", "invariant", "llm", "align", "faults", "fable", "bench", "show", "lesson", "lab",
          "cli"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
-             "pyproject.toml", "LICENSE"}
+             "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt"}
 # Needed though no file imports them: to run the lab, and to test it.
-RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"nbval", "pytest_xdist", "ruff"}
+RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"nbval", "pytest_xdist", "ruff", "mypy"}
 
 
 def files_under_git():

@@ -138,7 +138,7 @@ def _check_call(target: str, right: Callable, replacement: Callable) -> None:
     if not callable(replacement):
         raise PatchError(f"the replacement for {target} is {replacement!r}, which cannot be called")
     wanted = [p for p in inspect.signature(right).parameters.values()
-              if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+              if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     try:
         inspect.signature(replacement).bind(*wanted)
     except TypeError as error:

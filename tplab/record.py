@@ -32,8 +32,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 _ROOM = 1 << 16  # bytes kept free for a file's header; a call with more tensors goes on in a further file
 _thread = threading.local()  # .record: a weak reference to what this thread records with
-_compiled, _recorders = threading.Lock(), []  # those that watch; the first has the stance of torch.compile
-_begun = Counter()  # how often this process has begun to record rank N into a folder of this name
+_compiled = threading.Lock()
+_recorders: list = []  # those that watch; the first has the stance of torch.compile
+_begun: Counter = Counter()  # how often this process has begun to record rank N into a folder of this name
 
 
 class RecordError(RuntimeError):
@@ -72,7 +73,8 @@ class record(AbstractContextManager):
             self._folder.mkdir(parents=True)
         except FileExistsError:
             raise RecordError(f"{folder} holds rank {rank} of an earlier run; record into a new folder") from None
-        self._max_bytes, self._bytes, self._names, self._exit = max_bytes, 0, set(), ExitStack()
+        self._max_bytes, self._bytes, self._exit = max_bytes, 0, ExitStack()
+        self._names: set[tuple[str, str]] = set()
         self._call, self._skips, self._running, self._weights = -1, False, None, _Files(self, "parameters")
         self._lock, self._ended, self._ran, self._watched = threading.RLock(), False, True, False
         weakref.finalize(self, self._exit.close)  # of a recorder that is dropped without an end
@@ -178,7 +180,8 @@ class record(AbstractContextManager):
     def _begin(self, **said):
         self._end()
         self._call += 1
-        self._files, self._count, self._open = _Files(self, f"call{self._call}"), Counter(), defaultdict(list)
+        self._files, self._open = _Files(self, f"call{self._call}"), defaultdict(list)
+        self._count: Counter = Counter()
         self._skips = self._calls is not None and self._call not in self._calls
         self._line(event="call", call=self._call, skipped=self._skips, **said)
 
@@ -201,7 +204,7 @@ class record(AbstractContextManager):
             if plain is not None:
                 key = (self._weights if kind == "parameter" else self._files).put(about, plain)
                 why = f"max_bytes={self._max_bytes}"
-            what = dict(event="left out", why=why) if key is None else dict(
+            what = dict(event="left out", why=why) if key is None or plain is None else dict(
                 event="tensor", module_class=module_class, dtype=DTYPES[plain.dtype], shape=list(plain.shape), key=key)
             self._line(**what, **about)
 
@@ -216,6 +219,9 @@ class _Files:
 
     def __init__(self, rec, stem):
         self.rec, self.stem, self.part, self.file, self.buffer = rec, stem, 0, None, bytearray()
+        self.seen: dict[tuple, tuple] = {}
+        self.header: dict[str, dict] = {}
+        self.size = self.used = 0
 
     def put(self, about, tensor):
         """The tensor's number in its file, or None if max_bytes forbids it."""

@@ -122,7 +122,7 @@ def test_a_contiguous_cache_grows_by_sequence_and_counts_keys_and_values():
     first, second = context.batches(1, k, v)
     assert cache.nbytes == 4 * 2 * (3 + 1) * 4 and cache.computed == [3, 1]
     assert (first[0], second[0]) == (slice(0, 3), slice(3, 4)) and second[1].shape == (1, 2, 1, 3)
-    assert torch.equal(first[2][0], v[:3].transpose(0, 1)) and cache.k[0] == [None, None]
+    assert torch.equal(first[2][0], v[:3].transpose(0, 1)) and cache.k[0] == {}
     context = cache.context([0, 2])
     (batch,) = context.batches(1, k[:2], v[:2])
     assert context.lengths == [(2, 3)] and context.positions.tolist() == [1, 2] and cache.computed == [3, 3]

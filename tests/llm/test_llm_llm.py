@@ -32,7 +32,7 @@ def llm(folder):
 def requests_alive():
     gc.collect()
     return [thing for thing in gc.get_objects()
-            if type(thing).__name__ in ("Request", "Sequence", "rejected")
+            if type(thing).__name__ in ("Request", "Sequence", "RejectedRequest")
             and type(thing).__module__.startswith("tplab")]
 
 

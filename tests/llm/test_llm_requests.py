@@ -14,7 +14,7 @@ from tplab.engine.config import EngineConfig
 from tplab.errors import TplabError
 from tplab.faults import FaultError, fault
 from tplab.llm import LLM, SamplingParams
-from tplab.llm.requests import rejected
+from tplab.llm.requests import RejectedRequest
 from tplab.model.dtypes import DtypeError
 from tplab.patch import Patch, PatchError
 from tplab.shard import ShardPlan, ShardPlanError
@@ -61,7 +61,7 @@ def test_a_bad_prompt_is_named_and_its_neighbours_run(llm, name):
     assert [o.outputs[0].token_ids for o in (first, last)] == [o.outputs[0].token_ids for o in alone]
     assert wrong.outputs[0].finish_reason == "error" and wrong.finished and wrong.outputs[0].token_ids == []
     for prompt in [1, 2], (1, 2):
-        told = rejected(prompt, wrong.error).output()
+        told = RejectedRequest(prompt, wrong.error).output()
         assert (told.prompt_token_ids, told.prompt, told.error) == ([1, 2], None, wrong.error)
     assert isinstance(wrong.error, RequestError) and not llm.has_unfinished_requests
 

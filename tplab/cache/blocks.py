@@ -108,8 +108,9 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)  # empty ones are handed out before cached ones
 
     def _evict(self, block: int) -> None:
-        if self.keys[block] is not None:
-            del self._by_key[self.keys[block]]
+        key = self.keys[block]
+        if key is not None:
+            del self._by_key[key]
             self.keys[block] = None
 
     def reset_prefix_cache(self) -> None:

@@ -15,20 +15,20 @@ class ContiguousKVCache:
     """
 
     def __init__(self, num_sequences: int, num_layers: int):
-        self.k = [[None] * num_sequences for _ in range(num_layers)]
-        self.v = [[None] * num_sequences for _ in range(num_layers)]
+        self.k: list[dict[int, torch.Tensor]] = [{} for _ in range(num_layers)]  # of each layer, by sequence
+        self.v: list[dict[int, torch.Tensor]] = [{} for _ in range(num_layers)]
         self.computed = [0] * num_sequences
 
     @property
     def nbytes(self) -> int:
         """Bytes held on this rank now."""
         return sum(t.numel() * t.element_size() for layers in (self.k, self.v) for layer in layers
-                   for t in layer if t is not None)
+                   for t in layer.values())
 
     def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep copies of a sequence's new keys and values of a layer behind its past; returns all of them."""
         for held, new in ((self.k[layer], k), (self.v[layer], v)):
-            held[sequence] = new.clone() if held[sequence] is None else torch.cat([held[sequence], new])
+            held[sequence] = torch.cat([held[sequence], new]) if sequence in held else new.clone()
         return self.k[layer][sequence], self.v[layer][sequence]
 
     def context(self, counts: Sequence[int]) -> "ContiguousContext":

@@ -25,7 +25,7 @@ class Segment(NamedTuple):
     """
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
     block_ids: Sequence[int]
     prompt_length: int
 

@@ -24,7 +24,7 @@ def propose(token_ids: Sequence[int], count: int) -> tuple[int, ...]:
     return ()
 
 
-def num_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
+def num_accepted(draft: Sequence[int], chosen: Sequence[int | None]) -> int:
     """How many drafted tokens stay: those before the first that the model would not have chosen.
 
     ``chosen`` are the model's choices in the draft's places, and one behind its end.

@@ -12,7 +12,7 @@ from tplab.engine.config import EngineConfig
 from tplab.engine.draft import num_accepted
 from tplab.engine.errors import EngineError
 from tplab.engine.sampler import sample
-from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from tplab.engine.step import ModelRunnerOutput, SamplingMetadata, ScheduledRequest, SchedulerOutput
 from tplab.model import load_model
 from tplab.ranks import state
 from tplab.shard import ShardPlan
@@ -63,23 +63,25 @@ class ModelRunner:
         segments = [request.segment for request in requests]
         positions = torch.tensor([position for segment in segments for position in token_positions(segment)])
         ends = accumulate(segment.count for segment in segments)
-        rows, due = [], []  # whose prompt is done: the logits of its last token, and of a draft behind it, draw tokens
+        # Where a prompt is done, the logits of its last token and of a draft behind it draw tokens.
+        rows: list[int] = []
+        due: list[tuple[ScheduledRequest, SamplingMetadata]] = []
         for request, end in zip(requests, ends):
             if request.sampling is not None:
                 own = range(end - 1 - request.num_draft_tokens, end)
                 rows += own
-                due += [request] * len(own)
+                due += [(request, request.sampling)] * len(own)
         logits_here, slots = self.forward(torch.tensor(self.new_tokens(requests)), positions, segments, rows)
-        tokens, by_row = sample(self.lm_head, logits_here, [request.sampling for request in due]) if due else ([], {})
+        tokens, by_row = sample(self.lm_head, logits_here, [draw for _, draw in due]) if due else ([], {})
         chosen: dict[int, list[int | None]] = {}
-        for request, token in zip(due, tokens):
+        for (request, _), token in zip(due, tokens):
             chosen.setdefault(request.request_id, []).append(token)
         accepted = {request.request_id: num_accepted(request.draft, chosen[request.request_id])
-                    for request in due if request.num_draft_tokens}
+                    for request, _ in due if request.num_draft_tokens}
         self.drawn = {request_id: token for request_id, own in chosen.items()
                       if (token := own[accepted.get(request_id, 0)]) is not None}
-        logprobs = {due[row].request_id: found for row, found in by_row.items()}
-        nan = tuple(request.request_id for request, token in zip(due, tokens) if token is None)
+        logprobs = {due[row][0].request_id: found for row, found in by_row.items()}
+        nan = tuple(request.request_id for (request, _), token in zip(due, tokens) if token is None)
         return ModelRunnerOutput(self.drawn, logprobs, slots if self.config.strict else None, nan, accepted)
 
     def execute_steps(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:

@@ -102,5 +102,5 @@ def sample(lm_head: ParallelLMHead, logits_here: torch.Tensor, draws: Sequence[S
             if offers[row, 0].isnan():
                 offers[row, 1] = -1  # no token: there is no probability to draw with. NaN wins, so all ranks hear of it
     tokens = [token if token >= 0 else None for token in best_offer(offers).tolist()]
-    return tokens, {row: token_logprobs(whole[row], tokens[row], draws[row].logprobs)
-                    for row in whole_rows if draws[row].logprobs is not None and tokens[row] is not None}
+    return tokens, {row: token_logprobs(whole[row], token, count) for row in whole_rows
+                    if (count := draws[row].logprobs) is not None and (token := tokens[row]) is not None}

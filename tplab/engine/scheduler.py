@@ -84,7 +84,8 @@ class Scheduler:
         https://github.com/vllm-project/vllm/pull/29387).
         """
         self.step_number += 1
-        budget, scheduled, preempted, admitted = self.max_num_batched_tokens, [], [], []
+        budget, preempted, admitted = self.max_num_batched_tokens, [], []
+        scheduled: list[tuple[Sequence, int, tuple[int, ...]]] = []
         keys: set[bytes] = set()  # of the blocks that this step fills
         turn = 0
         while turn < len(self.running) and budget:

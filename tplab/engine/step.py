@@ -54,8 +54,8 @@ class SchedulerOutput(NamedTuple):
     """What a step computes, in the order of the flattened tokens.
 
     Attributes:
-        num_lookahead_steps: how many more the ranks may compute then, each as :meth:`next_step` says: nobody will end
-            by his length or need another block, and nobody waits.
+        num_lookahead_steps: how many more steps the ranks can compute, each as :meth:`next_step` says: until then
+            no sequence reaches its ``max_tokens`` or needs another block, and none waits.
     """
 
     step_number: int
@@ -66,8 +66,8 @@ class SchedulerOutput(NamedTuple):
         """What follows a step in which all decode, if all of them go on."""
         return SchedulerOutput(self.step_number + 1, tuple(
             request._replace(segment=request.segment._replace(start=request.segment.start + 1), token_ids=(),
-                             sampling=request.sampling._replace(position=request.sampling.position + 1))
-            for request in self.requests), self.num_lookahead_steps - 1)
+                             sampling=sampling._replace(position=sampling.position + 1))
+            for request in self.requests if (sampling := request.sampling)), self.num_lookahead_steps - 1)
 
     def to_json(self) -> bytes:
         """For ranks that are reached over a pipe or a socket."""

@@ -26,7 +26,7 @@ class StrictChecks:
             if output.slots != outputs[0].slots:
                 raise StrictError(f"step {step.step_number}: rank 0 wrote slots {outputs[0].slots}, rank {rank} wrote "
                                   f"{output.slots}")
-        for request, slots in zip(step.requests, outputs[0].slots, strict=True):
+        for request, slots in zip(step.requests, outputs[0].slots or (), strict=True):
             rejected = request.num_draft_tokens - outputs[0].num_accepted.get(request.request_id, 0)
             for slot in slots[:len(slots) - rejected]:
                 self._written(step, request, slot)

@@ -23,7 +23,8 @@ from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks, rank, state
 
 _numbers = itertools.count()
-_garbage = weakref.WeakKeyDictionary()  # pool -> keys of engines that were thrown away and that its ranks still hold
+# Per pool, the keys of engines that were thrown away and that its ranks still hold.
+_garbage: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def load_for(make, key: str, forget: list[str], ckpt, plan, config) -> dict:
@@ -57,7 +58,8 @@ class PoolExecutor:
     def __init__(self, size: int, pool: RankPool | None = None):
         self.size, self._pool = size, pool
         self.key = f"engine {os.getpid()}-{next(_numbers)}"
-        self._loaded_on = self._finalizer = None
+        self._loaded_on: RankPool | None = None
+        self._finalizer: weakref.finalize | None = None
         self._multi_step, self._command = MultiStep(), 0  # the pool's command that was this engine's last
 
     @property
@@ -106,11 +108,11 @@ class PoolExecutor:
     def _is_undisturbed(self) -> bool:
         """Whether the ranks have run nothing else since."""
         pool = self.pool
-        return pool is self._loaded_on and self._command == pool.number_of_runs
+        return self._command == pool.number_of_runs and pool is self._loaded_on
 
     def close(self) -> None:
         """Forget it on every rank. The pool stays open; with ranks that are gone already, there is nothing to do."""
-        if self._loaded_on is not None and not self._loaded_on.closed:
+        if self._finalizer is not None and self._loaded_on is not None and not self._loaded_on.closed:
             self._loaded_on.run(drop_runners, [self.key])
             self._finalizer.detach()
 

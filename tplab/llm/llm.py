@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
 from tplab.llm.progress import Progress
 from tplab.llm.queue import Inbox, RequestQueue
-from tplab.llm.requests import Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn, rejected
+from tplab.llm.requests import RejectedRequest, Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
 from tplab.patch import applied, as_patches
@@ -92,7 +93,7 @@ class LLM:
         executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(executor(ranks), config)
         self.requests = RequestQueue(self.engine)
-        self._tokenizer = None
+        self._tokenizer: Any = None
         self.closed = False
         with applied(*self.patches):
             self._load()
@@ -266,13 +267,12 @@ class LLM:
         inbox = {} if inbox is None else inbox
         with self.requests.locked():
             self._refuse_closed()
-            requests = []
+            requests: list[Any] = []
             for prompt, params in parse_prompts(prompts, sampling_params):
                 try:
-                    request = Request(self, prompt, params)
+                    requests.append(Request(self, prompt, params))
                 except RequestError as error:
-                    request = rejected(prompt, error)
-                requests.append(request)
+                    requests.append(RejectedRequest(prompt, error))
             raise_or_warn(requests, requests, "cannot run, the others do")
             for request in requests:
                 if not request.error:
@@ -283,7 +283,7 @@ class LLM:
         if self.closed:
             raise EngineError("this LLM is closed; make a new one")
 
-    def _step(self, requests: list[Request] = ()) -> None:
+    def _step(self, requests: Many[Request] = ()) -> None:
         """One step for everybody, on behalf of the caller of ``requests``."""
         try:
             with applied(*self.patches):

@@ -74,7 +74,7 @@ def _is_same(expected: ScheduledRequest | None, asked: ScheduledRequest) -> bool
 
 def _of(kept: set[int], computed: Iterable[int], output: ModelRunnerOutput) -> ModelRunnerOutput:
     """The output of those that are still asked for, of those that were computed."""
-    tokens, logprobs = ({number: found for number, found in each.items() if number in kept}
-                        for each in (output.sampled_token_ids, output.logprobs))
+    tokens = {number: token for number, token in output.sampled_token_ids.items() if number in kept}
+    logprobs = {number: found for number, found in output.logprobs.items() if number in kept}
     slots = output.slots and [slots for number, slots in zip(computed, output.slots, strict=True) if number in kept]
     return ModelRunnerOutput(tokens, logprobs, slots, tuple(number for number in output.nan if number in kept))

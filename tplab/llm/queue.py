@@ -30,7 +30,8 @@ class RequestQueue:
         self.ranks_may_be_stale = True  # since the last step, ranks may have been restarted, and have lost the model
         self._inboxes: dict[int, Inbox] = {}
         self._abandoned: deque[Request] = deque()
-        self._gate, self._lock, self._owner = threading.Lock(), threading.RLock(), None
+        self._gate, self._lock = threading.Lock(), threading.RLock()
+        self._owner: int | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -71,7 +72,8 @@ class RequestQueue:
 
     def abort(self, number: int) -> Request:
         """End a request now, whoever added it. Raises RequestError if no unfinished one has this number."""
-        request = self.unfinished.get(whole_number(number))
+        found = whole_number(number)
+        request = None if found is None else self.unfinished.get(found)
         if request is None:
             raise RequestError(f"there is no unfinished request {shown(number)}; there are: "
                                f"{', '.join(map(str, self.unfinished)) or 'none'}")

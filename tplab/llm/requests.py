@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from tplab.checks import readable, shown, whole_number
 from tplab.engine.errors import RequestError
@@ -61,7 +62,8 @@ class Request:
 
     def __init__(self, llm, prompt, params: SamplingParams):
         self.prompt = prompt if isinstance(parse_prompt(prompt), str) else None
-        self.params, self.sequence = params, None
+        self.params = params
+        self.sequence: Any = None  # the engine's, once it is queued
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
             raise RequestError(f"{llm.checkpoint.name} has no tokenizer: give token ids, and no stop texts")
@@ -69,8 +71,8 @@ class Request:
         llm.engine.check_prompt(ids, params)
         self.prompt_token_ids = [int(token) for token in ids]
         self.tokenizer = tokenizer
-        self.detokenizer = tokenizer and Detokenizer(tokenizer, self.prompt_token_ids, params.stop)
-        self.logprobs = None if params.logprobs is None else []
+        self.detokenizer = tokenizer and Detokenizer(tokenizer, self.prompt_token_ids, tuple(params.stop or ()))
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._taken = 0  # tokens of the output that were taken in
 
     @property
@@ -124,7 +126,7 @@ class Request:
                              replace(s.metrics), s.error)
 
 
-class rejected:
+class RejectedRequest:
     """A request that cannot run, beside others that can."""
 
     request_id = None

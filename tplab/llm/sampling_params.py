@@ -89,7 +89,7 @@ class SamplingParams:
 
     def _ids(self) -> tuple[int, ...]:
         ids = self.stop_token_ids
-        plain = [whole_number(i, 0) for i in ids] if isinstance(ids, list | tuple) else [None]
-        if None in plain:
+        plain = [n for i in ids if (n := whole_number(i, 0)) is not None] if isinstance(ids, list | tuple) else None
+        if plain is None or len(plain) < len(ids):
             raise RequestError(f"stop_token_ids must be a list of token ids, not {shown(ids)}")
         return tuple(plain)

@@ -1,5 +1,7 @@
 """The decoder: embedding, layers, final norm, LM head. Nothing here knows about processes or caches."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -19,6 +21,11 @@ class DecoderLayer(nn.Module):
     Norms can stand before a block, behind it, or both; where a model has none, nothing happens. The names of the four
     places are GLM-4's, the only model in which each says where it is.
     """
+
+    input_layernorm: nn.Module
+    post_self_attn_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    post_mlp_layernorm: nn.Module
 
     def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
         super().__init__()
@@ -58,6 +65,8 @@ class DecoderLayer(nn.Module):
 class TensorParallelCausalLM(nn.Module):
     """One rank's part of a model with its LM head: the rank's part of ``plan``."""
 
+    load_stats: Any  # a :class:`tplab.model.loader.LoadStats`, once it is loaded
+
     def __init__(self, config, plan: ShardPlan, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.plan, self.shard = config, plan, plan.ranks[rank()]
@@ -67,7 +76,8 @@ class TensorParallelCausalLM(nn.Module):
         # Gemma's is a number of the weights' dtype: the root of 3072 is 55.5 in bfloat16.
         self.embedding_multiplier = torch.tensor(factor, dtype=dtype).item() if config.rounds_multiplier else factor
         self.rotary = Rotary(config.hf)
-        self.rope_layer_types = [(kind,) for kind in config.rope_layer_types] or [()] * config.num_layers
+        self.rope_layer_types: list[tuple[str, ...]] = [
+            (kind,) for kind in config.rope_layer_types] or [()] * config.num_layers
         self.layers = nn.ModuleList(DecoderLayer(config, plan, i, dtype) for i in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_size, dtype)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts=vocab, dtype=dtype)

@@ -70,6 +70,7 @@ class FusedMoE(nn.ModuleDict):
         """This rank's summand, ``[tokens, hidden]``, of what the experts ``ids`` give, in Hugging Face's order."""
         partial = torch.zeros_like(x)
         for expert, mlp in self.items():
+            assert isinstance(mlp, GatedMLP)
             place, rows = torch.where(ids.T == int(expert))
             if len(rows):
                 weighted = mlp.partial(x[rows]) * weights[rows, place, None]
@@ -95,7 +96,7 @@ class SparseMoeBlock(nn.Module):
     def partial(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """This rank's summand, ``[tokens, hidden]``."""
         partial = self.experts(x, *self.route(logits))
-        if self.shared_expert is not None:
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
             partial = partial + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.partial(x)
         return partial
 

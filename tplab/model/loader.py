@@ -1,6 +1,7 @@
 """From checkpoint to rank: each parameter keeps its slices of the tensors that the layout names for it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,10 +25,11 @@ def load_model(ckpt, plan: ShardPlan, dtype: torch.dtype = torch.float32) -> Ten
     their values are converted to ``dtype``.
     """
     model = TensorParallelCausalLM(ckpt.config, plan, dtype)
-    here = dict(model.named_parameters())  # under expert parallelism, other experts are other ranks' alone
+    # Under expert parallelism, other experts are on other ranks only.
+    here: dict[str, Any] = dict(model.named_parameters())
     with ckpt.reader() as reader:
         for path, parts in by_parameter(tensor_parts(ckpt.config, ckpt.tensors)).items():
             if path in here:
-                here[path].weight_loader(*sources(parts.values(), reader))
+                here[path].weight_loader(*sources(list(parts.values()), reader))
         model.load_stats = LoadStats(reader.bytes_read, sum(p.numel() * p.element_size() for p in model.parameters()))
     return model.eval()

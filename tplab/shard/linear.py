@@ -77,7 +77,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False,
                  parts: Sequence[range] | None = None, dtype: torch.dtype = torch.float32):
-        super().__init__(input_size, [output_size], bias=bias, parts=parts and [parts], dtype=dtype)
+        super().__init__(input_size, [output_size], bias=bias, parts=None if parts is None else [parts], dtype=dtype)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

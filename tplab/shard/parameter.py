@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ def sharded_parameter(layer: nn.Module, kind: str, data: torch.Tensor, ranges: S
 
     ``parameter.weight_loader(*sources)`` fills it, as in vLLM: it is ``layer.load(kind, *sources)``.
     """
-    made = nn.Parameter(data, requires_grad=False)
+    made: Any = nn.Parameter(data, requires_grad=False)
     owner = weakref.proxy(layer)  # the layer itself would be a circle: weights that only the garbage collector frees
     made.ranges, made.shard_dim, made.weight_loader = tuple(ranges), dim, lambda *sources: owner.load(kind, *sources)
     return made

@@ -110,7 +110,7 @@ class ShardPlan:
                 "columns of each expert": expert_intermediate_size}
             counts |= each | {"columns of the shared expert": shared_intermediate_size}
             counts = {what: count for what, count in counts.items() if count}
-        scarce = min(counts, key=counts.get)
+        scarce = min(counts, key=lambda what: counts[what])
         tp = whole_number(tensor_parallel_size, 1)
         if tp is None:
             raise ShardPlanError(f"tensor_parallel_size must be a whole number from 1 to {counts[scarce]}, "
@@ -131,8 +131,8 @@ class ShardPlan:
         experts = ([(part, whole[1]) for part in split_evenly(num_experts, tp)] if enable_expert_parallel
                    else [(whole[0], part) for part in split_evenly(expert_intermediate_size, tp)])
         ranks = tuple(
-            RankShard(rank, q, kv, tuple(head // group - kv.start for head in q), mlp, vocab, *own, shared)
-            for rank, (q, kv, mlp, vocab, own, shared) in enumerate(zip(
+            RankShard(rank, q, kv, tuple(head // group - kv.start for head in q), mlp, vocab, held, columns, shared)
+            for rank, (q, kv, mlp, vocab, (held, columns), shared) in enumerate(zip(
                 q_parts, kv_parts, split_evenly(intermediate_size, tp), split_evenly(vocab_size, tp), experts,
                 split_evenly(shared_intermediate_size, tp))))
         alike = len({shard.kv_for_q for shard in ranks}) == 1
@@ -158,7 +158,7 @@ class ShardPlan:
 
     def rows(self) -> list[dict]:
         """One plain dictionary per rank, ready for a table or for JSON."""
-        more = ("experts", "expert_mlp") if self.num_experts else ()
+        more: tuple[str, ...] = ("experts", "expert_mlp") if self.num_experts else ()
         more += ("shared_mlp",) if self.shared_intermediate_size else ()
         return [{"rank": s.rank, "q_heads": list(s.q_heads), "kv_heads": list(s.kv_heads)} | {
             name: [getattr(s, name).start, getattr(s, name).stop] for name in ("mlp", "vocab", *more)}
