@@ -1,7 +1,7 @@
 """The README in two languages, and its pictures.
 
 Run as a script, it makes the pictures anew: the staircase from the stored notebook 03, the verdict from a run of
-patient zero. The still of the panel is taken in a browser: ``TPLAB_STILLS=$PWD/notebooks/images`` before
+patient zero, the rooms from what they import. The still of the panel is taken in a browser: ``TPLAB_STILLS=$PWD/notebooks/images`` before
 ``./launch test --browser``.
 """
 
@@ -15,11 +15,14 @@ from pathlib import Path
 from xml.sax.saxutils import escape, unescape
 
 import pytest
+from test_house import ROOMS, imported, python_files
+from test_house import room as room_of
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "notebooks/images"
 LANGUAGES = ("README.md", "README.zh-CN.md")
 COMMAND = "python -m tplab check run/ --model fable"
+UTILITIES = {"errors", "checks", "files", "patch"}  # which many rooms need
 NBSP = "\u00a0"  # browsers make one space of several
 INK = {"guilty": "#b3261e", "inherits": "#7a5a00", "not clean": "#b3261e", "python": "#0b57a4"}
 
@@ -73,6 +76,27 @@ def drawn(lines):
     return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
             'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="14">'
             f'<rect width="100%" height="100%" rx="6" fill="#fff" stroke="#b8b8b8"/>{"".join(texts)}</svg>\n')
+
+
+def rooms():
+    """The rooms of ``tplab/`` as a drawing: an arrow from each to those that it needs, not by way of another one."""
+    needs = {room: set() for room in ROOMS if room not in UTILITIES}
+    for path in python_files("tplab"):
+        here = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if here in needs:
+            needs[here] |= {there for module in imported(path) if (there := room_of(module)) in needs} - {here}
+
+    def below(room):
+        return needs[room].union(*map(below, needs[room]))
+
+    arrows = [f"    {room} --> {other}" for room in reversed(ROOMS) if room in needs for other in sorted(needs[room])
+              if not any(other in below(between) for between in needs[room] - {other})]
+    return "\n".join(["```mermaid", "graph TD", *arrows, "```"])
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_the_drawing_of_the_rooms_is_what_their_imports_say(name):
+    assert rooms() in read(name), "other imports? python tests/test_readme.py"
 
 
 def test_the_staircase_is_the_one_that_notebook_03_stores():
@@ -130,3 +154,6 @@ def test_the_languages_have_the_same_structure_and_the_same_commands():
 if __name__ == "__main__":
     (IMAGES / "staircase.png").write_bytes(stored_staircase())
     (IMAGES / "verdict.svg").write_text(make_verdict(), encoding="utf-8")
+    for page in LANGUAGES:
+        drawn_anew = re.sub(r"(?ms)^```mermaid$.*?^```$", rooms(), read(page))
+        (ROOT / page).write_text(drawn_anew, encoding="utf-8")
