@@ -1,8 +1,8 @@
 """The README in two languages, and its pictures.
 
 Run as a script, it makes the pictures anew: the staircase from the stored notebook 03, the verdict from a run of
-patient zero, the rooms from what they import. The still of the panel is taken in a browser: ``TPLAB_STILLS=$PWD/notebooks/images`` before
-``./launch test --browser``.
+patient zero, the rooms from what they import. The still of the panel is taken in a browser:
+``TPLAB_STILLS=$PWD/notebooks/images`` before ``./launch test --browser``.
 """
 
 import base64

@@ -40,7 +40,7 @@ def shown(value) -> str:
     """``repr`` for an error message: never longer than a line, and never an error itself."""
     try:
         text = repr(value)
-    except Exception:  # an int of more than 4300 digits, or somebody's own __repr__
+    except Exception:  # an int of more than 4300 digits, or a user's own __repr__
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:150]}…{text[-20:]}"
 

@@ -72,8 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
             made.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
         return made
 
-    one = command("plan", plan, "Show who holds which heads, MLP columns and vocabulary rows, what that needs, and how "
-                  "fast it would be: here, and on accelerators behind three links.", model=False)
+    one = command("plan", plan, "Show what each rank holds: heads, MLP columns, vocabulary rows; what that needs; and "
+                  "how fast it would be: here, and on accelerators behind three links.", model=False)
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
                        "mistral-7b, llama-3.1-70b")
@@ -191,7 +191,7 @@ def _align_fast(chosen, ckpt, prompt) -> int:
     from tplab.align import align_fast
 
     if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
-        raise CommandError(f"--fast compares what nobody has broken, and writes no file: leave out --{unfit[0]}")
+        raise CommandError(f"--fast compares the healthy engine and writes no file: leave out --{unfit[0]}")
     report = align_fast(ckpt, prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype)
     print(report)
     return 0 if report.ok else 1

@@ -167,7 +167,7 @@ def as_patches(patches) -> tuple[Patch, ...]:
 
 
 class _Exit:
-    """``__exit__`` as the ``with`` statement takes it before it enters: made then, and held by nobody else.
+    """``__exit__`` as the ``with`` statement takes it before it enters: made then, and held nowhere else.
 
     So it goes with the block, also where an interrupt comes before the first line of a Python ``__exit__``.
     """

@@ -114,7 +114,7 @@ def test_what_the_pool_refuses():
     with pytest.raises(CacheError, match="all 1 blocks are in use"):
         pool.get_new_block()
     pool.free_blocks([block])
-    with pytest.raises(CacheError, match="released, but nobody used it"):
+    with pytest.raises(CacheError, match="released, but it had no user"):
         pool.free_blocks([block])
     for sizes in ((0, 4), (4, 0), (-1, 4), (2.5, 4), (True, 4)):
         with pytest.raises(CacheError, match="whole number"):

@@ -221,10 +221,11 @@ def test_a_name_of_any_kind_and_a_folder_that_looks_like_a_hub_id(tmp_path, monk
 
 
 def test_a_home_folder_that_nobody_has(monkeypatch):
-    with pytest.raises(CheckpointError, match="'~nosuchuser/m', but nobody here has the home folder '~nosuchuser'"):
+    with pytest.raises(CheckpointError, match="'~nosuchuser/m', but there is no user here with the home"
+                                              " folder '~nosuchuser'"):
         open_checkpoint("~nosuchuser/m")
     monkeypatch.setenv("TPLAB_CACHE", "~nosuchuser/cache")
-    with pytest.raises(CheckpointError, match="TPLAB_CACHE is '~nosuchuser/cache', but nobody here has"):
+    with pytest.raises(CheckpointError, match="TPLAB_CACHE is '~nosuchuser/cache', but there is no user here with"):
         open_checkpoint("smollm2")
 
 

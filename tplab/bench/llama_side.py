@@ -50,7 +50,7 @@ class Llama:
         self.words = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
 
     def run(self, prompts: list[list[int]], counts: list[int]) -> dict:
-        """Answer all prompts greedily: each step has the next token of all who decode, and as much of the prompts as
+        """Answer all prompts greedily: each step has the next token of all that decode, and as much of the prompts as
         there is room for."""
         self.api.llama_memory_clear(self.memory, True)
         begin, first = time.perf_counter(), 0.0

@@ -98,8 +98,8 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     """This machine as ``tp`` ranks find it, with the sizes of a model (a :class:`tplab.checkpoint.ModelConfig`).
 
     Layers are timed on no more ranks than there are cores: more would take turns, and how that adds up is the model's
-    business. Meetings are timed on all of them, for a meeting includes waking who waits. For a model that the fast path
-    does not know, the reference is timed on a Llama of these sizes: a weight takes as long, whatever it is of.
+    business. Meetings are timed on all of them, for a meeting includes waking the ranks that wait. For a model that the
+    fast path does not know, the reference is timed on a Llama of these sizes: a weight takes as long, whichever it is.
     """
     cores, in_turn = available_cores(), why_not(config, dtype) is not None
     options = {"enforce_eager": True} if config.traits else {}

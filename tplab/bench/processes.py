@@ -31,7 +31,7 @@ def tree(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """A signal to the whole tree; who has gone in the meantime needs none."""
+    """A signal to the whole tree; a process that has ended meanwhile needs none."""
     for process in tree(pids):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -75,7 +75,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def private_bytes(pids: Iterable[int]) -> int:
-    """Memory that the tree holds and nobody shares (USS)."""
+    """Memory that the tree holds alone (USS)."""
     total = 0
     for process in tree(pids):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

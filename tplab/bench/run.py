@@ -121,7 +121,7 @@ class Race(NamedTuple):
         ready: seconds until each could be given work.
         held: the most private bytes that its processes were seen to hold.
         equal: the part of tplab's tokens that it has at the same places in the last round.
-        absent: who could not take part, and why.
+        absent: peers that could not take part, and why.
     """
 
     values: dict[str, list[float]]
@@ -156,7 +156,7 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
     with signals_end_properly(), ExitStack() as stack, tqdm(bar_format="{desc}", disable=None, leave=False) as bar:
-        peers, ends = [], {}  # who is out is ended at once: what is left of it must not disturb the others
+        peers, ends = [], {}  # one that is out is ended at once: what is left of it must not disturb the others
         for name, make in _contestants(kind, ckpt, tp, dtype, vllm, llama_cpp, work):
             bar.set_description_str(f"{name} gets ready")
             others = [pid for peer in peers for pid in peer.pids]
@@ -182,7 +182,7 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
         if limit:
             stack.callback(limit.close)
         race.values.update((peer.name, []) for peer in peers)
-        if busy:  # only now: nobody is asked to get ready beside it
+        if busy:  # only now: no peer gets ready beside it
             stack.enter_context(busy_process())
         for number in range(rounds):
             todo = work.shifted(1 + number, vocab) if kind == "prefix" else work

@@ -28,9 +28,9 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Hands out blocks of ``block_size`` tokens and takes them back; counts who uses each.
+    """Hands out blocks of ``block_size`` tokens and takes them back; counts the users of each.
 
-    A block that nobody uses is free; its contents stay findable until it is handed out again, the longest unused
+    A block without a user is free; its contents stay findable until it is handed out again, the longest unused
     first. So cached prefixes cost nothing: every block they occupy counts as free.
     """
 
@@ -60,7 +60,7 @@ class BlockPool:
         return len(self._by_key)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody uses ``block``."""
+        """Whether ``block`` has no user."""
         return block in self._free
 
     def get_new_block(self, after: int | None = None) -> int:
@@ -100,7 +100,7 @@ class BlockPool:
         """One user fewer for each block. Give a sequence's blocks last first: ends are evicted before beginnings."""
         for block in blocks:
             if self.ref_counts[block] < 1:
-                raise CacheError(f"block {block} was released, but nobody used it")
+                raise CacheError(f"block {block} was released, but it had no user")
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self._free[block] = None

@@ -114,7 +114,7 @@ class ModelConfig:
 
     @property
     def traits(self) -> list[str]:
-        """What it has beyond a Llama, Qwen2 or Qwen3, in words: whoever computes must know all of it, or step aside."""
+        """What it has beyond a Llama, Qwen2 or Qwen3, in words: code that computes must support all of it."""
         moe = self.experts
         return [what for what, has in {
             "a sliding window": any(self.windows), "attention sinks": self.sinks,

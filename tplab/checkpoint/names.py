@@ -33,8 +33,8 @@ def _expanded(text: str, what: str = "") -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise CheckpointError(f"{what}{text!r}, but nobody here has the home folder {text.partition('/')[0]!r}; "
-                              "write the whole path") from None
+        raise CheckpointError(f"{what}{text!r}, but there is no user here with the home folder "
+                              f"{text.partition('/')[0]!r}; write the whole path") from None
 
 
 def resolve(name: str | os.PathLike) -> Path:

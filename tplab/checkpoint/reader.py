@@ -15,7 +15,7 @@ Stat = tuple[int, int, int, int]
 
 
 def file_stat(path: Path) -> Stat:
-    """Size in bytes, modification and change time in ns, inode: equal for a file nobody has touched since."""
+    """Size in bytes, modification and change time in ns, inode: equal for a file that was not changed since."""
     s = os.stat(path)
     return s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino
 

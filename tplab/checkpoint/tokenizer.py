@@ -78,7 +78,7 @@ def check_tokenizer(folder: Path, config: ModelConfig, own: "Tokenizer") -> None
     """Refuse a tokenizer that cannot belong to ``config``.
 
     Two things can tell: an id beyond the embedding's rows, and an end-of-text id of the model that means
-    ordinary text (or nothing) to the tokenizer. A stranger with the same ids in both places passes, unless
+    ordinary text (or nothing) to the tokenizer. Another tokenizer with the same ids in both places passes, unless
     the folder carries ``SHA256SUMS``.
     """
     token, largest = max(own.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1], default=("", -1))

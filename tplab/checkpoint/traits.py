@@ -261,7 +261,7 @@ class Reading:
         return getattr(self._hf, name)
 
     def refuse_unread(self) -> None:
-        """``CheckpointError`` naming a field of this type of model that says something and that nobody has read."""
+        """``CheckpointError`` naming a field of this type of model that says something and that no trait has read."""
         from transformers import PreTrainedConfig
 
         common = {field.name for field in dataclasses.fields(PreTrainedConfig)}

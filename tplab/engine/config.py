@@ -15,7 +15,7 @@ CACHE_BYTES = 1 << 30  # over all ranks, where num_blocks is not given
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is, with vLLM's names; the sizes are plain numbers, whoever gave them.
+    """What an engine is, with vLLM's names; the sizes are plain numbers, of whatever type they were given.
 
     Attributes:
         vocab_size, eos_token_ids: of the model.

@@ -96,7 +96,7 @@ class ModelRunner:
 
 
 def load_runner(key: str, forget: list[str], *arguments, make=ModelRunner) -> dict:
-    """On a rank: ``make`` a runner and keep it under ``key``; drop those that nobody needs any more.
+    """On a rank: ``make`` a runner and keep it under ``key``; drop those that are no longer needed.
 
     Returns what it costs: ``bytes_read``, ``parameter_bytes``, ``cache_bytes``, ``cache_bytes_per_token``.
     """

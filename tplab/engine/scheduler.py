@@ -76,11 +76,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes, and allocate blocks for it; nothing where nobody can go on.
+        """Choose what the next step computes, and allocate blocks for it; nothing where no sequence can go on.
 
-        Sequences that run come first, in order of admission; waiting ones fill what is left of the budget. Nobody is
-        admitted in a step in which somebody had to be preempted, nor in one that computes the next block of its prompt
-        for somebody else: a step later it is found (as vLLM does for Mamba layers,
+        Sequences that run come first, in order of admission; waiting ones fill what is left of the budget. None is
+        admitted in a step in which one had to be preempted, nor in one that computes the next block of its prompt for
+        another sequence: a step later it is found (as vLLM does for Mamba layers,
         https://github.com/vllm-project/vllm/pull/29387).
         """
         self.step_number += 1
@@ -126,7 +126,7 @@ class Scheduler:
                                                        for part in scheduled), ahead)
 
     def _look_ahead(self, scheduled: list[Sequence]) -> int:
-        """How many more steps need no decision, as long as nobody draws an end: all decode, and nobody waits for a
+        """How many more steps need no decision, as long as no end is drawn: all sequences decode, and none waits for a
         place. Their blocks are allocated already, if there are enough.
         """
         if self.num_scheduler_steps == 1 or self.waiting or not scheduled \
@@ -148,7 +148,7 @@ class Scheduler:
         computed = computed_after_prefix_hit(len(found), self.pool.block_size)
         count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
         missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
-        # Found blocks that nobody uses stand among the free ones, but cannot be handed out as well.
+        # Found blocks without a user stand among the free ones, but cannot be handed out as well.
         if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
             return 0
         sequence.block_table.add_computed_blocks(found)

@@ -8,7 +8,7 @@ from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutp
 
 class StrictChecks:
     """Free and used blocks add up; reference counts equal the block tables; every token is written to a slot of its own
-    sequence, in a block that nobody else reads, into a slot that nothing was written to since the block was handed
+    sequence, in a block that no other one reads, into a slot that nothing was written to since the block was handed
     out; all ranks wrote the same slots and drew the same tokens.
     """
 
@@ -33,14 +33,15 @@ class StrictChecks:
 
     def _written(self, step: SchedulerOutput, request: ScheduledRequest, slot: int) -> None:
         block, place = divmod(slot, self.scheduler.pool.block_size)
-        who = f"step {step.step_number}: sequence {request.request_id} wrote slot {slot} (block {block}, place {place})"
+        where = (f"step {step.step_number}: sequence {request.request_id} wrote slot {slot} (block {block}, place "
+                 f"{place})")
         if block not in request.segment.block_ids:
-            raise StrictError(f"{who}, but its blocks are {list(request.segment.block_ids)}")
+            raise StrictError(f"{where}, but its blocks are {list(request.segment.block_ids)}")
         if self.scheduler.pool.ref_counts[block] > 1:
-            raise StrictError(f"{who}, which {self.scheduler.pool.ref_counts[block]} sequences share")
+            raise StrictError(f"{where}, which {self.scheduler.pool.ref_counts[block]} sequences share")
         places = self.written.setdefault((block, self.scheduler.pool.times_allocated[block]), set())
         if place in places:
-            raise StrictError(f"{who}, which was written before")
+            raise StrictError(f"{where}, which was written before")
         places.add(place)
 
     def accounts(self) -> None:

@@ -21,7 +21,7 @@ from tplab.ranks.oplog import ALL_REDUCE
 
 
 def accelerate(runner: ModelRunner) -> None:
-    """Make a loaded runner of a pool's rank quick: from now on it takes the fast path wherever nobody looks inside.
+    """Make a loaded runner of a pool's rank quick: from now on it takes the fast path unless its model is looked at.
 
     The model must be one that :func:`tplab.fast.why_not` has nothing against. On logical ranks, under torchrun, and
     where something was patched while it was loaded, the reference goes on.
@@ -32,11 +32,11 @@ def accelerate(runner: ModelRunner) -> None:
 
 
 class FastRunner(ModelRunner):
-    """A runner whose weights lie packed, until somebody wants to see its model."""
+    """A runner whose weights lie packed, until its model is asked for."""
 
     @property
     def model(self):
-        """The reference model, whole. Whoever has it may change it, so it stays whole from then on."""
+        """The reference model, whole. Its new holder can change it, so it stays whole from then on."""
         self.fast.unpack()
         self.fast.is_shown = True
         return self.fast.model

@@ -88,7 +88,7 @@ def paged_attention(q, k, v, kv_heads, kv_head, table, block_size, keys, scaling
     and values. ``q`` is overwritten by what comes out; ``scores`` is memory for ``2 * group * (keys + 8)`` numbers.
     """
     group, head_dim = q.shape
-    row, longest = kv_heads * head_dim, keys + 8  # of a row of scores; what stands behind its keys is nobody's
+    row, longest = kv_heads * head_dim, keys + 8  # of a row of scores; what stands behind its keys is not read
     for block in range((keys + block_size - 1) // block_size):
         first = block * block_size
         slot = table[block] * block_size * row + kv_head * head_dim

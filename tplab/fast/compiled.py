@@ -25,7 +25,7 @@ from tplab.ranks import oplog
 
 # Sums may be added up in another order, so that loops become vectors; NaN and infinity mean what they always do.
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
-# Without reference counts (_nrt): whoever calls an entry holds its arrays, and a count of each slice costs more than a
+# Without reference counts (_nrt): the caller of an entry holds its arrays, and a count of each slice costs more than a
 # row of numbers does.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
 in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums are added up as they are written

@@ -249,7 +249,7 @@ def largest(typing, a, b):
 
 @intrinsic
 def store_release(typing, words, index, value):
-    """Store an int64. Who sees it sees everything that was stored before it."""
+    """Store an int64. A thread that reads it reads everything that was stored before it."""
     def code(context, builder, signature, args):
         builder.store_atomic(args[2], _address(context, builder, words, *args[:2]), "release", 8)
         return context.get_dummy_value()

@@ -178,7 +178,7 @@ def attend(layer, shape, weights, batch, work, thread, threads):
         start, count, table = batch.starts[s], batch.counts[s], batch.tables[s]
         keys, q = start + count, work.q[row:row + count]
         v_words = (keys + 16 * per_word - 1) // (16 * per_word) * 16
-        first_wanted = 0  # what nobody wants of the last layer is not computed
+        first_wanted = 0  # what is not wanted of the last layer is not computed
         while is_last and next_wanted < len(batch.wanted) and batch.wanted[next_wanted] < row:
             next_wanted += 1
         if is_last:

@@ -1,4 +1,4 @@
-"""Whether somebody looks into a rank's model or has changed it: the one question on which the fast path depends.
+"""Whether a rank's model is being looked into or was changed: the one question on which the fast path depends.
 
 A patch, a trace, a hook, another function, module or parameter in the place of one: then the reference computes, on all
 ranks.
@@ -36,7 +36,7 @@ class Watch:
         self.command, self.untouched, self.disturbed = None, False, True
 
     def is_untouched(self) -> bool:
-        """Whether nobody looks and nothing has changed, on all ranks.
+        """Whether nothing looks into it and nothing has changed, on all ranks.
 
         Ranks agree on the answer whenever they have done something else since the last step; in between, only the
         patches can change, which the pool sends to all.

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", default=SIZES, metavar="N,N", help=f"score: numbers of ranks ({SIZES})")
     parser.add_argument("--dtype", default=DTYPES, metavar="D,D", help=f"score: dtypes ({DTYPES})")
     parser.add_argument("--json", metavar="FILE", help="score: write every run")
-    parser.add_argument("--picture", metavar="FILE.png", help="score: draw who was taken for what")
+    parser.add_argument("--picture", metavar="FILE.png", help="score: draw which fault was taken for which")
 
 
 def main(chosen: argparse.Namespace) -> int:

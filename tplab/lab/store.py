@@ -33,7 +33,7 @@ def main(paths: list[str]) -> None:
     import nbformat
 
     with tempfile.TemporaryDirectory() as own:
-        os.environ["TPLAB_PROGRESS"] = os.path.join(own, "progress.json")  # a stub is nobody's answer
+        os.environ["TPLAB_PROGRESS"] = os.path.join(own, "progress.json")  # a stub is not an answer
         for path in map(Path, paths):
             if not path.is_file():
                 raise SystemExit(f"there is no notebook {path}")

@@ -48,7 +48,7 @@ class LLM:
             (:mod:`tplab.invariant`; slower).
         num_speculative_tokens: a step computes so many guessed tokens of a greedy request, at most, and keeps those
             that the model itself chooses (n-gram drafts).
-        num_scheduler_steps: while all sequences decode and nobody waits, the ranks of a pool compute so many steps for
+        num_scheduler_steps: while all sequences decode and none waits, the ranks of a pool compute so many steps for
             one call, at most (those that are not needed are forgotten); None: 8 on the fast path, else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.

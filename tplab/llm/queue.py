@@ -1,4 +1,4 @@
-"""``RequestQueue``: the one place that owns an LLM's requests, whoever added them and whoever steps."""
+"""``RequestQueue``: the one place that owns an LLM's requests, of all callers."""
 
 import threading
 from collections import deque
@@ -17,8 +17,8 @@ class RequestQueue:
     """All requests of an engine, and an inbox for each of their callers.
 
     A call of ``generate``, a stream, and ``LLM.step`` are callers. A step that any of them makes advances everybody's
-    requests, and puts each one that changed into the inbox of the caller that added it. So nobody misses a token, or
-    the end, that came in somebody else's step.
+    requests, and puts each one that changed into the inbox of the caller that added it. So no caller misses a token, or
+    the end, that came in another caller's step.
 
     Everything but :meth:`abandon` happens while :meth:`locked`.
     """
@@ -26,7 +26,7 @@ class RequestQueue:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.unfinished: dict[int, Request] = {}
-        self.for_step: Inbox = {}  # of those who call LLM.add_request and LLM.step
+        self.for_step: Inbox = {}  # of callers of LLM.add_request and LLM.step
         self.ranks_may_be_stale = True  # since the last step, ranks may have been restarted, and have lost the model
         self._inboxes: dict[int, Inbox] = {}
         self._abandoned: deque[Request] = deque()
@@ -71,7 +71,7 @@ class RequestQueue:
                     self._report(request, tokens)
 
     def abort(self, number: int) -> Request:
-        """End a request now, whoever added it. Raises RequestError if no unfinished one has this number."""
+        """End a request now, of whichever caller. Raises RequestError if no unfinished one has this number."""
         found = whole_number(number)
         request = None if found is None else self.unfinished.get(found)
         if request is None:
@@ -82,7 +82,7 @@ class RequestQueue:
         return request
 
     def abandon(self, requests: Iterable[Request]) -> None:
-        """Nobody wants these any more: end those that are unfinished.
+        """Their caller has gone: end those that are unfinished.
 
         It never raises and never waits, since a stream can be thrown away at any moment, by the garbage collector in
         the middle of another caller's step too: then they end when the lock is taken next.

@@ -150,7 +150,7 @@ class RejectedRequest:
 def raise_or_warn(requests: list, new: list, what: str) -> None:
     """The errors of a call's requests, one of which does not take its neighbours down: raised only if all failed.
 
-    ``new``: those of whose errors nobody has heard yet. ``what`` became of them.
+    ``new``: those whose errors have not been reported yet. ``what`` became of them.
     """
     failed = [request.error for request in requests if request.error]
     if len(failed) == len(requests):

@@ -1,6 +1,6 @@
 """Trace points: named places in the forward pass where a tensor can be looked at.
 
-A point costs one attribute look-up when nobody records. Its names are those of ``tplab.align.points``.
+A point costs one attribute look-up while nothing is recorded. Its names are those of ``tplab.align.points``.
 """
 
 import threading
@@ -25,7 +25,7 @@ def recording() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def is_recording() -> bool:
-    """Whether somebody records this thread's points."""
+    """Whether this thread's points are being recorded."""
     return getattr(_active, "points", None) is not None
 
 

@@ -20,7 +20,7 @@ HELD = 0.1  # seconds until the kernel chooses again: beside a busy process its 
 def pin_threads(rank: int) -> None:
     """Pin each compute thread of ``rank`` to a core of its own for :data:`HELD` seconds.
 
-    Threads that somebody else has pinned are left alone. On systems without these calls (macOS) nothing happens.
+    Threads that are pinned already are left alone. On systems without these calls (macOS) nothing happens.
     """
     if not hasattr(os, "sched_setaffinity") or not hasattr(libc, "gettid"):
         return

@@ -29,7 +29,7 @@ def _settle(listener_fd: int) -> None:
     """In the fork server only."""
     from tplab.pool.before_imports import PARENT  # here, for it changes the process that imports it
 
-    # Out of the notebook's process group: whoever kills a kernel kills its whole group, and this process must be there
+    # Out of the notebook's process group: killing a kernel kills its whole group, and this process must be there
     # to remove the kernel's folders.
     os.setsid()
     gc.freeze()  # garbage collection in a rank need not search what was imported, nor copy its pages

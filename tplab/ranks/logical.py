@@ -83,7 +83,7 @@ def _end(threads: list[threading.Thread]) -> None:
             for thread in alive:
                 raise_in(thread.ident, Abandoned)
             # As long as one sleeps on and has not met its exception, Python 3.11 asks all threads to look for theirs,
-            # and does not get past a line that is traced. Whoever finds one withdraws the question.
+            # and does not get past a line that is traced. The one that finds it withdraws the question.
             with suppress(Abandoned):
                 raise_in(threading.get_ident(), Abandoned)
                 while True:

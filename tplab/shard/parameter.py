@@ -1,4 +1,4 @@
-"""Parameters that know which slices of a checkpoint they are, and who fills them with those."""
+"""Parameters that say which slices of a checkpoint they are, and that fill themselves with them."""
 
 import weakref
 from collections.abc import Sequence

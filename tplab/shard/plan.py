@@ -1,4 +1,4 @@
-"""``ShardPlan``: who owns which heads, MLP columns, experts and vocabulary rows.
+"""``ShardPlan``: which rank owns which heads, MLP columns, experts and vocabulary rows.
 
 The plan is computed once, from the *global* counts of the configuration and the number of ranks. Every local size
 is read from it; no global size is ever derived as ``local * tensor_parallel_size``.
@@ -67,7 +67,7 @@ class RankShard:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Who owns what, for every rank. Build one with :meth:`make` or :meth:`from_config`.
+    """What every rank owns. Build one with :meth:`make` or :meth:`from_config`.
 
     Attributes:
         kind: ``"partition"`` (each KV head on one rank, all ranks alike), ``"replication"`` (fewer KV heads than

@@ -1,4 +1,4 @@
-"""Differences as text that is the same on every machine: orders of magnitude, and who left the floor where."""
+"""Differences as text that is the same on every machine: orders of magnitude, and what left the floor where."""
 
 import math
 import re

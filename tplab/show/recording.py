@@ -55,7 +55,7 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
     """Step an engine until all prompts are finished, and note tables and pool after every step.
 
     ``llm`` must have nothing unfinished. ``arrivals``: per prompt, after how many steps it arrives, rising; all at the
-    beginning if None. Nobody is waited for while there is nothing to do.
+    beginning if None. Steps in which there is nothing to do are left out.
 
         >>> run = show.record(llm, [first, second], SamplingParams(max_tokens=8), arrivals=[0, 3])
     """
@@ -84,7 +84,7 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
         for s in sequences:
             for position in range(s.num_computed_tokens - record.tokens.get(s.request_id, 0), s.num_computed_tokens):
                 index, place = divmod(position, pool.block_size)
-                blocks = s.block_table.block_ids or before[s.request_id]  # who has finished has given its blocks back
+                blocks = s.block_table.block_ids or before[s.request_id]  # after its end it has none
                 if index < len(blocks):
                     block = blocks[index]
                     token = s.token_ids[position]
