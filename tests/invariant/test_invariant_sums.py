@@ -82,14 +82,15 @@ def test_an_activation_is_the_same_wherever_a_number_stands(name):
                                                                      act(x.bfloat16().float()).bfloat16())
 
 
-def test_a_cap_and_a_mean_square():
+def test_a_cap_and_a_norm():
     x = numbers(9, 70, seed=3) * 5
     assert distance(kernels.soft_cap(x, 3.0), 3 * torch.tanh(x.double() / 3)) < 3e-7
     assert torch.equal(kernels.soft_cap(x, 3.0)[2:3, 1:5], kernels.soft_cap(x[2:3, 1:5], 3.0))
-    means = kernels.mean_squares(x)
-    assert means.shape == (9, 1) and torch.equal(means[4:5], kernels.mean_squares(x[4:5]))
-    assert torch.equal(means, x.double().square().mean(-1, keepdim=True).float())
-    assert torch.equal(kernels.mean_squares(x.view(9, 7, 10)), kernels.mean_squares(x.view(63, 10)).view(9, 7, 1))
+    factors = kernels.inverse_rms(x, 1e-3)
+    assert factors.shape == (9, 1) and torch.equal(factors[4:5], kernels.inverse_rms(x[4:5], 1e-3))
+    assert torch.allclose(factors, (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt().float(), 0, 1e-7)
+    heads = kernels.inverse_rms(x.view(9, 7, 10), 0.0)
+    assert torch.equal(heads, kernels.inverse_rms(x.view(63, 10), 0.0).view(9, 7, 1))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": True}, {"window": 5}])

@@ -41,5 +41,5 @@ def make_runner(ckpt, plan, config) -> ModelRunner:
     from tplab.invariant.model import make_batch_invariant
 
     runner = ModelRunner(ckpt, plan, config)
-    make_batch_invariant(runner.model, config.max_model_len)
+    make_batch_invariant(runner.model)
     return runner

@@ -70,12 +70,12 @@ def _soft_cap(x, cap, y):
 
 
 @_entry_in_order
-def _mean_squares(x, y):
+def _inverse_rms(x, eps, y):
     for r in range(len(x)):
         total = 0.0
         for i in range(x.shape[1]):
             total += np.float64(x[r, i]) * np.float64(x[r, i])
-        y[r] = total / x.shape[1]
+        y[r] = 1 / np.sqrt(total / x.shape[1] + eps)
 
 
 @_entry_in_order
@@ -139,10 +139,10 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     return _elementwise(_soft_cap, x, cap)
 
 
-def mean_squares(x: torch.Tensor) -> torch.Tensor:
-    """``[…, size]`` in float32 → ``[…, 1]``: the mean of each row's squares, added up in float64."""
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``[…, size]`` in float32 → ``[…, 1]``: what an RMSNorm multiplies each row by, computed in float64."""
     y = torch.empty(x.shape[:-1] + (1,))
-    _mean_squares(x.contiguous().view(-1, x.shape[-1]).numpy(), y.view(-1).numpy())
+    _inverse_rms(x.contiguous().view(-1, x.shape[-1]).numpy(), eps, y.view(-1).numpy())
     return y
 
 

@@ -1,26 +1,29 @@
 """``make_batch_invariant(model)``: a loaded model whose sums have one order, by other methods on its layers."""
 
+from collections import defaultdict
+from functools import partial
 from types import MethodType
 
 import torch
 from torch import nn
 
-from tplab.invariant.kernels import Product, activation, attend, mean_squares, soft_cap
+from tplab.invariant.kernels import Product, activation, attend, inverse_rms, soft_cap
 from tplab.invariant.tree import leaves_of_columns, leaves_of_heads, nodes_within, tree_sum
 from tplab.model import TensorParallelCausalLM
+from tplab.model.norm import RMSNorm
 from tplab.model.rope import Rotary
 from tplab.ranks import all_gather, rank
 from tplab.shard import RowParallelLinear
 
 
-def make_batch_invariant(model: TensorParallelCausalLM, max_model_len: int) -> None:
+def make_batch_invariant(model: TensorParallelCausalLM) -> None:
     """From now on each token's numbers are the same in any batch, whole or in chunks, and on 1, 2, 3, 4, 6 or 8 ranks.
 
     Weights of products are kept packed only, as :mod:`tplab.fast` keeps them. The model must be one that
     :func:`tplab.invariant.why_not` has nothing against.
     """
     config, plan = model.config, model.plan
-    model.rotary = RotaryTables(model.rotary, max_model_len)
+    model.rotary = RotaryTables(model.rotary)
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         in_one_order(attention.qkv_proj)
@@ -33,23 +36,24 @@ def make_batch_invariant(model: TensorParallelCausalLM, max_model_len: int) -> N
         del mlp.act
         mlp.act = activation(config.hidden_act)
     for module in model.modules():
-        if hasattr(module, "mean_square"):
-            module.mean_square = mean_squares
+        if isinstance(module, RMSNorm):
+            module.inverse_rms = partial(inverse_rms, eps=module.eps)
     in_one_order(model.lm_head, keep_weight=model.lm_head.weight is model.embed_tokens.weight)
     if config.final_logit_softcapping is not None:
         model.finish = MethodType(_finish, model)
 
 
 class RotaryTables:
-    """A model's cosines and sines of all positions, made once: libraries compute them differently at an array's end."""
+    """A model's cosines and sines, each position's made alone: libraries compute an array's end in another way."""
 
-    def __init__(self, rotary: Rotary, positions: int):
-        self.rotary, self.positions, self.tables = rotary, torch.arange(positions), {}
+    def __init__(self, rotary: Rotary):
+        self.rotary, self.tables = rotary, defaultdict(dict)
 
     def __call__(self, x, positions, lengths, *layer_type):
-        if layer_type not in self.tables:
-            self.tables[layer_type] = self.rotary(x, self.positions, [len(self.positions)], *layer_type)
-        return tuple(table[:, positions] for table in self.tables[layer_type])
+        wanted, known = positions.tolist(), self.tables[layer_type]
+        for position in set(wanted) - known.keys():
+            known[position] = self.rotary(x, torch.tensor([position]), [1], *layer_type)
+        return tuple(torch.cat(rows, dim=1) for rows in zip(*map(known.get, wanted)))
 
 
 def _finish(self, logits: torch.Tensor) -> torch.Tensor:

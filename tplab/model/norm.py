@@ -20,13 +20,13 @@ class RMSNorm(nn.Module):
         """Fill ``"weight"``: replicated, so whole."""
         getattr(self, parameter).data.copy_(source[:])
 
-    def mean_square(self, wide: torch.Tensor) -> torch.Tensor:
+    def inverse_rms(self, wide: torch.Tensor) -> torch.Tensor:
         """``[…, size]`` → ``[…, 1]``."""
-        return wide.pow(2).mean(-1, keepdim=True)
+        return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+        wide = wide * self.inverse_rms(wide)
         return self.weight * wide.to(x.dtype)
 
 
@@ -35,7 +35,7 @@ class WideRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+        wide = wide * self.inverse_rms(wide)
         return (self.weight * wide).to(x.dtype)
 
 
@@ -44,7 +44,7 @@ class GemmaRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+        wide = wide * self.inverse_rms(wide)
         return (wide * (1.0 + self.weight.to(torch.float32))).to(x.dtype)
 
 
