@@ -159,7 +159,8 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, tokens: int, budget: int) -> tuple[int, ...]:
         """What may follow its newest token, where that is computed now and the rest of its text can hold it."""
-        if tokens < sequence.num_tokens or not sequence.params.greedy or sequence.params.logprobs is not None:
+        if (not self.num_speculative_tokens or tokens < sequence.num_tokens or not sequence.params.greedy
+                or sequence.params.logprobs is not None):
             return ()
         left = sequence.max_tokens - (sequence.num_tokens - sequence.num_prompt_tokens)
         draft = propose(sequence.token_ids, min(self.num_speculative_tokens, left - 1, budget))

@@ -31,7 +31,7 @@ AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ss
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["--dist", "loadgroup", "tests"]),
          "notebooks against their stored text": ({}, ["--dist", "loadfile", "--nbval", "notebooks"]),
-         "engine, held to AVX2": (AVX2, ["--dist", "loadgroup", "tests/fast", "tests/engine",
+         "engine, held to AVX2": (AVX2, ["--dist", "loadgroup", "tests/fast", "tests/invariant", "tests/engine",
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
          "engine, with the fast path off": (OFF, ["--dist", "loadgroup", "tests/engine", "tests/llm"])}
 
