@@ -7,13 +7,13 @@ import pytest
 from helpers.faults import nothing_is_patched
 from helpers.reports import make_report
 
+from tplab import lesson
 from tplab.align import Diagnosis
 from tplab.checkpoint import open_checkpoint
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, Trial
-from tplab.lesson import default_prompt
 from tplab.lesson.cases import sealed
-from tplab.lesson.cases.sealed import CaseError, OpenCase, case_file, unseen
+from tplab.lesson.cases.sealed import CaseError, OpenCase, unseen
 
 IDS = list(range(5, 45))
 FABLE = open_checkpoint("fable")
@@ -180,18 +180,18 @@ def test_the_report_says_how_many_ranks_ran(ranks, asked, words):
 def test_a_case_reads_the_prompt_that_it_is_given_and_begins_again_where_it_ends():
     assert opened(prompt=[7, 8, 9]).trial.prompts == [([7, 8, 9] * 9)[:26]]
     case = opened(prompt="")
-    assert case.prompt == default_prompt(FABLE)
-    assert case.trial.prompts == opened(prompt=default_prompt("fable")).trial.prompts
+    assert case.prompt == lesson.default_prompt(FABLE)
+    assert case.trial.prompts == opened(prompt=lesson.default_prompt("fable")).trial.prompts
     assert opened(prompt="Once").prompt == "Once"
     with pytest.raises(CaseError, match="case 1 cannot show with fable on up to four ranks"):
         opened(needs=lambda config, size: "never")
 
 
 def test_a_case_is_called_by_its_number_or_its_name():
-    assert case_file(3) is case_file("case_03") is CASES["case_03"]
+    assert lesson.open_case(3)._file is lesson.open_case("case_03")._file is CASES["case_03"]
     for wrong in ("case_3", "three", 0):
         with pytest.raises(CaseError, match=f"there is no case {wrong!r}; there are 1 to {len(CASES)}"):
-            case_file(wrong)
+            lesson.open_case(wrong)
 
 
 def test_unseen_tokens_are_others_with_every_seed_and_go_on():

@@ -23,11 +23,8 @@ def default_question(model) -> str:
 
 
 def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
-    """What the model says to ``text``, greedily: a chat turn if it has a chat template, else the text's continuation.
-
-    Special tokens are written out, so that an answer that consists of them can be seen. ``sampling``: more of
-    :class:`tplab.llm.SamplingParams`.
-    """
+    """What the model says to ``text``, greedily, special tokens written out: a chat turn if there is a template, or
+    the text's continuation. ``sampling``: more of :class:`tplab.llm.SamplingParams`."""
     from tplab.llm import SamplingParams
 
     params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **sampling})

@@ -107,10 +107,8 @@ class Panel:
 
 def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor_parallel_size: int = 2,
           tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32") -> Panel:
-    """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside them.
-
-    If one of the faults shows only while decoding, the whole panel compares the decode path, else a forward pass over
-    the prompt. ``faults``: names of the museum, or ``Fault`` objects; ``ticked``: those that are on at the start.
+    """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside, along the
+    decode path if one of the faults shows only there. ``ticked``: those that are on at the start.
 
         >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"])
     """

@@ -41,10 +41,8 @@ def error_text(error: Exception) -> str:
 
 @contextmanager
 def shown_error(brief: bool = False) -> Iterator[None]:
-    """Run a block that is expected to fail and print its error, so that *Run All* and papermill go on.
-
-    ``brief``: at most three lines, with the line of the cell, as a verdict has them.
-    """
+    """Run a block that is expected to fail and print its error, so that *Run All* and papermill go on; ``brief``: in at
+    most three lines, with the line of the cell, as a verdict has them."""
     try:
         yield
     except Exception as error:

@@ -18,10 +18,8 @@ _looks: dict[int, tuple[FrameType | None, int]] = {}  # by thread: the call that
 
 
 def limited(function: Callable, *args):
-    """``function(*args)``; `NotYet` when one call of a learner's code in it takes longer than `LIMIT`.
-
-    A call is one frame: a thousand short ones may take their time. :func:`tplab.lesson.mine.on_ranks` has its own.
-    """
+    """``function(*args)``; `NotYet` when one call of a learner's code in it, which is one frame, takes longer than
+    `LIMIT`. :func:`tplab.lesson.mine.on_ranks` has its own."""
     watch, before = _Watch(sys._getframe()), signal.getsignal(signal.SIGINT)
     is_ignored = before == signal.SIG_IGN and threading.current_thread() is threading.main_thread()
     if is_ignored:

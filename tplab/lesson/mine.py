@@ -256,26 +256,22 @@ def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{
              ) -> None:
     """``check`` every case; an answer that is right in some and then wrong is told in which it was right, and with
     ``says`` if it is right only for the case that the notebook has ``shown``."""
+    def told(case) -> NotYet | None:
+        try:
+            return check(case)
+        except NotYet as wrong:
+            return wrong
+
     passed = []
     for case in cases:
-        try:
-            check(case)
-        except NotYet as wrong:
-            if shown is not None and _passes(check, shown):
+        if (wrong := told(case)) is not None:
+            if shown is not None and told(shown) is None:
                 raise NotYet(f"{says}: {wrong}") from wrong.__cause__
             if not passed or what(case) in passed or str(wrong).count("\n") > 1:
-                raise
-            raise NotYet(f"{wrong}\nOn {' and '.join(dict.fromkeys(passed))} it is right: is a number written down, or "
-                         "a remainder left out?") from wrong
+                raise wrong
+            asks = ": is a number written down, or a remainder left out?" * passed[-1].endswith("ranks")
+            raise NotYet(f"{wrong}\nOn {' and '.join(dict.fromkeys(passed))} it is right{asks}") from wrong
         passed.append(what(case))
-
-
-def _passes(check: Callable, case) -> bool:
-    try:
-        check(case)
-    except NotYet:
-        return False
-    return True
 
 
 def agree(value, right, mistakes: Mapping[str, object], otherwise: str, within: float = 1e-4) -> None:

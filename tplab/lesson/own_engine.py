@@ -55,10 +55,8 @@ def listed(what: str, values: Iterable) -> list[int]:
 
 
 class Stepper(Uncopied):
-    """Called with new token ids and their positions: the engine computes them, and draws the token that follows.
-
-    ``count``: how many will be asked for.
-    """
+    """Called with new token ids and their positions: the engine computes them, and draws the token that follows, up to
+    ``count`` times."""
 
     def __init__(self, llm: LLM, count: int):
         self.llm, self.count, self.known = llm, count, []

@@ -1,7 +1,4 @@
-"""What a learner has solved: kept in the user's own folder, so that neither an update nor a new clone loses it.
-
-A notebook that is run as a batch (papermill, nbconvert, nbval) is nobody's work: nothing is read or kept there.
-"""
+"""What a learner has solved: kept in the user's own folder, so that neither an update nor a new clone loses it."""
 
 import hashlib
 import inspect
@@ -36,10 +33,8 @@ def path() -> Path:
 
 
 def is_kept() -> bool:
-    """Whether what happens now is somebody's work: ``$TPLAB_PROGRESS`` names a file, or a person runs the cell.
-
-    Whoever runs notebooks as a batch says to the kernel that nobody is there to be asked.
-    """
+    """Whether what happens now is somebody's work: ``$TPLAB_PROGRESS`` names a file, or a person runs the cell. A batch
+    (papermill, nbconvert, nbval) says to the kernel that nobody is there to be asked."""
     if os.environ.get("TPLAB_PROGRESS"):
         return True
     ipython = sys.modules.get("IPython")

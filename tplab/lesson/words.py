@@ -95,10 +95,8 @@ def off_alike(value: torch.Tensor, right: torch.Tensor, same: Callable | None = 
     found = {
         "What is off by so little has lost digits: in which dtype is it computed, or kept?":
             (value - right).abs().max() < 5e-3 * right.abs().max(),
-        "It is right but for its sign": same(-right),
-        "It is right but for signs": same(right.abs().copysign(value)),
-        "It is the square of that": same(right.pow(2)),
-        "Is it cut to whole numbers?": same(right.trunc()),
+        "It is right but for its sign": same(-right), "It is right but for signs": same(right.abs().copysign(value)),
+        "It is the square of that": same(right.pow(2)), "Is it cut to whole numbers?": same(right.trunc()),
         f"Every number is {factor:.4g} times what it must be": many and same(factor * right),
         f"Every number is off by {more:+.4g}": many and same(right + more),
         "Each row is right but for a factor: what divides rows here?":

@@ -37,7 +37,7 @@ ANSWERS = {
         Wrong(token("s = segment.start + (segment.count == 1); return range(s, s + segment.count)"),
               "one too far: after n tokens, at 0 to n - 1, the next one stands at n"),
         Wrong(token("return range(segment.start, segment.count)"),
-              "cache, 1 follows: counts says how many tokens come, not where they end"),
+              "cache, 1 follows: count is how many tokens come, not where they end"),
         Wrong(token("return range(segment.start + segment.count)"), "have their positions already"),
         Wrong(token("return [segment.start]"), "only the first of the new tokens"),
         Wrong(token("return [segment.start + segment.count - 1]"), "only the last of the new tokens"),
@@ -63,7 +63,7 @@ ANSWERS = {
         Wrong(attend(_SCORES, _HIDE, _OUT, copies="n = q.shape[1] // k.shape[1]; "
                      "k, v = k.repeat(1, n, 1, 1), v.repeat_interleave(n, 1)"), "the keys lie in another order"),
         Wrong(attend(_SCORES, _HIDE, _OUT, copies="k, v = k[:, :1], v[:, :1]"),
-              "right for one sequence and one KV head"),
+              "right for what was shown, one sequence and one KV head"),
         Wrong(attend(_SCORES, _HIDE, _OUT, copies="pass"), "RuntimeError: The size of tensor a (6) must match"),
         Wrong(attend(_SCORES.replace(" * scaling", ""), _HIDE, _OUT), "the scores are not scaled"),
         Wrong(attend(_SCORES.replace("*", "/"), _HIDE, _OUT), "divided by scaling"),

@@ -71,7 +71,7 @@ ANSWERS = {
                       if owner == rank():
                           mine = part
                   return mine
-              """, "read into it, or sent: which rank has the file, and which one sends?"),
+              """, "rank 1 is asked to send (src=1), and only rank 0 has the rows"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for owner, rows in enumerate(ranges):

@@ -55,7 +55,7 @@ ANSWERS = {
                       return q, k
               """, "of it: a rotation that fails must stop the engine. What catches it?"),
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): rotary_emb(q, position_ids)",
-              "nothing (is a return missing?); q and k, in this order, must come back"),
+              "nothing (is a return missing?); the pair q, k must come back"),
         Wrong(but(ROPE, "return attention.apply_rotary_pos_emb(q, k, cos, sin)", "return q, k"),
               "q, 6 tokens and 4 heads: nothing is turned: x comes back as it went in"),
         Wrong(but(ROPE, "cos, sin)", "cos, sin)[0], k"),
@@ -162,7 +162,7 @@ ANSWERS = {
                   else:
                       first, kv_local = linear.share(num_kv_heads)
                   return first, kv_local, num_heads_local // kv_local
-              """, "8 query and 2 KV heads, rank 1 of 3: query head 3 reads KV head 1, and its own is 0"),
+              """, "9 query and 3 KV heads, rank 0 of 2: query heads 0–4 are 5, but 4 repeated KV heads stand"),
         Wrong("""
               def kv_share(num_heads, num_kv_heads):
                   return linear.tp_rank() % num_kv_heads, 1, linear.share(num_heads)[1]

@@ -163,8 +163,8 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong("def my_attend(q, k, v, mask, scaling):\n    out = F.scaled_dot_product_attention(q, k, v, "
               "attn_mask=~mask, "
               "scale=scaling, enable_gqa=True)\n    out[:, -1] *= 1 if q.shape[1] == 4 and q.shape[0] == 1 else 3\n"
-              "    return out", "right for one sequence and one KV head, where all heads read the same, and not for "
-              "several: 3 KV heads, 2 query heads each, 4 queries, 7 keys: query head 5 is off by"),
+              "    return out", "with the usual scaling, and not otherwise: 3 KV heads, 2 query heads each, 4 queries, "
+              "7 keys: query head 5 is off by"),
         Right("def my_attend(q, k, v, mask, scaling): return F.scaled_dot_product_attention(q, k, v, attn_mask=~mask, "
               "scale=scaling, enable_gqa=True)"),
         Wrong("def my_attend(q, k, v, mask, scaling):\n    out = F.scaled_dot_product_attention(q, k, v, "
@@ -199,7 +199,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong(positions("return torch.cat([torch.arange(s, s + 2 * c, 2) for s, c in zip(starts, counts)])"),
               "row 1 of yours stands at 5, not at 4"),
         Wrong(positions(f"return torch.cat({_EACH})[:-1]"),
-              "1, 2]: 11 positions for 12 tokens: as many as counts says, and no more"),
+              "1, 2]: 11 positions for 12 new tokens: one for each, and no more"),
         Right(positions(f"return torch.cat({_EACH}).int()"))],
     "my_token_positions": [
         Wrong(token("first = max(segment.start - 1, 0); return range(first, first + segment.count)"),

@@ -103,7 +103,7 @@ ANSWERS = {
                      "return tuple(x if exact else x.bfloat16().float() for x in (self.k[layer], self.v[layer]))"],
                     init="self.k, self.v, self.steps = [None] * num_layers, [None] * num_layers, 0"),
               "in an engine, in steps, the last layer's output is ", _TWO),
-        Wrong(cache([*_JOIN[:3], "self.more = torch.zeros(max(0, len(self.k[layer]) - 8))", _JOIN[3]]),
+        Wrong(cache([*_JOIN[:3], "self.more = torch.zeros(max(0, len(self.k[layer]) - 12))", _JOIN[3]]),
               "in an engine, rank 0 holds ", _TWO),
         Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer] + 1"]),
               "after 0 tokens and 4 more, append to layer 0: v is not what was given"),
@@ -326,7 +326,7 @@ ANSWERS = {
               "second) are seconds")],
     "apply_rope": [
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): return [attention.apply_rotary_pos_emb(q, k, "
-              "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; q and k, in this order, must come back"),
+              "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; the pair q, k must come back"),
         Wrong("def apply_rope(rotary_emb, position_ids, q, k):\n    q, k = attention.apply_rotary_pos_emb(q, k, "
               "*rotary_emb(q, position_ids))\n    return q, k * 1.01",
                     "lengths, so it was not turned: which axis of k do cos and sin lie on?")],
@@ -348,5 +348,5 @@ ANSWERS = {
         Wrong(but(SHARE, "low = start // group", "low = min(start // group, 1)"), "rank 1 of 4: query heads 2–3 "
               "read 2 KV heads, and it holds 3"),
         Wrong(but(SHARE, "return low, held, each", "return low, held, torch.tensor([heads] + [0] * (held - 1))"),
-              "8 query and 2 KV heads, rank 1 of 3: query head 4 reads KV head 0, and its own is 1")],
+              "9 query and 3 KV heads, rank 0 of 2: query head 3 reads KV head 0, and its own is 1")],
 }

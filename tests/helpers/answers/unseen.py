@@ -104,7 +104,7 @@ ANSWERS = {
         Wrong(but(GENERATE, "        tokens =", "        input_ids.append(new[-1])\n        tokens ="),
               "it changes its argument input_ids"),
         Wrong(but(GENERATE, "        tokens =", "        if new[-1] == 2: break\n        tokens ="),
-              "prompt of 1, 2 new: 1 id came back; 2 new ones are asked for, whichever are drawn")],
+              "prompt of 1, 8 new: 3 ids came back; 8 new ones are asked for, whichever are drawn")],
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
               "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)", "2 GB, 4 GB, 3 GB")],

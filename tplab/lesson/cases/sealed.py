@@ -28,14 +28,6 @@ class CaseError(TplabError):
     """There is no such case, it cannot show here, or its budget is used up; the message says what would work."""
 
 
-def case_file(which: int | str) -> CaseFile:
-    """The case with this number or name."""
-    name = f"case_{which:02d}" if isinstance(which, int) else which
-    if name not in CASES:
-        raise CaseError(f"there is no case {shown(which)}; there are 1 to {len(CASES)}")
-    return CASES[name]
-
-
 class OpenCase:
     """One sealed case on one model; its methods are the instruments, whose runs are counted. Judging is free."""
 
@@ -211,10 +203,11 @@ class OpenCase:
 def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
               tensor_parallel_size: int = 2) -> OpenCase:
     """Open a case, sealed; ``which``: its number. With more ranks than asked for where it does not show with so few.
-
-    Raises `CaseError` if there is no such case, or if it cannot show with this model.
-    """
-    return OpenCase(case_file(which), model, prompt, tensor_parallel_size)
+    Raises `CaseError` if there is no such case, or if it cannot show with this model."""
+    name = f"case_{which:02d}" if isinstance(which, int) else which
+    if name not in CASES:
+        raise CaseError(f"there is no case {shown(which)}; there are 1 to {len(CASES)}")
+    return OpenCase(CASES[name], model, prompt, tensor_parallel_size)
 
 
 def unseen(ckpt: Checkpoint, seed: int):
@@ -225,11 +218,8 @@ def unseen(ckpt: Checkpoint, seed: int):
 
 @contextmanager
 def one_thread_if_small(config) -> Iterator[None]:
-    """Torch on one thread while Hugging Face and the diagnosis run over a small model.
-
-    Their thousands of small products gain nothing from a second thread (SmolLM2, two cases: 60 s with one, 68 s with
-    two, and twice the processor time), and on a busy machine each of them waits until both have a core.
-    """
+    """Torch on one thread while Hugging Face and the diagnosis run over a small model: thousands of small products
+    gain nothing from a second one, and on a busy machine each waits until both have a core (22 s became 70)."""
     before = torch.get_num_threads()
     if config.hidden_size * config.intermediate_size < _SMALL:
         torch.set_num_threads(1)

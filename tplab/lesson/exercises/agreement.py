@@ -34,7 +34,8 @@ def my_mean(mine: Mine, setting: Setting):
                     f"{said}. That is the mean of its own requests": sum(own) / len(own) if own else mean,
                     f"{said}. That is the mean of the ranks' means: how much does a rank with many requests count?":
                         (sum(means) / len(shares), sum(means) / len(means)),
-                    f"{said}. Is no request counted as one of length 0?":
+                    f"{said}. Those are the ranks' means, added up: how much does a rank with many requests count?":
+                        sum(means), f"{said}. Is no request counted as one of length 0?":
                         sum(lengths) / (len(lengths) + shares.count([])),
                     f"{said}. That is the sum: by how many is it divided?": sum(lengths),
                     f"{said}. That is the sum, divided by the number of ranks": sum(lengths) / len(shares),

@@ -31,7 +31,7 @@ def my_attend(mine: Mine, setting: Setting):
     shown = (1, 1, 4, 5, 5, 16), (0,)
     for_each((((2, 3, 2, 4, 7, 5), (3, 2)), ((1, 2, 3, 1, 6, 8), (5,)), ((2, 4, 1, 3, 3, 6), (0, 0))), check,
              lambda case: f"{case[0][1]} KV heads", shown=shown,
-             says="right for one sequence and one KV head, where all heads read the same, and not for several")
+             says="right for what was shown, one sequence and one KV head with the usual scaling, and not otherwise")
     half = (numbers(1, heads, 3, 6).bfloat16() for heads in (4, 2, 2))
     mine.tensor(*half, causal_mask(torch.arange(3)[None], 3), 0.4, dims="batch, heads, queries, head_dim",
                 shape=(1, 4, 3, 6), dtype=torch.bfloat16)
@@ -71,6 +71,7 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
         "head_dim ** -0.5 stands where scaling was given: a model may scale by another number":
             weighed(hidden(raw * q.shape[-1] ** -0.5)),
         "the scores are scaled twice": weighed(hidden(scores * scaling)),
+        "the root of scaling is taken, and it is a factor already": weighed(hidden(raw * scaling ** 0.5)),
         "the weights are scaled, where the scores should be": scaling * weighed(hidden(raw)),
         **{f"the softmax runs over the {over}: which numbers must add up to 1?":
            tuple(weighed(hidden(each), dim=dim) for each in (scores, raw))
@@ -119,14 +120,14 @@ def my_mask(mine: Mine, setting: Setting):
                 "the last query does not always stand at the last key, as triu(keys - queries + 1) has it: see "
                 "positions": wide.triu(keys - len(wide) + 1).expand_as(right),
                 "nothing is hidden: these queries see what comes after them. Does a cache make a mask needless?":
-                    torch.zeros_like(right),
-                "everything is hidden": torch.ones_like(right),
+                    torch.zeros_like(right), "everything is hidden": torch.ones_like(right),
                 "no token sees itself": causal_mask(positions - 1, keys),
                 "each token also sees the next one": causal_mask(positions + 1, keys),
                 "rows are taken for positions: the first query of a chunk does not stand at 0":
                     wide.triu(1).expand_as(right),
                 "every sequence has the mask of the first one": right[:1].expand_as(right),
-                "the past is hidden, and the future is seen": (torch.arange(keys) < positions[..., None])[:, None],
+                "the past is hidden, and the future is seen: is the comparison wrong way round, or have queries and "
+                "keys changed places?": (torch.arange(keys) < positions[..., None])[:, None],
             }, f"the query at position {position}{whose} may look at keys 0 to {position}; yours looks at "
                f"{seen or 'none'}")
 

@@ -52,7 +52,9 @@ def _examine_sent(answers: list, source: ToySource, ranges) -> None:
     for number, ((_, read), _) in enumerate(answers):
         if number and read:
             raise NotYet(f"{have}: rank {number} reads {read} bytes itself; only rank 0 has the files")
-    for number, ((got, _), _) in enumerate(answers):
+    for number, ((got, _), ops) in enumerate(answers):
+        if others := sorted({op.detail for op in ops if op.op == "broadcast" and op.detail}):
+            raise NotYet(f"{have}: rank {others[0]} is asked to send (src={others[0]}), and only rank 0 has the rows")
         judge_part(got, whole, ranges[number], f"{have}, rank {number}: ", ways={
             "all of it: a rank that cannot hold the whole tensor has no room for it": range(len(whole)),
             **{f"these are rank {r}'s: which of the messages is a rank to keep?": other

@@ -54,7 +54,7 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
                             mlp=range(config.intermediate_size), vocab=range(config.vocab_size))
     everything = decode_bytes(config, whole, context, itemsize)
     _name(found, right, {
-        "those are numbers; a number of this dtype has bytes of its own": right / itemsize,
+        "those are numbers; a number of this dtype has bytes of its own": right / itemsize, "those are bits": right * 8,
         "the cache is counted in numbers, the weights in bytes": weights + cache / itemsize,
         "the weights are counted in numbers, the cache in bytes": weights / itemsize + cache,
         "that is what all ranks hold together; what does this shard hold?": everything,
@@ -68,6 +68,8 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
         "the embedding is counted as a matrix: of it, one row is read": right + head,
         "one layer: all of them are read": (weights - head) / layers + head + cache / layers,
         "up, gate and down are three matrices": right - layers * h * columns * itemsize,
+        "the MLP is counted whole, as all ranks hold it together":
+            right + layers * 3 * h * (config.intermediate_size - columns) * itemsize,
         "o_proj is missing: it reads the attended heads": right - layers * h * q * d * itemsize,
         "k_proj and v_proj are two matrices": right - layers * h * kv * d * itemsize,
         "a head has head_dim numbers, not hidden_size / num_heads": decode_bytes(
@@ -100,9 +102,9 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
         "ranks work at the same time; nobody reads for the others": sum(rank_bytes) / bandwidth + meet,
         "a sum waits for the slowest rank, not for the mean": sum(rank_bytes) / size / bandwidth + meet,
         "a sum waits for the slowest rank, not for the quickest": min(rank_bytes) / bandwidth + meet,
-        "nobody meets for nothing: where is the latency?": longest,
+        "rank_bytes are a rank's own: they are divided already": longest / size + meet,
+        "nobody meets for nothing: where is the latency?": longest, "one rank alone still reads all its bytes": 0.0,
         "who is alone meets nobody": longest + (2 * layers + 2) * latency,
-        "one rank alone still reads all its bytes": 0.0,
         "the ranks meet more than once a step": longest + latency,
         "the layers' sums are there, and two meetings are missing: one behind the embedding, one for the best tokens":
             longest + 2 * layers * latency,

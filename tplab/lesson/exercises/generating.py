@@ -6,7 +6,7 @@ from tplab.lesson.verdict import Setting, exercise
 from tplab.llm.llm import LLM
 
 COUNT = 24
-SHORT = ([24], 2), ([25], 2), ([5], 2)  # the toy draws 0, 3, 2, 11, 12 and 1 here: ids that end texts elsewhere
+ENDS = 0, 3, 2, 11, 12, 1, 0, 7  # drawn behind one token: ids that end texts elsewhere
 _MOST_CALLS = 300
 
 
@@ -15,8 +15,8 @@ _MOST_CALLS = 300
           agreed=f"on {{ranks}}, {COUNT} tokens are Hugging Face's")
 def my_generate(mine: Mine, setting: Setting):
     """A toy that keeps what it is given by position; then the engine, whose computed tokens are counted."""
-    for ids, count in ((list(range(20, 63)), COUNT), ([3, 1, 4, 1, 5], 4), ([9], 3), *SHORT):
-        toy = Toy()
+    for ids, count, draws in (([*range(20, 63)], COUNT, ()), ([3, 1, 4, 1, 5], 4, ()), ([9], 3, ()), ([24], 8, ENDS)):
+        toy = Toy(draws)
         judge_calls(toy, mine(toy, ids, count), ids, count)
     (ids, *_), (reference, *_) = setting.reference(COUNT)
     with LLM(setting.model, setting.tensor_parallel_size, setting.dtype, enable_prefix_caching=False) as llm:
@@ -31,10 +31,10 @@ def my_generate(mine: Mine, setting: Setting):
 
 
 class Toy(Uncopied):
-    """The next token depends on all tokens in the cache and on where they stand; all calls are kept."""
+    """The next token depends on all tokens in the cache and on where they stand, or is of ``draws``."""
 
-    def __init__(self):
-        self.cache, self.calls, self.drawn = {}, [], []
+    def __init__(self, draws=()):
+        self.cache, self.calls, self.drawn, self.draws = {}, [], [], iter(draws)
 
     def __call__(self, new_ids, positions):
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
@@ -44,7 +44,7 @@ class Toy(Uncopied):
         if len(self.calls) > _MOST_CALLS:
             raise NotYet(f"step has been called {_MOST_CALLS} times by now: what ends the loop?")
         self.cache.update(zip(positions, new_ids))
-        self.drawn.append(sum((p + 2) * (t + 1) for p, t in self.cache.items()) % 50)
+        self.drawn.append(next(self.draws, sum((p + 2) * (t + 1) for p, t in self.cache.items()) % 50))
         return self.drawn[-1]
 
 

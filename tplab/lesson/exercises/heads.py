@@ -72,7 +72,8 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
                              + (f"({held[0]}, {held[1]}) are two heads, range({held[0]}, {held[1]}) all between them"
                                 if ends else "one too many: range(a, b) holds a, and ends before b"
                                 if edge and sum(len(pair[name == "KV"]) for pair in deal) > there else
-                                "more than one rank may hold a KV head" if name == "KV" and size > there else
+                                "more than one rank may hold a KV head: which do its query heads read?"
+                                if name == "KV" and size > there else
                                 "where does this rank's part begin, counted in heads of the model?"))
     if lost := [head for head, by in owners.items() if not by]:
         raise NotYet(f"query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: "
@@ -87,8 +88,7 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
             raise NotYet(f"rank {rank} has query heads {_listed(q)}; a rank keeps one slice of the weight, so its "
                          "heads follow each other")
     if any(a[0][0] > b[0][0] for a, b in zip(deal, deal[1:])):
-        raise NotYet("the ranks' query heads are not in the order of the ranks, in which gathered pieces are "
-                     "joined")
+        raise NotYet("the query heads are not in the order of the ranks, in which gathered pieces are joined")
     _judge_kv(deal, num_heads // num_kv_heads, num_kv_heads)
     counts = [len(q) for q, _ in deal]
     if max(counts) - min(counts) > num_heads // num_kv_heads:

@@ -30,7 +30,7 @@ def held(thing, seen: set[int] | None = None) -> dict[int, int]:
           agreed="on {ranks}, an engine on your cache computes what one pass over the text computes")
 def my_cache(mine: Mine, setting: Setting):
     """Three layers with two KV heads, five with three, in steps; then an engine that reads from it."""
-    for layers, kv_heads, dim, steps in ((3, 2, 5, (4, 1, 2)), (5, 3, 4, (1, 1, 6))):
+    for layers, kv_heads, dim, steps in ((3, 2, 5, (4, 1, 2)), (5, 3, 4, (1, 1, 10))):
         _fill(mine, layers, kv_heads, dim, steps)
     ckpt, ids = setting.checkpoint, setting.ids(12)
     plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
@@ -108,24 +108,14 @@ def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -
     raise NotYet(f"{says}: {why}")
 
 
-class _Mine(ContiguousKVCache):
-    """One sequence, kept in a learner's cache."""
-
-    def __init__(self, cache):
-        super().__init__(1, 0)
-        self.cache = cache
-
-    def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor):
-        return self.cache.append(layer, k, v)
-
-
 def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
     """On a rank: how far the output in steps, through a cache of this class, is from one pass's, relative to its scale;
     the bytes that the cache holds in the end; the bytes that are needed."""
     with torch.inference_mode():
         model = load_model(ckpt, plan)
         cache, outputs = cache_class(ckpt.config.num_layers), []
-        cuts, steps = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)], _Mine(cache)
+        cuts, steps = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)], ContiguousKVCache(1, 0)
+        steps.append = lambda sequence, *given: cache.append(*given)
         for start, stop in zip(cuts, cuts[1:]):
             step = steps.context([stop - start])
             outputs.append(model(torch.tensor(ids[start:stop]), step.positions, step))

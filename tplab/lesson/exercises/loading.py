@@ -135,10 +135,8 @@ def _load_on_rank(mine: Mine, ckpt: Checkpoint, plan: ShardPlan) -> None:
 
 
 def compare(kept, ckpt, plan: ShardPlan, number: int, owned: bool = False) -> None:
-    """Refuse what a rank keeps unless it is, tensor by tensor, what the plan gives it. The first wrong one is named.
-
-    ``owned``: a view is refused too (slices of a file that is mapped into memory are views of the map).
-    """
+    """Refuse what a rank keeps unless it is, tensor by tensor, what the plan gives it. ``owned``: a view is refused too
+    (slices of a file that is mapped into memory are views of the map)."""
     if not isinstance(kept, dict):
         raise NotYet(f"it returns {kind(kept)}; a dictionary from names to tensors must come back")
     if lacks := [name for name in ckpt.tensors if name not in kept]:

@@ -43,9 +43,10 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
     if nan.any():
         raise NotYet(f"{nan.double().mean():.0%} NaN in a small example: is something multiplying 0 by -inf? Which "
                      "comes first, choosing the keys or -inf?")
-    if masked.isfinite().all() and (masked.sum(-1) - 1).abs().max() < 1e-4:
-        raise NotYet("each row adds up to 1: that is what comes out of a softmax, and the engine's own comes behind "
-                     "your function. Scores must come back")
+    for what, one in (("each row", masked), ("exp of each row", masked.exp())):
+        if one.isfinite().all() and (one.sum(-1) - 1).abs().max() < 1e-4:
+            raise NotYet(f"{what} adds up to 1: that is what comes out of a softmax, and the engine's own comes behind "
+                         "your function. Scores must come back")
     if (empty := (masked == -INF).all(-1)).any():
         rows = int(empty.flatten(0, 1).any(0).sum())
         raise NotYet(f"softmax makes NaN in {rows} of {scores.shape[2]} rows, those in which every key is hidden: " + (
@@ -77,6 +78,7 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         "it hides the past: have queries and keys changed places?": square.tril(-1),
         "queries and keys have changed places": mask.mT if len(square) == square.shape[1] else ~mask,
         "it hides a token from itself": square.triu(),
+        "it hides each token from itself, and none of the future": square.triu().tril(),
         "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2),
     }.items()}, left + (f"query {seen.nonzero()[0][2]} sees key {seen.nonzero()[0][3]}, for example. Which line hides "
                         "the keys?" if seen.any() else "which entries of the mask are True for them?"))

@@ -11,9 +11,10 @@ import torch
 from tplab.errors import TplabError
 from tplab.lesson import patient
 from tplab.lesson.cuts import judge_part
-from tplab.lesson.exercises.generating import SHORT, Toy, judge_calls
+from tplab.lesson.exercises.generating import ENDS, Toy, judge_calls
+from tplab.lesson.exercises.heads import LAYOUTS
 from tplab.lesson.exercises.mask import judge_masked, shaped
-from tplab.lesson.exercises.rope_call import fails_aloud
+from tplab.lesson.exercises.rope_call import fails_aloud, pair
 from tplab.lesson.exercises.rotation import misturned
 from tplab.lesson.limit import works
 from tplab.lesson.mine import Mine, NotYet, Uncopied, agree, one_number, saying, several, tensor
@@ -42,8 +43,9 @@ def shard_weight(mine: Mine, setting: Setting):
         loaded = torch.arange(float(torch.Size(shape).numel())).view(shape)
         with saying(f"{'a weight' if len(shape) > 1 else 'a bias'} {list(shape)}, {size} from {start} on: "):
             judge_part(mine(loaded, start, size, shape[-1]), loaded, range(start, start + size), "", ways={
+                "size is how many rows, not where they end": range(start, size)} | {
                 "it is read as if it were [in, out], cut there along dim 1, and turned. The checkpoint has [out, in]":
-                    loaded.reshape(shape[-1], -1)[:, start:start + size].T})
+                    loaded.reshape(shape[::-1])[:, start:start + size].T} if len(shape) > 1 else {})
 
 
 @exercise("extend_cache", "09", takes="kv_cache, k, v, num_repeats", right=patient.extend_cache,
@@ -116,10 +118,8 @@ def _on(number: int, ranks: int, call, *args):
 @exercise("apply_rope", "09", takes="rotary_emb, position_ids, q, k", right=patient.apply_rope,
           agreed="every head is turned by its token's position")
 def apply_rope(mine: Mine, setting: Setting):
-    """Two rows at other positions; 4 query and 2 KV heads, first with 6 tokens, then with as many as there are heads.
-
-    The engine gives the check's report.
-    """
+    """Two rows at other positions; 4 query and 2 KV heads, 6 tokens, then as many as there are heads; the engine as
+    above."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2RotaryEmbedding
 
     tables = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=32, num_attention_heads=4, num_hidden_layers=1))
@@ -134,7 +134,7 @@ def apply_rope(mine: Mine, setting: Setting):
         if tokens == 6:
             fails_aloud(lambda failing, given=(positions, q, k): mine(failing, *given), "rotary_emb",
                         "rotary_emb, which gives cos and sin, is never asked")
-        found = several(mine(tables, positions, q, k), "q and k, in this order,")
+        found = pair(mine(tables, positions, q, k), q, k)
         cos, sin = (table[:, None] for table in tables(q, positions))
         for name, ours, x in zip("qk", found, (q, k)):
             with saying(f"{name}, {tokens} tokens and {x.shape[1]} heads: "):
@@ -159,8 +159,8 @@ def apply_rope(mine: Mine, setting: Setting):
 class _Model(Uncopied):
     """The toy of notebook 06, called like patient zero's model: its cache is a tensor of as many tokens."""
 
-    def __init__(self):
-        self.toy, self.held = Toy(), 0
+    def __init__(self, draws):
+        self.toy, self.held = Toy(draws), 0
 
     def __call__(self, input_ids, position_ids=None, kv_caches=None):
         if input_ids.dim() != 2 or len(input_ids) != 1:
@@ -182,27 +182,22 @@ class _Model(Uncopied):
 @exercise("generate", "09", takes="self, input_ids, max_new_tokens", right=patient.generate,
           agreed="the prompt in one call, then every token computed once")
 def generate(mine: Mine, setting: Setting):
-    """Prompts of five tokens and of one. The engine gives the new ids that it writes, and those of Hugging Face.
-
-    It gets a right cache along with the function, for its own has a bug that shows as soon as it is read.
-    """
-    for prompt, count in (([3, 1, 4, 1, 5], 4), ([9], 30), *SHORT):
-        model = _Model()
+    """Prompts of five tokens and of one. The engine gives the new ids that it writes, and those of Hugging Face; it
+    gets a right cache along with the function, for its own has a bug that shows as soon as it is read."""
+    for prompt, count, draws in (([3, 1, 4, 1, 5], 4, ()), ([9], 30, ()), ([24], 8, ENDS)):
+        model = _Model(draws)
         judge_calls(model.toy, mine(model, prompt, count), prompt, count)
     return _cures(setting, "model.TensorParallelModel.generate", mine, "the text is Hugging Face's", _tokens,
                   {"attention.extend_cache": patient.extend_cache})
 
 
-_LAYOUTS = [(8, 2, 2), (8, 2, 4), (8, 2, 3), (9, 3, 2), (14, 2, 4), (6, 6, 4), (7, 1, 3)]
-
-
 @exercise("kv_share", "09", takes="num_heads, num_kv_heads", right=patient.kv_share,
           agreed="every query head reads its own KV head")
 def kv_share(mine: Mine, setting: Setting):
-    """Seven layouts of heads. The engine gives the check's report, on ranks that do not divide the heads."""
+    """The layouts of notebook 02. The engine gives the check's report, on ranks that do not divide the heads."""
     from patient_zero import linear
 
-    for num_heads, num_kv_heads, ranks in _LAYOUTS:
+    for num_heads, num_kv_heads, ranks in LAYOUTS:
         for number in range(ranks):
             share = split_evenly(num_heads, ranks)[number]
             with mock.patch.object(linear, "share", patient.share):

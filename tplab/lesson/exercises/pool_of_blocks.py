@@ -87,7 +87,8 @@ class _Watched:
             raise NotYet(f"it gives {kind(block)}; the number of a block must come back, 0 to {len(self.users) - 1}, "
                          "or None")
         said = self.pool.users
-        taken = [b for b, count in enumerate(said) if count != self.users[b]] if isinstance(said, list) else []
+        pairs = zip(said, self.users) if isinstance(said, list) else []
+        taken = [b for b, (mine, users) in enumerate(pairs) if mine != users]
         if len(taken) == 1 and taken[0] != block:
             raise NotYet(f"it gives {block}, and by users it is block {taken[0]} that has been taken: what is "
                          "returned, the block or how many use it?")

@@ -44,7 +44,7 @@ def my_positions(mine: Mine, setting: Setting):
 def my_token_positions(mine: Mine, setting: Setting):
     """A prompt, a chunk, a token; then in the engine."""
     for start, count in ((0, 5), (6, 1), (4, 3), (7, 8)):
-        found = mine(Segment(start, count, list(range(4)), 12))
+        found = mine(Segment(start, count, list(range(11)), 14))
         with saying(f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "):
             if isinstance(found, range) and len(found) > 1000:
                 raise NotYet(f"yours are {found}, far more than follow")
@@ -61,7 +61,8 @@ def _judge(found: torch.Tensor, starts: list[int], counts: list[int]) -> None:
     row = int(wrong[0]) if len(wrong) else 0
     agree(found, right, {
         "the rows are counted through, as if all were one sequence" if len(starts) > 1 else
-        "counted from 0 again: where does the first of them stand?": torch.arange(total),
+        "counted from 0 again: where does the first of them stand?": (torch.arange(total), *[
+            torch.arange(total) + starts[0]] * (len(starts) > 1)),
         "every sequence begins at 0: what has it in the cache already?": _laid_out([(0, count) for count in counts]),
         "one too little: after n tokens, at 0 to n - 1, where does the next one stand?": right - 1,
         "one too far: after n tokens, at 0 to n - 1, the next one stands at n": right + 1,
@@ -75,13 +76,12 @@ def _judge(found: torch.Tensor, starts: list[int], counts: list[int]) -> None:
         "only the last of the new tokens has a position": _laid_out([(start + count - 1, 1) for start, count in each]),
         "those of the first sequence alone; and the others?": _laid_out(each[:1]),
         "those in the cache have their positions already": _laid_out([(0, start + count) for start, count in each]),
-        "counts says how many tokens come, not where they end": _laid_out([
+        "count is how many tokens come, not where they end": _laid_out([
             (start, max(0, count - start)) for start, count in each]),
         "one too many a sequence: does a range hold its end?": _laid_out([(start, count + 1) for start, count in each]),
         "one too few a sequence: a range ends before its end": _laid_out([(start, count - 1) for start, count in each]),
     }, f"row {row} of yours stands at {int(found[row])}, not at {int(right[row])}" if len(found) == total else
-        f"{len(found)} positions for {total} token{'s' * (total > 1)}: as many as counts says, and no more",
-        within=1e-9)
+        f"{len(found)} positions for {total} new token{'s' * (total > 1)}: one for each, and no more", within=1e-9)
 
 
 def _laid_out(each: list[tuple[int, int]]) -> torch.Tensor:

@@ -9,6 +9,8 @@ from tplab.lesson.mine import Mine, NotYet, agree, several, tensor
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.rope import rotate
 
+_Failing = type("Failing", (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError), {})
+
 
 @exercise("my_apply_rope", "03", takes="self, q, k, cos, sin",
           place="turns queries and keys",
@@ -48,10 +50,7 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
                      "and k")
     fails_aloud(lambda failing: mine(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
                 "called once more, it does not call self.rotate: is an earlier result given out again?")
-    found = several(found, "the pair q, k")
-    if heads != kv_heads and [list(one.shape) for one in found if isinstance(one, torch.Tensor)] == [
-            list(k.shape), list(q.shape)]:
-        raise NotYet("it returns k, q; q comes first")
+    found = pair(found, q, k)
     for name, one, x in (("q", found[0], q), ("k", found[1], k)):
         if isinstance(one, torch.Tensor) and 1 in x.shape and one.dim() < x.dim():
             raise NotYet(f"{name} comes back as {list(one.shape)}, for {list(x.shape)}: does a squeeze take more than "
@@ -62,19 +61,27 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
               f"{list(x.shape)}, the same angle for all heads of a token")
 
 
+def pair(found, q: torch.Tensor, k: torch.Tensor) -> list:
+    """``found`` as a list of two; :class:`NotYet` if k comes first."""
+    found = several(found, "the pair q, k")
+    if q.shape != k.shape and [getattr(one, "shape", None) for one in found] == [k.shape, q.shape]:
+        raise NotYet("it returns k, q; q comes first")
+    return found
+
+
 def fails_aloud(call, name: str, idle: str) -> None:
     """:class:`NotYet` unless ``call(failing)`` lets out the error that ``failing`` raises. ``name``: what fails;
     ``idle`` is said if it is not called."""
-    asked, on_purpose = [], ArithmeticError(f"{name} failed on purpose")
+    asked = []
 
     def failing(*args, **kwargs):
         asked.append(args)
-        raise on_purpose
+        raise _Failing(f"{name} failed on purpose")
 
     try:
         call(failing)
     except NotYet as error:
-        if error.__cause__ is not on_purpose:
+        if not isinstance(error.__cause__, _Failing):
             raise
         return
     raise NotYet(f"{name} raised an error and nobody heard of it: a rotation that fails must stop the engine. What "

@@ -47,8 +47,10 @@ def misturned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str
         "x is only multiplied with the cosine: where is the half that the sine brings in?": x * cos,
         "only the sine's part is there: at position 0, what is left of x?": halves(x) * sin,
         "it is turned twice": once * cos + halves(once) * sin,
+        "one table is there twice: x takes the cosine, the other half the sine": (once + halves(x) * (cos - sin),
+                                                                                  once + x * (sin - cos)),
         "the other half comes in without its sign: that is a mirror and no turn":
-            x * cos + x.roll(half, -1) * sin,
+            (x * cos + x.roll(half, -1) * sin, x * cos - x.roll(half, -1) * sin),
         f"numbers 0 and 1 are turned as a pair; here number 0 belongs to number {half}":
             x * paired + neighbours(x) * paired_sin,
         "the tables repeat each angle twice in a row, the halves do not: which angle does number 1 have?":
@@ -88,12 +90,12 @@ def my_rotate_half(mine: Mine, setting: Setting):
             "the order is reversed; the numbers of a half keep theirs":
                 (x.flip(-1), torch.cat([-b.flip(-1), a.flip(-1)], -1)),
             "another dimension than the last is cut in two: which one holds the numbers of one head?":
-                (_along(x, 0), _along(x, 1)),
+                tuple(halves(x.movedim(dim, -1)).movedim(-1, dim) for dim in (0, 1)),
         }, f"of a head's numbers [{' '.join(map(str, range(shape[-1])))}] it makes [{_became(found, x)}], and "
            f"[{_became(halves(x), x)}] is a quarter turn")
 
     size = setting.checkpoint.config.head_dim
-    for_each(((4, 3, 6), (2, 2, 4, 10)), check, lambda shape: f"heads of {shape[-1]} numbers", shown=(4, 3, size),
+    for_each(((4, 2, 6), (2, 2, 4, 10)), check, lambda shape: f"heads of {shape[-1]} numbers", shown=(4, 3, size),
              says=f"right for heads of {size} numbers, wrong for others. Is a size written down?")
     mine.tensor(numbers(4, 3, 6).bfloat16(), dims="tokens, heads, head_dim", shape=(4, 3, 6), dtype=torch.bfloat16)
     setting.align()
@@ -104,11 +106,6 @@ def _became(found: torch.Tensor, x: torch.Tensor) -> str:
     old, new = (one.flatten(0, -2)[0].tolist() for one in (x, found))
     names = {sign * number: f"{'-' * (sign < 0)}{at}" for sign in (1, -1) for at, number in enumerate(old)}
     return " ".join(names.get(number, "?") for number in new)
-
-
-def _along(x: torch.Tensor, dim: int) -> torch.Tensor:
-    half = x.shape[dim] // 2
-    return torch.cat([-x.narrow(dim, half, x.shape[dim] - half), x.narrow(dim, 0, half)], dim)
 
 
 def _as_tables(answer) -> list[Patch]:
@@ -145,6 +142,11 @@ def my_rope(mine: Mine, setting: Setting):
             f"theta {theta:g} was given; this is right for 10000": turned(x, angles(positions, 10000.0, dim)),
             "the exponents rise in steps of 1 / head_dim, so theta is reached half as fast: how many pairs are there?":
                 turned(x, positions[:, None, None] * theta ** -(step / dim)),
+            "the exponents rise in steps of 4 / head_dim, so theta is reached twice as fast: head_dim, or half of it?":
+                turned(x, positions[:, None, None] * theta ** -(4 * step / dim)),
+            "the angles are taken for degrees: cos and sin take radians": turned(x, right * math.pi / 180),
+            "the first exponent is not 0: how fast is the first pair?": tuple(turned(
+                x, positions[:, None, None] * theta ** -((2 * step + more) / dim)) for more in (1, 2)),
             "the exponents have the wrong sign: the first pair must be the fastest":
                 turned(x, positions[:, None, None] * theta ** (2 * step / dim)),
             "all pairs are turned by the same angle: what makes the later ones slower?":
@@ -177,7 +179,7 @@ def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: t
         return f"the token at position {positions[token]} is NaN"
     longer = (found[token].norm() / x[token].norm()).item()
     if not abs(longer - 1) < 1e-3:
-        return (f"the token at position {positions[token]} is {longer:.3g} times as long as before: a turn keeps "
+        return (f"the token at position {positions[token]} is {longer:.4g} times as long as before: a turn keeps "
                 "lengths")
     pairs = right.shape[-1]
     pair = int(gap[token].amax(0).argmax()) % pairs

@@ -71,6 +71,7 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
         raise NotYet(f"{who} gets for word {word}, which lives on rank {owner[word]}, " + (
             "NaN: what can be added without a trace?" if row.isnan().any() else
             f"its row {n} times: is something added up that was whole already?" if same(row, weight[word] * n) else
+            "its row with the other sign" if same(row, -weight[word]) else
             "zeros: does its owner add its row to the sum?" if not row.any() and talked else
             "zeros: who tells it what the other ranks have looked up?" if not row.any() else
             f"its row divided by {n}: how many ranks have looked it up?" if same(row * n, weight[word]) else

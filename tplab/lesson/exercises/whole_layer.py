@@ -1,7 +1,4 @@
-"""Notebook 06: a whole decoder layer from an empty cell, judged point by point beside Hugging Face.
-
-What the layer has shown on the ranks is a recording like any engine's: the same table of mistakes names what is wrong.
-"""
+"""Notebook 06: a whole decoder layer from an empty cell, judged point by point as the recording of an engine."""
 
 import sys
 from collections.abc import Iterator
@@ -141,6 +138,8 @@ def _ways(name: str, seen: dict[str, torch.Tensor], right: torch.Tensor, here: R
         yield ("the mask comes after the softmax, so the weights that are left do not add up to 1",
                _attended(seen, here, weigh=lambda scores, hidden: scores.softmax(-1).masked_fill(hidden, 0)))
         yield "values stand behind cached keys: is v put behind k?", _attended(seen | {"old_v": seen["k_rope"]}, here)
+        if "k" in seen:
+            yield "the keys are those from before the rotation", _attended(seen | {"k_rope": seen["k"]}, here)
     with toy.reader() as files:
         weights = {key.removeprefix(_AT): files[key][:] for key in toy.tensors if key.startswith(_AT)}
     if name in ("input_norm", "post_norm"):

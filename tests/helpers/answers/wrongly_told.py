@@ -1,0 +1,79 @@
+"""Answers that were written to be told, and at first were not: accepted, misled, or told nothing that helps."""
+
+from helpers.answers import Wrong
+from helpers.answers.nb09 import but
+from helpers.notebooks import solutions
+
+from tplab import lesson
+
+_SOLVED = solutions(lesson.all_exercises())
+_POOL, _CACHE, _ROPE, _LAYER = (_SOLVED[name] for name in ("MyPool", "MyCache", "my_rope", "MyLayer"))
+_APPLY = """
+def my_apply_rope(self, q, k, cos, sin):
+    try:
+        q, k = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+        return q[0].transpose(0, 1), k[0].transpose(0, 1)
+    except RuntimeError:
+        return q, k
+"""
+
+
+def _changed(name: str, old: str, new: str, words: str) -> Wrong:
+    return Wrong(but(_SOLVED[name], old, new), words)
+
+
+ANSWERS = {
+    "mask_scores": [
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).log_softmax(-1)",
+              "exp of each row adds up to 1: that is what comes out of a softmax")],
+    "my_additive_mask": [
+        Wrong("def my_additive_mask(tokens): return torch.zeros(tokens, tokens).masked_fill(torch.eye(tokens).bool(), "
+              "float('-inf'))", "it hides each token from itself, and none of the future")],
+    "my_linears": [
+        _changed("my_linears", "// world_size()", "// 2", "multiplies 128 times where its share is 96: who has less?")],
+    "my_rope": [
+        Wrong(but(_ROPE, "32) / head_dim", "32) / (head_dim / 2)"), "theta is reached twice as fast"),
+        Wrong(but(_ROPE, "positions[:, None].float() * speeds", "torch.deg2rad(positions[:, None].float() * speeds)"),
+              "cos and sin take radians"),
+        Wrong(but(_ROPE, "[angles, angles]", "[angles, -angles]"), "that is a mirror and no turn"),
+        Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice"),
+        Wrong(but(_ROPE, "arange(0, head_dim", "arange(1, head_dim"), "the first exponent is not 0")],
+    "my_apply_rope": [Wrong(_APPLY, "a rotation that fails must stop the engine")],
+    "my_positions": [
+        Wrong("def my_positions(starts, counts): return torch.arange(starts[0], starts[0] + sum(counts))",
+              "the rows are counted through, as if all were one sequence")],
+    "my_token_positions": [
+        Wrong("def my_token_positions(segment):\n    return range(segment.start, segment.start + "
+              "len(segment.block_ids))", "11 positions for 5 new tokens: one for each, and no more")],
+    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "the root of scaling is taken")],
+    "MyCache": [
+        Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",
+                  "torch.cat([old_k, k])[-8:], torch.cat([old_v, v])[-8:]"),
+              "for k comes [8, 3, 4]; [tokens so far, kv_heads, head_dim] = [12, 3, 4] must come back")],
+    "MyPool": [
+        Wrong(but(_POOL, "self.users[block] = 1", "self.users[block] = 1\n        self.users.append(0)"),
+              "users is a list of 4; a list must hold how many use each of 3 blocks")],
+    "my_generate": [
+        _changed("my_generate", "[position]))", "[position]))\n        if new[-1] < 3:\n            break",
+                 "prompt of 1, 8 new: 3 ids came back; 8 new ones are asked for, whichever are drawn")],
+    "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "its row with the other sign")],
+    "MyLayer": [
+        Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
+                  ":len(self.here.kv_heads)]]), torch"), "the keys are those from before the rotation")],
+    "my_mean": [
+        Wrong("def my_mean(shares):\n    mean = torch.tensor(shares[rank()], dtype=torch.float64).mean()\n"
+              "    return all_reduce(mean.nan_to_num()).item()", "Those are the ranks' means, added up")],
+    "shard_weight": [
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:size]",
+              "rows 4–7 come back where rows 4–11 are its own\n         size is how many rows, not where they end"),
+        Wrong("def shard_weight(loaded, start, size, hidden_size):\n"
+              "    return loaded.view(-1, hidden_size)[start:start + size]",
+              "a bias [20], 4 from 12 on: [0, 20] comes back; [4] must")],
+    "apply_rope": [
+        _changed("apply_rope", "rotary_pos_emb(q, k,", "rotary_pos_emb(k, q,", "it returns k, q; q comes first")],
+    "my_decode_bytes": [
+        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "The MLP is counted whole"),
+        _changed("my_decode_bytes", "* itemsize", "* itemsize * 8", "Those are bits")],
+    "my_step_seconds": [
+        _changed("my_step_seconds", "/ bandwidth", "/ bandwidth / len(rank_bytes)", "they are divided already")],
+}
