@@ -73,7 +73,7 @@ def test_raise_inside_a_collective(pool):
 
 
 def test_raise_after_a_collective(pool, monkeypatch):
-    monkeypatch.setattr("tplab.pool.watch._PATIENCE", 20)  # on a busy machine rank 1 may need long for its answer
+    monkeypatch.setattr("tplab.pool.watch._GRACE", 20)  # on a busy machine rank 1 may need long for its answer
 
     def fn():
         all_reduce(torch.ones(4))

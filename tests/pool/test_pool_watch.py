@@ -14,7 +14,7 @@ from tplab.pool import watch as watch_module
 from tplab.pool.control_block import ABANDONED, ANSWER_LENGTH, ANSWERED, DROP, OK, OUTCOME, STARTED, ControlBlock
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.transfer import dumps
-from tplab.pool.watch import _DROP_GLOO, _GLOO_SAMPLE, _GLOO_STUCK, _PATIENCE, _STOP, _TICK, Watch
+from tplab.pool.watch import _DROP_GLOO, _GLOO_SAMPLE, _GLOO_STUCK, _GRACE, _STOP, _TICK, Watch
 from tplab.pool.worker import Report
 from tplab.ranks.errors import Frame
 
@@ -102,7 +102,7 @@ def test_all_answer(scene):
 @pytest.mark.parametrize("first", [fails, dies])
 def test_after_a_first_failure_the_others_are_given_a_moment(scene, first):
     kind, at = verdict(scene(2, {0.1: first(1)}))  # the other one computes
-    assert kind == "failure" and 0.1 + _PATIENCE <= at <= 0.1 + _PATIENCE + 2 * _TICK
+    assert kind == "failure" and 0.1 + _GRACE <= at <= 0.1 + _GRACE + 2 * _TICK
     assert verdict(scene(2, {0.0: both(first(1), waits(0))})) == ("failure", 0.0)  # and here it waits for the first
     assert verdict(scene(3, {0.1: both(first(1), waits(0))})) == ("failure", at)  # here a third one computes
     kind, at = verdict(watch := scene(2, {0.0: first(0), 0.1: answers(1)}))
@@ -119,12 +119,12 @@ def test_who_waits_for_one_that_has_returned(scene):
     watch = scene(2, {0.0: both(answers(0), waits(1))})
     assert verdict(watch) == ("skipped", 0.0)
     kind, at = verdict(scene(3, {0.0: both(answers(0), waits(1))}))  # the third may still say where it will wait
-    assert kind == "skipped" and _PATIENCE <= at <= _PATIENCE + 2 * _TICK
+    assert kind == "skipped" and _GRACE <= at <= _GRACE + 2 * _TICK
 
 
 def test_the_last_one_says_where_it_will_wait(scene):
     kind, at = verdict(scene(3, {0.0: both(answers(0), waits(1)), 0.05: waits(2)}))
-    assert kind == "skipped" and at <= 0.05 + 2 * _TICK < _PATIENCE
+    assert kind == "skipped" and at <= 0.05 + 2 * _TICK < _GRACE
 
 
 def test_who_waits_for_ranks_that_are_on_their_way(scene):

@@ -10,7 +10,7 @@ from tplab.pool.rank_process import end_all, in_gloo, snapshot
 from tplab.ranks.oplog import OpRecord
 
 _TICK = 0.05
-_PATIENCE = 0.25  # seconds after a first failure in which other ranks may fail or finish by themselves
+_GRACE = 0.25  # seconds after a first failure in which other ranks may fail or finish by themselves
 _STOP = 0.4  # seconds for a rank to stop by itself before it is ended
 _DROP_GLOO = 0.05  # seconds after which gloo's connections are closed, for ranks that hang in it
 _GLOO_SAMPLE, _GLOO_STUCK = 0.5, 2.5
@@ -44,21 +44,21 @@ class Watch:
     def results(self) -> list[bytearray]:
         """The answers of all ranks, still pickled. Raises `RankError` if not all ranks answer."""
         begin = time.monotonic()
-        deadline, patience, sample = begin + self.timeout, None, begin + _GLOO_SAMPLE
+        deadline, give_up_at, sample = begin + self.timeout, None, begin + _GLOO_SAMPLE
         while True:
             self._update_status()
             if RUNNING not in self.status:
                 break
             now = time.monotonic()
             if FAILED in self.status or DEAD in self.status:
-                patience = patience or now + _PATIENCE
-                if now >= patience or all(self.waits_in(r) for r in self.running()):
+                give_up_at = give_up_at or now + _GRACE
+                if now >= give_up_at or all(self.waits_in(r) for r in self.running()):
                     break
             elif RETURNED in self.status:
                 stuck = self._never_met()
                 if stuck:  # certain; but a rank that is on its way gets the time to show where it will wait
-                    patience = patience or now + _PATIENCE
-                    stuck = now >= patience or all(self.waits_in(r) for r in self.running())
+                    give_up_at = give_up_at or now + _GRACE
+                    stuck = now >= give_up_at or all(self.waits_in(r) for r in self.running())
                 elif now >= sample:
                     sample = now + _GLOO_SAMPLE
                     stuck = self._stuck_in_gloo(now)

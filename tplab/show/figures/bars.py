@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import matplotlib
 
-from tplab.show.figures.style import RC, Picture, entitle, looks, picture
+from tplab.show.figures.style import RC, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError
 
 
@@ -39,7 +39,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
         ax.set_xlim(0, longest * 1.18)
         ax.set_xlabel(unit)
         ax.invert_yaxis()
-        entitle(figure, title)
+        set_title(figure, title)
         figure.legend(loc="outside lower left", ncols=3)
     figure.alt_text = f"Figure: {drawn}: {', '.join(groups)}; bars for {', '.join(labels)}."
     return figure

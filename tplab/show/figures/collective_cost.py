@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 
-from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, RC, RED, Look, Picture, entitle, looks, picture
+from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, RC, RED, Look, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError
 
 _UNITS = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
@@ -42,7 +42,7 @@ def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]]
         ax.set_ylabel("time of one collective")
         ax.grid(axis="y", color="#dddddd", lw=0.6)
         figure.legend(loc="outside lower left", ncols=2)
-        entitle(figure, title or "The cost of a collective")
+        set_title(figure, title or "The cost of a collective")
     drawn = "; ".join(f"{what}: {format_bytes(size)}" for what, size in (messages or {}).items())
     marked = f"Marked: {drawn}. " if drawn else ""
     figure.alt_text = ("Figure: time of one collective (median, and the middle half of the repetitions) for messages "
@@ -109,7 +109,7 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, cores: i
         ax.set_ylim(len(measured) - 0.4, -0.75)
         ax.set_xlabel(f"time of one step, relative to one thread per rank (this machine lends us {cores} "
                       f"core{'s' * (cores > 1)})")
-        entitle(figure, title or "Threads of ranks that share the cores")
+        set_title(figure, title or "Threads of ranks that share the cores")
     figure.alt_text = (f"Figure: time of one step on {ranks} ranks with one thread each, and with more, relative to "
                        "the median with one: every repetition, the middle half and the median. The times, and the "
                        "numbers of cores and threads, are this machine's and stand in the picture only.")

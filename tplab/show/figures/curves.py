@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import matplotlib
 from matplotlib.ticker import LogLocator
 
-from tplab.show.figures.style import RC, Picture, entitle, looks, picture
+from tplab.show.figures.style import RC, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError
 
 
@@ -36,7 +36,7 @@ def curves_figure(found: Mapping, title: str | None = None) -> Picture:
             ax.grid(axis="y", color="#dddddd", lw=0.6)
         panels[0][0].set_ylabel("tokens per second")
         figure.legend(loc="outside lower left", ncols=4)
-        entitle(figure, title or "Decoding; dashed: what products and attention alone would allow")
+        set_title(figure, title or "Decoding; dashed: what products and attention alone would allow")
     ranks = ", ".join(map(str, found[axes[0]]))
     figure.alt_text = (f"Figure: tokens per second while decoding against {' and '.join(axes)}, on log axes, for "
                        f"{ranks} ranks; solid: measured, dashed: the limit. The numbers belong to the machine.")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import matplotlib
 
 from tplab.show.figures.scale import DifferenceAxis
-from tplab.show.figures.style import RC, STAGES, Picture, entitle, looks, picture
+from tplab.show.figures.style import RC, STAGES, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError, describe, distance, dtype_name
 
 ENDS = ("embed", "output", "norm", "logits")
@@ -76,7 +76,7 @@ def finish(figure: Picture, ax, title: str, reports: Mapping, ncols: int) -> Non
     ax.set_ylabel(f"largest |{engines.pop() if len(engines) == 1 else 'engine'} − HF|,\n"
                   "relative to HF's largest value")
     ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-    entitle(figure, title)
+    set_title(figure, title)
     figure.legend(loc="outside lower left", ncols=ncols)
 
 

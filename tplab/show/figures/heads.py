@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 
 from tplab.show.drawings.svg import colour
-from tplab.show.figures.style import RC, RED, Picture, entitle, picture
+from tplab.show.figures.style import RC, RED, Picture, picture, set_title
 from tplab.show.phrases import ShowError
 
 ALIKE = 1e-3  # relative to the whole's largest number
@@ -41,7 +41,7 @@ def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) 
                 ax.set_title(who + _named(head), fontsize=10, fontweight="normal", pad=5)
             axes[0][column].set_title(f"{label}\n{axes[0][column].get_title(loc='left')}", fontsize=10,
                                       fontweight="normal", pad=5)
-        entitle(figure, title or "What each rank holds, in the colour of the head that it is")
+        set_title(figure, title or "What each rank holds, in the colour of the head that it is")
     figure.alt_text = "Figure: what each rank holds of the KV heads. " + "; ".join(
         f"{label}: " + ", ".join(who.replace(":", "") + _named(head) for who, head, _ in pictures)
         for label, pictures in columns.items()) + "."

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import matplotlib
 
-from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, entitle, picture
+from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, picture, set_title
 
 _LEFT = 1e-3  # where the axis of seconds begins
 
 
-def incidents_figure(happened: Mapping, patience: float | None = None, title: str | None = None) -> Picture:
-    """``happened``: by name, each with ``seconds``, ``within`` and ``in_time``; ``patience`` is drawn as a line."""
+def incidents_figure(happened: Mapping, gives_up_after: float | None = None, title: str | None = None) -> Picture:
+    """``happened``: by name, each with ``seconds``, ``within``, ``in_time``; ``gives_up_after`` is drawn as a line."""
     first = next(iter(happened.values()))
     figure, ax = picture(9.0, 1.5 + 0.36 * len(happened))
     with matplotlib.rc_context(RC):
@@ -24,18 +24,18 @@ def incidents_figure(happened: Mapping, patience: float | None = None, title: st
         ax.annotate("bound", (first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
                     va="bottom", fontsize=9.5)
         ax.set_xscale("log")
-        ax.set_xlim(_LEFT, 4 * max(patience or 1.0, *(incident.within for incident in happened.values())))
+        ax.set_xlim(_LEFT, 4 * max(gives_up_after or 1.0, *(incident.within for incident in happened.values())))
         ax.set_ylim(len(happened) - 0.4, -0.95)
-        if patience:
-            ax.axvline(patience, color=FAINT, lw=1.5, ls="--")
-            ax.annotate(f"torch.distributed\ngives up after\n{patience / 60:g} minutes",
-                        (patience, (len(happened) - 1) / 2), (-6, 0),
+        if gives_up_after:
+            ax.axvline(gives_up_after, color=FAINT, lw=1.5, ls="--")
+            ax.annotate(f"torch.distributed\ngives up after\n{gives_up_after / 60:g} minutes",
+                        (gives_up_after, (len(happened) - 1) / 2), (-6, 0),
                         textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
         ax.set_yticks(range(len(happened)), list(happened))
         ax.tick_params(axis="y", length=0)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.set_xlabel("seconds from the call until the error")
-        entitle(figure, title or "How long it took to be reported")
+        set_title(figure, title or "How long it took to be reported")
     late = [name for name, incident in happened.items() if not incident.in_time]
     verdict = "each one came within its bound" if not late else f"too late: {', '.join(late)}"
     bounds = ", ".join(f"{name} ({incident.within:g} s)" for name, incident in happened.items())

@@ -6,7 +6,7 @@ import matplotlib
 import matplotlib.lines
 import matplotlib.patches
 
-from tplab.show.figures.style import FAINT, RC, RED, Picture, entitle, picture
+from tplab.show.figures.style import FAINT, RC, RED, Picture, picture, set_title
 from tplab.show.phrases import ShowError
 
 
@@ -36,7 +36,7 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
         if finite.numel():
             figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
         figure.legend(handles=_legend(tables), loc="outside lower left", ncols=3)
-        entitle(figure, title or _finding(tables))
+        set_title(figure, title or _finding(tables))
     figure.alt_text = f"Figure: attention {what}s, queries down, keys across. " + " ".join(
         f"{label}: {_describe(table)}." for label, table in tables.items())
     return figure

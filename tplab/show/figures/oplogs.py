@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import matplotlib
 from matplotlib.patches import ConnectionPatch, FancyBboxPatch
 
-from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, RC, RED, Picture, entitle, picture
+from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, RC, RED, Picture, picture, set_title
 from tplab.show.phrases import ShowError
 
 _AGREES, _BAND = "#eef3f0", "#fbe3d6"
@@ -62,7 +62,7 @@ def op_logs(errors, title: str | None = None) -> Picture:
         for line, rows, places in zip(lines, tall, axes):
             for ax, (name, run) in zip(places, line):
                 _draw(ax, name, run, rows, ranks)
-        entitle(figure, title or "Collectives in order, and where the ranks part")
+        set_title(figure, title or "Collectives in order, and where the ranks part")
         figure.supxlabel(_KEY, fontsize=9, x=0.01, ha="left", color="#555555")
     details = ". ".join(f"{name}: {_describe(run)}".removeprefix(": ") for name, run in runs.items())
     figure.alt_text = f"Figure: the collectives of each rank, in order. {details}."

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import matplotlib
 import numpy as np
 
-from tplab.show.figures.style import FAINT, RC, Picture, entitle, looks, picture
+from tplab.show.figures.style import FAINT, RC, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError
 
 
@@ -39,7 +39,7 @@ def roofline_figure(points: Mapping[str, tuple[float, float]], roofs: Mapping[st
         ax.set_ylabel("operations per second")
         ax.grid(color="#dddddd", lw=0.6)
         figure.legend(loc="outside lower left", ncols=2)
-        entitle(figure, title or "What memory and arithmetic allow")
+        set_title(figure, title or "What memory and arithmetic allow")
     figure.alt_text = ("Figure: operations per second against operations per byte, on log axes. Points: "
                        f"{', '.join(points)}. Roofs, a slope for memory and a ceiling for arithmetic: "
                        f"{', '.join(roofs)}. The numbers are this machine's and stand in the picture only.")

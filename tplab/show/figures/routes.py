@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 
-from tplab.show.figures.style import RC, Picture, entitle, picture
+from tplab.show.figures.style import RC, Picture, picture, set_title
 from tplab.show.phrases import ShowError
 
 
@@ -31,7 +31,7 @@ def routes_figure(routes: Mapping[str, tuple], words: Sequence[str], num_experts
             ax.grid(axis="y", which="minor", color="#dddddd", lw=0.5)
             ax.tick_params(which="both", length=0)
             counts.append(f"{label}: " + ", ".join(f"{int((table[row] > 0).sum())}" for row in range(num_experts)))
-        entitle(figure, title)
+        set_title(figure, title)
     figure.alt_text = (f"Figure: the experts of {len(words)} tokens, darker where the weight is larger. Tokens of "
                        f"experts 0 to {num_experts - 1} in {'; '.join(counts)}.")
     return figure

@@ -6,7 +6,7 @@ import matplotlib
 import matplotlib.colors
 import matplotlib.patches
 
-from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, entitle, picture
+from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, picture, set_title
 
 
 def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, title: str | None = None) -> Picture:
@@ -23,7 +23,7 @@ def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, ti
     kept = [name for name in ranks[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
     figure = _draw([{name: of_rank[name] for name in kept} for of_rank in ranks], tokens)
     with matplotlib.rc_context(RC):
-        entitle(figure, title or _finding(ranks))
+        set_title(figure, title or _finding(ranks))
     figure.alt_text = ("Figure: numbers lost to NaN, token by token, along the forward pass. "
                        + "; ".join(f"rank {rank}: {_describe(of_rank)}" for rank, of_rank in enumerate(ranks)) + ".")
     return figure

@@ -99,7 +99,7 @@ def image_html(content: bytes, words: str, mime: str = "image/png") -> str:
             f'src="data:{mime};base64,{b64encode(content).decode()}">')
 
 
-def entitle(figure: Picture, title: str) -> None:
+def set_title(figure: Picture, title: str) -> None:
     """Write the finding above a figure, in as many lines as it takes."""
     wide = round(9 * figure.get_figwidth())
     figure.suptitle(fill(title, wide), x=0.01, ha="left", fontweight="bold", fontsize=12.5)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import matplotlib
 
-from tplab.show.figures.style import RC, Picture, entitle, looks, picture
+from tplab.show.figures.style import RC, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError
 
 
@@ -26,7 +26,7 @@ def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None 
         ax.set_xlabel("step (the first one reads the prompt)")
         ax.set_ylabel("tokens computed")
         ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-        entitle(figure, title or "Tokens computed in each step")
+        set_title(figure, title or "Tokens computed in each step")
         figure.legend(loc="outside lower left", ncols=3)
     details = "; ".join(f"{label}: {steps[0]} in the first step, {steps[-1]} in the last, {sum(steps)} in all"
                      for label, steps in counts.items())
