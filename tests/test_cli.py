@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -246,6 +247,12 @@ def test_generate_streams_the_text_and_keeps_the_numbers_apart(tmp_path, capsys,
     result = json.loads(written.read_text())
     assert code == 0 and out == f"{result['text']}\n" and len(result["token_ids"]) == 5
     assert err.startswith("[5 tokens, first after ") and err.endswith("3 ranks]\n")
+    more = "--batch-invariant --num-speculative-tokens 3 --max-tokens 30"
+    code, longer, err = run(f"generate fable --tp 3 --prompt Mira {more}", capsys)
+    assert code == 0 and longer.startswith(result["text"])
+    assert re.match(r"\[30 tokens, [1-9]\d* of \d+ guessed tokens kept, first after ", err)
+    code, _, err = run(f"generate fable --tp 5 --prompt Mira {more}", capsys)
+    assert code == 2 and "batch_invariant=True does not know 5 ranks: its sums are made for 1, 2, 3, 4, 6 or 8" in err
 
 
 def test_an_interrupt_is_exit_130_without_a_traceback(model, capsys, monkeypatch):
@@ -297,11 +304,13 @@ def test_generate_hands_over_what_was_asked_for(capsys, monkeypatch):
             yield chunk
 
     asked = []
-    monkeypatch.setattr("tplab.llm.open_llm", lambda *given: asked.append(given) or nullcontext(Fake()))
+    monkeypatch.setattr("tplab.llm.open_llm", lambda *given, **options: asked.append((*given, *options.values()))
+                        or nullcontext(Fake()))
     line = "generate m --tp 3 --prompt Hi --seed 7 --temperature 0.5 --max-tokens 4 --dtype float64"
     assert run(line, capsys) == (0, "well\n", "[1 tokens, first after 0.50 s, 2 tokens/s, 3 ranks]\n")
     assert run(f"{line} --chat", capsys)[0] == 0
-    assert asked == [("m", 3, "float64"), ("Hi", 4, 0.5, 7), ("m", 3, "float64"), ("chat of Hi", 4, 0.5, 7)]
+    options = "m", 3, "float64", False, 0
+    assert asked == [options, ("Hi", 4, 0.5, 7), options, ("chat of Hi", 4, 0.5, 7)]
 
 
 def test_bench_hands_over_what_was_asked_for(capsys, monkeypatch, tmp_path):
@@ -332,8 +341,9 @@ DEFAULTS = {
     "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "fast": False, "save": None,
                 **NUMBERS},
-    "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "max_tokens": 128, "temperature": 0.0,
-                              "seed": None, **NUMBERS},
+    "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "batch_invariant": False,
+                             "num_speculative_tokens": 0, "max_tokens": 128, "temperature": 0.0, "seed": None,
+                             **NUMBERS},
     "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "llama_cpp": None, "busy": False,
               "picture": None, **NUMBERS},
 }
@@ -380,7 +390,7 @@ def test_each_word_is_shown_as_it_comes(monkeypatch):
 
     metrics = SimpleNamespace(num_output_tokens=2, time_to_first_token=0.5, tokens_per_second=2.0)
     llm = SimpleNamespace(stream=stream, plan=SimpleNamespace(tensor_parallel_size=1))
-    monkeypatch.setattr("tplab.llm.open_llm", lambda *given: nullcontext(llm))
+    monkeypatch.setattr("tplab.llm.open_llm", lambda *given, **options: nullcontext(llm))
     monkeypatch.setattr("sys.stdout", out := Terminal())
     assert cli.main("generate m --prompt Hi".split()) == 0 and out.getvalue() == "one two\n"
 

@@ -115,6 +115,9 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     one.add_argument("--seed", type=int, metavar="S", help="draws the same text again")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+    one.add_argument("--batch-invariant", action="store_true", help="the same bits in any batch and on more ranks")
+    one.add_argument("--num-speculative-tokens", type=int, default=0, metavar="N",
+                     help="guess so many tokens a step, and keep what the model itself chooses (0)")
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
 
     one = command("bench", bench, "Measure against Hugging Face and vLLM, alternately, in one run.", model=False)
@@ -234,7 +237,8 @@ def generate(chosen) -> int:
     from tplab.llm import SamplingParams, open_llm
 
     params = SamplingParams(max_tokens=chosen.max_tokens, temperature=chosen.temperature, seed=chosen.seed)
-    with open_llm(chosen.model, chosen.tp, chosen.dtype) as llm:
+    with open_llm(chosen.model, chosen.tp, chosen.dtype, batch_invariant=chosen.batch_invariant,
+                  num_speculative_tokens=chosen.num_speculative_tokens) as llm:
         if llm is None:  # a rank of torchrun's that has followed rank 0 to the end
             return 0
         if chosen.chat:
@@ -243,7 +247,9 @@ def generate(chosen) -> int:
             print(chunk, end="", flush=True)
     print()
     metrics = chunk.output.metrics
-    print(f"[{metrics.num_output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
+    guessed = (f", {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} guessed tokens kept"
+               if chosen.num_speculative_tokens else "")
+    print(f"[{metrics.num_output_tokens} tokens{guessed}, first after {metrics.time_to_first_token:.2f} s, "
           f"{metrics.tokens_per_second:.0f} tokens/s, {_ranks(llm)}]", file=sys.stderr)
     if chosen.json is not None:
         write_file(chosen.json, lambda new: new.write_text(json.dumps(chunk.output.to_dict(), indent=1)))
