@@ -17,6 +17,7 @@ from tplab.cache import blocks_needed
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown, whole_number
 from tplab.engine.config import EngineConfig
+from tplab.engine import runner
 from tplab.engine.core import Engine
 from tplab.engine.runner import drop_runners, execute_model, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -55,21 +56,26 @@ class _ForcingExecutor:
 
     def execute_model(self, step: SchedulerOutput) -> list[ModelRunnerOutput]:
         due = [s for s in step.requests if s.sampling is not None]
-        forced = {s.request_id: self.texts[s.request_id][s.segment.start + s.segment.count] for s in due}
+        ends = {s.request_id: s.segment.start + s.segment.count - s.num_draft_tokens - 1 for s in due}  # newest tokens
+        chosen = {s.request_id: self.texts[s.request_id][ends[s.request_id] + 1:][:s.num_draft_tokens + 1] for s in due}
+        kept = {s.request_id: runner.num_accepted(s.draft, chosen[s.request_id]) for s in due}
+        forced = {number: own[kept[number]] for number, own in chosen.items()}
         answers = self.run(traced_step, step, forced)
         at = len(self.traces)
         self.traces.append([points for points, _ in answers])
+        rejected = {(s.request_id, ends[s.request_id] + 1 + place) for s in due
+                    for place in range(kept[s.request_id], s.num_draft_tokens)}
         computed = [(s.request_id, position) for s in step.requests
                     for position in range(s.segment.start, s.segment.start + s.segment.count)]
-        self.rows.update({key: (at, row) for row, key in enumerate(computed)})
-        ends = {s.request_id: s.segment.start + s.segment.count - 1 for s in due}
-        self.logit_rows.update({(number, ends[number]): (at, row) for row, number in enumerate(ends)})
+        self.rows.update({key: (at, row) for row, key in enumerate(computed) if key not in rejected})
+        drawn_from = [(s.request_id, ends[s.request_id] + place) for s in due for place in range(s.num_draft_tokens + 1)]
+        self.logit_rows.update({key: (at, row) for row, key in enumerate(drawn_from) if key not in rejected})
         self.steps.append(step)
         self.tables.append({s.request_id: tuple(s.block_table.block_ids) for s in self.scheduler.running})
         self.drawn = self.drawn or [{} for _ in answers]
         for known, (_, drawn) in zip(self.drawn, answers):
-            known.update({(number, ends[number]): token for number, token in drawn.items()})
-        return [ModelRunnerOutput(forced, {}) for _ in answers]
+            known.update({(number, ends[number]): token for number, token in drawn.items() if len(chosen[number]) == 1})
+        return [ModelRunnerOutput(forced, {}, num_accepted=kept) for _ in answers]
 
     def whole_trace(self, rank: int) -> dict[str, torch.Tensor]:
         """One rank's points over all steps, rows in the order of sequence and position; the last computation counts."""
@@ -94,8 +100,9 @@ class _ForcingExecutor:
 def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tensor_parallel_size: int = 2,
                  dtype: str | torch.dtype = "float32", patches: Sequence = (), block_size: int = 4,
                  num_blocks: int | None = None, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,
-                 enable_prefix_caching: bool = True, one_by_one: bool = False, pool: RankPool | None = None,
-                 logical: bool = False, enable_expert_parallel: bool = False) -> AlignReport:
+                 enable_prefix_caching: bool = True, num_speculative_tokens: int = 0, one_by_one: bool = False,
+                 pool: RankPool | None = None, logical: bool = False, enable_expert_parallel: bool = False
+                 ) -> AlignReport:
     """Compare the engine's decode path with Hugging Face, at every trace point of every computed position.
 
     Args:
@@ -103,7 +110,8 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
             :func:`tplab.align.align`.
         prompts: texts or lists of token ids. The last ``new_tokens`` tokens of each are not read with the prompt but
             fed one at a time, as if they had been generated.
-        block_size, num_blocks, max_num_seqs, max_num_batched_tokens, enable_prefix_caching: of the engine.
+        block_size, num_blocks, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, num_speculative_tokens: of
+            the engine. Of a draft, the tokens stay that the prompt goes on with.
         one_by_one: finish each prompt before the next begins (so that the later one can hit the earlier one's prefix).
 
     Returns:
@@ -127,7 +135,8 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
         vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)) + 1, block_size=block_size,
         num_blocks=num_blocks or sum(blocks_needed(len(text), block_size) for text in texts), dtype=dtype,
         tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching)
+        max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching,
+        num_speculative_tokens=num_speculative_tokens)
     run = LogicalExecutor(tensor_parallel_size).run if logical else pool_for(tensor_parallel_size, pool).run
     executor = _ForcingExecutor(run, texts)
     engine = Engine(executor, config)

@@ -40,6 +40,13 @@ def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
                 "one_by_one": True}
     if name == "embedding_unscaled":
         return {"prompts": [tokens(19)], "new_tokens": 5}
+    if name in ("rejected_draft_kept", "rejected_draft_findable"):
+        # Eight tokens, and four of them again: the next four are drafted, and the first of those is another one. The
+        # second prompt says them all twice.
+        first = tokens(8)
+        other = (first[4] + 1) % vocab_size
+        return {"prompts": [[*first, *first[:4], other, *first[5:7], *tokens(5)], first + first + tokens(9)],
+                "new_tokens": 9, "block_size": 4, "one_by_one": True, "num_speculative_tokens": 4}
     if name == "block_leaked":
         return {"prompts": [tokens(15), tokens(11), tokens(18)], "new_tokens": 4, "one_by_one": True}
     return {"prompts": [tokens(19), tokens(14)], "new_tokens": 5}

@@ -37,6 +37,30 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
         return None
 
 
+@procedure("embed", names="rejected_draft_kept")
+def rejected_draft_kept(case: Case) -> Diagnosis | None:
+    """Does a text hold a guess where the model chose another token?"""
+    weight, ours = case.weight("model.embed_tokens.weight"), case.ours("embed")
+    row_of = {place: row for row, place in enumerate(case.places)}
+    for step, number, position, token in _drafted(case.report.decode):
+        row, true = row_of.get((number, position)), case.report.ids[number][position]
+        if row is not None and token != true and case.fits(ours[row:row + 1], weight[[token]]):
+            return case.diagnosis(
+                "rejected_draft_kept", f"In step {step} token {token} was drafted for position {position} of sequence "
+                f"{number}. The model chose {true} there, and the draft's token stayed: drafted tokens count up to the "
+                "first that the model would not have chosen.", step=step, sequence=number, position=position)
+    return None
+
+
+def _drafted(facts: DecodeFacts | None):
+    """Every drafted token: the step, the sequence, the position for which it was drafted, and what it was."""
+    for step in facts.steps if facts else ():
+        for request in step.requests:
+            end = request.segment.start + request.segment.count
+            for position, token in enumerate(request.draft, end - request.num_draft_tokens):
+                yield step.step_number, request.request_id, position, token
+
+
 def _block_tables(facts: DecodeFacts):
     """Step by step and sequence by sequence: the step, the sequence, the ranks' table, the scheduler's."""
     for step, tables in zip(facts.steps, facts.tables):
@@ -86,7 +110,7 @@ def _strange_read(case: Case) -> _Read | None:
 
 
 @procedure("attn", names="stale_block_table preempted_not_recomputed prefix_hash_without_parent "
-                         "cached_before_computed")
+                         "rejected_draft_findable cached_before_computed")
 def strange_blocks(case: Case) -> Diagnosis | None:
     """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
     of its own?"""
@@ -106,6 +130,12 @@ def strange_blocks(case: Case) -> Diagnosis | None:
                               f"block of token {read.position} in the prefix cache, and it holds the keys that its "
                               f"tokens have behind the beginning of sequence {owner}: a block's key must include its "
                               "parent's.", owner=owner, **where)
+    if (owner, read.position, texts[read.sequence][read.position]) in {
+            found[1:] for found in _drafted(case.report.decode)}:
+        return case.diagnosis("rejected_draft_findable", f"In step {read.step} sequence {read.sequence} finds a block in "
+                              f"the prefix cache by tokens that were drafted for sequence {owner} and rejected: since "
+                              f"then the block holds other keys, that of token {texts[owner][read.position]} at "
+                              f"position {read.position}.", owner=owner, **where)
     return case.diagnosis("cached_before_computed", f"In step {read.step} sequence {read.sequence} finds a block in "
                           f"the prefix cache, and nobody ever computed the key of token {read.position} in it: it was "
                           "made findable when its tokens were known, not when they were computed.", **where)
@@ -182,7 +212,7 @@ def prefix_never_found(report: AlignReport) -> Diagnosis | None:
 @procedure(COST, names="cache_ignored")
 def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
     """Were tokens computed more than once?"""
-    if report.decode is None or report.decode.preemptions:
+    if report.decode is None or report.decode.preemptions or next(_drafted(report.decode), None):
         return None
     done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
     needed = sum(map(len, report.computed))

@@ -1,0 +1,29 @@
+"""Faults of speculative decoding: what stays of a draft that the model rejects."""
+
+from tplab.faults.fault import bug
+from tplab.patch import original
+
+_UPDATE = "tplab.engine.scheduler.Scheduler.update_from_output"
+
+
+def rejected_draft_kept(draft, chosen) -> int:
+    return sum(drafted == own for drafted, own in zip(draft, chosen))    # as many as agree, wherever they stand
+
+
+def rejected_draft_findable(self, scheduler_output, runner_output):
+    for request in scheduler_output.requests:                # computed, so others may find it ...
+        sequence, segment = self.requests[request.request_id], request.segment
+        sequence.block_table.cache_blocks([*sequence.token_ids, *request.draft], segment.start + segment.count)
+    return original(_UPDATE)(self, scheduler_output, runner_output)    # ... and now the draft is judged
+
+
+_NOTEBOOK = "14_same_prompt_other_answer"
+
+FAULTS = (
+    bug("tplab.engine.runner.num_accepted", rejected_draft_kept, "drafted tokens stay behind the first wrong one",
+        "The text is quick and reads well, and it is another one than without drafts.",
+        first_point="embed", notebook=_NOTEBOOK, shows_in="decode"),
+    bug(_UPDATE, rejected_draft_findable, "blocks of a rejected draft are found in the prefix cache",
+        "This answer is right; the next one, to a prompt that says what was guessed, has misread a word.",
+        first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode"),
+)
