@@ -14,8 +14,9 @@ from tplab.engine.config import EngineConfig
 TEXTS = [[10, 11, 12, 13, 14], [20, 21, 22, 23]]
 
 
-def request(number, start, count, draws=True):
-    return Some(request_id=number, segment=Some(start=start, count=count), sampling=Some() if draws else None)
+def request(number, start, count, draws=True, draft=()):
+    return Some(request_id=number, segment=Some(start=start, count=count), sampling=Some() if draws else None,
+                num_draft_tokens=len(draft), draft=draft)
 
 
 def ran(*steps):
@@ -64,6 +65,15 @@ def test_rows_that_were_computed_again_count_as_they_were_last():
     assert executor.places("logits") == {(0, 3): (2, 0)}, "what was drawn at token 2 belongs to a row that is gone"
     assert executor.num_keys() == [2, 2, 4, 4]
     assert executor.whole_trace(0)["q"].tolist() == pytest.approx([0.1, 1.1, 2.2, 3.2])
+
+
+def test_of_a_draft_the_given_tokens_stay_and_the_others_have_no_rows():
+    """Token 10 is computed with the drafts 11, 9 and 13: the text goes on with 11 and 12."""
+    executor, told, said = ran([request(0, 0, 4, draft=(11, 9, 13))])
+    assert told == [(decode.traced_step, {0: 12})]
+    assert [(one.sampled_token_ids, one.num_accepted) for one in said[0]] == [({0: 12}, {0: 1})] * 2
+    assert executor.rows == executor.logit_rows == {(0, 0): (0, 0), (0, 1): (0, 1)}
+    assert executor.drawn == [{}, {}], "it is behind as many drafts as the rank itself has accepted"
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from tplab.align.run import AlignError, check_prompts, pool_for
 from tplab.cache import blocks_needed
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import from_one_up, shown, whole_number
-from tplab.engine.config import EngineConfig
 from tplab.engine import runner
+from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.runner import drop_runners, execute_model, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -68,7 +68,8 @@ class _ForcingExecutor:
         computed = [(s.request_id, position) for s in step.requests
                     for position in range(s.segment.start, s.segment.start + s.segment.count)]
         self.rows.update({key: (at, row) for row, key in enumerate(computed) if key not in rejected})
-        drawn_from = [(s.request_id, ends[s.request_id] + place) for s in due for place in range(s.num_draft_tokens + 1)]
+        drawn_from = [(s.request_id, ends[s.request_id] + place) for s in due
+                      for place in range(s.num_draft_tokens + 1)]
         self.logit_rows.update({key: (at, row) for row, key in enumerate(drawn_from) if key not in rejected})
         self.steps.append(step)
         self.tables.append({s.request_id: tuple(s.block_table.block_ids) for s in self.scheduler.running})

@@ -22,8 +22,16 @@ _NOTEBOOK = "14_same_prompt_other_answer"
 FAULTS = (
     bug("tplab.engine.runner.num_accepted", rejected_draft_kept, "drafted tokens stay behind the first wrong one",
         "The text is quick and reads well, and it is another one than without drafts.",
+        ("vLLM's sampler counted True, False, True, True as three accepted tokens, in what it reported; one is right.",
+         "https://github.com/vllm-project/vllm/pull/2658"),
+        ("lattice never compared the first token of a draft with the model's choice, so n-gram drafts changed texts.",
+         "https://github.com/ohdearquant/lattice/issues/243"),
         first_point="embed", notebook=_NOTEBOOK, shows_in="decode"),
     bug(_UPDATE, rejected_draft_findable, "blocks of a rejected draft are found in the prefix cache",
         "This answer is right; the next one, to a prompt that says what was guessed, has misread a word.",
+        ("vLLM first took the keys of blocks back when drafted tokens were rejected.",
+         "https://github.com/vllm-project/vllm/pull/12333"),
+        ("vLLM a day later: others may use such a block by then, so blocks get their keys when tokens are settled.",
+         "https://github.com/vllm-project/vllm/pull/12415"),
         first_point="layers.0.attn", notebook=_NOTEBOOK, shows_in="decode"),
 )

@@ -45,7 +45,7 @@ def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
         # second prompt says them all twice.
         first = tokens(8)
         other = (first[4] + 1) % vocab_size
-        return {"prompts": [[*first, *first[:4], other, *first[5:7], *tokens(5)], first + first + tokens(9)],
+        return {"prompts": [[*first, *first[:4], other, *first[5:7], *tokens(5)], first + first + tokens(13)],
                 "new_tokens": 9, "block_size": 4, "one_by_one": True, "num_speculative_tokens": 4}
     if name == "block_leaked":
         return {"prompts": [tokens(15), tokens(11), tokens(18)], "new_tokens": 4, "one_by_one": True}

@@ -75,6 +75,7 @@ ENDS = (
         "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
         "number inside a rank's shard is the token id minus the shard's first row.",
         lambda at, _: {"ids": _global_rows(at)}, _misread, number="tokens")),
+    steps.rejected_draft_kept,
     steps.rows_in_other_orders,
     Family("embed", Mistake(
         "all_reduce_missing", "Each rank has the embeddings of its own tokens, and zeros for the others: the "

@@ -132,10 +132,10 @@ def strange_blocks(case: Case) -> Diagnosis | None:
                               "parent's.", owner=owner, **where)
     if (owner, read.position, texts[read.sequence][read.position]) in {
             found[1:] for found in _drafted(case.report.decode)}:
-        return case.diagnosis("rejected_draft_findable", f"In step {read.step} sequence {read.sequence} finds a block in "
-                              f"the prefix cache by tokens that were drafted for sequence {owner} and rejected: since "
-                              f"then the block holds other keys, that of token {texts[owner][read.position]} at "
-                              f"position {read.position}.", owner=owner, **where)
+        return case.diagnosis("rejected_draft_findable", f"In step {read.step} sequence {read.sequence} finds a block "
+                              f"in the prefix cache by tokens that were drafted for sequence {owner} and rejected: "
+                              f"since then the block holds other keys, that of token {texts[owner][read.position]} "
+                              f"at position {read.position}.", owner=owner, **where)
     return case.diagnosis("cached_before_computed", f"In step {read.step} sequence {read.sequence} finds a block in "
                           f"the prefix cache, and nobody ever computed the key of token {read.position} in it: it was "
                           "made findable when its tokens were known, not when they were computed.", **where)

@@ -142,7 +142,7 @@ def _tree_patches(answer: Callable) -> list[Patch]:
 
 @exercise("my_tree_sum", "14", takes="own, shares", patches=_tree_patches,
           agreed="nine leaves give the same bits on one to four ranks; with this sum, the model's log probabilities "
-                 "are the same bits on one rank and on {ranks}")
+                 "are the same bits on one rank and on several")
 def my_tree_sum(mine: Mine, setting: Setting):
     """Nine and seven leaves on one to four ranks; then the model's own, on its ranks and on one."""
     for count in (9, 7):

@@ -23,7 +23,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
     count = sum(map(len, groups.values()))
     figure, ax = picture(9.0, 1.5 + 0.36 * count + 0.2 * len(groups))
     with matplotlib.rc_context(RC):
-        y, ticks, longest = 0.0, {}, max(value for group in groups.values() for value in group.values())
+        y, ticks, longest = 0.0, {}, max(value for group in groups.values() for value in group.values()) or 1
         for name, group in groups.items():
             first = y
             for label, value in group.items():

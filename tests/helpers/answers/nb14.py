@@ -1,0 +1,155 @@
+"""Notebook 14: rounding or bug, a sum that no number of ranks changes, guesses and what stays of them."""
+
+from helpers.answers import Right, Wrong
+
+
+def verdict(place="next((i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), None)",
+            margin="(exact[place, one[place]] - exact[place, other[place]]).abs()",
+            moved="(logits[place] - exact[place]).abs().max()", rounding="margin <= 2 * moved",
+            none='"same"', back='"rounding" if {} else "bug"'):
+    """The solution, line by line."""
+    return (f"def my_verdict(one, other, logits, exact):\n    place = {place}\n"
+            f"    if place is None:\n        return {none}\n    margin = {margin}\n"
+            f"    moved = {moved}\n    return {back.format(rounding)}\n")
+
+
+def tree(body, gather="all_gather(own, dim=0, sizes=[len(s) for s in shares])"):
+    return f"def my_tree_sum(own, shares):\n    leaves = {gather}\n    {body}\n"
+
+
+def propose(lengths="(3, 2, 1)", starts="range(size - length - 1, -1, -1)", follows="start + length",
+            last="start + length + count", nothing="[]", asked="count and "):
+    """The solution, line by line."""
+    return (f"def my_propose(token_ids, count):\n    size = len(token_ids)\n    for length in {lengths}:\n"
+            f"        for start in {starts}:\n"
+            f"            if {asked}token_ids[start:start + length] == token_ids[size - length:]:\n"
+            f"                return token_ids[{follows}:{last}]\n    return {nothing}\n")
+
+
+def speculate(draft="propose(text)",
+              kept="while kept < len(draft) and draft[kept] == chosen[kept]:\n            kept += 1",
+              more="draft[:kept] + [chosen[kept]]", have="len(text) - 1", back="text[len(ids):len(ids) + count]",
+              begin="have", offset="len(text) - 1 - have"):
+    """The solution, line by line."""
+    return (f"def my_speculate(step, propose, ids, count):\n    text, have = list(ids), 0\n"
+            f"    while len(text) < len(ids) + count:\n        draft = {draft}\n        new = text[have:] + draft\n"
+            f"        chosen = step(new, list(range({begin}, {begin} + len(new))))[{offset}:]\n        kept = 0\n"
+            f"        {kept}\n        text += {more}\n        have = {have}\n    return {back}\n")
+
+
+ANSWERS = {
+    "my_verdict": [
+        Wrong(verdict(back='"rounding"'), "where the first run was sure: it says 'rounding', and 'bug' is right "
+              "rounding moves a logit by 0.05 here"),
+        Wrong(verdict(back='"bug"'), "where two logits nearly tie: it says 'bug', and 'rounding' is right"),
+        Wrong("def my_verdict(one, other, logits, exact):\n    return 'same' if one == other else 'bug'",
+              "the two runs read different texts; what does a later difference say?"),
+        Wrong("def my_verdict(one, other, logits, exact):\n    same = sum(a == b for a, b in zip(one, other))\n"
+              "    return 'same' if same == len(one) else 'rounding' if same > 2 else 'bug'",
+              "at the last token, where the first run was sure: it says 'rounding', and 'bug' is right "
+              "how many tokens agree does not matter"),
+        Wrong(verdict(rounding="margin < 0.2"), "eight times as large, and so is their rounding: it says 'bug'"),
+        Wrong(verdict(rounding="margin < 0.5"), "0.02 is little in bfloat16 and a thousand times what rounding does"),
+        Wrong(verdict(rounding="margin / exact.abs().max() < 0.02"), "0.02 is little in bfloat16"),
+        Wrong(verdict(margin="exact[place].topk(2).values.diff().abs()[0]"),
+              "two logits nearly tie there, but the other run chose neither of them: whose margin counts?"),
+        Wrong(verdict(margin="exact.topk(2).values.diff().abs().min()"), "it says 'rounding', and 'bug' is right"),
+        Wrong(verdict(moved="(logits - exact).abs().max()"),
+              "rounding is measured in the row where the texts part: another row says nothing of it"),
+        Wrong(verdict(place="max((i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), default=None)"),
+              "the two runs read different texts; what does a later difference say?"),
+        Wrong(verdict(none="True"), "two equal texts: it returns True (bool); one of 'same', 'rounding', 'bug' must"),
+        Wrong(verdict(none="None"), "two equal texts: it returns nothing (is a return missing?)"),
+        Wrong(verdict(back="{}"), "it returns"),
+        Right(verdict(moved="(logits[place] - exact[place]).abs().amax()", rounding="margin < 3 * moved")),
+        Right("""
+def my_verdict(one, other, logits, exact):
+    for row, (a, b) in enumerate(zip(one, other)):
+        if a != b:
+            off = (logits[row].double() - exact[row].double()).abs()
+            return "rounding" if float(exact[row, a] - exact[row, b]) < float(off.max()) * 2 else "bug"
+    return "same"
+"""),
+    ],
+    "my_tree_sum": [
+        Wrong("def my_tree_sum(own, shares):\n    return all_reduce(own.sum(0))", "has other bits than on"),
+        Wrong("def my_tree_sum(own, shares):\n    return own.sum(0)",
+              "each rank returns its own part: who adds the parts up?"),
+        Wrong("def my_tree_sum(own, shares):\n    total = own[0]\n    for leaf in own[1:]:\n"
+              "        total = total + leaf\n    return all_reduce(total)", "Each rank adds its own leaves first"),
+        Wrong("def my_tree_sum(own, shares):\n    parts = all_gather(own.sum(0)[None], dim=0)\n    return parts.sum(0)",
+              "has other bits than on 2 ranks"),
+        Wrong(tree("return leaves.mean(0)"), "this is the mean of the leaves"),
+        Wrong(tree("return leaves[1:].sum(0)"), "that is not the sum of all leaves: is one left out, or twice there?"),
+        Wrong(tree("leaves = leaves.roll(-shares[rank()].start, 0)\n    total = leaves[0]\n"
+                   "    for leaf in leaves[1:]:\n        total = total + leaf\n    return total"),
+              "the ranks' results differ in their last bits: each adds in an order of its own"),
+        Wrong(tree("return leaves"), "it returns [9, 3, 4]; [tokens, hidden] = [3, 4] must come back"),
+        Wrong(tree("return leaves.double().sum(0)"), "it returns torch.float64; torch.float32 must come back"),
+        Wrong("def my_tree_sum(own, shares):\n    return all_reduce(all_reduce(own.sum(0)))", "times the sum"),
+        Wrong("def my_tree_sum(own, shares):\n    if rank() == 0:\n        return all_reduce(own.sum(0))\n"
+              "    return own.sum(0)", "Does every rank come to the collective?"),
+        Wrong("""
+def my_tree_sum(own, shares):
+    total, mine = 0, shares[rank()]
+    for leaf in range(shares[-1].stop):
+        total = total + all_reduce(own[leaf - mine.start] if leaf in mine else torch.zeros_like(own[0]))
+    return total
+""", "must be enough"),
+        Right(tree("total = leaves[0]\n    for leaf in leaves[1:]:\n        total = total + leaf\n    return total")),
+        Right(tree("return leaves.flip(0).cumsum(0)[-1]")),
+        Right("""
+def my_tree_sum(own, shares):
+    whole = torch.zeros(shares[-1].stop, *own.shape[1:])
+    whole[shares[rank()].start:shares[rank()].stop] = own
+    return all_reduce(whole).double().sum(0).float()
+"""),
+    ],
+    "my_propose": [
+        Wrong(propose(lengths="(3,)"), "the last 2 tokens stood there before, and something followed"),
+        Wrong(propose(lengths="(3, 2)"), "where only one token agrees, that is an ending too"),
+        Wrong(propose(lengths="(1, 2, 3)"), "a longer ending, of 2 tokens, stood there before, and says more"),
+        Wrong(propose(starts="range(size - length)"), "of its places the last counts"),
+        Wrong(propose(starts="range(size - length, -1, -1)"), "stood there before, and something followed"),
+        Wrong(propose(follows="start"), "it begins with the ending itself; only what followed is asked for"),
+        Wrong(propose(last="start + count", follows="start"), "that is the ending itself"),
+        Wrong(propose(last="size"), "that is more than 2"),
+        Wrong(propose(last="start + length + 1"), "what followed goes on"),
+        Wrong(propose(nothing="token_ids[:1]"), "nothing of its ending stood there before: there is no guess, ()"),
+        Wrong(propose(nothing="None"), "it returns nothing (is a return missing?)"),
+        Wrong("def my_propose(token_ids, count):\n    return []", "the last 3 tokens stood there before"),
+        Right(propose(nothing="()")),
+        Right(propose(asked="", last="min(size, start + length + count)")),
+    ],
+    "my_speculate": [
+        Wrong(speculate(draft="[]"), "what is propose for?"),
+        Wrong(speculate(kept="kept = len(draft)"), "holds a guess that was rejected"),
+        Wrong(speculate(kept="kept = sum(a == b for a, b in zip(draft, chosen))"), "holds a guess that was rejected"),
+        Wrong(speculate(have="have + len(new)"), "What was rejected is not"),
+        Wrong(speculate(more="draft[:kept] + [chosen[-1]]"),
+              "Behind the guesses that stay comes the model's choice behind the last of them"),
+        Wrong(speculate(more="draft[:kept] or [chosen[0]]"), "Behind the guesses that stay comes the model's choice"),
+        Wrong(speculate(back="text[len(ids):]"), "an accepted guess can be one too many"),
+        Wrong(speculate(back="text[:len(ids) + count]"), "the prompt comes back too; only the new ids are asked for"),
+        Wrong(speculate(have="0"), "what is in the cache stays there"),
+        Wrong(speculate(offset="0"), "where the text has"),
+        Wrong(speculate(begin="len(text)"), "begins at position"),
+        Wrong(speculate(back="None"), "it returns nothing (is a return missing?)"),
+        Wrong("def my_speculate(step, propose, ids, count):\n    return list(propose(ids))[:count]",
+              "step is never called"),
+        Right(speculate(draft="list(propose(text))[:len(ids) + count - len(text) - 1]")),
+        Right("""
+def my_speculate(step, propose, ids, count):
+    new = [step(ids, list(range(len(ids))))[-1]]
+    while len(new) < count:
+        text = ids + new
+        guess = propose(text)
+        own = step(new[-1:] + guess, list(range(len(text) - 1, len(text) + len(guess))))
+        for drafted, chosen in zip(guess + [None], own):
+            new.append(chosen)
+            if drafted != chosen:
+                break
+    return new[:count]
+"""),
+    ],
+}
