@@ -9,26 +9,27 @@ from tplab.llm import LLM, SamplingParams
 _PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
 _MOST = 16
 # How many prompts an engine gets at a time, one after the other; the last time they are asked is looked at.
-_TURNS = {"alone": (1,), "in pairs": (2,), "all at once": (_MOST,), "prefix found": (_MOST, _MOST)}
+_TURNS = {"alone": (1,), "in pairs": (2,), "all at once": (_MOST,)}
 
 
 def bits(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], ranks: int, dtype: str, *, batch_invariant: bool = True
          ) -> dict[str, list]:
-    """``{way: the log probabilities of each prompt's tokens}``, on logical ranks; at most 16 prompts, all unlike."""
+    """``{way: the log probabilities of each prompt's tokens}``, on logical ranks; at most 16 prompts, of five
+    tokens at least."""
     few = sum(blocks_needed(len(ids) + _PARAMS.max_tokens - 1, 4) for ids in prompts) - 1  # one less than all need
     engines = (({}, _TURNS), ({"max_num_batched_tokens": 7}, {"in chunks of 7": (_MOST,)}),
-               ({"num_blocks": few, "enable_prefix_caching": False}, {"preempted": (_MOST,)}))
+               ({"num_blocks": few}, {"preempted": (_MOST,)}),
+               ({"enable_prefix_caching": True}, {"prefix found": (_MOST, _MOST)}))
     found = {}
     for options, ways in engines:
         with LLM(ckpt, ranks, dtype, batch_invariant=batch_invariant, logical=True, block_size=4,
-                 max_model_len=max(map(len, prompts)) + _PARAMS.max_tokens, **options) as llm:
+                 max_model_len=max(map(len, prompts)) + _PARAMS.max_tokens,
+                 **{"enable_prefix_caching": False} | options) as llm:
             for way, turns in ways.items():
-                llm.scheduler.pool.reset_prefix_cache()
                 for at_a_time in turns:
                     outputs = [one for first in range(0, len(prompts), at_a_time) for one in llm.generate(
                         [list(ids) for ids in prompts[first:first + at_a_time]], _PARAMS, use_tqdm=False)]
-                hits = [one.metrics.prefix_hit_tokens for one in outputs]
-                assert all(hits) if way == "prefix found" else not any(hits), way
+                assert way != "prefix found" or all(one.metrics.prefix_hit_tokens for one in outputs)
                 assert way != "preempted" or any(one.metrics.preemptions for one in outputs)
                 found[way] = [[one.logprob for token in output.outputs[0].logprobs for one in token.values()]
                               for output in outputs]

@@ -25,6 +25,8 @@ TOKENS = (([1, 2, 3, 9, 1, 2, 3], 2), ([1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], 
           ([7, 1, 7, 2, 7], 3), ([5, 5, 5], 2), ([8, 9, 8, 9], 4), ([1, 2, 3], 4), ([1], 4), ([6, 6], 0),
           ([0, 3, 0, 4, 0], 1))
 
+LOOPS = (([1, 2, 3, 4, 1, 2], 12, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0))
+
 
 def _dtype(setting: Setting) -> str:
     return setting.dtype if setting.dtype in ("float32", "bfloat16") else "float32"
@@ -131,8 +133,7 @@ def speculate(step: Callable, propose: Callable, ids: list[int], count: int) -> 
           agreed="no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's")
 def my_speculate(mine: Mine, setting: Setting):
     """A toy whose cache remembers what it was given; then the model on its ranks."""
-    cases = (([1, 2, 3, 4, 1, 2], 12, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0))
-    for ids, count, guesses in cases:
+    for ids, count, guesses in LOOPS:
         toy, right = Toy(), Toy()
         theirs = speculate(right, lambda text, n=guesses: propose(text, n), list(ids), count)
         found = mine(toy, Proposer(guesses), list(ids), count)
