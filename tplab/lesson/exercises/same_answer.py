@@ -158,9 +158,9 @@ def my_tree_sum(mine: Mine, setting: Setting):
         if not all(torch.equal(value, sums[0]) for value in sums):
             one_each = all(math.prod(op.shape) == leaves[0].numel() for _, log in ran for op in log)
             raise NotYet(f"{count} leaves: the sum is right, and its last bits are not the same on 1, 2, 3 and 4 ranks"
-                         "\n" + ("Each rank adds its own leaves first, and its own leaves depend on how many ranks there are"
-                            if one_each else "Which additions does a rank make, and would it make the same ones if it "
-                            "had other leaves?"))
+                         "\n" + ("Each rank adds its own leaves first, and its own leaves depend on how many ranks "
+                                 "there are" if one_each else "Which additions does a rank make, and would it make the "
+                                 "same ones if it had other leaves?"))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
 
     def answers(ranks):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 from matplotlib.ticker import MaxNLocator
 
-from tplab.show.figures.style import INK, RC, Picture, entitle, looks, picture
+from tplab.show.figures.style import INK, RC, Picture, set_title, looks, picture
 
 
 def orders_figure(sums: Mapping[str, tuple[Sequence[float], float]], title: str) -> Picture:
@@ -32,7 +32,7 @@ def orders_figure(sums: Mapping[str, tuple[Sequence[float], float]], title: str)
             ax.margins(x=0.1)
             ax.set_xlabel("the sum; dashed: exact")
         axes[0][0].set_ylabel("orders")
-        entitle(figure, title)
+        set_title(figure, title)
     counts = "; ".join(f"{name}: {len(set(some))} different in {len(some)} orders"
                        for name, (some, _) in sums.items())
     figure.alt_text = f"Figure: what a sum of the same numbers is in many orders. {counts}."

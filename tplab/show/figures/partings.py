@@ -10,7 +10,7 @@ import matplotlib
 import torch
 from matplotlib.ticker import NullLocator
 
-from tplab.show.figures.style import BLUE, FAINT, INK, RC, RED, Picture, entitle, picture
+from tplab.show.figures.style import BLUE, FAINT, INK, RC, RED, Picture, set_title, picture
 from tplab.show.phrases import ShowError
 
 _WIDE, _SIZE = 110, 10  # characters of a line, points of a character
@@ -45,7 +45,7 @@ def texts_figure(texts: Mapping[str, Sequence[str]], title: str) -> Picture:
                     fontweight="bold" if bold else "normal")
         ax.set(xlim=(0, _WIDE), ylim=(y, -0.2))
         ax.axis("off")
-        entitle(figure, title)
+        set_title(figure, title)
     figure.alt_text = (f"Figure: a text for each of {', '.join(texts)}; what follows the first token that differs from "
                        "the first text is in another colour. The texts are this machine's.")
     return figure
@@ -82,7 +82,7 @@ def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title:
             axis.set_minor_locator(NullLocator())
         ax.grid(color="#dddddd", lw=0.6)
         figure.legend(loc="outside lower left", ncols=4)
-        entitle(figure, title)
+        set_title(figure, title)
     figure.alt_text = ("Figure: for every token how sure the first run was (its logit minus its rival's) and how far "
                        f"the second run moved that difference, on log axes; points for {', '.join(runs)}; above the "
                        "diagonal the second run chooses another token. The points are this machine's.")
