@@ -1,6 +1,9 @@
 """The command line's check, bench and plan: what is handed on, and what is said of words that do not fit."""
 
 import io
+import os
+import subprocess
+import sys
 import tomllib
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -106,3 +109,16 @@ def test_an_option_that_is_given_twice_counts_twice():
     assert parse(["align", "fable", "--fault", "a", "--fault", "b", "c"]).fault == ["a", "b", "c"]
     assert parse(["check", "run", "--model", "fable", "--name", "a=b", "c=d", "--name", "e=f"]).name == [
         "a=b", "c=d", "e=f"]
+
+
+def test_a_reader_that_leaves_early_is_no_crash():
+    done = subprocess.run([f"{sys.executable} -m tplab faults | head -1"], shell=True, capture_output=True, text=True)
+    assert done.stdout == "01_mask_nan\n" and done.stderr == ""
+
+
+def test_a_closed_pipe_is_no_error(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert cli.main(["faults"]) == 0
