@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 from matplotlib.ticker import MaxNLocator
 
-from tplab.show.figures.style import INK, RC, Picture, set_title, looks, picture
+from tplab.show.figures.style import INK, RC, Picture, looks, picture, set_title
 
 
 def orders_figure(sums: Mapping[str, tuple[Sequence[float], float]], title: str) -> Picture:

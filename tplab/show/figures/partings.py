@@ -10,7 +10,7 @@ import matplotlib
 import torch
 from matplotlib.ticker import NullLocator
 
-from tplab.show.figures.style import BLUE, FAINT, INK, RC, RED, Picture, set_title, picture
+from tplab.show.figures.style import BLUE, FAINT, INK, RC, RED, Picture, picture, set_title
 from tplab.show.phrases import ShowError
 
 _WIDE, _SIZE = 110, 10  # characters of a line, points of a character
