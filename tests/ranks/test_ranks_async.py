@@ -53,13 +53,15 @@ def test_until_wait_the_tensor_has_no_sum_in_it_and_a_write_goes_into_the_sum(ru
 
 
 def test_sums_are_made_in_the_order_of_their_starts_whoever_waits_when(run):
-    """Rank 1 waits for the second one only, rank 2 for none before the barrier."""
+    """Rank 1 waits for the second one first, rank 2 for none before the barrier."""
     def fn():
         a, b = torch.ones(2), torch.full((3,), 2.0)
         works = all_reduce(a, async_op=True), all_reduce(b, async_op=True)
-        for work in (works, works[1:], ())[rank()]:
+        for work in (works, works[::-1], ())[rank()]:
             work.wait()
         barrier()
+        made = a.tolist(), b.tolist()
+        assert all(work.wait() for work in works) and made == (a.tolist(), b.tolist())
         return a.tolist(), b.tolist(), [(str(record), record.line) for record in op_log()[-3:]]
 
     first = fn.__code__.co_firstlineno
@@ -74,7 +76,8 @@ def test_a_wait_that_is_left_out_is_told_with_its_line_and_the_next_run_is_clean
             work.wait()
 
     line = forgotten.__code__.co_firstlineno + 1
-    with pytest.raises(RankError, match=rf"rank 0 returned without wait\(\) for .*all_reduce \[2\] at .*, line {line}"):
+    with pytest.raises(RankError, match=rf"rank 0 raised RankError: returned without wait\(\) for all_reduce \[2\]\n"
+                                        rf".*line {line}\n    work = all_reduce"):
         run(forgotten)
     assert run(lambda: len(current().started)) == [0] * 3
 
@@ -82,7 +85,7 @@ def test_a_wait_that_is_left_out_is_told_with_its_line_and_the_next_run_is_clean
 def test_one_rank_alone_has_the_same_rules():
     def fn():
         work = all_reduce(t := torch.ones(2), async_op=True)
-        assert reduce_scatter(torch.ones(5, 2)).shape == (5, 2) and work.is_completed()
+        assert reduce_scatter(torch.ones(5, 2)).shape == (5, 2) and work.is_completed() and work.wait()
         return t.tolist()
 
     assert logical_ranks(1, fn) == [[1.0, 1.0]]

@@ -5,11 +5,11 @@ from difflib import get_close_matches
 
 from tplab import patch
 from tplab.errors import TplabError
-from tplab.faults import drafts, experts, heads, kv, mask, paging, ranks, rope, sharding, windows
+from tplab.faults import drafts, experts, heads, kv, mask, paging, ranks, rope, sharding, waiting, windows
 from tplab.faults.fault import Fault
 
 MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope, kv, paging, drafts, heads, ranks,
-                                                           windows, experts)
+                                                           windows, experts, waiting)
                             for fault in room.FAULTS}
 
 # What the engine had that this lab grew out of, in the order in which the notebooks remove it.

@@ -29,7 +29,7 @@ _number = count()
 SETUP = """
 import torch
 from torch.nn import functional as F
-from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, world_size
+from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, reduce_scatter, world_size
 """
 
 

@@ -7,7 +7,7 @@ from tplab.ranks.group import Work
 from tplab.ranks.oplog import OpRecord, caller
 
 
-def all_reduce(t: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
+def all_reduce(t: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | Work:
     """Sum `t` over all ranks, in place and in rank order, so that every rank has the same bits. Returns `t`.
 
     With ``async_op=True`` it returns a `Work` at once; the sum is in `t` after its ``wait()``, and until then `t` must

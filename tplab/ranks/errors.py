@@ -101,7 +101,9 @@ def waiting(rank: int, record, text: str = "", consequence: bool = False) -> Cau
 
 
 def learner_stack(error: BaseException) -> list[Frame]:
-    """The learner's lines that led to an exception, innermost last."""
+    """The learner's lines that led to an exception, innermost last; or the lines that it says itself (``frames``)."""
+    if isinstance(error, RankError) and hasattr(error, "frames"):
+        return error.frames
     stack = traceback.extract_tb(error.__traceback__)
     return learner_frames([Frame(f.filename, f.lineno or 0, f.name) for f in stack])
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
-from tplab.ranks.errors import RankError, place
+from tplab.ranks.errors import Frame, RankError
 from tplab.ranks.oplog import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -34,19 +34,32 @@ class Work:
     """
 
     def __init__(self, group: "Group", t: torch.Tensor, site: tuple):
-        self._group, self._tensor, self._site = group, t, site
+        self._group, self._tensor, self._site, self._done = group, t, site, False
 
     def wait(self) -> bool:
         """Return when the sum is in the tensor."""
-        self._group.complete(self)
+        if self in self._group.started:
+            self._group.complete(self)
+            self._group.started.remove(self)
         return True
 
     def is_completed(self) -> bool:
         """Whether the sum is in the tensor."""
-        return self not in self._group.started
+        return self._done
+
+    def make(self) -> None:
+        """Put the sum into the tensor, unless it is there."""
+        if not self._done:
+            self._done = True
+            self._group.all_reduce(self._tensor, self._site)
+
+    @property
+    def frame(self) -> Frame:
+        """The line that started it."""
+        return Frame(self._site[0].split(b"\0")[0].decode(errors="replace"), self._site[1], "")
 
     def __str__(self):
-        return f"all_reduce {list(self._tensor.shape)} at {place(self._site[0].decode().rstrip(chr(0)), self._site[1])}"
+        return f"all_reduce {list(self._tensor.shape)}"
 
 
 class Group:
@@ -57,7 +70,7 @@ class Group:
         self.size = size
         self.log = log or OpLog()
         self.state = {}
-        self.started: list[Work] = []  # and not yet made, in the order of the calls
+        self.started: list[Work] = []  # and not yet waited for, in the order of the calls
         self.namespace = None  # of %%ranks cells
         self.thread = None  # ident of the only thread that may call collectives; None: any thread
         self.disowned = False  # True in a fork of the rank's process
@@ -100,17 +113,19 @@ class Group:
 
     def complete(self, last: Work | None = None) -> None:
         """Make the sums that were started, in their order: all of them, or up to ``last``."""
-        while self.started and (last is None or last in self.started):
-            work, *later = self.started
-            self.started = []  # entering the collective completes nothing more
-            self.all_reduce(work._tensor, work._site)
-            self.started = later
+        started, self.started = self.started, []  # entering these collectives completes no others
+        for work in started:
+            work.make()
+            if work is last:
+                break
+        self.started = started
 
     def end(self) -> None:
         """The function has returned. Raises `RankError` if it has started a sum and never waited for it."""
         if self.started:
-            raise RankError(f"rank {self.rank} returned without wait() for what it had started: "
-                            + "; ".join(map(str, self.started)))
+            error = RankError("returned without wait() for " + ", ".join(map(str, self.started)))
+            error.frames = [work.frame for work in self.started[:1]]
+            raise error
 
     def reduce_scatter(self, t, dim, sizes, frame):
         dim = self._dim(t, dim, "reduce_scatter")
@@ -171,7 +186,8 @@ class Group:
 
     def barrier(self, frame):
         self._check_thread("barrier")
-        self.complete()
+        if self.started:
+            self.complete()
         self.log.enter(BARRIER, (), 0, 0, frame)
         if self.size > 1:
             self.swap(NOTHING)
@@ -180,7 +196,8 @@ class Group:
     def _enter(self, op, t, detail, frame, shape=None):
         self._check_tensor(t, OPS[op])
         self._check_thread(OPS[op])
-        self.complete()
+        if self.started:
+            self.complete()
         self.log.enter(op, t.shape if shape is None else shape, DTYPE_CODES[t.dtype], detail, frame)
 
     def _dim(self, t, dim, name):

@@ -32,12 +32,15 @@ RING_AT = RECORD_BYTES  # before it, the number of the newest collective
 _FILES_AT, _FILE_BYTES = RING_AT + RECORDS * RECORD_BYTES, 512  # the file of each record, in the same order
 LOG_BYTES = _FILES_AT + RECORDS * _FILE_BYTES
 
-ENTERED, LEFT = 1, 2
+ENTERED, LEFT, STARTED = 1, 2, 4  # bits
 
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One collective of one rank: `left` is False while the rank still waits in it. `detail`: dim, src or dst."""
+    """One collective of one rank: `left` is False while the rank still waits in it. `detail`: dim, src or dst.
+
+    `started`: the call returned before it was done.
+    """
 
     seq: int
     op: str
@@ -47,6 +50,7 @@ class OpRecord:
     file: str
     line: int
     left: bool
+    started: bool = False
 
     def __str__(self):
         if self.op in ("barrier", "dist.barrier"):
@@ -73,18 +77,19 @@ class OpLog:
     def enter(self, op: int, shape: tuple, dtype: int, detail: int, frame) -> None:
         """Add a record: this rank is about to take part in `op`. The search for the call site begins at `frame`, unless
         that is a call site already."""
-        file, line = frame if type(frame) is tuple else self.call_site(frame)
+        started = type(frame) is tuple
+        file, line = frame if started else self.call_site(frame)
         self.seq = seq = self.seq + 1
         index = seq % RECORDS
         self.at = at = RING_AT + index * RECORD_BYTES
         self._note_file(index, file)
         dims = len(shape)
         padded = (*shape, *_ZEROS[dims:])
-        _RECORD.pack_into(self.memory, at, seq, line, ENTERED, op, dtype, dims, detail, *padded)
+        _RECORD.pack_into(self.memory, at, seq, line, ENTERED | STARTED * started, op, dtype, dims, detail, *padded)
         self._last[0] = seq
 
     def leave(self) -> None:
-        self.memory[self.at + STATE_AT] = LEFT
+        self.memory[self.at + STATE_AT] |= LEFT
 
     def expect(self, code, op: int, dtype: torch.dtype, shape: tuple, count: int) -> list[int]:
         """A record as int64 words, for compiled code that is about to enter ``count`` collectives of this kind.
@@ -116,7 +121,8 @@ class OpLog:
         if found != seq or not seq:
             return None
         dtype = str(DTYPES[dtype]).removeprefix("torch.")
-        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, state == LEFT)
+        return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, bool(state & LEFT),
+                        bool(state & STARTED))
 
     def signature(self, seq: int) -> bytes:
         """The part of a record that must be the same on all ranks."""

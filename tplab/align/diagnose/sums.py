@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import torch
+from torch.nn import functional as F
 
 from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.table import procedure
-from tplab.align.diagnose.wrong import explains, fitting, right
+from tplab.align.diagnose.table import Family, Mistake, procedure
+from tplab.align.diagnose.wrong import At, explains, fitting, in_calls, right, several_ranks
+from tplab.shard import split_evenly
 
 # what else may have been taken into a sum
 _OTHERS = {"residual": ("input_norm",), "output": ("post_norm", "before", "o_proj")}
@@ -74,7 +76,7 @@ def reduced_in_some_calls(case: Case) -> Diagnosis | None:
         return replace(found, scope=words)
 
 
-@procedure("o_proj", "mlp", names="all_reduce_missing all_reduce_dropped")
+@procedure("o_proj", "mlp", names="all_reduce_missing all_reduce_dropped read_before_wait")
 def not_reduced(case: Case) -> Diagnosis | None:
     """Does each rank go on with its own summand, and does its op log know of a reduce?"""
     partial, tp = case.made_from(case.op)[0], case.recording.world_size
@@ -82,11 +84,18 @@ def not_reduced(case: Case) -> Diagnosis | None:
             partial) else tp > 1 and explains(case, lambda at: at(partial)):
         done = [sum(record.op == "all_reduce" for record in log) for log in case.report.op_logs]
         wanted = 1 + 2 * case.config.num_layers
-        dropped = bool(done) and min(done) >= wanted
-        says = ("the op log shows every all-reduce: the sums were made and thrown away" if dropped else
-                f"of {wanted} all-reduces in a forward pass the op log shows {min(done)}" if done else
-                "nothing was reduced, or the result was thrown away")
-        names = ("all_reduce_dropped",) if dropped else ("all_reduce_missing",) + ("all_reduce_dropped",) * (not done)
+        early = any(record.started for log in case.report.op_logs for record in log)
+        if done and min(done) >= wanted:
+            names = ("read_before_wait",) if early else ("all_reduce_dropped",)
+            says = "the op log shows every all-reduce" + (
+                ", started and not waited for at first: what they were made in was read too early" if early else
+                ": the sums were made and thrown away")
+        elif done:
+            names = ("all_reduce_missing",)
+            says = f"of {wanted} all-reduces in a forward pass the op log shows {min(done)}"
+        else:
+            names = "all_reduce_missing", "all_reduce_dropped", "read_before_wait"
+            says = "nothing was reduced, or the result was thrown away, or read too early"
         return case.diagnosis(names[0], f"After the reduce each rank still has its own summand; the {tp} summands add "
                               f"up to the right result, and {says}.", *names[1:], spread=case.first.spread,
                               wanted=wanted, done=min(done, default=0))
@@ -138,5 +147,46 @@ def _times(case: Case, times: float) -> Diagnosis:
                           "twice, or every rank's summand was the whole already.", times=tp)
 
 
+def _reused(at: At, dim: int) -> torch.Tensor:
+    """The first half of the numbers (or of a call's rows) with the second half's in its place."""
+    def reused(x):
+        half = -(-x.shape[dim] // 2)
+        first, second = x.split([half, x.shape[dim] - half], dim)
+        return torch.cat([second, first.narrow(dim, second.shape[dim], half - second.shape[dim]), second], dim)
+    return in_calls(at.case, at.expected(), reused)
+
+
+def _scattered(at: At, by: int) -> torch.Tensor:
+    """A call's rows, dealt out over the ranks after a wrong cut (0), or joined in other places."""
+    case, tp = at.case, at.case.recording.world_size
+    summands = [right(case, rank)(case.made_from(at.op)[0]) for rank in range(tp)] if not by else []
+
+    def cut(x):
+        return x.split([len(part) for part in split_evenly(len(x), tp)])
+
+    def turned(x):
+        parts = cut(x)
+        return torch.cat([parts[(rank + by) % tp] for rank in range(tp)])
+
+    if by:
+        return in_calls(case, at.expected(), turned)
+    out = torch.empty_like(summands[0])
+    for rows in case.calls:
+        own = [cut(summand[rows])[rank] for rank, summand in enumerate(summands)]
+        added = sum(F.pad(part, (0, 0, 0, len(own[0]) - len(part))) for part in own)
+        out[rows] = torch.cat([added[:len(part)] for part in own])
+    return out
+
+
+UNDER_WAY = Family(
+    ("o_proj", "mlp"),
+    Mistake("buffer_reused", "In {op}, the first half {text} is the sum of the second half: both went through one "
+            "buffer, which took the second part while the first one's sum was under way.", _reused,
+            values={1: "of the numbers", 0: "of the rows"}),
+    Mistake("wrong_rows_scattered", "{op} was scattered over the ranks and joined again, and each rank's rows are "
+            "{text}.", _scattered, when=several_ranks, values={
+                0: "sums of different tokens: each rank cut out its own rows before they were added up",
+                1: "those of the next rank", -1: "those of the rank before it"}))
+
 STREAMS = (another_sum,)
-REDUCED = (reduced_in_some_calls, not_reduced, another_sum_of_the_parts)
+REDUCED = (reduced_in_some_calls, not_reduced, another_sum_of_the_parts, UNDER_WAY)

@@ -1,0 +1,205 @@
+"""Notebook 13: sums that are started, computed beside, and waited for before anybody reads or writes."""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tplab.lesson.exercises.sequence_parallel import in_the_engine
+from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, saying, several, tensor
+from tplab.lesson.verdict import Setting, exercise
+from tplab.patch import Patch, applied, original
+from tplab.ranks import rank, state
+
+# Tokens, inputs on each rank, outputs, parts, ranks: first what divides.
+PRODUCTS = ((6, 4, 5, 2, 2), (7, 3, 4, 3, 2), (5, 4, 3, 4, 3), (2, 5, 4, 3, 2), (6, 4, 5, 1, 2))
+# Hidden numbers, rows of each part, ranks.
+PARTS = ((4, (2, 2, 2, 2), 2), (3, (3, 3, 1), 2), (5, (2, 3, 1, 3, 2), 3), (4, (2,), 2))
+_WAITS = "Every rank starts the same sums, in the same order"
+_ASKS = {"without wait()": "Its sum is started, and nothing waits for it: when is it in the tensor?"}
+_GROUP = "tplab.ranks.group."
+
+
+def _start(self, t, frame):
+    state["seen"].append(("start", t))
+    return original(f"{_GROUP}Group.start_all_reduce")(self, t, frame)
+
+
+def _wait(self):
+    if not self.is_completed():
+        state["seen"].append(("wait", self._tensor))
+    return original(f"{_GROUP}Work.wait")(self)
+
+
+WATCHED = Patch(f"{_GROUP}Group.start_all_reduce", _start), Patch(f"{_GROUP}Work.wait", _wait)
+
+
+class _Products(TorchDispatchMode):
+    """Notes every product of matrices among what is seen."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "bmm", "mv", "addmm", "linear", "matmul"):
+            state["seen"].append(("product", None))
+        return func(*args, **(kwargs or {}))
+
+
+def _in_parts(answer: Callable) -> list[Patch]:
+    """The engine's row-parallel products with their sums, by a learner's function, three parts at a time."""
+    def partial(self, x):
+        self.given = x
+        return original("tplab.shard.linear.RowParallelLinear.partial")(self, x)
+
+    def reduce(self, partial):
+        return answer(self.given, self.weight, 3) + (0 if self.bias is None else self.bias)
+
+    return [Patch("tplab.shard.linear.RowParallelLinear.partial", partial),
+            Patch("tplab.shard.linear.RowParallelLinear.reduce", reduce)]
+
+
+@exercise("my_overlapped_row_parallel", "13", takes="x, weight, parts", patches=_in_parts,
+          agreed="while the sum of one part is under way, the next part is computed, and nothing is read before its "
+                 "wait; on {ranks}, every trace point agrees with Hugging Face")
+def my_overlapped_row_parallel(mine: Mine, setting: Setting):
+    """Parts that divide the tokens and that do not, more parts than tokens, one part, bfloat16; then the engine."""
+    def check(case, dtype=torch.float32):
+        tokens, inputs, outputs, parts, size = case
+        generator = torch.Generator().manual_seed(tokens)
+        x, weight = (torch.randn(size, many, inputs, generator=generator).to(dtype) for many in (tokens, outputs))
+        with applied(*WATCHED), saying(f"{tokens} tokens in {parts} part{'s' * (parts > 1)}, {size} ranks: "):
+            ran = on_ranks(size, _computed, mine, x, weight, parts, waits=_WAITS, asks=_ASKS)
+            _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts)
+
+    for_each(PRODUCTS, check, lambda case: f"{case[3]} parts")
+    check(PRODUCTS[1], torch.bfloat16)
+    in_the_engine(setting)
+
+
+def _computed(mine: Mine, x, weight, parts: int) -> tuple[object, list[str]]:
+    """On a rank: what the answer returns, and its products, starts and waits in their order."""
+    state["seen"] = []
+    with _Products():
+        value = mine(x[rank()], weight[rank()], parts)
+    return value, [what for what, _ in state.pop("seen")]
+
+
+def _judge_parts(ran: list, summands: torch.Tensor, parts: int) -> None:
+    size, right, values = len(summands), summands.sum(0), []
+    for number, ((value, _), _) in enumerate(ran):
+        with saying(f"on rank {number} "):
+            values.append(tensor(value, "tokens, outputs", right.shape, right.dtype))
+    found, events = torch.stack(values), ran[0][0][1]
+    starts = events.count("start")
+    near = 3e-2 if right.dtype == torch.bfloat16 else 1e-4
+    own = ((found - summands).abs() <= near) & ((found - right).abs() > near)
+    if own.sum() >= right.shape[1]:  # not by chance
+        tokens = own.any(0).any(1).nonzero().flatten().tolist()
+        what = "every token" if len(tokens) == len(right) else f"token{'s' * (len(tokens) > 1)} " + ", ".join(
+            map(str, tokens))
+        raise NotYet(f"a rank's own summand stands at {what}. " + (
+            "A sum is in its tensor behind its wait(), and not before: where is it read, copied or joined?" if starts
+            else "Who adds the summands up?"))
+    agree(found, right.expand_as(found), {
+        f"this is {size} times the sum: is something added up that was whole already?": size * right.expand_as(found),
+        f"the summands are averaged: this is the sum divided by {size}": right.expand_as(found) / size,
+        "there are only zeros: is a tensor added up that nobody has written to?": torch.zeros_like(found)},
+        "wrong, and by none of the usual mistakes: which rows of x make a part, and where do they belong?", within=near)
+    if not starts:
+        raise NotYet("the result is right, and no sum is started: all_reduce(…, async_op=True) returns at once, and "
+                     "its wait() later")
+    if starts < min(parts, 2, len(right)):
+        raise NotYet(f"the result is right, with one sum where {parts} parts are asked for")
+    done = {"product": 0, "start": 0, "wait": 0}
+    for what in events:
+        done[what] += 1
+        if what == "start" and done["product"] != done["start"]:
+            raise NotYet(f"the result is right, and when sum {done['start']} of {starts} starts, {done['product']} of "
+                         f"{events.count('product')} products have been computed: a part's sum starts as soon as its "
+                         "product is there, before the next product")
+        if what == "wait" and done["product"] < min(done["wait"] + 1, starts):
+            raise NotYet(f"the result is right, and sum {done['wait']} is waited for before product "
+                         f"{done['wait'] + 1}: nothing is computed while it is under way")
+
+
+class _Buffers(list):
+    """Not copied with a learner's other arguments: where its tensors lie is what counts."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def where(self, t) -> int | None:
+        """Which of them a tensor lies in."""
+        places = [one.untyped_storage().data_ptr() for one in self]
+        at = t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) else None
+        return places.index(at) if at in places else None
+
+
+def _by_buffers(answer: Callable) -> list[Patch]:
+    """The engine's sums, five rows at a time, through two buffers of a learner's function."""
+    def reduce(self, partial):
+        return torch.cat(answer(list(partial.split(5)), [torch.empty_like(partial[:5]) for _ in range(2)]))
+
+    return [Patch("tplab.shard.linear.RowParallelLinear.reduce", reduce)]
+
+
+@exercise("my_two_buffers", "13", takes="parts, buffers", writes="buffers", patches=_by_buffers,
+          agreed="two sums are under way at a time, and no buffer is written before its sum is made and copied; on "
+                 "{ranks}, every trace point agrees with Hugging Face")
+def my_two_buffers(mine: Mine, setting: Setting):
+    """Parts of equal and of unlike lengths, on 2 and 3 ranks, and one part alone; then every sum of the engine."""
+    def check(case):
+        hidden, rows, size = case
+        x = torch.randn(size, sum(rows), hidden, generator=torch.Generator().manual_seed(hidden))
+        with applied(*WATCHED), saying(f"{len(rows)} part{'s' * (len(rows) > 1)} of {'/'.join(map(str, rows))} rows, "
+                                       f"{size} ranks: "):
+            _judge_buffers(on_ranks(size, _buffered, mine, x, list(rows), waits=_WAITS, asks=_ASKS), x, rows)
+
+    for_each(PARTS, check, lambda case: f"{len(case[1])} parts")
+    in_the_engine(setting)
+
+
+def _buffered(mine: Mine, x: torch.Tensor, rows: list[int]) -> tuple[object, list[tuple[str, int | None]], list]:
+    """On a rank: what the answer returns, its starts and waits with their buffers, and which results lie in one."""
+    buffers = _Buffers(torch.full((max(rows), x.shape[2]), float("nan")) for _ in range(2))
+    state["seen"] = []
+    value = mine(list(x[rank()].split(rows)), buffers)
+    inside = [buffers.where(one) for one in value] if isinstance(value, list | tuple) else []
+    return value, [(what, buffers.where(t)) for what, t in state.pop("seen")], inside
+
+
+def _judge_buffers(ran: list, x: torch.Tensor, rows) -> None:
+    size, count, parts = len(x), len(rows), [part.split(rows) for part in x]
+    sums = [sum(own[i] for own in parts) for i in range(count)]
+    for number, ((value, events, inside), _) in enumerate(ran):
+        with saying(f"on rank {number}, "):
+            several(value, "a list with the sum of every part", count)
+            if any(what == "start" and where is None for what, where in events):
+                raise NotYet("a sum is started in a tensor that is none of the buffers: copy the part into one first")
+            for i, (one, where) in enumerate(zip(value, inside)):
+                with saying(f"for part {i} "):
+                    tensor(one, "rows, hidden", sums[i].shape, x.dtype)
+                    if where is not None:
+                        raise NotYet(f"it returns a piece of buffer {where}, and the next user of the buffer writes "
+                                     "over it: copy the sum out")
+                _judge_sum(i, one, parts[number], sums, size)
+    events, flying, most = ran[0][0][1], 0, 0
+    for what, _ in events:
+        flying += 1 if what == "start" else -1
+        most = max(most, flying)
+    if not events:
+        raise NotYet("the sums are right, and none is started: all_reduce(…, async_op=True) returns at once")
+    if most < min(2, count):
+        raise NotYet("the sums are right, and there are never two under way: one buffer would do for that. Wait for a "
+                     "sum when its buffer is needed, not before")
+
+
+def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: int) -> None:
+    def begin(t):
+        return t[:len(one)] if len(t) >= len(one) else t.new_empty(0)
+
+    others = [j for j in range(len(sums)) if j != i]
+    agree(one, sums[i], {
+        f"part {i} is this rank's own summand: it is copied out before its wait()": own[i],
+        **{f"in the place of part {i}'s sum stands what part {j} makes: its buffer takes part {j} before the sum of "
+           f"part {i} is made and copied out": (begin(sums[j]), size * begin(sums[j]), begin(own[j])) for j in others},
+        f"the sum of part {i} is in it {size} times: it is started twice": size * sums[i]},
+        f"the sum of part {i} is wrong: which rows of the buffer does it take?")

@@ -1,0 +1,181 @@
+"""Notebook 13: a race that is decided beforehand; what overlap and a rank's own rows cost and save, measured."""
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tplab.checkpoint import Checkpoint
+from tplab.faults import fault
+from tplab.lesson.exercises.sequence_parallel import SUMMANDS, scattered, sizes_here
+from tplab.model import NoCache, load_model
+from tplab.patch import Patch, applied, original
+from tplab.pool import RankPool
+from tplab.ranks import barrier, rank, state, world_size
+from tplab.shard import ShardPlan
+
+_REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"
+ROUNDS = 15
+
+
+def decided(reduce: Callable, under_load: bool) -> Patch:
+    """``reduce`` in the engine's place, and the race in it decided beforehand: no outcome is left to chance.
+
+    Without load, a sum that is started is there at once. Under load the other ranks come late: they take part in a sum
+    only when rank 0 has come to its wait for it.
+    """
+    def raced(self, partial):
+        start, go = dist.all_reduce, torch.zeros(1)
+
+        def others_come():
+            for other in range(1, world_size() if rank() == 0 and under_load else 1):
+                dist.send(go, other)
+
+        class Late:
+            def __init__(self, work):
+                self.wait = lambda: (others_come(), work.wait())
+
+        def all_reduce(t, async_op=False):
+            if not async_op:
+                others_come()
+            work = start(t, async_op=True)
+            if async_op and under_load and rank() == 0:
+                return Late(work)
+            work.wait()
+            return work
+
+        if under_load and rank():
+            dist.recv(go, 0)
+        dist.all_reduce = all_reduce
+        try:
+            return reduce(self, partial)
+        finally:
+            dist.all_reduce = start
+
+    return Patch(_REDUCE, raced)
+
+
+def in_layers(names: Mapping[int, str], num_layers: int) -> Patch:
+    """Each fault, by its layer, in that layer's sums alone."""
+    def reduce(self, partial):
+        call = state["calls"] = state.get("calls", -1) + 1
+        name = names.get(call // 2 % num_layers)
+        return (fault(name).patches[0].replacement if name else original(_REDUCE))(self, partial)
+
+    return Patch(_REDUCE, reduce)
+
+
+@contextmanager
+def on_one_core(pool: RankPool) -> Iterator[None]:
+    """All threads of all ranks share one core, where the system can arrange that."""
+    def pin(cores):
+        before = os.sched_getaffinity(0)
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores or [min(before)])
+        return before
+
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = pool.run(pin, None)[0]
+    try:
+        yield
+    finally:
+        pool.run(pin, before)
+
+
+def overlap_seconds(pool: RankPool, tokens: int, inputs: int, outputs: int, parts: Sequence[int]) -> dict:
+    """Seconds of a row-parallel product and of its sum by gloo: ``product``, ``sum``, ``latency`` (the sum of one
+    number), and by number of parts with the sum of one part under way beside the product of the next."""
+    return max(pool.run(_overlapped, tokens, inputs, outputs, list(parts)), key=lambda found: found["product"])
+
+
+def _overlapped(tokens: int, inputs: int, outputs: int, parts: list[int]) -> dict:
+    x, weight, out = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.zeros(tokens, outputs)
+
+    def in_parts(count):
+        works = []
+        for rows, into in zip(x.chunk(count), out.chunk(count)):
+            torch.mm(rows, weight.T, out=into)
+            works.append(dist.all_reduce(into, async_op=True))
+        for work in works:
+            work.wait()
+
+    timed = {"product": lambda: torch.mm(x, weight.T, out=out), "sum": lambda: dist.all_reduce(out),
+             "latency": lambda: dist.all_reduce(out[:1, :1].clone()), **{n: lambda n=n: in_parts(n) for n in parts}}
+    return {name: least_seconds(what) for name, what in timed.items()}
+
+
+def least_seconds(what: Callable) -> float:
+    """On a rank: of some rounds that all ranks begin together. What disturbs one makes it slower, never quicker."""
+    times = []
+    for _ in range(ROUNDS):
+        barrier()
+        begin = time.perf_counter()
+        what()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that what is computed inside has held at a time."""
+
+    def __enter__(self):
+        self.most, self._held = 0, {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for kept in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            if (at := kept.data_ptr()) not in given and at not in self._held:  # else it is a view
+                self._held[at] = kept.nbytes()
+                weakref.finalize(kept, self._held.pop, at)
+        self.most = max(self.most, sum(self._held.values()))
+        return out
+
+
+def layers_plain_and_scattered(ckpt: Checkpoint, layer: Callable, tokens: int, dtype: torch.dtype, pool: RankPool
+                               ) -> dict[str, tuple[float, list[int]]]:
+    """All layers over one prompt, the engine's own and by ``layer``, which takes what the exercise
+    ``my_sequence_parallel_layer`` takes: seconds, and on each rank the peak of bytes. And ``predicted``, for the second
+    one: the first without the norms and additions of others' rows, and with two more meetings in a layer."""
+    plan, found = ShardPlan.from_config(ckpt.config, pool.size), {}
+    for name, one, patches in (("plain", None, ()), ("by rows", layer, SUMMANDS)):
+        with applied(*patches):
+            seconds, peaks, row_by_row, meeting = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, one))
+        found[name] = max(seconds), list(peaks)
+        less = max(row_by_row) * (1 - 1 / pool.size) - 2 * ckpt.config.num_layers * max(meeting)
+        found.setdefault("predicted", (max(seconds) - less, []))
+    return found
+
+
+def _through_layers(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, tokens: int, layer: Callable | None
+                    ) -> tuple[float, int, float, float]:
+    """On a rank: seconds, peak of bytes, seconds of norms and additions over all rows, seconds of a meeting."""
+    with torch.inference_mode():
+        model, context = load_model(ckpt, plan, dtype), NoCache([tokens])
+        hidden, sizes = torch.randn(tokens, ckpt.config.hidden_size).to(dtype), sizes_here(tokens)
+        tables = {kind: model.rotary(hidden, torch.arange(tokens), context.lengths, *kind)
+                  for kind in set(model.rope_layer_types)}
+
+        def run():
+            own = (hidden if layer is None else hidden.split(sizes)[rank()]).clone()
+            for one, kind in zip(model.layers, model.rope_layer_types):
+                own = one(own, *tables[kind], context) if layer is None else scattered(layer, one, own, sizes,
+                                                                                       *tables[kind], context)
+
+        def row_by_row():
+            for one in model.layers:
+                one.input_layernorm(hidden) + hidden, one.post_attention_layernorm(hidden) + hidden
+
+        with PeakBytes() as peak:
+            run()
+        return least_seconds(run), peak.most, least_seconds(row_by_row), least_seconds(barrier)
