@@ -85,10 +85,27 @@ def test_it_does_not_look_at_the_patches(name):
     assert name in diagnose(dataclasses.replace(report, patches=())).names
 
 
-def test_without_op_logs_a_missing_and_a_dropped_all_reduce_look_alike():
-    report = align("fable", prompts(768), patches=[fault("all_reduce_dropped")], logical=True)
-    assert diagnose(report).names == ("all_reduce_dropped",)
-    assert diagnose(dataclasses.replace(report, op_logs=[])).names == ("all_reduce_missing", "all_reduce_dropped")
+@pytest.mark.parametrize("name", ["all_reduce_dropped", "read_before_wait"])
+def test_without_op_logs_a_missing_and_a_dropped_all_reduce_look_alike_and_one_that_is_read_too_early(name):
+    report = align("fable", prompts(768), patches=[fault(name)], logical=True)
+    assert diagnose(report).names == (name,)
+    assert diagnose(dataclasses.replace(report, op_logs=[])).names == (
+        "all_reduce_missing", "all_reduce_dropped", "read_before_wait")
+
+
+@pytest.mark.parametrize("made, text", [
+    (lambda x: torch.cat([x[:, 16:], x[:, 16:]], 1), "the first half of the numbers"),
+    (lambda x: torch.cat([x[19:], x[18:19], x[19:]]), "the first half of the rows"),
+    (lambda x: x.roll(18, 0), "those of the next rank")])
+def test_a_sum_whose_parts_are_written_over_or_change_places(tmp_path, made, text):
+    """37 rows of 32 numbers, on two ranks that keep 19 and 18 of them."""
+    def reduce(self, partial):
+        return made(original("tplab.shard.linear.RowParallelLinear.reduce")(self, partial))
+
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", hidden=32))
+    found = diagnose(align(ckpt, prompts(67), patches=[Patch("tplab.shard.linear.RowParallelLinear.reduce", reduce)],
+                           logical=True))
+    assert found.fault in ("buffer_reused", "wrong_rows_scattered") and text in found.sentence
 
 
 @pytest.mark.parametrize("shift, says", [(1, "each token also sees the next one"), (-1, "no token sees itself")])
