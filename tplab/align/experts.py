@@ -45,7 +45,8 @@ class ExpertOperations:
         in it.
         """
         own, moe = self.plan.ranks[rank], moe or self.config.experts
-        x, logits = self.given(at, point, rank) if x is None else x, self.value(at + "router_logits", rank)
+        logits = self.value(at + "router_logits", rank) if x is None else self.linear(at, "router_logits", rank, x=x)
+        x = self.given(at, point, rank) if x is None else x
         held = self.experts_on(rank) if held is None else held
         if share is None:  # the bias belongs to the sum: the first rank that holds columns adds it
             share = float(self.plan.enable_expert_parallel or rank == self.holders(at)[0])

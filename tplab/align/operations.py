@@ -157,13 +157,10 @@ class Operations(ExpertOperations):
         rows = self.indices("logits", rank) if features is None else features
         raw = self.weights.raw(HEAD if HEAD in self.weights else EMBEDDING) if weight is None else weight
 
-        cap = self.config.final_logit_softcapping if cap is None else cap
-
         def product(x, rows):
-            logits = F.linear(x[self.logit_rows], raw[as_index(rows)].to(self.dtype)) / self.config.logits_scaling
-            return soft_cap(logits, cap) if cap else logits
+            return self.finished(F.linear(x[self.logit_rows], raw[as_index(rows)].to(self.dtype)), cap)
         own, shard = product(self.value("norm", rank) if x is None else x, rows), self.shard("logits", rank)
-        changed = not (x is None and weight is None and features is None and cap == self.config.final_logit_softcapping)
+        changed = not (x is None and weight is None and features is None and cap is None)
         if changed or shard is None or len(rows) < len(raw):
             return own
         norms = {r: self.value("norm", r) for r in self.ranks}
@@ -172,6 +169,11 @@ class Operations(ExpertOperations):
         # Whole logits on a rank were computed there, or gathered from ranks that had other inputs.
         gathered = torch.cat([product(norms[held.rank], held.vocab) for held in self.plan.ranks], 1)
         return min((own, gathered[:, as_index(rows)]), key=lambda right: distance(shard.tensor, right))
+
+    def finished(self, logits: torch.Tensor, cap: float | None = None) -> torch.Tensor:
+        """What comes out of the head, scaled and capped."""
+        cap, logits = self.config.final_logit_softcapping if cap is None else cap, logits / self.config.logits_scaling
+        return soft_cap(logits, cap) if cap else logits
 
     # RoPE.
 

@@ -116,6 +116,16 @@ def made_from(name: str, config) -> tuple[str, ...]:
                  for names in POINTS[name.rpartition(".")[2]].made_from)
 
 
+def existing(name: str, config) -> str:
+    """The point itself; in the place of a norm that a layer does not have, what the norm would be given."""
+    at, _, point = name.rpartition(".")
+    if not at or point not in POINTS or POINTS[point].op != "norm" or POINTS[point].needs(config, layer_of(name)):
+        return name
+    before = layer_of(name) - 1
+    into = "embed" if before < 0 else f"layers.{before}.output"
+    return next(into if one == "before" else f"{at}.{one}" for one in POINTS[point].made_from)
+
+
 def goes_into(point: str, other: str) -> bool:
     """Whether the point ``other`` of a layer (short names) is made from the point ``point``, directly or not."""
     names = [one for names in POINTS[other].made_from for one in names.split("|")] if other in POINTS else []

@@ -35,6 +35,18 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def fp8_tensors(config: ModelConfig, seed: int, block: tuple[int, int] = (7, 16)) -> dict[str, torch.Tensor]:
+    """The same with matrices in eight bits, and scales for blocks of rows and columns that are unlike each other."""
+    tensors, generator = random_tensors(config, seed), torch.Generator().manual_seed(seed)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = (-(-whole // size) for whole, size in zip(tensors[name].shape, block))
+        scales = 0.001 + torch.rand(rows, columns, generator=generator)
+        wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        narrow = tensors[name] / wide[:tensors[name].shape[0], :tensors[name].shape[1]]
+        tensors |= {name: narrow.clamp(-448, 448).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    return tensors
+
+
 def write_random(folder: Path, seed: int = 0, *, dtype: str = "float32",
                  fill: Callable[[ModelConfig, int], dict[str, torch.Tensor]] = random_tensors, **config) -> Path:
     """Write a checkpoint with the weights that ``fill(config, seed)`` gives into ``folder`` (made if missing); the

@@ -12,6 +12,9 @@ MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope,
                                                            windows, experts, waiting)
                             for fault in room.FAULTS}
 
+# Of what not every model has: experts, windows, norms and rotations of its own.
+WING = tuple(fault.name for room in (windows, experts) for fault in room.FAULTS)
+
 # What the engine had that this lab grew out of, in the order in which the notebooks remove it.
 SEED = ("nan_mask", "shard_dim1", "rope_missing")
 

@@ -40,7 +40,8 @@ def sinks_once_per_rank(scores, sinks):
 def capped_after_mask(q, k, v, mask, scaling, *, softcap=None, sinks=None):
     grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     scores = mask_scores((grouped @ k.transpose(2, 3)).view(*q.shape[:3], -1) * scaling, mask)
-    weights = softmax(soft_cap(scores, softcap))           # minus infinity comes out as minus the cap
+    scores = soft_cap(scores, softcap) if softcap else scores        # minus infinity comes out as minus the cap
+    weights = softmax(scores)
     return (weights.view(*grouped.shape[:3], -1) @ v).view(q.shape)
 
 

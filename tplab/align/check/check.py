@@ -13,7 +13,7 @@ from tplab.align.check.place import place
 from tplab.align.check.verdict import CheckReport
 from tplab.align.check.weights import wrong_parameters
 from tplab.align.judge import judge
-from tplab.align.recording import PlacementError, Recording
+from tplab.align.recording import Recording
 from tplab.align.report import internal_error
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
@@ -38,11 +38,12 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         CheckpointError, ShardPlanError: as for :func:`tplab.align.align`.
     """
     ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    if ckpt.config.traits:
-        raise PlacementError(f"{ckpt.name} has {', '.join(ckpt.config.traits)}: check does not know that yet")
     recorded = one_model(read_recorded(folder), ckpt)
     names = dict(names) if names else None
     report = _judged(recorded, ckpt, names)
+    if report.guilty and ckpt.config.experts and 1 < recorded.world_size <= ckpt.config.experts.num_experts:
+        other = _judged(recorded, ckpt, names, enable_expert_parallel=True)  # nothing says how experts are dealt out
+        report = min(report, other, key=_unexplained)
     for reading in dict(trusted=True), dict(trusted=True, alone=True):
         if report.guilty and report.recording.doubts:
             other = _judged(recorded, ckpt, names, **reading)
@@ -59,6 +60,12 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         if inside and not other.failed and {name.rpartition(".")[2] for name in inside} <= {*"qkv", "gate", "up"}:
             report.adapted, _ = inside, report.__dict__.pop("guilty")
     return report
+
+
+def _unexplained(report: CheckReport) -> tuple[int, int]:
+    """How much of a recording is wrong, rank by rank; how much of that has no name."""
+    return (sum(len(diff.guilty) for diff in report.local.values()),
+            sum(one.fault is None for one in report.diagnoses))
 
 
 def _below_adapters(recorded: Recorded) -> dict[str, str]:

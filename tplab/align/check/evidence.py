@@ -8,7 +8,7 @@ from tplab.align.arithmetic import activation, rotated
 from tplab.align.check.names import place_of, role_of
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, Source, Sources
 from tplab.align.local import LocalFrame
-from tplab.align.points import POINTS
+from tplab.align.points import layer_of
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.checkpoint import Checkpoint
@@ -19,7 +19,8 @@ from tplab.shard import ShardPlan
 TABLES = "cos and sin of the rotation, which are no points by themselves"
 _TABLE_NAMES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
 _CLOSE = 2 ** -7  # bfloat16's rounding of a cosine
-_MADE_OF = {**dict.fromkeys("qkv", "input_norm"), **dict.fromkeys(("gate", "up", "mlp_act"), "post_norm")}
+_MADE_OF = {**dict.fromkeys("qkv", "input_norm"), **dict.fromkeys(("gate", "up", "mlp_act", "router_logits"),
+                                                                  "post_norm")}
 
 
 class Evidence:
@@ -31,6 +32,10 @@ class Evidence:
         nothing = Recording(1, [[]], [], [], [], {}, torch.float32)
         self._frame = LocalFrame(nothing, ckpt, ShardPlan.from_config(ckpt.config, 1), torch.float32)
         self._rotary = Rotary(ckpt.config.hf)
+
+    def module(self, point: str, layer: int | None) -> str:
+        """The checkpoint's name of the module behind a point."""
+        return self._frame.module("" if layer is None else f"layers.{layer}.", point)
 
     def weight(self, name: str) -> torch.Tensor | None:
         """A tensor of the checkpoint; None if this model has none of that name."""
@@ -49,21 +54,22 @@ class Evidence:
         :meth:`tplab.align.operations.Operations.make` takes it."""
         at, _, point = name.rpartition(".")
         if point == "logits":
-            return x.float() @ self.weight(HEAD).T
+            return self._frame.finished(x.float() @ self.weight(HEAD).T)
         if point == "mlp_act":
             return activation(self.config.hidden_act)(self.of(f"{at}.gate", x)) * self.of(f"{at}.up", x)
-        self.weight(f"model.{at}.{POINTS[point].module}.weight")
+        self.weight(f"{self.module(point, layer_of(name))}.weight")
         return self._frame.make(name, 0, x=x.float(), **changed)
 
-    @property
-    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin at the sampled rows' positions."""
+    def _tables(self, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin at the sampled rows' positions, in layers of this type."""
         positions = [position for _, position in self.sources.places[:SAMPLE]]
-        return self._rotary(torch.empty(0), torch.tensor(positions), [len(positions)])
+        return self._rotary(torch.empty(0), torch.tensor(positions), [len(positions)], *kind)
 
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [sampled rows, heads, head_dim]`` rotated."""
-        return rotated(self.config.model_type, x.float(), *self._tables)
+    def turned(self, at: str, x: torch.Tensor) -> torch.Tensor:
+        """``x [sampled rows, heads, head_dim]`` rotated as in a layer."""
+        if not self.config.rotates[layer_of(at)]:
+            return x.float()
+        return rotated(self.config.model_type, x.float(), *self._tables(*self._frame.rope_type(at)))
 
     # Of a source: what it should be.
 
@@ -128,5 +134,7 @@ class Evidence:
         if shape is None or shape.shape[1] not in (dim, dim // 2):
             return False
         rows, positions = self.sources.rows(source, rank, FEW).double(), {p for _, p in self.sources.places[:SAMPLE]}
-        return len(positions) > 1 and any((rows - table[0, :, :rows.shape[1]]).abs().max() <= _CLOSE
-                                          for table in self._tables)
+        tables = (table[0, :, :rows.shape[1]] for kind in self.config.ropes
+                  for table in self._tables(*[kind] * bool(kind)))
+        return len(positions) > 1 and any(table.shape == rows.shape and (rows - table).abs().max() <= _CLOSE
+                                          for table in tables)

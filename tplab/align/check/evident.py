@@ -4,17 +4,14 @@ A module that gives a matrix or a norm of the checkpoint, applied to its own rec
 tensor that equals a point of Hugging Face's trace on the same ids is that point.
 """
 
-from tplab.align.arithmetic import rms_norm
 from tplab.align.check.fused import Fused
 from tplab.align.check.match import GROUP_OF, PADDING, PARTS, near
-from tplab.align.check.names import pattern_of, place_of, role_of
+from tplab.align.check.names import pattern_of, place_of, role_in
 from tplab.align.check.shares import ROWS, Shares, kinds
 from tplab.align.check.sources import FEW, Source, Sources
 from tplab.align.operations import columns_of
-from tplab.align.points import LAYER_POINTS, OUTER, layout
+from tplab.align.points import LAYER_POINTS, NORM_PLACES, OUTER, POINTS, layout
 from tplab.checkpoint.layout import EMBEDDING
-
-_NORMS = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
 
 
 def learn(sources: Sources, shares: Shares) -> dict:
@@ -28,9 +25,10 @@ def learn(sources: Sources, shares: Shares) -> dict:
         if sides["out"] and (pattern := pattern_of(name)) not in orders:  # the first layer's
             orders[pattern], role = sides["out"][0].order, _role(shares, next(iter(sides["in"]), None), sides["out"][0])
             roles |= {pattern: role} if role else {}
-    norms = sorted((pattern for pattern, role in roles.items() if role in _NORMS), key=orders.get)
-    if [roles[pattern] for pattern in norms] == [*_NORMS][::-1]:  # they have each other's weights
-        roles.update(zip(norms, _NORMS))
+    norms = sorted((pattern for pattern, role in roles.items() if role in NORM_PLACES), key=orders.get)
+    right = sorted((roles[pattern] for pattern in norms), key=[*NORM_PLACES].index)
+    if len(norms) == 2 and [roles[pattern] for pattern in norms] == right[::-1]:  # they have each other's weights
+        roles.update(zip(norms, right))
     if roles:
         sources.claim(roles=roles)
     points: dict[tuple[str, str, str], str] = {}
@@ -47,7 +45,8 @@ def learn(sources: Sources, shares: Shares) -> dict:
 
 def _unknown(sources: Sources) -> list[Source]:
     """What was not claimed, of modules whose names say nothing: a known module's other tensors are tables or masks."""
-    return [source for source in sources.unclaimed() if source.kind == "tensor" or not role_of(*place_of(source.name))]
+    return [source for source in sources.unclaimed() if source.kind == "tensor" or not role_in(
+        sources.config, *place_of(source.name))]
 
 
 def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | None:
@@ -60,19 +59,21 @@ def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | Non
     if entering is None:
         return "embed" if layer is None and near(y, evidence.weight(EMBEDDING)[sources.sampled_ids]) else None
     if x.shape[1] == y.shape[1] == hidden:
-        norms = {"norm": "model.norm.weight"} if layer is None else {
-            role: f"model.layers.{layer}.{name}" for role, name in _NORMS.items()}
+        norms = {"norm": "norm"} if layer is None else {
+            role: f"layers.{layer}.{role}" for role in NORM_PLACES if POINTS[role].needs(shares.config, layer)}
         for role, name in norms.items():
-            if near(y, rms_norm(x.float(), evidence.weight(name), shares.config.rms_norm_eps)):
+            if near(y, evidence.of(name, x)):
                 return role
     if layer is None:
         return "head" if x.shape[1] == hidden and shares.vote("vocab", y, evidence.of("logits", x), rank) else None
-    for name in PARTS if x.shape[1] == hidden else ():
+    for name in (name for name, parts in PARTS.items() if x.shape[1] == hidden and POINTS[parts[0]].needs(
+            shares.config, layer)):
         fused = Fused(shares, name)
         labels = fused.labels(y, x, f"layers.{layer}.", rank) or ()
         if found := {fused.part_of(label) for label in labels if label != PADDING}:
             return name if len(found) > 1 else found.pop()
-    return next((role for role in ROWS if y.shape[1] == hidden and _is_row_parallel(
+    return next((role for role in ROWS if y.shape[1] == hidden and POINTS[ROWS[role][0]].needs(
+        shares.config, layer) and _is_row_parallel(
         shares, entering, leaving, f"layers.{layer}.", role)), None)
 
 

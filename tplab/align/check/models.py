@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from tplab.align.arithmetic import rms_norm
 from tplab.align.check.evidence import Evidence
 from tplab.align.check.folder import Call, Recorded
 from tplab.align.check.match import near
-from tplab.align.check.names import pattern_of, place_of, role_of
+from tplab.align.check.names import pattern_of, place_of, role_in, role_of
 from tplab.checkpoint import Checkpoint
 
 _INNER = ("q", "qkv", "o", "gate", "gate_up", "down", "attention", "feed_forward")
@@ -52,11 +51,12 @@ def _likeness(recorded: Recorded, ckpt: Checkpoint, root: str) -> tuple:
     entries = [entry for call in next(filter(None, recorded.ranks)).calls for entry in call.entries
                if _under(entry.name, root)]
     layers = {place_of(entry.name)[0] for entry in entries} - {None}
-    norms = [entry for entry in entries if role_of(*place_of(entry.name)) == "input_norm" and entry.kind == "out"
-             and entry.shape[-1:] == (config.hidden_size,) and place_of(entry.name)[0] < config.num_layers]
+    norms = [entry for entry in entries if role_in(config, *place_of(entry.name)) == "input_norm"
+             and entry.kind == "out" and entry.shape[-1:] == (config.hidden_size,)
+             and place_of(entry.name)[0] < config.num_layers]
     for entry in norms[:3]:
-        weight = evidence.weight(f"model.layers.{place_of(entry.name)[0]}.input_layernorm.weight")
         beside = [other.tensor() for other in entries if other.name == entry.name and other.nth == entry.nth
                   and other.shape == entry.shape and other is not entry]
-        right = right or any(near(entry.tensor(), rms_norm(x.float(), weight, config.rms_norm_eps)) for x in beside)
+        right = right or any(near(entry.tensor(), evidence.of(f"layers.{place_of(entry.name)[0]}.input_norm", x))
+                             for x in beside)
     return right, bool(norms), len(layers) == config.num_layers

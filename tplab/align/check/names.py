@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tplab.align.check.overrides import overridden
-from tplab.align.points import LAYER_POINTS, OUTER
+from tplab.align.points import LAYER_POINTS, NORM_PLACES, OUTER, made_from
 
 # role: the last part of a module's name
 _IN_LAYER = {
@@ -44,6 +44,8 @@ _OUTSIDE = {
     "logits": "logits_processor compute_logits",
     "rotary": _IN_LAYER["rotary"],
 }
+_EXPERTS = {"gate": "router", "router": "router", "gate_linear": "router", "experts": "experts",
+            "block_sparse_moe": "feed_forward", "moe": "feed_forward", "sparse_moe": "feed_forward"}
 _ROLES = [{leaf: role for role, leaves in table.items() for leaf in leaves.split()} for table in (_OUTSIDE, _IN_LAYER)]
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module"}  # parts of a name that say nothing
 _INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # what a parallel layer calls its own matrix
@@ -71,14 +73,17 @@ _FLOWS: dict[str, tuple[_Flow, ...]] = {
     "kv_cache": (("heads in", 0, "k_rope", CONSUMER), ("heads in", 1, "v", DIRECT)),
     "input_norm": (("hidden out", 0, "input_norm", PRODUCER),), "norm": (("hidden out", 0, "norm", PRODUCER),),
     "post_norm": (("hidden out", 0, "post_norm", PRODUCER), ("hidden out", 1, "residual", PRODUCER)),
+    "attn_norm": _through("o_proj", "attn_norm", leaving="hidden out"),
+    "mlp_norm": _through("mlp", "mlp_norm", leaving="hidden out"),
+    "router": _through("post_norm", "router_logits"), "experts": (("hidden out", 0, "experts", PRODUCER),),
     "embed": (("hidden out", 0, "embed", PRODUCER),), "head": _through("norm", "logits"),
     "logits": _through("norm", "logits"), "act": (("in", 0, "gate", DIRECT),),
     "act of both": _through("gate_up", "mlp_act", "in")}
 
 
 class Claim(NamedTuple):
-    """A recorded tensor is taken for a point, which may be ``qkv`` or ``gate_up`` (fused), ``o`` or ``down`` (a
-    row-parallel layer's output, summed over the ranks or not)."""
+    """A recorded tensor is taken for a point, which may be ``qkv`` or ``gate_up`` (fused), ``o``, ``down`` or
+    ``experts`` (a row-parallel layer's output, summed over the ranks or not)."""
 
     point: str
     entry: object
@@ -117,6 +122,22 @@ def role_of(layer: int | None, rest: str) -> str | None:
     return "core" if role == "attention" and above == "attention" else role
 
 
+def role_in(config, layer: int | None, rest: str) -> str | None:
+    """The same in this model: its norms have the checkpoint's names, and a layer of experts parts of its own."""
+    parts = rest.lower().split(".")
+    if layer is not None and rest:
+        places = {name: place for place, name in config.norms}
+        if point := next((point for point, place in NORM_PLACES.items() if places.get(parts[-1]) == place), None):
+            return point
+        if config.experts:
+            if any(part.startswith(("experts", "shared_expert")) for part in parts[:-1]) or (
+                    parts[-1].startswith("shared_expert")):
+                return ""
+            own = _EXPERTS.get(parts[-1])
+            return own or role_of(layer, rest)
+    return role_of(layer, rest)
+
+
 def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],
            points: Mapping[tuple[str, str, str], str]) -> Iterator[Claim]:
     """What the tensors of one call on one rank are by their names.
@@ -148,7 +169,7 @@ def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int],
         elif nth:
             continue
         if name not in adapted and (layer is None or layer < config.num_layers):
-            role = roles.get(pattern_of(name)) or role_of(layer, rest)
+            role = roles.get(pattern_of(name)) or role_in(config, layer, rest)
             if role or layer is None and name.rpartition(".")[2] in ("", "model", "transformer", "decoder", *_WRAPPERS):
                 yield from _by_role(sides, layer, role, config, half)
 
@@ -169,7 +190,12 @@ def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config
         sides[f"heads {side}"] = [e for e in sides[side] if e.shape[-1] % config.head_dim == 0]  # or it can be them
     at = "" if role in _OUTSIDE and layer is None else f"layers.{layer}."
     before = f"layers.{(config.num_layers if layer is None else layer) - 1}."
-    last = (before + "mlp", before + "residual", before + "output" if layer != 0 else "embed")
+    added = made_from(before + "output", config)[1]
+    last = (before + added, before + "residual", before + "output" if layer != 0 else "embed")
+
+    # What an embedding or a head gives is not yet the model's, where it is scaled or capped behind it.
+    scaled = config.embedding_multiplier != 1
+    finished = config.logits_scaling != 1 or config.final_logit_softcapping is not None
 
     def stream(side: str, sublayer: str, residual: str, summed: str, strength: int) -> Iterator[Claim]:
         """The residual stream, whole, or as what was added last and what it is to be added to."""
@@ -182,7 +208,8 @@ def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config
         case "input_norm" | "norm" | "layer":
             yield from stream("hidden in", *last, CONSUMER)
         case "post_norm":
-            yield from stream("hidden in", at + "o_proj", last[2], at + "residual", CONSUMER)
+            added = made_from(at + "residual", config)[1]
+            yield from stream("hidden in", at + added, last[2], at + "residual", CONSUMER)
         case "attention" if len(sides["heads in"]) >= 3 and not sides["hidden in"]:
             role = "core"
         case "act" if sides["in"] and sides["out"] and sides["in"][0].shape[-1] == 2 * sides["out"][0].shape[-1]:
@@ -202,9 +229,11 @@ def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config
                     norm = hidden if entry.path in ("", "0") else entry.path != "logits"
                     yield Claim("norm" if norm else "logits", entry, CONSUMER)
     for side, number, point, strength in _FLOWS.get(role, ()):
-        if len(sides[side]) > number and (config.qk_norm or role not in ("q_norm", "k_norm")):
-            yield Claim(at + point, sides[side][number], strength)
+        if len(sides[side]) > number and (config.qk_norm or role not in ("q_norm", "k_norm")) and not (
+                role == "head" and point == "logits" and finished):
+            yield Claim(at + point, sides[side][number], EVIDENT if role == "embed" and scaled else strength)
     if role == "layer":
-        yield from stream("hidden out", at + "mlp", at + "residual", at + "output", PRODUCER)
+        added = made_from(at + "output", config)[1]
+        yield from stream("hidden out", at + added, at + "residual", at + "output", PRODUCER)
     elif role in ("input_norm", "norm") and len(sides["hidden out"]) > 1:
         yield Claim(last[2], sides["hidden out"][1], PRODUCER)

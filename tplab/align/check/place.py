@@ -10,7 +10,7 @@ import torch
 from tplab.align.check.evidence import TABLES
 from tplab.align.check.evident import learn
 from tplab.align.check.match import GROUP_OF, PADDING, near
-from tplab.align.check.names import pattern_of, place_of
+from tplab.align.check.names import pattern_of, place_of, role_in
 from tplab.align.check.notes import listed
 from tplab.align.check.shares import Candidate, Shares
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, WHOLE, Source, Sources
@@ -25,13 +25,14 @@ KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
 def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, as_it_stands: bool = False,
-          **reading) -> Recording:
+          enable_expert_parallel: bool = False, **reading) -> Recording:
     """Find out what was recorded: which tensor is which point, which token each row, what each rank holds of it.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
         names: ``{pattern: point}`` for what the conventions do not know; see :mod:`tplab.align.check.overrides`.
         as_it_stands: as :class:`tplab.align.check.shares.Shares` takes it.
+        enable_expert_parallel: whole experts are dealt out.
         reading: what is taken for granted, as :class:`tplab.align.check.rows.Texts` takes it.
 
     Raises:
@@ -39,7 +40,7 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, as
         ShardPlanError: this model cannot be dealt out over that many ranks.
     """
     sources = Sources(recorded, ckpt.config, names, **reading)
-    plan = staged(ckpt.config, sources.stages)
+    plan = staged(ckpt.config, sources.stages, enable_expert_parallel)
     shares = Shares(sources, ckpt, plan, as_it_stands)
     learnt = learn(sources, shares)
     parameters, unknown = parameters_of(recorded, shares)
@@ -50,9 +51,10 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, as
     return found
 
 
-def staged(config, stages: list[list[int]]) -> ShardPlan:
+def staged(config, stages: list[list[int]], enable_expert_parallel: bool = False) -> ShardPlan:
     """What each rank holds, where those of one pipeline stage share its layers."""
-    plans = [ShardPlan.from_config(config, len(stage)) for stage in stages]
+    plans = [ShardPlan.from_config(config, len(stage), enable_expert_parallel=enable_expert_parallel)
+             for stage in stages]
     shards = {rank: replace(own, rank=rank) for stage, plan in zip(stages, plans) for rank, own in zip(
         stage, plan.ranks)}
     return plans[0] if len(plans) == 1 else replace(
@@ -95,6 +97,8 @@ class _Placing:
                 self._check_joined(source, logit_places)
         for source in sources.unclaimed():
             parts = source.name.lower().split(".")
+            if role_in(self.sources.config, *place_of(source.name)) == "":
+                continue  # inside of experts
             adapter = "base_layer" in parts or any(part.startswith("lora_") for part in parts)
             self._leave_out(source, "part of an adapted layer" if adapter else TABLES if
                             self.shares.evidence.are_tables(source) else "no point that the conventions know")
@@ -143,7 +147,8 @@ class _Placing:
         """A rank's tensor as its part of a point; None if it has other columns."""
         kind, count = layout(name), tensor.shape[1]
         if kind in ("replicated", "partial"):
-            return Shard(tensor, kind) if count == self.config.hidden_size else None
+            right = self.config.experts.num_experts if name.endswith("router_logits") else self.config.hidden_size
+            return Shard(tensor, kind) if count == right else None
         group, q = GROUP_OF[name.rpartition(".")[2]], self.shares.layouts["q"].indices[rank]
         indices, total = self.shares.layouts[group].indices[rank], self.shares.totals[group]
         if indices is None or count != len(indices):

@@ -4,7 +4,7 @@ sum over the ranks, its summand or the sum."""
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import combinations, islice
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,10 @@ from tplab.align.check.match import (
     order_in_heads,
     usual_shares,
 )
-from tplab.align.check.names import FUSED
+from tplab.align.check.names import FUSED, place_of
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
 from tplab.align.operations import as_index, columns_of
-from tplab.align.points import POINTS
+from tplab.align.points import POINTS, layer_of, made_from
 from tplab.align.recording import Contradiction
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING
@@ -37,7 +37,8 @@ from tplab.shard import ShardPlan
 
 _FUSED_OF = {part: fused for fused, parts in PARTS.items() for part in parts}
 ROWS = {"o": ("o_partial", "attn", "q"), "down": ("mlp_partial", "mlp_act", "mlp")}  # role → summand, input, dimension
-_ROLE_OF = {"o_proj": "o", "o_partial": "o", "mlp": "down", "mlp_partial": "down"}
+_ROLES_OF = {**dict.fromkeys(("o_proj", "o_partial"), ("o",)), "mlp_partial": ("down",),
+             **dict.fromkeys(("mlp", "moe_partial"), ("down", "experts"))}
 Labels = dict[int, Indices | None]  # by rank
 
 
@@ -76,7 +77,7 @@ class Shares:
         self.planned = {which: [tuple(getattr(shard, group.plan)) for shard in plan.ranks]
                         for which, group in GROUPS.items()}
         self._by_weight: dict[str, tuple[list, list]] = {}
-        self._summands: dict[tuple, bool] = {}
+        self._summands: dict[tuple, bool | None] = {}
 
     @cached_property
     def sampled(self) -> list[str]:
@@ -126,10 +127,11 @@ class Shares:
             rank = self.sources.complete(source)[0]
             full = self.evidence.own(at + point, source, rank)
             if point.endswith("rope"):
-                made_of = f"{at}{point[0]}{'_norm' * self.config.qk_norm}"
+                made_of = at + made_from(at + point, self.config)[0]
                 inner = next((one.read(rank, FEW) for one in self._as_they_stand(made_of)
                               if rank in self.sources.complete(one.source)), None)
-                full = None if inner is None else self.evidence.turned(inner if before is None else inner[..., before])
+                full = None if inner is None else self.evidence.turned(
+                    at, inner if before is None else inner[..., before])
             return None if full is None else order_in_heads(read(rank, FEW), full)
         return None
 
@@ -286,19 +288,38 @@ class Shares:
         """What can be taken for a replicated point or for a sum's summands, the strongest claim first."""
         at, _, point = name.rpartition(".")
         found = self.sources.of(name)
-        if role := _ROLE_OF.get(point):
+        for role in _ROLES_OF.get(point, ()):
             summand = point.endswith("partial")
-            found += [source for source in self.sources.of(f"{at}.{role}") if self._is_summand(source, role) == summand]
+            found += [source for source in self.sources.of(f"{at}.{role}") if self._is_summand(source, role) is summand]
             found.sort(key=self.sources.rank_of)
         return [source for source in found if name != "embed" or not self._is_masked(source)]
 
-    def _is_summand(self, source: Source, role: str) -> bool:
-        """Decided once for all layers, by most of those looked at: one layer that differs has a bug."""
-        if source.pattern not in self._summands:
-            votes = [self._looks_partial(same, role, at) for at in self.sampled
-                     for same in self.sources.of(at + role) if same.pattern == source.pattern]
-            self._summands[source.pattern] = sum(votes) > len(votes) / 2
-        return self._summands[source.pattern]
+    def _is_summand(self, source: Source, role: str) -> bool | None:
+        """Decided once for all layers, by most of those looked at: one layer that differs has a bug. None for what is
+        neither a summand nor the sum."""
+        sparse = POINTS["moe_partial"].needs(self.config, place_of(source.name)[0] or 0)
+        if (key := (source.pattern, sparse)) not in self._summands:
+            looks = self._looks_like_experts if sparse and role != "o" else self._looks_partial
+            votes = Counter(looks(same, role, at) for at in self.sampled if sparse == POINTS["moe_partial"].needs(
+                self.config, layer_of(at)) for same in self.sources.of(at + role) if same.pattern == source.pattern)
+            self._summands[key] = max((False, None, True), key=lambda vote: votes[vote])
+        return self._summands[key]
+
+    def _looks_like_experts(self, source: Source, role: str, at: str) -> bool | None:
+        """Whether the ranks' outputs add up to what all experts give. What is called experts may leave out the shared
+        one: then it is nothing that is known."""
+        ranks, name = self.sources.complete(source), at + "moe_partial"
+        outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
+        x = self.evidence.input_of(source, at + "post_norm", ranks[0])
+        if self.seat(ranks[0])[1] == 1 or any(out is None for out in outs):
+            return False
+        whole = None if x is None else self.evidence.of(name, x)
+        if whole is not None and near(sum(out.float() for out in outs), whole):
+            return True
+        if role == "down" or whole is not None and any(near(out, whole) for out in outs):
+            return False
+        return None if self.config.experts.shared_intermediate_size else not any(
+            near(a, b) for a, b in combinations(outs, 2))
 
     def _looks_partial(self, source: Source, role: str, at: str) -> bool:
         ranks = self.sources.complete(source)

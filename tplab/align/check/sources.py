@@ -3,15 +3,16 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tplab.align.check.match import span
-from tplab.align.check.names import EVIDENT, OVERRIDE, claims, pattern_of, place_of, role_of
+from tplab.align.check.names import EVIDENT, OVERRIDE, claims, pattern_of, place_of, role_in, role_of
 from tplab.align.check.notes import call_notes, listed
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, as_heads, as_rows, call_inputs
+from tplab.align.points import existing
 from tplab.align.recording import Contradiction, PlacementError
 
 SAMPLE = 16  # rows that are looked at to find a layout: the first ones
@@ -75,6 +76,9 @@ class Sources:
             self.notes.append(f"calls {span(short)} lack what call {done[0]} has, and were not looked at")
         self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
         entries = [entry for of in calls for index in self.used for entry in of[index].entries]
+        if {entry.name.rpartition(".")[2] for entry in entries} & {"post_self_attn_layernorm", "post_mlp_layernorm"}:
+            # Norms are called by their places, as in the lab's engine, whatever the checkpoint calls them.
+            self.config = replace(config, norms=tuple((place, place) for place, _ in config.norms))
         self._names = check_names(names, {entry.name for of in calls for call in of.values() for entry in call.entries})
         self.texts = Texts(**reading)
         self._read_calls()
@@ -175,8 +179,8 @@ class Sources:
                         ignored.add(id(claim.entry))
                     if id(claim.entry) not in ignored:
                         claimed.add(id(claim.entry))
-                        collect(self._points.setdefault(claim.point, {}), claim.strength, claim.entry,
-                                rank, index)
+                        collect(self._points.setdefault(existing(claim.point, self.config), {}), claim.strength,
+                                claim.entry, rank, index)
                 for entry in found:
                     if id(entry) not in claimed | ignored and entry.dtype.is_floating_point:
                         collect(self._unclaimed, EVIDENT, entry, rank, index)
@@ -192,7 +196,8 @@ class Sources:
             if (layer or 0) >= config.num_layers:
                 raise PlacementError(f"the recording has a layer {layer}, but the checkpoint's layers are 0 to "
                                      f"{config.num_layers - 1}: {another}")
-            if role_of(layer, rest) in ("input_norm", "post_norm", "norm", "embed") and entry.kind == "out" and (
+            role = role_in(config, layer, rest)
+            if role in ("input_norm", "post_norm", "norm", "embed") and entry.kind == "out" and (
                     entry.path in ("", "0") and entry.shape[-1:] not in ((), (config.hidden_size,))):
                 raise PlacementError(f"{entry.name} gives {entry.shape[-1]} columns, but the checkpoint's hidden size "
                                      f"is {config.hidden_size}: {another}")
@@ -239,7 +244,8 @@ class Sources:
 
     def of(self, point: str) -> list[Source]:
         """The claims for a point, in the order of :meth:`rank_of`."""
-        return sorted((s for s in self._points.get(point, {}).values() if self.complete(s)), key=self.rank_of)
+        found = self._points.get(existing(point, self.config), {}).values()
+        return sorted((s for s in found if self.complete(s)), key=self.rank_of)
 
     def rank_of(self, source: Source) -> tuple:
         """How good a claim is: overrides first, then what all ranks have, then the strongest, then the earliest."""

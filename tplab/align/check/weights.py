@@ -7,7 +7,7 @@ import torch
 
 from tplab.align.check.fused import Fused
 from tplab.align.check.match import GROUP_OF, PADDING, PARTS, Indices, match, usual_shares
-from tplab.align.check.names import place_of, role_of
+from tplab.align.check.names import place_of, role_in
 from tplab.align.check.shares import ROWS, Shares
 from tplab.align.local import Weights
 from tplab.align.points import POINTS
@@ -50,7 +50,7 @@ def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, dict[str, 
     """``(role, {part: its rows})`` of a recorded weight or bias; the role is ``""`` where it has none."""
     module, _, kind = name.rpartition(".")
     layer, rest = place_of(module)
-    role = role_of(layer, rest)
+    role = role_in(shares.sources.config, layer, rest)
     if role is None or kind not in ("weight", "bias") or (layer or 0) >= shares.config.num_layers or (
             len(entry.shape) not in (1, 2)):
         return "", {}
@@ -67,7 +67,7 @@ def _pieces(shares: Shares, name: str, entry, rank: int) -> dict[str, Parameter]
     (role, parts), layer, kind, found = _parts(shares, name, entry, rank), place_of(name)[0], name.rsplit(".")[-1], {}
 
     def target(point: str) -> str:
-        return ("" if layer is None else f"model.layers.{layer}.") + f"{POINTS[point].module}.{kind}"
+        return f"{shares.evidence.module(point, layer)}.{kind}"
     if role in POINTS and POINTS[role].op == "norm" and kind == "weight":
         found[target(role)] = Parameter(entry.tensor())
     elif role in ROWS:

@@ -160,6 +160,11 @@ class Case:
         """How many numbers of a head RoPE turns, the first ones."""
         return -(-int(self.config.head_dim * self.config.partial_rotary_factor) // 2) * 2
 
+    @property
+    def times_in_tables(self) -> int:
+        """How often an angle stands in a row of the model's tables."""
+        return 2 * self.frame.cos_sin(f"{self.layer}.")[0].shape[-1] // self.turned
+
     def made_from(self, op: str) -> tuple[str, ...]:
         """The points of the layer from which another one is made, and ``"before"``."""
         return made_from(self._full(op), self.config)

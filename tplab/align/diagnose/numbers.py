@@ -295,8 +295,7 @@ def own_frequencies(case: Case) -> tuple[torch.Tensor, float]:
     """The checkpoint's own frequencies, ``[head_dim / 2]``, and the factor of its cos and sin."""
     tables = right(case, 0).rotary(torch.tensor([1]))
     cos, sin = (tables[name][0, 0].double() for name in ("cos", "sin"))
-    half = len(cos) // 2
-    return torch.atan2(sin, cos)[:half], math.hypot(cos[0], sin[0])
+    return torch.atan2(sin, cos)[:case.turned // 2], math.hypot(cos[0], sin[0])
 
 
 def measured_frequencies(case: Case) -> torch.Tensor | None:
@@ -344,7 +343,8 @@ def another_theta(case: Case) -> Diagnosis | None:
 
     def turned(theta: float):
         turn = case.frame.positions[:, None].double() * theta ** (-2 * steps / dim)
-        both = (scale * table.repeat(1, 2)[None].to(case.frame.dtype) for table in (turn.cos(), turn.sin()))
+        both = (scale * table.repeat(1, case.times_in_tables)[None].to(case.frame.dtype)
+                for table in (turn.cos(), turn.sin()))
         tables = dict(zip(("cos", "sin"), both))
         return lambda at: tables
     theta = next(iter(fitting(case, {theta: turned(theta) for theta in sorted(candidates | {*sizes})

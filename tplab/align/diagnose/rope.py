@@ -18,8 +18,8 @@ FULL_FLOAT = ("default", "linear", "llama3", "yarn")  # angles are a product of 
 
 def _front(at: At, change: Callable) -> torch.Tensor:
     """``change(x, cos, sin)`` of the numbers of a head that turn, and the others as they are."""
-    x, (cos, sin) = at.given(), (table[0, :, None] for table in at.rotary().values())
-    size = cos.shape[-1]
+    x, size = at.given(), at.case.turned
+    cos, sin = (table[0, :, None].repeat(1, 1, size // table.shape[-1]) for table in at.rotary().values())
     return torch.cat([change(x[..., :size], cos, sin), x[..., size:]], -1)
 
 
@@ -38,7 +38,7 @@ def _over_heads(at: At) -> torch.Tensor:
 
 def angles(at: At, turn: torch.Tensor, scale: float = 1.0, dtype: torch.dtype | None = None) -> dict:
     """Tables of these angles, ``[rows, head_dim / 2]``, rounded to ``dtype`` if one is given."""
-    both = (scale * table.repeat(1, 2)[None] for table in (turn.cos(), turn.sin()))
+    both = (scale * table.repeat(1, at.case.times_in_tables)[None] for table in (turn.cos(), turn.sin()))
     return dict(zip(("cos", "sin"), ((x if dtype is None else x.to(dtype)).to(at.frame.dtype) for x in both)))
 
 
@@ -54,7 +54,8 @@ def _usual_positions(case: Case) -> dict[str, torch.Tensor]:
 
 def _as_positions(name: str, which: str, says: str) -> Mistake:
     return Mistake(name, "Attention fits other positions: " + says + ".", lambda at: dict(zip(
-        ("cos", "sin"), at.frame.tables(at.case.config.hf, _usual_positions(at.case)[which]))), when=lambda case:
+        ("cos", "sin"), at.frame.tables(at.case.config.hf, _usual_positions(at.case)[which], *at.frame.rope_type(
+            at.layer)))), when=lambda case:
         case.op != case.point and not torch.equal(_usual_positions(case)[which], case.positions))
 
 
@@ -191,7 +192,7 @@ TURNING = (
                          _fronts)),
     Family(ROPE, Mistake(
         "rope_dtype", "{op} is turned by angles of too few digits: {text}. They belong in float32.", _rounded_tables,
-        _table_texts, when=lambda case: case.rope["rope_type"] in FULL_FLOAT)),
+        _table_texts, when=lambda case: case.rope["rope_type"] in FULL_FLOAT and not case.config.rope_layer_types)),
     Family(ROPE, _terms("cos and sin have changed places", lambda x, cos, sin: x * sin + _other_half(x) * cos),
            _terms("it is multiplied with cos, and the sine's part is missing", lambda x, cos, sin: x * cos),
            _terms("the cosine's part is missing", lambda x, cos, sin: _other_half(x) * sin),
