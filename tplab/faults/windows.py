@@ -47,8 +47,8 @@ def capped_after_mask(q, k, v, mask, scaling, *, softcap=None, sinks=None):
 
 def logits_capped_twice(self, logits):
     cap = self.config.final_logit_softcapping
-    logits = soft_cap(logits / self.config.logits_scaling, cap)
-    return soft_cap(logits, cap)                           # and once more where the ranks' parts are joined
+    logits = logits / self.config.logits_scaling
+    return soft_cap(soft_cap(logits, cap), cap) if cap else logits   # by each rank, and where their parts are joined
 
 
 def qk_norm_own_heads(self, q_norm, k_norm, q, k):
