@@ -5,6 +5,7 @@ from helpers.faults import nothing_is_patched, over_floor
 from helpers.trait_models import TRAITS
 from helpers.wing import SHOWN_ON, aligned, checked, model_of, named
 
+from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM, WING, fault
 
 
@@ -27,7 +28,7 @@ def test_at_least_sixteen_faults_each_with_a_sighting():
 @pytest.mark.parametrize("name", WING)
 def test_it_shows_where_it_says_and_is_named(model, name):
     one, ckpt = fault(name), model(SHOWN_ON[name])
-    assert one.why_not(model("multipliers").config, 2), "on a model without the trait there is nothing to see"
+    assert one.why_not(open_checkpoint("fable").config, 2), "on a model without the trait there is nothing to see"
     report = aligned(ckpt, one, 2, "float32")
     assert report.first_divergence.name == one.first_point and over_floor(report) >= 100
     assert named(report, one) and report.diagnoses[0].fault == name, report.diagnosis_lines()
