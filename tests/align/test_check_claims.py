@@ -4,6 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.reports import config_with
 
 from tplab.align.check.names import (
     CONSUMER,
@@ -65,7 +66,7 @@ def run(name, ins=(), outs=(), nth=0, module_class="Linear"):
 
 
 def config_of(vocab, qk_norm=False):
-    return Some(hidden_size=8, head_dim=4, vocab_size=vocab, num_layers=2, qk_norm=qk_norm)
+    return config_with(hidden_size=8, head_dim=4, vocab_size=vocab, num_layers=2, qk_norm=qk_norm)
 
 
 def claimed(entries, qk_norm=False, shared=(), names=(), roles=(), points=()):

@@ -31,7 +31,9 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _SMALL = {"num_hidden_layers": 3, "intermediate_size": 61, "vocab_size": 211, "max_position_embeddings": 256,
           "rms_norm_eps": 1e-6}
-_EXPERTS = {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 13, "rope_parameters": _PLAIN}
+_SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "eos_token_id": 2,
+        "rope_parameters": _PLAIN}
+_EXPERTS = {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 13}
 LAYOUTS = {
     "llama 9/3": {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10,
                   "hidden_size": 45, "tie_word_embeddings": True, "rope_parameters": _YARN, "attention_bias": True,
@@ -41,25 +43,18 @@ LAYOUTS = {
     "qwen3 8/4": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12,
                   "hidden_size": 40, "tie_word_embeddings": False, "rope_parameters": _LINEAR, "attention_bias": True},
     # Each of the museum's wing shows on one of these.
-    "gpt-oss 6/3": {"model_type": "gpt_oss", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                    "hidden_size": 48, "num_local_experts": 9, "num_experts_per_tok": 2, "sliding_window": 6,
-                    "rope_parameters": _PLAIN},
-    "gemma2 6/3": {"model_type": "gemma2", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                   "hidden_size": 48, "query_pre_attn_scalar": 17, "sliding_window": 6, "attn_logit_softcapping": 2.0,
-                   "final_logit_softcapping": 3.0, "rope_parameters": _PLAIN},
-    "olmo2 6/3": {"model_type": "olmo2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48,
-                  "rope_parameters": _PLAIN, "tie_word_embeddings": False},
-    "smollm3 6/3": {"model_type": "smollm3", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                    "hidden_size": 48, "no_rope_layers": [1, 0, 1], "rope_parameters": _PLAIN},
-    "glm4 6/3": {"model_type": "glm4", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                 "hidden_size": 48, "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.6}},
-    "qwen2-moe 6/3": {"model_type": "qwen2_moe", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                      "hidden_size": 48, "shared_expert_intermediate_size": 17, **_EXPERTS},
-    "qwen3-moe 6/3": {"model_type": "qwen3_moe", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                      "hidden_size": 48, "norm_topk_prob": True, **_EXPERTS},
-    "llama 6/3 in fp8": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
-                         "hidden_size": 48, "rope_parameters": _PLAIN, "fill": fp8_tensors, "quantization_config": {
-                             "quant_method": "fp8", "weight_block_size": [7, 16], "activation_scheme": "dynamic"}},
+    "gpt-oss 6/3": _SIX | {"model_type": "gpt_oss", "head_dim": 10, "num_local_experts": 9, "num_experts_per_tok": 2,
+                           "sliding_window": 6},
+    "gemma2 6/3": _SIX | {"model_type": "gemma2", "head_dim": 10, "query_pre_attn_scalar": 17, "sliding_window": 6,
+                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "olmo2 6/3": _SIX | {"model_type": "olmo2", "tie_word_embeddings": False},
+    "smollm3 6/3": _SIX | {"model_type": "smollm3", "head_dim": 10, "no_rope_layers": [1, 0, 1]},
+    "glm4 6/3": _SIX | {"model_type": "glm4", "head_dim": 10, "rope_parameters": _PLAIN | {
+        "partial_rotary_factor": 0.6}},
+    "qwen2-moe 6/3": _SIX | _EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 17},
+    "qwen3-moe 6/3": _SIX | _EXPERTS | {"model_type": "qwen3_moe", "head_dim": 10, "norm_topk_prob": True},
+    "llama 6/3 in fp8": _SIX | {"model_type": "llama", "head_dim": 10, "fill": fp8_tensors, "quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [7, 16], "activation_scheme": "dynamic"}},
     "mistral 6/6": {"model_type": "mistral", "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8,
                     "hidden_size": 48, "tie_word_embeddings": False, "rope_parameters": _PLAIN, "sliding_window": None},
 }
