@@ -305,7 +305,8 @@ def test_bench_hands_over_what_was_asked_for(capsys, monkeypatch, tmp_path):
     line = f"bench prefill --model m --tp 3 --rounds 7 --dtype bfloat16 --json {tmp_path}/t.json"
     assert run(line, capsys)[0] == 0
     written = json.loads((tmp_path / "t.json").read_text())
-    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16", "busy": False,
+    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16",
+                       "batch_invariant": False, "busy": False,
                        **dict.fromkeys(("vllm", "llama_cpp"))}
 
 
@@ -331,7 +332,8 @@ DEFAULTS = {
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "batch_invariant": False,
                              "num_speculative_tokens": 0, "max_tokens": 128, "temperature": 0.0, "seed": None,
                              **NUMBERS},
-    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "llama_cpp": None, "busy": False,
+    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "llama_cpp": None,
+              "batch_invariant": False, "busy": False,
               "picture": None, **NUMBERS},
 }
 

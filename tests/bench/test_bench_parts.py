@@ -38,7 +38,8 @@ class Contestant:
     pids = ()
 
     def __init__(self, ckpt, tp, dtype, prefix=False, **options):
-        self.name = type(self).__name__ + str(options["threads"] if [*options] == ["threads"] else "")
+        self.name = type(self).__name__ + ("invariant" if "batch_invariant" in options else str(
+            options["threads"]) if [*options] == ["threads"] else "")
         self.log.append(("make", self.name, tp, dtype, *([prefix] if prefix else []), *options.values()))
 
     def time(self, work):
@@ -72,11 +73,12 @@ def race(monkeypatch):
     monkeypatch.setattr(run, "Limit", Reading)
     monkeypatch.setattr(run.time, "sleep", log.append)
 
-    def run_it(kind, tp=2, broken=(), vllm=None, llama_cpp=None, late=MappingProxyType({}), busy=False):
+    def run_it(kind, tp=2, broken=(), vllm=None, llama_cpp=None, late=MappingProxyType({}), busy=False,
+               batch_invariant=False):
         log.clear()
         monkeypatch.setattr(Contestant, "broken", broken)
         monkeypatch.setattr(Contestant, "late", late)
-        return run._race(kind, CKPT, tp, 5, "float64", vllm, llama_cpp, busy), log
+        return run._race(kind, CKPT, tp, 5, "float64", vllm, llama_cpp, busy, batch_invariant), log
 
     return run_it
 
@@ -219,7 +221,7 @@ def test_beside_a_busy_process_a_contestant_works_a_while_before_it_is_measured(
 
 def test_the_benchmark_passes_on_whether_it_is_busy(monkeypatch):
     monkeypatch.setattr(run, "_race", lambda *given: given)
-    monkeypatch.setattr(run, "_table", lambda *given: (given[4][-1], given[5]))
+    monkeypatch.setattr(run, "_table", lambda *given: (given[4][7], given[5]))
     assert run.bench("decode", "fable", busy=True) == (True, True)
     assert run.bench("decode", "fable") == (False, False)
 
@@ -245,6 +247,12 @@ def test_vllm_comes_as_threads_and_where_heads_allow_as_ranks(race):
     assert [step[2] for step in made(log) if step[1] == "VLLM"] == [1], "9 heads on 2 ranks: it refuses"
     last = made(race("batch", tp=2, llama_cpp="python")[1])[-1]
     assert last == ("make", "LlamaCpp", 2, "float64", run.batch_work(CKPT.config.vocab_size, 100_000), "python")
+
+
+def test_the_batch_invariant_engine_takes_part_where_it_is_asked_for(race):
+    seen, log = race("decode", batch_invariant=True)
+    assert [*seen.values] == ["Tplab", "Tplab2", "Tplabinvariant", "HuggingFace", "HuggingFaceTP"]
+    assert ("make", "Tplabinvariant", 2, "float64", True) in log
 
 
 def test_each_round_of_a_prefix_race_is_new_to_every_cache_and_memory_is_the_most_that_was_seen(race, monkeypatch):
@@ -309,7 +317,8 @@ def test_what_the_engine_is_asked_and_when_it_began_to_answer(monkeypatch):
     ours = peers.Tplab(CKPT, 3, "float64")
     assert ours.time(Work([[1], [2, 3]], [4, 5])) == Timing(3.0, 4.0, [[7], [7]]) and ours.name == "tplab, 3 ranks"
     assert asked == [([[1], [2, 3]], [(0, 4, True), (0, 5, True)], False)]
-    assert made == [((CKPT, 3, "float64"), {"pool": ours.pool, "enable_prefix_caching": False})]
+    assert made == [((CKPT, 3, "float64"), {"pool": ours.pool, "enable_prefix_caching": False,
+                                              "batch_invariant": False})]
     told = []
     monkeypatch.setattr(Pool, "run", lambda self, *given: told.append((self.size, *given)))
     assert peers.Tplab(CKPT, 1, "float64", threads=3).name == "tplab, 1 rank of 3 threads"

@@ -56,11 +56,12 @@ def _ranks(count: int, threads: int) -> str:
 class Tplab:
     """This engine on ``tp`` ranks of so many threads."""
 
-    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, threads: int = 1):
-        self.name = f"tplab, {_ranks(tp, threads)}"
+    def __init__(self, ckpt: Checkpoint, tp: int, dtype: str, prefix: bool = False, *, threads: int = 1,
+                 batch_invariant: bool = False):
+        self.name = f"tplab, {_ranks(tp, threads)}" + ", batch-invariant" * batch_invariant
         self.pool = RankPool(tp, timeout=600)
         self.pool.run(torch.set_num_threads, threads)  # a pool deals out all cores but one
-        self.llm = LLM(ckpt, tp, dtype, pool=self.pool, enable_prefix_caching=prefix)
+        self.llm = LLM(ckpt, tp, dtype, pool=self.pool, enable_prefix_caching=prefix, batch_invariant=batch_invariant)
 
     @property
     def pids(self) -> list[int]:

@@ -74,7 +74,8 @@ def _ids(count: int, vocab: int, seed: int = 0) -> list[int]:
 
 
 def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "float32",
-          vllm: str | None = None, llama_cpp: str | None = None, busy: bool = False, show=print) -> dict:
+          vllm: str | None = None, llama_cpp: str | None = None, batch_invariant: bool = False, busy: bool = False,
+          show=print) -> dict:
     """Run one benchmark and show its table line by line; returns it as plain values, ready for JSON.
 
     Args:
@@ -87,15 +88,16 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
         rounds: how often every contestant runs, at least 5.
         vllm, llama_cpp: the Python of an environment in which vLLM, or llama-cpp-python and gguf, are installed, to
             race against them too (llama.cpp not for ``"prefix"``: what sequences share is its caller's business).
+        batch_invariant: let tplab with this option take part as well.
         busy: one more process wants a core all the time, as soon as everybody is ready.
     """
     if kind not in KINDS:
         raise BenchError(f"there is no benchmark {kind!r}; there are {', '.join(KINDS)}")
     if not isinstance(rounds, int) or rounds < 5:
         raise BenchError(f"a median needs at least 5 rounds, not {rounds!r}")
-    if kind not in WORKS and (vllm or llama_cpp or busy):
-        raise BenchError(f"{kind} has no peers and is not disturbed; --vllm, --llama-cpp and --busy are for "
-                         f"{', '.join(WORKS)}")
+    if kind not in WORKS and (vllm or llama_cpp or batch_invariant or busy):
+        raise BenchError(f"{kind} has no peers and is not disturbed; --vllm, --llama-cpp, --batch-invariant and --busy "
+                         f"are for {', '.join(WORKS)}")
     if kind == "prefix" and llama_cpp:
         raise BenchError("llama.cpp leaves it to its caller to share a prefix; --llama-cpp is for "
                          f"{', '.join(other for other in WORKS if other != kind)}")
@@ -108,7 +110,7 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
             return bench_load(ckpt, model, tp, dtype, show)
         if kind == "curves":
             return bench_curves(ckpt, model, tp, dtype, show)
-        race = _race(kind, ckpt, tp, rounds, dtype, vllm, llama_cpp, busy)
+        race = _race(kind, ckpt, tp, rounds, dtype, vllm, llama_cpp, busy, batch_invariant)
     return _table(kind, model, tp, dtype, race, busy, show)
 
 
@@ -132,13 +134,15 @@ class Race(NamedTuple):
     absent: dict[str, str]
 
 
-def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | None, llama_cpp: str | None, work: Work
-                 ) -> Iterator[tuple[str, Callable]]:
+def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | None, llama_cpp: str | None, work: Work,
+                 batch_invariant: bool) -> Iterator[tuple[str, Callable]]:
     """``(name if it cannot come, how it is made)``."""
     prefix = kind == "prefix"
     yield "tplab", lambda: Tplab(ckpt, tp, dtype, prefix)
     if tp > 1:  # what ranks cost beside threads
         yield "tplab, 1 rank", lambda: Tplab(ckpt, 1, dtype, prefix, threads=tp)
+    if batch_invariant:
+        yield "tplab, batch-invariant", lambda: Tplab(ckpt, tp, dtype, prefix, batch_invariant=True)
     yield "HF generate", lambda: HuggingFace(ckpt, tp, dtype)
     if tp > 1 and kind not in ("batch", "prefix"):
         yield "HF tensor parallel", lambda: HuggingFaceTP(ckpt, tp, dtype)
@@ -151,13 +155,14 @@ def _contestants(kind: str, ckpt: Checkpoint, tp: int, dtype: str, vllm: str | N
 
 
 def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: str | None, llama_cpp: str | None,
-          busy: bool) -> Race:
+          busy: bool, batch_invariant: bool = False) -> Race:
     vocab = ckpt.config.vocab_size
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
     with signals_end_properly(), ExitStack() as stack, tqdm(bar_format="{desc}", disable=None, leave=False) as bar:
         peers, ends = [], {}  # one that is out is ended at once: what is left of it must not disturb the others
-        for name, make in _contestants(kind, ckpt, tp, dtype, vllm, llama_cpp, work):
+        for name, make in _contestants(kind, ckpt, tp, dtype, vllm, llama_cpp, work,
+                                       batch_invariant):
             bar.set_description_str(f"{name} gets ready")
             others = [pid for peer in peers for pid in peer.pids]
             send(others, signal.SIGSTOP)

@@ -22,6 +22,7 @@ def add_options(parser: argparse.ArgumentParser, models: str) -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="race against vLLM too: the Python of its own environment")
     parser.add_argument("--llama-cpp", metavar="PYTHON",
                         help="race against llama.cpp too: the Python of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--batch-invariant", action="store_true", help="race tplab with batch_invariant=True as well")
     parser.add_argument("--busy", action="store_true", help="one more process wants a core all the time")
     parser.add_argument("--picture", metavar="FILE.png", help="of curves: draw them")
     parser.add_argument("--json", metavar="FILE", help="write the table")
@@ -37,7 +38,7 @@ def main(chosen: argparse.Namespace) -> int:
     from tplab.bench import bench
 
     found = bench(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype, vllm=chosen.vllm,
-                  llama_cpp=chosen.llama_cpp, busy=chosen.busy)
+                  llama_cpp=chosen.llama_cpp, batch_invariant=chosen.batch_invariant, busy=chosen.busy)
     if chosen.json is not None:
         write_file(chosen.json, lambda new: new.write_text(json.dumps(found, indent=1)))
     if chosen.picture is not None:
