@@ -8,8 +8,8 @@ from tplab.errors import TplabError
 from tplab.faults import drafts, experts, heads, kv, mask, paging, ranks, rope, sharding, waiting, windows
 from tplab.faults.fault import Fault
 
-MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope, kv, paging, drafts, heads, ranks,
-                                                           windows, experts, waiting)
+MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope, kv, paging, heads, ranks,
+                                                           windows, experts, waiting, drafts)
                             for fault in room.FAULTS}
 
 # Of what not every model has: experts, windows, norms and rotations of its own.
