@@ -33,8 +33,7 @@ def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
     return llm.tokenizer.decode(output.outputs[0].token_ids)
 
 
-def greedy(model, prompts, max_tokens: int, tensor_parallel_size: int = 2, *args, one_by_one: bool = False, **options
-           ) -> list[list[int]]:
+def greedy(model, prompts, max_tokens, tensor_parallel_size=2, *args, one_by_one=False, **options) -> list[list[int]]:
     """The token ids that an engine writes behind each prompt; ``options`` are those of :class:`tplab.LLM`."""
     from tplab import LLM, SamplingParams
 

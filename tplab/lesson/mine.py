@@ -187,8 +187,7 @@ class Object:
         return functools.partial(guarded, kept(found, ", ".join(inspect.signature(found).parameters)))
 
 
-def tensor(value, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None, it: str = "it returns"
-           ) -> torch.Tensor:
+def tensor(value, dims: str, shape: Sequence[int], dtype=None, it: str = "it returns") -> torch.Tensor:
     """``value`` if it is a tensor of ``shape`` and ``dtype``; else `NotYet`. ``dims``: ``"tokens, heads"``."""
     wanted = f"[{dims}] = {list(shape)}"
     if not isinstance(value, torch.Tensor):
@@ -252,8 +251,7 @@ def saying(head: str) -> Iterator[None]:
         raise NotYet(f"{head}{wrong}") from wrong.__cause__ or wrong
 
 
-def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks", shown=None, says: str = ""
-             ) -> None:
+def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks", shown=None, says=""):
     """``check`` every case; an answer that is right in some and then wrong is told in which it was right, and with
     ``says`` if it is right only for the case that the notebook has ``shown``."""
     def told(case) -> NotYet | None:

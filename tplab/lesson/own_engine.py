@@ -162,8 +162,7 @@ def layer_fits(ckpt: Checkpoint) -> bool:
 
 
 @works
-def written(layer_class: Callable | None, ckpt: Checkpoint, ids: list[int], count: int, *, tensor_parallel_size: int = 2
-            ) -> list[int]:
+def written(layer_class, ckpt: Checkpoint, ids: list[int], count: int, *, tensor_parallel_size: int = 2) -> list[int]:
     """``count`` greedy tokens behind ``ids``, by a model whose layers are of a learner's class, or else the lab's."""
     if layer_class is None or not layer_fits(ckpt):
         return greedy(ckpt, [ids], count, tensor_parallel_size)[0]

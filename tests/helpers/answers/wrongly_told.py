@@ -29,6 +29,21 @@ ANSWERS = {
     "my_additive_mask": [
         Wrong("def my_additive_mask(tokens): return torch.zeros(tokens, tokens).masked_fill(torch.eye(tokens).bool(), "
               "float('-inf'))", "it hides each token from itself, and none of the future")],
+    "my_key": [
+        Wrong("import zlib\ndef my_key(parent, ids): return zlib.crc32(repr(parent).encode()) % 100, tuple(ids)",
+              "how many different keys can yours have?"),
+        Wrong("seen = {}\ndef my_key(parent, ids): return seen.setdefault((parent, tuple(ids)), len(seen) % 4000)",
+              "how many different keys can yours have?")],
+    "my_slot_mapping": [
+        Wrong("def my_slot_mapping(t, positions, n): return [t[-1 - p // n] * n + p % n for p in positions]",
+              "the table is read in another order than its own")],
+    "my_spread": [
+        Wrong("def my_spread(x): return (x - broadcast(x.clone())).abs().max().item()",
+              "on rank 0 it says 0, the largest difference between two ranks is 1.75")],
+    "my_agree": [
+        Wrong("def my_agree(work):\n    ok = torch.ones(world_size())\n    try:\n        work()\n    except "
+              "Exception:\n        ok[rank()] = 0\n    return (all_reduce(ok) == 0).nonzero().flatten().tolist()",
+              "what do the ranks that worked add to its place?")],
     "my_linears": [
         _changed("my_linears", "// world_size()", "// 2", "multiplies 128 times where its share is 96: who has less?")],
     "my_rope": [
@@ -45,7 +60,8 @@ ANSWERS = {
     "my_token_positions": [
         Wrong("def my_token_positions(segment):\n    return range(segment.start, segment.start + "
               "len(segment.block_ids))", "11 positions for 5 new tokens: one for each, and no more")],
-    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "the root of scaling is taken")],
+    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "the root of scaling is taken"),
+                  _changed("my_attend", "return weights @ v", "return q + weights @ v", "no residual is asked for")],
     "MyCache": [
         Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",
                   "torch.cat([old_k, k])[-8:], torch.cat([old_v, v])[-8:]"),
@@ -59,7 +75,10 @@ ANSWERS = {
     "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "its row with the other sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
-                  ":len(self.here.kv_heads)]]), torch"), "the keys are those from before the rotation")],
+                  ":len(self.here.kv_heads)]]), torch"), "the keys are those from before the rotation"),
+        Wrong(but(_LAYER, "+ self.eps) * weight", "+ self.eps) + weight"), "the weight is added, and it is a factor"),
+        Wrong(but(_LAYER, "slice(here.mlp.start, here.mlp.stop)", "slice(0, len(here.mlp))"),
+              "every rank takes the first rows of gate and up")],
     "my_mean": [
         Wrong("def my_mean(shares):\n    mean = torch.tensor(shares[rank()], dtype=torch.float64).mean()\n"
               "    return all_reduce(mean.nan_to_num()).item()", "Those are the ranks' means, added up")],
@@ -73,7 +92,9 @@ ANSWERS = {
         _changed("apply_rope", "rotary_pos_emb(q, k,", "rotary_pos_emb(k, q,", "it returns k, q; q comes first")],
     "my_decode_bytes": [
         _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "The MLP is counted whole"),
-        _changed("my_decode_bytes", "* itemsize", "* itemsize * 8", "Those are bits")],
+        _changed("my_decode_bytes", "* itemsize", "* itemsize * 8", "Those are bits"),
+        _changed("my_decode_bytes", "(config.num_layers * layer + h * len(shard.vocab))",
+                 "config.num_layers * (layer + h * len(shard.vocab))", "The LM head is counted in every layer")],
     "my_step_seconds": [
         _changed("my_step_seconds", "/ bandwidth", "/ bandwidth / len(rank_bytes)", "they are divided already")],
 }

@@ -107,7 +107,8 @@ def my_agree(mine: Mine, setting: Setting):
             differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, {op.op for op in ops} == {"broadcast"}
             raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
                                      ", others say something else: they would go different ways" if differ else
-                                     ": what rank 0 sends is all that it can know by itself" * sent))
+                                     ": what rank 0 sends is all that it can know by itself" if sent else
+                                     ": what do the ranks that worked add to its place?" * (not found)))
 
 
 def _raised_again(function) -> str:

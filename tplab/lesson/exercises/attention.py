@@ -71,6 +71,7 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
         "head_dim ** -0.5 stands where scaling was given: a model may scale by another number":
             weighed(hidden(raw * q.shape[-1] ** -0.5)),
         "the scores are scaled twice": weighed(hidden(scores * scaling)),
+        "the queries are added to it, and no residual is asked for": weighed(hidden(scores)) + q,
         "the root of scaling is taken, and it is a factor already": weighed(hidden(raw * scaling ** 0.5)),
         "the weights are scaled, where the scores should be": scaling * weighed(hidden(raw)),
         **{f"the softmax runs over the {over}: which numbers must add up to 1?":

@@ -128,6 +128,8 @@ def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> No
                         stacked.max() - stacked.min(),
                     "that is the distance from the ranks' mean": off.abs().max(),
                     "that is how far this one is from the mean": off[rank_].abs().max()}
+            if len({str(one) for one, _ in answers}) > 1:
+                ways["that is how far this one is from rank 0"] = (stacked[rank_] - stacked[0]).abs().max()
             like = [f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5]
             cause = like[0] if len(like) == 1 else ""  # two mistakes with one number are no cause
             agree(found, true, {}, f"{said}, the largest difference between two ranks is {true:g}{cause}", within=1e-5)

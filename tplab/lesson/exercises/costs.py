@@ -66,6 +66,7 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
         "the cache of one layer: each layer has its own": weights + cache / layers,
         "the LM head is missing: it is read for every token": right - head,
         "the embedding is counted as a matrix: of it, one row is read": right + head,
+        "the LM head is counted in every layer": right + (layers - 1) * head,
         "one layer: all of them are read": (weights - head) / layers + head + cache / layers,
         "up, gate and down are three matrices": right - layers * h * columns * itemsize,
         "the MLP is counted whole, as all ranks hold it together":

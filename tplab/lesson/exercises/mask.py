@@ -80,8 +80,8 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         "it hides a token from itself": square.triu(),
         "it hides each token from itself, and none of the future": square.triu().tril(),
         "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2),
-    }.items()}, left + (f"query {seen.nonzero()[0][2]} sees key {seen.nonzero()[0][3]}, for example. Which line hides "
-                        "the keys?" if seen.any() else "which entries of the mask are True for them?"))
+    }.items()}, left + ("head {1}, query {2} sees key {3}, for example. Which line hides the keys?".format(
+        *seen.nonzero()[0].tolist()) if seen.any() else "which entries of the mask are True for them?"))
     if not masked[~hidden].equal(scores[~hidden]):
         raise NotYet("scores of keys that may be seen have changed; only the hidden ones may")
 

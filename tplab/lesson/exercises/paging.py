@@ -41,6 +41,8 @@ def my_slot_mapping(mine: Mine, setting: Setting):
                     [table[min(p // 4, len(table) - 1)] * 4 + p % 4 for p in positions],
                 "each is one too early: positions and places both count from 0, so what is there to subtract?":
                     [slot - 1 for slot in right],
+                "the table is read in another order than its own": tuple([
+                    other[p // size] * size + p % size for p in positions] for other in (sorted(table), table[::-1])),
             }, _slot(table, positions[at_], size, slots[at_]), within=1e-9)
     setting.align(**ENGINE)
 
@@ -173,10 +175,11 @@ def my_key(mine: Mine, setting: Setting):
             raise NotYet(f"{'the last of ' * (len(one) > 1)}blocks {two} get the same key: {asks}")
     keys: dict = {}
     for number in range(3000):
-        other = keys.setdefault(chain(ids := [number, 5, number % 7]), ids)
-        if other != ids:
-            raise NotYet(f"of {number + 1} blocks two get the same key, {other} and {ids}: how many different keys can "
-                         "yours have? A cache has many thousand blocks, and what collides is another text's memory")
+        for blocks in ([[number, 5, number % 7]], [[number, 5, number % 7], c]):
+            if (other := keys.setdefault(chain(*blocks), blocks)) != blocks:
+                raise NotYet(f"of {len(keys)} blocks two get the same key, the last of {other} and of {blocks}: how "
+                             "many different keys can yours have? A cache has many thousand blocks, and what collides "
+                             "is another text's memory")
     p, q, r, s, tail = ([first + i for i in range(4)] for first in (5, 9, 13, 17, 21))
     setting.align(decode=True, one_by_one=True, new_tokens=2,
                   prompts=[p + q + tail, r + s + tail, r + q + tail, p + q + tail])

@@ -147,8 +147,8 @@ def my_rope(mine: Mine, setting: Setting):
             "the angles are taken for degrees: cos and sin take radians": turned(x, right * math.pi / 180),
             "the first exponent is not 0: how fast is the first pair?": tuple(turned(
                 x, positions[:, None, None] * theta ** -((2 * step + more) / dim)) for more in (1, 2)),
-            "the exponents have the wrong sign: the first pair must be the fastest":
-                turned(x, positions[:, None, None] * theta ** (2 * step / dim)),
+            "the exponents have the wrong sign, or stand in reverse: the first pair must be the fastest":
+                (turned(x, positions[:, None, None] * theta ** (2 * step / dim)), turned(x, right.flip(-1))),
             "all pairs are turned by the same angle: what makes the later ones slower?":
                 turned(x, (positions[:, None, None] * torch.ones(half))),
             "every token is turned one position too far": turned(x, angles(positions + 1, theta, dim)),

@@ -148,9 +148,10 @@ def _ways(name: str, seen: dict[str, torch.Tensor], right: torch.Tensor, here: R
         for x, what in ((seen[source], ""), (first, "it reads what the first norm made")):
             for dims, over in ((-1, ""), (0, "one mean is taken over the tokens, for each number"),
                                ((0, 1), "one mean is taken over all tokens; each has its own")):
-                yield what or over, torch.cat([
-                    part * (part.pow(2).mean(dims, keepdim=True) + toy.config.rms_norm_eps).rsqrt()
-                    for part in x.split([b - a for a, b in pairwise(STEPS)])]) * weights[f"{key}_layernorm.weight"]
+                normed = torch.cat([part * (part.pow(2).mean(dims, keepdim=True) + toy.config.rms_norm_eps).rsqrt()
+                                    for part in x.split([b - a for a, b in pairwise(STEPS)])])
+                yield what or over, normed * weights[f"{key}_layernorm.weight"]
+                yield "the weight is added, and it is a factor", normed + weights[f"{key}_layernorm.weight"]
     if into := {"o_proj": "embed", "mlp": "residual"}.get(name):
         size = len(plan.ranks)
         yield (f"the residual is in it {size} times: it is added on every rank, before the sum",
@@ -160,6 +161,8 @@ def _ways(name: str, seen: dict[str, torch.Tensor], right: torch.Tensor, here: R
         act, down = torch.nn.functional.silu(gate) * up, weights["mlp.down_proj.weight"]
         yield "every rank takes the first columns of down_proj", sum(
             act[:, one.mlp.start:one.mlp.stop] @ down[:, :len(one.mlp)].T for one in plan.ranks)
+        yield "every rank takes the first rows of gate and up, and the first columns of down", sum(
+            act[:, :len(one.mlp)] @ down[:, :len(one.mlp)].T for one in plan.ranks)
 
 
 def _attended(seen: dict, here: RankShard, k_first: bool = False, v_first: bool = False, hides=torch.gt,
