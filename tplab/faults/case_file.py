@@ -16,9 +16,9 @@ from tplab.patch import Patch
 
 NOWHERE = "nowhere"  # the place to blame when the engine is innocent
 # What a learner may blame and mend: the engine's core loop, in the order in which a step goes through it.
-CORE = ("engine.core", "engine.scheduler", "engine.step", "engine.runner", "engine.sampler", "cache.blocks",
-        "cache.table", "cache.paged", "model.loader", "model.decoder", "model.norm", "model.rope", "model.attention",
-        "model.mlp", "shard.parameter", "shard.linear", "shard.embedding")
+CORE = ("engine.core", "engine.scheduler", "engine.draft", "engine.step", "engine.runner", "engine.sampler",
+        "cache.blocks", "cache.table", "cache.paged", "model.loader", "model.decoder", "model.norm", "model.rope",
+        "model.attention", "model.mlp", "shard.parameter", "shard.linear", "shard.embedding")
 
 
 @dataclass(frozen=True)
