@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def _read(folder: Path) -> Recorded:
                 raise RecordingError(f"{folder}: {what}: rank{first.rank} says {shown(first.about[key])}, "
                                      f"rank{other.rank} {shown(other.about[key])}; record again into a new folder")
     ranks = {reader.rank: reader.read() for reader in readers}
-    return Recorded(folder, first.about["world_size"], tuple(map(ranks.get, range(first.about["world_size"]))))
+    world_size = first.about["world_size"]
+    return Recorded(folder, world_size, tuple(map(ranks.get, range(world_size))))
 
 
 def _ordinary(path: Path) -> Path:
@@ -152,8 +154,35 @@ class _Wrong(Exception):
     """What a line says cannot be; the sentence lacks the line."""
 
 
+def _numbers(value) -> Tensor | None:
+    try:
+        found = torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return found.long() if not found.numel() or found.dtype == torch.int64 else None
+
+
+def _one_of(*known):
+    return ", ".join(map(str, known)), lambda value: value if type(value) in (str, int) and value in known else None
+
+
+_FIELDS = {  # of a line → what a recorder writes there, and what takes it
+    **dict.fromkeys(("name", "path", "why", "file", "module_class", "run"), (
+        "a printable text of at most 1,000 characters",
+        lambda value: value if isinstance(value, str) and len(value) <= 1000 and value.isprintable() else None)),
+    **dict.fromkeys(("call", "room", "nth", "key", "rank"), (
+        "a whole number from 0 up", lambda value: whole_number(value, 0))),
+    **dict.fromkeys(("input_ids", "positions", "sequences"), ("whole numbers in rows of one length", _numbers)),
+    "world_size": (f"a number of ranks up to {_MAX_WORLD}", lambda value: whole_number(value, 1, _MAX_WORLD)),
+    "shape": ("a shape", lambda value: tuple(value) if isinstance(value, list) and len(value) <= 16 and all(
+        whole_number(n, 0, 2**40) is not None for n in value) else None),
+    "format": _one_of("tplab-record"), "dtype": _one_of(*_DTYPES), "kind": _one_of("in", "out", "tensor", "parameter"),
+    "version": (f"{VERSION}; record again with this tplab's record.py", _one_of(VERSION)[1]),
+    "event": _one_of("call", "file", "tensor", "enter", "leave", "left out", "end")}
+
+
 class _Line(dict):
-    """A journal's line, each of whose values is checked when it is asked for."""
+    """A journal's line; ``line[key]`` is what a recorder writes there, or a sentence is raised."""
 
     def __init__(self, data: bytes, where: str):
         try:
@@ -164,37 +193,17 @@ class _Line(dict):
             raise RecordingError(f"{where} is a JSON {type(found).__name__}, not an object")
         super().__init__(found)
 
-    def text(self, key: str) -> str:
-        found = self.get(key)
-        if not isinstance(found, str) or len(found) > 1000 or not found.isprintable():
-            raise _Wrong(f"{key} is {shown(found)}, not a printable text of at most 1,000 characters")
+    def __getitem__(self, key: str):
+        what, take = _FIELDS[key]
+        if (found := take(self.get(key))) is None:
+            raise _Wrong(f"{key} is {shown(self.get(key))}, not {what}")
         return found
 
-    def count(self, key: str) -> int:
-        if (found := whole_number(self.get(key), 0)) is None:
-            raise _Wrong(f"{key} is {shown(self.get(key))}, not a whole number from 0 up")
-        return found
-
-    def numbers(self, key: str) -> Tensor | None:
-        if self.get(key) is None:
-            return None
-        try:
-            found = torch.tensor(self[key])
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            found = None
-        if found is None or found.numel() and found.dtype != torch.int64:
-            raise _Wrong(f"{key} is {shown(self[key])}, not whole numbers in rows of one length")
-        return found.long()
-
+    @property
     def error(self) -> str:
-        """Of any engine: what it holds is shown, not trusted."""
-        return "".join(c if c.isprintable() else " " for c in str(self["error"]))[:300]
-
-    def about(self) -> tuple[str, str, str, int]:
-        """Name, kind, path and nth of a tensor."""
-        if self.get("kind") not in ("in", "out", "tensor", "parameter"):
-            raise _Wrong(f"there is no kind {shown(self.get('kind'))}")
-        return self.text("name"), self["kind"], self.text("path"), self.count("nth")
+        """What an engine raised; ``""`` if nothing. It is shown, not trusted."""
+        found = self.get("error")
+        return "" if found is None else "".join(c if c.isprintable() else " " for c in str(found))[:300] or "an error"
 
 
 class _Draft:
@@ -208,33 +217,29 @@ class _Draft:
 
     def begin(self, line: _Line) -> None:
         expected = f"{self.stem}{f'.{len(self.files)}' if self.files else ''}.safetensors"
-        if line.text("file") != expected:
+        if line["file"] != expected:
             raise _Wrong(f"the next file is {expected}, not {shown(line['file'])}")
-        self.files.append((self.folder / expected, 8 + line.count("room"), []))
+        self.files.append((self.folder / expected, 8 + line["room"], []))
 
     def add(self, line: _Line) -> None:
         """A tensor: the next one of the current file, or one that came before under another name."""
-        about, stored, shape, key = line.about(), line.get("dtype"), line.get("shape"), line.count("key")
-        if not isinstance(stored, str) or stored not in _DTYPES:
-            raise _Wrong(f"dtype {shown(stored)} is none of {', '.join(_DTYPES)}")
-        if not isinstance(shape, list) or len(shape) > 16 or any(whole_number(n, 0, 2**40) is None for n in shape):
-            raise _Wrong(f"{shown(shape)} is no shape")
+        name, kind, path, nth = about = tuple(line[key] for key in ("name", "kind", "path", "nth"))
+        dtype, shape, key = _DTYPES[line["dtype"]], line["shape"], line["key"]
         if about in self.known:
-            raise _Wrong(f"{about[1]} {about[2]} of run {about[3]} of {about[0]!r} comes twice")
+            raise _Wrong(f"{kind} {path} of run {nth} of {name!r} comes twice")
         if not self.files:
             raise _Wrong("a tensor comes before its file")
         self.known.add(about)
-        path, start, tensors = self.files[-1]
-        size, at = math.prod(shape) * _DTYPES[stored].itemsize, tensors[-1][2] if tensors else 0
+        file, start, tensors = self.files[-1]
+        size, at = math.prod(shape) * dtype.itemsize, tensors[-1][2] if tensors else 0
         if key == len(tensors):
-            tensors.append((stored, at, at + size))
+            tensors.append((dtype, at, at + size))
         elif key > len(tensors):
-            raise _Wrong(f"there are {len(tensors)} tensors in {path.name} yet, so none has the number {key}")
+            raise _Wrong(f"there are {len(tensors)} tensors in {file.name} yet, so none has the number {key}")
         known, at, end = tensors[key]
-        if (known, end - at) != (stored, size):
-            raise _Wrong(f"tensor {key} of {path.name} has another dtype or size")
-        self.entries.append(Entry(*about, len(self.entries), line.text("module_class"), tuple(shape), _DTYPES[stored],
-                                  path, start + at))
+        if (known, end - at) != (dtype, size):
+            raise _Wrong(f"tensor {key} of {file.name} has another dtype or size")
+        self.entries.append(Entry(*about, len(self.entries), line["module_class"], shape, dtype, file, start + at))
 
     def check(self, ended: bool) -> None:
         """Hold the files against the journal; unless the call has ``ended``, the last file may be ahead of it."""
@@ -265,50 +270,43 @@ class _RankReader:
             raise RecordingError(f"{self.path} has {size:,} bytes, more than the {_MAX_MANIFEST:,} that are read; "
                                  "record fewer calls, with calls= or layers=")
         self.lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
-        if self.lines:
-            self.about = about = _Line(self.lines[0], f"{self.path}, line 1,")
-            world_size = whole_number(about.get("world_size"), 1, _MAX_WORLD)
-            for wrong, what in (
-                    (about.get("format") != "tplab-record",
-                     f"is not the journal of a recorder: its format is {shown(about.get('format'))}"),
-                    (whole_number(about.get("version")) != VERSION,
-                     f"has format version {shown(about.get('version'))}, this tplab reads {VERSION}; record again with "
-                     "this tplab's record.py"),
-                    (world_size is None or whole_number(about.get("rank"), 0, world_size - 1) != rank,
-                     f"says rank {shown(about.get('rank'))} of {shown(about.get('world_size'))}, in a folder named "
-                     f"rank{rank}"),
-                    (not isinstance(about.get("run"), str), "does not say which run it belongs to")):
-                if wrong:
-                    raise RecordingError(f"{self.path} {what}")
+        self._each(self.lines[:1], 1, self._begin)
 
     def read(self) -> RecordedRank:
         """The rank's calls and parameters; RecordingError names the line that no recorder would have written."""
         self.calls, self.call, self.parameters = [], None, _Draft(self.folder, "parameters")
-        for number, data in enumerate(self.lines[1:], 2):
-            where = f"{self.path}, line {number}"
-            try:
-                self._take(_Line(data, where))
-            except _Wrong as wrong:
-                raise RecordingError(f"{where}: {wrong}") from None
+        self._each(self.lines[1:], 2, self._take)
         if self.call is not None:
             self._finish("cut off")
         self.parameters.check(ended=False)
         return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries},
                             self.parameters.left_out())
 
+    def _each(self, lines: list[bytes], first: int, take: Callable[[_Line], None]) -> None:
+        for number, data in enumerate(lines, first):
+            where = f"{self.path}, line {number}"
+            try:
+                take(_Line(data, where))
+            except _Wrong as wrong:
+                raise RecordingError(f"{where}: {wrong}") from None
+
+    def _begin(self, line: _Line) -> None:
+        self.about = {key: line[key] for key in ("format", "version", "rank", "world_size", "run")}
+        if not self.rank == line["rank"] < line["world_size"]:
+            raise _Wrong(f"rank {line['rank']} of {line['world_size']}, in a folder named rank{self.rank}")
+
     def _take(self, line: _Line) -> None:
-        event = line.get("event")
-        if event not in ("call", "file", "tensor", "enter", "leave", "left out", "end"):
-            raise _Wrong(f"an event {shown(event)} cannot come here")
+        event = line["event"]
         if event == "call":
-            if self.call is not None or line.count("call") != len(self.calls):
-                raise _Wrong(f"call {shown(line.get('call'))} cannot begin here; {len(self.calls)} calls have ended")
+            if self.call is not None or line["call"] != len(self.calls):
+                raise _Wrong(f"call {line['call']} cannot begin here; {len(self.calls)} calls have ended")
             self.call = _Draft(self.folder, f"call{len(self.calls)}")
-            self.call.said = [line.numbers(key) for key in ("input_ids", "positions", "sequences")]
+            self.call.said = [None if line.get(key) is None else line[key]
+                              for key in ("input_ids", "positions", "sequences")]
             self.call.notes += ["calls=: this call"] * bool(line.get("skipped"))
             return
-        parameter = (line.text("file").startswith("parameters") if event == "file" else
-                     event in ("tensor", "left out") and line.get("kind") == "parameter")
+        parameter = line["file"].startswith("parameters") if event == "file" else (
+            event in ("tensor", "left out") and line["kind"] == "parameter")
         draft = self.parameters if parameter else self.call
         if draft is None:
             raise _Wrong("no call has begun")
@@ -318,16 +316,15 @@ class _RankReader:
             case "tensor":
                 draft.add(line)
             case "enter":
-                draft.last = line.text("name")
-            case "leave" if line.get("error") is not None:
-                draft.raised.append(f"{line.text('name')}: {line.error()}")
+                draft.last = line["name"]
+            case "leave" if line.error:
+                draft.raised.append(f"{line['name']}: {line.error}")
             case "left out":
-                why, (name, *_) = line.text("why"), line.about()
-                first, count = draft.left.get(why, (name, 0))
-                draft.left[why] = first, count + 1
+                first, count = draft.left.get(line["why"], (line["name"], 0))
+                draft.left[line["why"]] = first, count + 1
             case "end":
                 draft.notes += [NOTHING_RAN] * (line.get("ran") is False)
-                self._finish("done" if line.get("error") is None else f"failed: {line.error()}")
+                self._finish(f"failed: {line.error}" if line.error else "done")
 
     def _finish(self, status: str) -> None:
         draft, self.call = self.call, None

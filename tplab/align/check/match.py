@@ -19,8 +19,7 @@ PADDING = -1
 
 
 class Group(NamedTuple):
-    """A dimension: the points that are dealt out along it, the plan's name for it, where a bug can stand that deals it
-    out wrongly."""
+    """A dimension: the points along it, the plan's name for it, where a bug can stand that deals it out wrongly."""
 
     words: str
     points: tuple[str, ...]
@@ -62,13 +61,9 @@ def match(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices] = (
           ) -> Indices | None:
     """The labels of a tensor's items: the first of ``shares`` that fits, else what a search finds.
 
-    Args:
-        local: ``[rows, items here, …]``, what was recorded.
-        full: ``[rows, all items, …]``, what its own inputs and the checkpoint give: of one part of the model, or of
-            several, one behind the other.
-
-    Returns:
-        None if something in ``local`` is nothing in ``full``. Rows that are not finite say nothing.
+    ``local`` ``[rows, items here, …]`` was recorded, ``full`` ``[rows, all items, …]`` is what its own inputs and the
+    checkpoint give: of one part of the model, or of several, one behind the other. None if something in ``local`` is
+    nothing in ``full``. Rows that are not finite say nothing.
     """
     finite = local.flatten(1).isfinite().all(1) & full.flatten(1).isfinite().all(1)
     if not finite.any():
@@ -120,14 +115,9 @@ def decide(what: str, counts: list[int | None], plan: Sequence[Indices], found: 
     """The layout of one dimension, over the ranks of one pipeline stage: what the values say, if that is one; else the
     first of the usual ones that has as many of ``total`` on each rank.
 
-    Args:
-        what: ``"query heads"``, for the sentences.
-        counts: how many each rank holds, None for a rank without.
-        plan: what the plan's rule gives each rank.
-        found: the labels, per rank, None where nothing fits.
-        flaw: takes the indices per rank, says why they are no layout at all; ``""`` if they are one.
-        starts: where each rank's share would begin, if nothing but numbers spoke.
-        ranks: their numbers, for the sentences.
+    Per rank: ``counts``, how many it holds (None: no such rank); ``plan``, what the plan's rule gives it; ``found``,
+    its labels, None where nothing fits; ``starts``, where its share would begin, if nothing but numbers spoke;
+    ``ranks``, its number. ``flaw`` takes the indices per rank and says why they are no layout; ``""`` if they are one.
     """
     here, size = [at for at, count in enumerate(counts) if count is not None], len(counts)
 

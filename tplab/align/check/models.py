@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tplab.align.check.evidence import Evidence
-from tplab.align.check.folder import Call, Recorded
+from tplab.align.check.folder import Entry, Recorded
 from tplab.align.check.match import near
 from tplab.align.check.names import pattern_of, place_of, role_in, role_of
 from tplab.checkpoint import Checkpoint
@@ -14,49 +14,44 @@ _ENDS = ("embed", "norm", "head")
 
 def one_model(recorded: Recorded, ckpt: Checkpoint) -> Recorded:
     """``recorded`` with the tensors of one model only, and the calls in which it ran."""
-    calls = [call for rank in recorded.ranks if rank for call in rank.calls]
-    names = dict.fromkeys(entry.name for call in calls for entry in call.entries)
-    inner = [name for name in names if place_of(name)[0] is not None and role_of(*place_of(name)) in _INNER]
-    stacks = list(dict.fromkeys(tuple(pattern_of(name).partition("{i}")[0].rstrip(".").split(".")) for name in inner))
+    names = dict.fromkeys(entry.name for rank in filter(None, recorded.ranks) for call in rank.calls
+                          for entry in call.entries)
+    stacks = list(dict.fromkeys(tuple(pattern_of(name).partition("{i}")[0].rstrip(".").split(".")) for name in names
+                                if place_of(name)[0] is not None and role_of(*place_of(name)) in _INNER))
     if len(stacks) < 2:
         return recorded
     depth = next((i for i, parts in enumerate(zip(*stacks)) if len(set(parts)) > 1), min(map(len, stacks)))
     roots = list(dict.fromkeys(".".join(stack[:depth + 1]) for stack in stacks))
-    chosen = max(roots, key=lambda root: _likeness(recorded, ckpt, root))
-    ends = {role_of(None, name[len(chosen) + 1:]) for name in names if _under(name, chosen)} & set(_ENDS)
+    entries = [entry for call in next(filter(None, recorded.ranks)).calls for entry in call.entries]
+    chosen = max(roots, key=lambda root: _likeness([entry for entry in entries if _under(entry.name, root)], ckpt))
+    ends = {role_of(None, name[len(chosen) + 1:]) for name in names if _under(name, chosen)} & {*_ENDS}
 
     def ours(name: str) -> bool:
-        own = _under(name, chosen)
-        return own or not (any(_under(name, root) for root in roots) or role_of(*place_of(name)) in ends)
+        return _under(name, chosen) or not (any(_under(name, root) for root in roots)
+                                            or role_of(*place_of(name)) in ends)
 
-    def kept(call: Call) -> Call:
-        return replace(call, entries=tuple(entry for entry in call.entries if ours(entry.name)))
-
-    ranks = tuple(rank and replace(rank, calls=tuple(own for call in rank.calls if (own := kept(call)).entries or not
-                                                     call.entries),
-                                   parameters={name: entry for name, entry in rank.parameters.items() if ours(name)})
-                  for rank in recorded.ranks)
+    def kept(rank):
+        calls = [(call, tuple(entry for entry in call.entries if ours(entry.name))) for call in rank.calls]
+        return replace(rank, calls=tuple(replace(call, entries=own) for call, own in calls if own or not call.entries),
+                       parameters={name: entry for name, entry in rank.parameters.items() if ours(name)})
     others = ", ".join(root for root in roots if root != chosen)
-    return replace(recorded, ranks=ranks, notes=(*recorded.notes, f"{len(roots)} models were recorded; {chosen} is the "
-                                                 f"checkpoint's, {others} not looked at"))
+    return replace(recorded, ranks=tuple(rank and kept(rank) for rank in recorded.ranks), notes=(
+        *recorded.notes, f"{len(roots)} models were recorded; {chosen} is the checkpoint's, {others} not looked at"))
 
 
 def _under(name: str, root: str) -> bool:
     return name == root or name.startswith(f"{root}.")
 
 
-def _likeness(recorded: Recorded, ckpt: Checkpoint, root: str) -> tuple:
+def _likeness(entries: list[Entry], ckpt: Checkpoint) -> tuple:
     """How much a model looks like the checkpoint's: its norms give what they should, its width, its depth."""
     config, evidence, right = ckpt.config, Evidence(ckpt), False
-    entries = [entry for call in next(filter(None, recorded.ranks)).calls for entry in call.entries
-               if _under(entry.name, root)]
     layers = {place_of(entry.name)[0] for entry in entries} - {None}
     norms = [entry for entry in entries if role_in(config, *place_of(entry.name)) == "input_norm"
              and entry.kind == "out" and entry.shape[-1:] == (config.hidden_size,)
              and place_of(entry.name)[0] < config.num_layers]
     for entry in norms[:3]:
-        beside = [other.tensor() for other in entries if other.name == entry.name and other.nth == entry.nth
-                  and other.shape == entry.shape and other is not entry]
-        right = right or any(near(entry.tensor(), evidence.of(f"layers.{place_of(entry.name)[0]}.input_norm", x))
-                             for x in beside)
+        norm = f"layers.{place_of(entry.name)[0]}.input_norm"
+        right = right or any(near(entry.tensor(), evidence.of(norm, other.tensor())) for other in entries if (
+            other.name, other.nth, other.shape) == (entry.name, entry.nth, entry.shape) and other is not entry)
     return right, bool(norms), len(layers) == config.num_layers
