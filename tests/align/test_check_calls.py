@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.stranger_parts import Core, Weights, planned
-from helpers.stranger_runs import flat_calls
+from helpers.stranger_runs import TEXTS, flat_calls
 from helpers.strangers import VllmLike
 
 from tplab.align import check
@@ -12,7 +12,6 @@ from tplab.checkpoint import open_checkpoint
 from tplab.ranks import logical_ranks, rank
 from tplab.record import record
 
-TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30], [7, 40, 2, 11, 60, 33, 1, 50, 12]]
 FLAT = flat_calls(TEXTS, 2)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.stranger_parts import Rotary, Weights, all_reduce, all_share, planned
-from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
+from helpers.stranger_runs import batch_calls, flat_calls, run, texts, wrong_points
 from helpers.strangers import FastAttention, FastLike, HfLike, VllmAttention, VllmLike
 
 from tplab.align import check
@@ -14,11 +14,6 @@ from tplab.align.check.weights import wrong_parameters
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import logical_ranks, rank
 from tplab.record import record
-
-
-def texts(count, length, vocab=67):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(vocab, (length,), generator=generator).tolist() for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

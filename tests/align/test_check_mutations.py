@@ -7,7 +7,7 @@ import shutil
 import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.mutations import in_memory, on_disk
-from helpers.stranger_runs import batch_calls, flat_calls, run
+from helpers.stranger_runs import TEXTS, batch_calls, flat_calls, run
 from helpers.strangers import HfLike, VllmLike
 
 from tplab.align.check.folder import read_recorded
@@ -15,7 +15,6 @@ from tplab.checkpoint import open_checkpoint
 from tplab.errors import TplabError
 
 checking = importlib.import_module("tplab.align.check.check")
-TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30], [7, 40, 2, 11, 60, 33, 1, 50, 12]]
 SEEDS = range(40)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.sentences import hold
 from helpers.stranger_parts import Core, Norm
 from helpers.stranger_runs import flat_calls, run
 from helpers.strangers import VllmLike
@@ -76,15 +77,12 @@ class Unscaled(Core):
         return super().forward(q, *((x / 0.25).to(torch.float8_e4m3fn).float() for x in (k, v)))
 
 
-@pytest.mark.parametrize("kind, says", [
-    (NoKeys, "row 7 of sequence 0's cache holds a key that no token has, beside its own value, and 5 more rows"),
-    (NoValues, "row 7 of sequence 0's cache holds a value that no token has, beside its own key, and 5 more rows"),
-    *((kind, "row 4 of sequence 0's cache holds a key and a value that no token has:") for kind in (Hole, Huge))])
-def test_rows_of_a_cache_that_were_not_written(ckpts, tmp_path, kind, says):
+@pytest.mark.parametrize("kind", [NoKeys, NoValues, Hole, Huge])
+def test_rows_of_a_cache_that_were_not_written(ckpts, tmp_path, kind):
     run(tmp_path / "run", ckpts["llama"], VllmLike, CALLS, change=core(kind))
     report = check(tmp_path / "run", ckpts["llama"])
     assert [one.names for one in report.diagnoses] == [("cache_row_stale",)], report.summary()
-    assert says in report.diagnoses[0].sentence and report.guilty == ["layers.0.attn", "layers.1.attn"]
+    assert hold(report.diagnoses[0]) and report.guilty == ["layers.0.attn", "layers.1.attn"]
 
 
 def last(mask):
@@ -113,9 +111,8 @@ def test_what_is_in_no_table_has_no_name_and_is_a_bug(ckpts, tmp_path, name):
 
 def test_a_cache_whose_scale_is_ignored(ckpts, tmp_path):
     run(tmp_path / "run", ckpts["llama"], VllmLike, CALLS, change=core(Unscaled))
-    found, = check(tmp_path / "run", ckpts["llama"]).diagnoses
+    found = hold(*check(tmp_path / "run", ckpts["llama"]).diagnoses)
     assert found.fault == "cache_scale_ignored" and found.numbers == {"scale": 0.25}
-    assert "keys and values come out 4 times as large, of an fp8 (e4m3) cache" in found.sentence
 
 
 def one_block(model, weights):

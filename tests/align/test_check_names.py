@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
+from helpers.stranger_runs import batch_calls, flat_calls, run, texts, wrong_points
 from helpers.strangers import FastLike, HfLike, VllmLike
 
 from tplab.align.check.folder import read_recorded
@@ -37,11 +37,6 @@ SIZES = [("9q3kv", 2), ("9q3kv", 4), ("14q2kv", 3), ("14q2kv", 4), ("qwen3", 1),
 def models(tmp_path_factory):
     return {name: open_checkpoint(make_checkpoint(tmp_path_factory.mktemp(name), layers=3, inter=43, vocab=67, **form))
             for name, form in FORMS.items()}
-
-
-def texts(count, length, vocab=67):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(vocab, (length,), generator=generator).tolist() for _ in range(count)]
 
 
 def recorded(tmp_path, ckpt, engine, calls, names=None, **options):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.stranger_parts import Core, Matrix, Norm, Rotary, Weights, planned
-from helpers.stranger_runs import batch_calls, flat_calls, run
+from helpers.stranger_runs import TEXTS, batch_calls, flat_calls, run
 from helpers.strangers import FastLike, HfLike, VllmLike
 from torch import nn
 from torch.nn import functional as F
@@ -16,8 +16,6 @@ from tplab.align.recording import PlacementError
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import all_gather, all_reduce, logical_ranks, rank
 from tplab.record import record
-
-TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30], [7, 40, 2, 11, 60, 33, 1, 50, 12]]
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +202,9 @@ def test_a_bug_in_an_ordinary_set_up_is_a_bug(ckpt, tmp_path, name):
     assert report.verdict == "bug" and not report.failed, report.summary()
     assert f"layers.0.{point}" in report.guilty
     assert not ranks or report.local[f"layers.0.{point}"].guilty == ranks
+    if "adapter" in name:
+        name = "model.layers.{i}.self_attn.q_proj"
+        assert report.warnings == [f"the adapter of {name} adds nothing on rank 1 (layers 0–2)"]
 
 
 OPEN = {

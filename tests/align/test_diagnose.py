@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
+from helpers.sentences import hold
 
 from tplab.align import Diagnosis, align, diagnose
 from tplab.align.diagnose.attention import decoded_lost
@@ -25,7 +26,7 @@ def broken(target, replacement, tp=2, model="fable"):
 
 
 def test_a_healthy_run():
-    diagnosis = diagnose(align("fable", "Once upon a time", tensor_parallel_size=2, logical=True))
+    diagnosis = hold(diagnose(align("fable", "Once upon a time", tensor_parallel_size=2, logical=True)))
     assert diagnosis.ok and diagnosis.fault is None and diagnosis.names == () and "Nothing is wrong" in str(diagnosis)
 
 
@@ -34,11 +35,9 @@ def test_an_unknown_cause_is_admitted_with_its_place():
         q, k, v = original("tplab.shard.linear.QKVParallelLinear.split_heads")(self, qkv)
         return q, k, v * 1.01
 
-    diagnosis = broken("tplab.shard.linear.QKVParallelLinear.split_heads", split_heads)
+    diagnosis = hold(broken("tplab.shard.linear.QKVParallelLinear.split_heads", split_heads))
     assert diagnosis.fault is None and not diagnosis.ok and diagnosis.point == "layers.0.v"
-    assert diagnosis.sentence.startswith("Unknown cause, first seen at layers.0.v: off by")
-    assert ("It is computed from layers.0.input_norm. It is 1.01 times what it should be. Looked for and not found: "
-            "ids_shifted, rows_shifted, low_precision, ") in diagnosis.sentence
+    assert "Looked for and not found: ids_shifted, rows_shifted, low_precision, " in str(diagnosis)
 
 
 def test_keys_and_values_in_each_others_place_have_one_name():
@@ -53,9 +52,8 @@ def test_a_disagreement_between_ranks_alone_is_seen():
     def reduce(self, partial):
         return all_reduce(partial) * (1 + rank())
 
-    diagnosis = broken(f"{ROW}.reduce", reduce)
+    diagnosis = hold(broken(f"{ROW}.reduce", reduce))
     assert diagnosis.point == "layers.0.o_proj" and diagnosis.fault == "all_reduce_twice"
-    assert "2 times the right one on rank 1 only" in diagnosis.sentence
 
 
 def test_of_several_faults_the_first_to_show_is_named():
@@ -73,7 +71,7 @@ def test_a_fault_in_a_later_layer_is_named_too():
         return (q, k) if self.layer == 3 else original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)
 
     report = align("fable", prompts(768), patches=[Patch(f"{ATTENTION}.apply_rope", apply_rope)], logical=True)
-    diagnosis = diagnose(report)
+    diagnosis = hold(diagnose(report))
     assert diagnosis.fault == "rope_missing" and diagnosis.point == "layers.3.q_rope"
     assert {name.rpartition(".")[0] for name in report.evidence} == {"", "layers.3"}
     assert {"embed", "norm", "logits", "layers.3.q", "layers.3.output"} <= {*report.evidence}
@@ -108,22 +106,22 @@ def test_a_sum_whose_parts_are_written_over_or_change_places(tmp_path, made, tex
     assert found.fault in ("buffer_reused", "wrong_rows_scattered") and text in found.sentence
 
 
-@pytest.mark.parametrize("shift, says", [(1, "each token also sees the next one"), (-1, "no token sees itself")])
-def test_a_mask_that_is_one_off(shift, says):
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_mask_that_is_one_off(shift):
     def causal_mask(positions, keys):
         hidden = torch.arange(keys) > positions[..., None] + shift
         return (hidden & (torch.arange(keys) > 0))[:, None]
 
-    diagnosis = broken("tplab.model.attention.causal_mask", causal_mask)
-    assert diagnosis.point == "layers.0.attn" and says in diagnosis.sentence
+    diagnosis = hold(broken("tplab.model.attention.causal_mask", causal_mask))
+    assert diagnosis.point == "layers.0.attn"
 
 
 def test_rows_in_which_everything_is_hidden():
     def causal_mask(positions, keys):
         return (torch.arange(keys) >= positions[..., None])[:, None]
 
-    diagnosis = broken("tplab.model.attention.causal_mask", causal_mask)
-    assert diagnosis.fault is None and "every key is hidden" in diagnosis.sentence and "NaN" in diagnosis.sentence
+    diagnosis = hold(broken("tplab.model.attention.causal_mask", causal_mask))
+    assert diagnosis.fault is None
 
 
 def test_an_average_instead_of_a_sum():
@@ -139,9 +137,8 @@ def test_rows_in_the_wrong_order_are_described():
         rows = [sources[0][row:row + 1] for row in reversed(q)]
         return torch.cat([*rows, *(source[r.start:r.stop] for source, r in zip(sources[1:], rest))])
 
-    diagnosis = broken("tplab.shard.linear.merged_shard", merged_shard)
+    diagnosis = hold(broken("tplab.shard.linear.merged_shard", merged_shard))
     assert diagnosis.point == "layers.0.q" and diagnosis.numbers["wanted"] == 0
-    assert "another place" in diagnosis.sentence
 
 
 def test_gate_and_up_written_by_column():
@@ -150,28 +147,28 @@ def test_gate_and_up_written_by_column():
         if parameter == "weight":
             self.weight.data.copy_(self.weight.data.clone().T.reshape(self.weight.shape))
 
-    diagnosis = broken("tplab.shard.linear.MergedColumnParallelLinear.load", load)
-    assert diagnosis.fault == "qkv_written_by_column" and "the right rows of q, k, v" in diagnosis.sentence
+    diagnosis = hold(broken("tplab.shard.linear.MergedColumnParallelLinear.load", load))
+    assert diagnosis.fault == "qkv_written_by_column"
     report = align("fable", prompts(67), logical=True, patches=[
         Patch("tplab.shard.linear.MergedColumnParallelLinear.load", load),
         Patch("tplab.shard.linear.QKVParallelLinear.load", original("tplab.shard.linear.QKVParallelLinear.load"))])
-    found = diagnose(report)
-    assert found.fault == "written_by_column" and "the right rows of gate and up and has written them" in found.sentence
+    found = hold(diagnose(report))
+    assert found.fault == "written_by_column"
 
 
 def test_positions_from_one_instead_of_zero(tmp_path):
     def call(self, x, positions, lengths):
         return original("tplab.model.rope.Rotary.__call__")(self, x, positions + 1, lengths)
 
-    diagnosis = broken("tplab.model.rope.Rotary.__call__", call, model=make_checkpoint(tmp_path / "m", "qwen3"))
-    assert diagnosis.numbers["used"] == 1 and "position" in diagnosis.sentence
+    diagnosis = hold(broken("tplab.model.rope.Rotary.__call__", call, model=make_checkpoint(tmp_path / "m", "qwen3")))
+    assert diagnosis.numbers["used"] == 1
 
 
 def test_positions_that_run_on_from_one_prompt_into_the_next():
     def call(self, x, positions, lengths):
         return original("tplab.model.rope.Rotary.__call__")(self, x, torch.arange(len(positions)), lengths)
 
-    diagnosis = broken("tplab.model.rope.Rotary.__call__", call)
+    diagnosis = hold(broken("tplab.model.rope.Rotary.__call__", call))
     assert diagnosis.fault == "rope_positions" and diagnosis.numbers == {"first_token": 26, "position": 0, "used": 26}
 
 
@@ -203,8 +200,8 @@ def test_a_small_error_of_the_angles_is_not_taken_for_other_positions():
         q, k = original(f"{ATTENTION}.apply_rope")(self, q, k, cos, sin)
         return q * 1.00005, k
 
-    diagnosis = broken(f"{ATTENTION}.apply_rope", apply_rope)
-    assert diagnosis.point == "layers.0.q_rope" and diagnosis.sentence.startswith("Unknown cause")
+    diagnosis = hold(broken(f"{ATTENTION}.apply_rope", apply_rope))
+    assert diagnosis.point == "layers.0.q_rope"
 
 
 def test_query_heads_that_read_other_kv_heads(tmp_path):
@@ -218,8 +215,8 @@ def test_query_heads_that_read_other_kv_heads(tmp_path):
         return out
 
     folder = make_checkpoint(tmp_path / "m", "llama", heads=6, kv_heads=2, hidden=36)
-    diagnosis = broken(f"{ATTENTION}.attend_all", attend_all, tp=1, model=folder)
-    assert diagnosis.point == "layers.0.attn" and "h reads KV head h % kv_heads" in diagnosis.sentence
+    diagnosis = hold(broken(f"{ATTENTION}.attend_all", attend_all, tp=1, model=folder))
+    assert diagnosis.point == "layers.0.attn"
 
 
 def test_logits_that_stand_in_another_ranks_place():
@@ -229,8 +226,8 @@ def test_logits_that_stand_in_another_ranks_place():
             self.weight.data.copy_(reader["model.embed_tokens.weight"][other.start:other.stop])
         return self
 
-    diagnosis = broken("tplab.shard.embedding.ParallelLMHead.tie_weights", tie_weights)
-    assert diagnosis.point == "logits" and "another rank's place" in diagnosis.sentence
+    diagnosis = hold(broken("tplab.shard.embedding.ParallelLMHead.tie_weights", tie_weights))
+    assert diagnosis.point == "logits"
 
 
 def test_a_prompt_of_one_token_was_not_decoded():
@@ -250,5 +247,5 @@ def test_rows_of_one_size_name_no_epsilon(tmp_path):
     norm = "tplab.model.norm.RMSNorm.forward"
     report = align(ckpt, [list(pair)], tensor_parallel_size=1, logical=True,
                    patches=[Patch(norm, lambda self, x: 0.9 * original(norm)(self, x))])
-    diagnosis = diagnose(report)
+    diagnosis = hold(diagnose(report))
     assert diagnosis.point == "layers.0.input_norm" and diagnosis.fault != "norm_epsilon", diagnosis

@@ -51,21 +51,16 @@ def test_the_run_itself_is_right(run):
 SOFTMAX = asks_for("softmax_scale")
 
 
-@pytest.mark.parametrize("scale, says", [
-    (1.0, "with 1: they were not scaled."), (1 / 6, "with 1 / 6: they were scaled twice."),
-    (6 ** 0.5, "with sqrt(6): they were multiplied where they should be divided."),
-    (48 ** -0.5, "with 1 / sqrt(48), of the hidden size."), (0.3, "with 0.3, which is 1 / sqrt(11.11)."),
-    (0.11, "with 0.11, which is 1 / sqrt(82.64)."), (2.0, "with 2, which is 1 / sqrt(0.25).")])
-def test_another_scale_is_read_off(run, scale, says):
+@pytest.mark.parametrize("scale", [1.0, 1 / 6, 6 ** 0.5, 48 ** -0.5, 0.3, 0.11, 2.0])
+def test_another_scale_is_read_off(run, scale):
     found = asked(run, SOFTMAX, attend(run, scale=scale))
     assert found.fault == "softmax_scale" and found.numbers == {"scale": pytest.approx(scale, rel=1e-4)}
-    assert found.sentence == f"Attention fits scores that are multiplied {says} Right is 1 / sqrt(6), of a head's size."
 
 
 def test_the_right_scale_of_hidden_size_by_heads_is_no_other(run):
     """Here hidden / heads is the head's size: it must not be named, whatever is wrong."""
     found = asked(run, SOFTMAX, attend(run, scale=6 ** -0.5 * 1.1))
-    assert "of hidden size / heads" not in found.sentence and found.numbers["scale"] == pytest.approx(0.449, rel=1e-3)
+    assert found.numbers["scale"] == pytest.approx(0.449, rel=1e-3)
     for scale in (6 ** -1.5 * 0.9, 6 ** 0.5 * 1.1):  # beyond what any mistake makes of it
         assert SOFTMAX(run.case(AT + "attn", attend(run, scale=scale))) is None
 
@@ -73,41 +68,36 @@ def test_the_right_scale_of_hidden_size_by_heads_is_no_other(run):
 @pytest.mark.parametrize("size", [1, 2, 5, 6])
 def test_a_window_by_its_size(run, size):
     found = asked(run, asks_for("sliding_window"), attend(run, sees=lambda q, k, keys: q - size < k <= q))
-    assert found.fault == "sliding_window" and found.numbers == {"window": size} and f"last {size} tokens" in str(found)
+    assert found.fault == "sliding_window" and found.numbers == {"window": size}
 
 
 def softmax(scores):
     return torch.softmax(scores, 0)
 
 
-@pytest.mark.parametrize("weigh, says", [
-    (lambda s, visible: softmax(s * visible), "multiplied with the scores, and a score of 0 is not a weight of 0"),
-    (lambda s, visible: softmax(s) * visible, "applied behind the softmax, so the weights that are left do not add up"),
-    (lambda s, visible: softmax(s + (~visible).float()), "added as 1 for what is hidden; it must be minus infinity"),
-    (lambda s, visible: softmax(s - (~visible).float()), "added as -1 for what is hidden; it must be minus infinity")])
-def test_a_mask_of_which_something_else_was_made(run, weigh, says):
+@pytest.mark.parametrize("weigh", [lambda s, visible: softmax(s * visible), lambda s, visible: softmax(s) * visible,
+    lambda s, visible: softmax(s + (~visible).float()), lambda s, visible: softmax(s - (~visible).float())])
+def test_a_mask_of_which_something_else_was_made(run, weigh):
     found = asked(run, asks_for("mask_misused"), attend(run, weigh=weigh))
-    assert found.fault == "mask_misused" and found.sentence.startswith(f"The mask was {says}")
+    assert found.fault == "mask_misused"
 
 
 def right_weights(scores, visible):
     return softmax(scores.masked_fill(~visible, float("-inf")))
 
 
-@pytest.mark.parametrize("how, fault, says", [
-    (dict(weigh=lambda s, visible: s * visible), "softmax_missing", "taken for weights: there is no softmax"),
-    (dict(weigh=lambda s, visible: right_weights(s / 6 ** -0.5, visible) * 6 ** -0.5), "softmax_scale",
-     "the weights were scaled, where the scores should be"),
-    (dict(v_of=lambda run, rank: run.x(AT + "k_rope", rank)), "keys_for_values", "were given to the keys")])
-def test_weights_and_values_of_another_kind(run, how, fault, says):
+@pytest.mark.parametrize("how, fault", [(dict(weigh=lambda s, visible: s * visible), "softmax_missing"),
+    (dict(weigh=lambda s, visible: right_weights(s / 6 ** -0.5, visible) * 6 ** -0.5), "softmax_scale"),
+    (dict(v_of=lambda run, rank: run.x(AT + "k_rope", rank)), "keys_for_values")])
+def test_weights_and_values_of_another_kind(run, how, fault):
     found = asked(run, asks_for("softmax_missing"), attend(run, **how))
-    assert found.fault == fault and says in found.sentence
+    assert found.fault == fault
 
 
 def test_queries_that_come_out_as_they_went_in(run):
     held = [run.x(AT + "q_rope", rank) for rank in range(2)]
     found = asked(run, asks_for("softmax_missing"), held)
-    assert found.fault == "attention_missing" and "the queries come out as they went in" in found.sentence
+    assert found.fault == "attention_missing"
 
 
 def test_sequences_that_see_each_other(run):
@@ -115,36 +105,27 @@ def test_sequences_that_see_each_other(run):
     assert found.fault == "cross_sequence_attention"
 
 
-@pytest.mark.parametrize("inside, says", [(False, "[heads, tokens, head_dim] was taken for [tokens, heads, head_dim]"),
-                                          (True, "stand as [head_dim, heads], not as [heads, head_dim]")])
-def test_right_numbers_in_other_places(run, inside, says):
+@pytest.mark.parametrize("inside", [False, True])
+def test_right_numbers_in_other_places(run, inside):
     held = []
     for x in attend(run):
         parts = [x.transpose(1, 2).reshape(x.shape)] if inside else [
             part.transpose(0, 1).reshape(part.shape) for part in x.split([7, 5])]
         held.append(torch.cat(parts))
     found = asked(run, asks_for("heads_not_transposed"), held)
-    assert found.fault == "heads_not_transposed" and says in found.sentence
+    assert found.fault == "heads_not_transposed"
 
 
 OWN = [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("reads, both, says", [
-    ([0, 1, 2, 3, 0, 1, 2, 3], "kv", "h reads {}KV head h % kv_heads; query head 1 reads {}KV head 1; in grouped "
-     "attention, head h reads h // group, here 0 (6 of 8 query heads read"),
-    ([0] * 8, "kv", "all query heads read {}KV head 0; query head 2 reads {}KV head 0; in grouped attention, head h "
-     "reads h // group, here 1 (6 of 8 query heads read"),
-    ([0, 0, 1, 1, 2, 3, 3, 3], "kv", "query head 5 reads {}KV head 3; in grouped attention, head h reads h // "
-     "group, here 2 (1 of 8 query heads read"),
-    ([0, 1, 2, 3, 0, 1, 2, 3], "v", "h reads {}KV head h % kv_heads; query head 1"),
-    ([0] * 8, "k", "all query heads read {}KV head 0; query head 2")])
-def test_query_heads_that_read_other_keys_or_values(run, reads, both, says):
+@pytest.mark.parametrize("reads, both", [([0, 1, 2, 3, 0, 1, 2, 3], "kv"), ([0] * 8, "kv"),
+    ([0, 0, 1, 1, 2, 3, 3, 3], "kv"), ([0, 1, 2, 3, 0, 1, 2, 3], "v"), ([0] * 8, "k")])
+def test_query_heads_that_read_other_keys_or_values(run, reads, both):
     def mine(part):
         return (reads if part in both else OWN).__getitem__
     found = asked(run, asks_for("query_to_kv"), attend(run, reads=mine("k"), reads_v=mine("v")))
-    what = {"kv": "", "v": "the values of ", "k": "the keys of "}[both]
-    assert found.fault == "query_to_kv" and f"K and V are right, but {says.format(what, what)}" in found.sentence
+    assert found.fault == "query_to_kv"
     head = next(h for h in range(8) if reads[h] != OWN[h])
     assert found.numbers == {"head": head, "reads": reads[head]}
 
@@ -159,12 +140,12 @@ def test_no_mask_at_all(run):
     assert found.fault == "no_mask", "of what there was: the later tokens are not there yet"
 
 
-@pytest.mark.parametrize("shift, says", [(1, "each token also sees the next one"), (-1, "no token sees itself")])
-def test_a_mask_that_is_a_step_off(run, shift, says):
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_mask_that_is_a_step_off(run, shift):
     keys = [7] * 7 + [5] * 5
     held = attend(run, sees=lambda q, k, keys: k < keys and k <= q + shift or q + k == 0, keys=keys)
     found = asked(run, asks_for("no_mask", "mask_off_by_one"), held)
-    assert found.fault == "mask_off_by_one" and found.numbers == {"shift": shift} and says in found.sentence
+    assert found.fault == "mask_off_by_one" and found.numbers == {"shift": shift}
 
 
 def test_copies_of_repeated_heads_in_the_place_of_others(run):
@@ -197,16 +178,12 @@ RULES = {
     "first": lambda row, q, k: k <= q and (k < PROMPT[row] or k >= BEGIN[row])}
 
 
-@pytest.mark.parametrize("rule, fault, says", [
-    ("own", "cache_not_read", "each token sees those of its own call only; what is in the cache is not read."),
-    ("diagonal", "mask_without_past", "row i of a call sees the keys 0 to i, as if nothing were in the cache; the "),
-    ("unmasked", "no_mask", "the first call is masked, the later ones are not: their tokens see the future."),
-    ("decoded", "cache_rows_lost", "tokens that were decoded are seen by none after them: they were not kept."),
-    ("first", "cache_rows_lost", "the tokens of the first call alone were kept.")])
-def test_what_later_calls_see_of_the_past(run, rule, fault, says):
+@pytest.mark.parametrize("rule, fault", [("own", "cache_not_read"), ("diagonal", "mask_without_past"),
+    ("unmasked", "no_mask"), ("decoded", "cache_rows_lost"), ("first", "cache_rows_lost")])
+def test_what_later_calls_see_of_the_past(run, rule, fault):
     asks, held = asks_for("cache_not_read"), by_row(run, RULES[rule])
     found = asked(run, asks, held, num_keys=CALLS)
-    assert found.fault == fault and f"Keys and values are right, but {says}" in found.sentence
+    assert found.fault == fault
     assert asks(run.case(AT + "attn", held)) is None, "of one call nothing is past"
 
 
@@ -251,20 +228,15 @@ def seen(run, keys):
     return right
 
 
-@pytest.mark.parametrize("origins, keys, says", [
-    (TOGETHER, {11: 6}, "Token 4 of prompt 1, decoded beside others, sees 6 keys, as many as the first sequence of its "
-     "batch; it may see 5."),
-    (OTHERS, {5: 5}, "Token 5 of prompt 0, decoded beside others, sees 5 keys, as many as the first sequence of its "
-     "batch; it may see 6."),
-    (TOGETHER, {5: 5}, None), (TOGETHER, {6: 5}, None), (OTHERS, {}, None), (APART, {11: 6}, None)])
-def test_a_row_of_a_batch_that_sees_as_many_keys_as_the_first(run, origins, keys, says):
+@pytest.mark.parametrize("origins, keys, position", [
+    (TOGETHER, {11: 6}, 4), (OTHERS, {5: 5}, 5), (TOGETHER, {5: 5}, None), (TOGETHER, {6: 5}, None), (OTHERS, {}, None),
+    (APART, {11: 6}, None)])
+def test_a_row_of_a_batch_that_sees_as_many_keys_as_the_first(run, origins, keys, position):
     held = seen(run, keys)
     held[0][0, 0] += 0 if keys else 1
-    found = (asked if says else lambda run, asks, *held, **more: asks(run.case(AT + "attn", *held, **more)))(
+    found = (asked if position else lambda run, asks, *held, **more: asks(run.case(AT + "attn", *held, **more)))(
         run, asks_for("mask_of_another_row"), held, num_keys=CALLS, origins=origins)
-    assert (found and found.sentence) == says
-    if says:
-        assert found.numbers == {"position": 4 if origins is TOGETHER else 5}
+    assert (found and found.numbers) == (position and {"position": position})
 
 
 def early(run, row, holds):
@@ -283,7 +255,6 @@ def test_a_decoded_token_that_was_written_one_slot_too_early(run):
     held = early(run, 5, [0, 1, 2, 3, 5, None])  # its own key lies over its predecessor's, its own slot is empty
     found = asked(run, asks_for("slot_off_by_one"), held, num_keys=CALLS)
     assert found.fault == "slot_off_by_one" and found.numbers == {"position": 5}
-    assert found.sentence.startswith("Token 5 of prompt 0, the first to be decoded, finds its own slot empty")
     for holds in ([0, 1, 2, 3, 4, None], [0, 1, 2, 3, 5, 5], [0, 1, 2, 4, 5, None]):
         assert asks_for("slot_off_by_one")(run.case(AT + "attn", early(run, 5, holds), num_keys=CALLS)) is None
     assert asks_for("slot_off_by_one")(run.case(AT + "attn", held)) is None, "no token was decoded"
@@ -294,7 +265,7 @@ def test_a_slot_that_a_decoded_token_left_to_the_one_behind_it(run):
     alone = [4, 4, 4, 4, 5, 6, 7, 2, 2, 4, 4, 5]
     held = early(run, 4, [0, 1, 2, 4, None])
     found = asked(run, asks_for("slot_off_by_one"), held, num_keys=alone)
-    assert found.numbers == {"position": 4} and "Token 4 of prompt 0" in found.sentence
+    assert found.numbers == {"position": 4}
 
 
 # Keys and values that were exchanged or turned.
@@ -317,7 +288,7 @@ def test_keys_and_values_that_change_places_behind_the_projection(run):
     asks = asks_for("qkv_order")
     turned = [rotated(run, run.x(AT + "v", rank)) for rank in range(2)]
     found = asked(run, asks, turned, name=AT + "k_rope")
-    assert found.fault == "qkv_order" and "what attention takes for keys are the rotated values" in found.sentence
+    assert found.fault == "qkv_order"
     # Seen at attention: the keys were recorded as they came in, and only the values are others.
     held = attend(run, v_of=lambda run, rank: run.x(AT + "k", rank))
     assert asked(run, asks, held).fault == "qkv_order"

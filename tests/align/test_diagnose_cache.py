@@ -4,6 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.sentences import hold
 
 from tplab.align.diagnose.attention import calls
 from tplab.align.diagnose.case import Diagnosis
@@ -48,15 +49,13 @@ class Nan:
     diagnosis = staticmethod(diagnosis)
 
 
-@pytest.mark.parametrize("nan, decoded, fault, says", [
-    ([0, 1, 2, 3, 4], (), "nan_mask", "also for the last token"), ([2, 4], (), "mask_inverted", "only the last token"),
-    ([0, 1, 3], (), None, "in 3 rows every key is hidden"), ([2, 3], (), None, "in 2 rows"),
-    ([1, 2, 3, 4], (), "nan_mask", "7% NaN"), ([0, 1], ((0, 2),), None, "in 2 rows"),
-    ([0, 1, 3, 4], ((0, 2),), "nan_mask", ""),  # a token that came alone has nothing to hide
-    ([0, 1, 3], ((0, 2), (1, 1)), "nan_mask", ""), ([1, 3], ((0, 2), (1, 1)), "mask_inverted", "")])
-def test_which_rows_are_nan(nan, decoded, fault, says):
-    found = zero_times_infinity(Nan(nan, decoded))
-    assert found.fault == fault and says in found.sentence
+@pytest.mark.parametrize("nan, decoded, fault", [([0, 1, 2, 3, 4], (), "nan_mask"), ([2, 4], (), "mask_inverted"),
+    ([0, 1, 3], (), None), ([2, 3], (), None), ([1, 2, 3, 4], (), "nan_mask"), ([0, 1], ((0, 2),), None),
+    ([0, 1, 3, 4], ((0, 2),), "nan_mask"), ([0, 1, 3], ((0, 2), (1, 1)), "nan_mask"),
+    ([1, 3], ((0, 2), (1, 1)), "mask_inverted")])
+def test_which_rows_are_nan(nan, decoded, fault):
+    found = hold(zero_times_infinity(Nan(nan, decoded)))
+    assert found.fault == fault
     assert found.numbers == {"nan_share": len(nan) / 60, "nan": len(nan)}
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from helpers.sentences import hold
 
 from tplab.align.diagnose import steps as told
 from tplab.align.diagnose.case import Diagnosis
@@ -34,10 +35,9 @@ def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
     """``read`` bytes of the file's ``stored`` numbers for parameters of ``kept`` bytes in the run's dtype."""
     report = Some(checkpoint=Some(tensors={"a": Some(dtype=stored)}), dtype=dtype, load_stats=[
         Some(bytes_read=r, parameter_bytes=k) for r, k in zip(read, kept)])
-    found = told.read_too_much(report)
+    found = hold(told.read_too_much(report))
     assert (found and (found.fault, found.numbers, found.point)) == (times and (
         "full_copy_on_every_rank", {"times": times}, "load"))
-    assert not times or f"a rank read {times:.1f} times the bytes that it keeps" in found.sentence
 
 
 # What was drawn.
@@ -46,14 +46,13 @@ def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
     ([{(0, 3): 5, (1, 2): 6}] * 2, None, None), ([{(0, 3): 5, (1, 2): 6}, {(0, 3): 5, (1, 2): 7}], 1, 7),
     ([{(0, 3): 5}, {(0, 3): 5}, {(0, 3): 8}], 2, 8), ([{(0, 3): 5}, {}], 1, None), ([{(0, 3): 5}], None, None)])
 def test_a_rank_that_drew_another_token(drawn, rank, token):
-    found = told.ranks_drew_differently(Some(decode=facts(drawn=drawn)))
+    found = hold(told.ranks_drew_differently(Some(decode=facts(drawn=drawn))))
     if rank is None:
         assert found is None and told.ranks_drew_differently(Some(decode=None)) is None
         return
     place = (1, 2) if token == 7 else (0, 3)
     assert found.fault == "rank_local_sampling" and found.point == "drawn"
     assert found.numbers == {"rank": rank, "prompt": place[0], "position": place[1]}
-    assert f"rank 0 drew token {drawn[0][place]} and rank {rank} token {token}:" in found.sentence
 
 
 LOGITS = torch.tensor([[4.0, 1.0, 5.0, 5.2], [9.0, 1.0, 2.0, 2.0]])  # two words of each of two ranks
@@ -67,10 +66,8 @@ def drawing(*tokens, logits=LOGITS, places=PLACES):
 
 
 def test_a_token_that_is_the_best_of_its_ranks_probabilities_only():
-    found = drawing(0, 0)
+    found = hold(drawing(0, 0))
     assert found.fault == "softmax_before_gather" and found.numbers == {"prompt": 0, "position": 3}
-    assert "1 of 2 drawn tokens are not the most probable ones: behind token 3 of prompt 0 one was drawn whose logit " \
-        "is 1.2 below the largest." in found.sentence
     assert drawing(3, 0) is None, "the best of all"
     assert drawing(1, 0) is None and drawing(2, 0) is None, "the best of nothing"
     assert drawing(0, 1) is None, "another one fits neither"
@@ -104,12 +101,10 @@ TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9], [1, 7, 7, 7, 7], [1, 2], [1, 2, 8]]
     ([[request(0, 0, 4, (0, 1))], [request(4, 2, 1, (0, 5))],
       [request(1, 0, 4, (2, 3))]], 1, 4)])  # who found it holds it, too
 def test_an_equal_beginning_that_was_not_found(steps, number, before):
-    found = told.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS))
+    found = hold(told.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS)))
     assert (found and found.numbers) == (number and {"prompt": number, "before": before})
     if found:
         assert found.fault == "prefix_never_found" and found.point == "steps"
-        assert (f"prompt {number} is computed from its first token on, although it begins as prompt {before} does"
-                in found.sentence)
     assert told.prefix_never_found(Some(decode=facts(*steps, prefix_caching=False), ids=TEXTS)) is None
     assert told.prefix_never_found(Some(decode=None)) is None
 
@@ -126,11 +121,9 @@ STALE = facts([request(0, 0, 2, (4,))], [request(0, 2, 1, (4, 5)), request(1, 0,
 
 
 def test_tables_that_are_not_the_schedulers():
-    says = ("In step 1 the ranks were told that sequence 1 has the blocks [6]; the scheduler had given it [7]. The old "
-            "blocks had been taken from it by then.")
-    assert told.strange_blocks(about(STALE)).sentence == says
-    found = told.stale_table_without_harm(Some(decode=STALE))
-    assert found.fault == "stale_block_table" and found.sentence == f"{says} This time it did no harm."
+    assert hold(told.strange_blocks(about(STALE))).fault == "stale_block_table"
+    found = hold(told.stale_table_without_harm(Some(decode=STALE)))
+    assert found.fault == "stale_block_table"
     longer = facts([request(0, 0, 2, (4, 9))], tables=[{0: (4,)}])
     assert told.strange_blocks(about(longer)) is told.stale_table_without_harm(Some(decode=longer)) is None
     assert told.strange_blocks(about(None)) is None
@@ -157,9 +150,7 @@ LOST, EARLY, PARENT = "preempted_not_recomputed", "cached_before_computed", "pre
     ([[request(5, 0, 3, (0, 1))], [request(2, 0, 2, (1,))], [request(2, 2, 2, (1, 3))]], None, None)])
 def test_what_a_sequence_finds_in_its_blocks(steps, fault, read):
     texts = [*TEXTS, [1, 2, 3, 4], [7, 7, 3, 4, 5]]
-    found = told.strange_blocks(about(facts(*steps, preemptions=1), texts))
+    found = hold(told.strange_blocks(about(facts(*steps, preemptions=1), texts)))
     assert (found and found.fault, found and tuple(found.numbers.values())[-3:]) == (fault, read)
-    if found:
-        assert f"In step {read[0]} sequence {read[1]} " in found.sentence and f"token {read[2]} " in found.sentence
     without = told.strange_blocks(about(facts(*steps), texts))
     assert (without and without.fault) == (None if fault == LOST else fault), "nothing was preempted"

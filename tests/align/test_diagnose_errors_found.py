@@ -1,6 +1,7 @@
 """Errors in which runs ended, made by hand: who left what out, who waits, who holds the blocks, in exact words."""
 
 import pytest
+from helpers.sentences import hold
 
 from tplab.align import diagnose
 from tplab.align.diagnose import errors
@@ -28,29 +29,21 @@ A, B = op(2), op(2, "all_gather")
     ([[op(1), op(2, shape=(1,))], [op(1), A]], 2, False),
     ([[op(1), A], [op(1), A], [op(1), B]], 2, True), ([[A], [A]], None, None), ([[], []], None, None)])
 def test_the_first_collective_in_which_ranks_are_not_together(logs, number, skipped):
-    found = errors.different_collectives(failed(logs))
+    found = hold(errors.different_collectives(failed(logs)))
     assert (found and (found.fault, found.numbers)) == (number and (
         "collective_skipped" if skipped else None, {"collective": number}))
-    if found:
-        calls = "; ".join(f"rank {rank}: {log[-1 if len(log) == 2 else 1]}" for rank, log in enumerate(logs))
-        words = "go different ways at collective #2" if skipped else "meet in one line, in collective #2, with tensors"
-        assert f"The ranks {words}" in found.sentence and f"({calls})" in found.sentence
 
 
-@pytest.mark.parametrize("lengths, kinds, waits, gone", [
-    ((3, 2), ("waiting", "returned"), 0, 1), ((2, 3), ("returned", "waiting"), 1, 0),
-    ((3, 2, 2), ("waiting", "returned", "returned"), 0, 1), ((3, 2, 1), ("waiting", "running", "returned"), 0, 2),
-    ((1, 2), ("waiting", "waiting"), 1, 0), ((3, 3), ("waiting", "waiting"), None, None),
-    ((3, 0), ("waiting", "returned"), 0, 1), ((3, 2), ("waiting", "running"), None, None)])
-def test_who_waits_for_whom(lengths, kinds, waits, gone):
+@pytest.mark.parametrize("lengths, kinds, seen", [
+    ((3, 2), ("waiting", "returned"), True), ((2, 3), ("returned", "waiting"), True),
+    ((3, 2, 2), ("waiting", "returned", "returned"), True), ((3, 2, 1), ("waiting", "running", "returned"), True),
+    ((1, 2), ("waiting", "waiting"), True), ((3, 3), ("waiting", "waiting"), False),
+    ((3, 0), ("waiting", "returned"), True), ((3, 2), ("waiting", "running"), False)])
+def test_who_waits_for_whom(lengths, kinds, seen):
     logs = [[op(seq) for seq in range(1, length + 1)] for length in lengths]
-    found = errors.different_collectives(failed(logs, kinds))
-    assert (found is None) is (waits is None)
-    if found:
-        last = max(lengths)
-        assert found.fault == "collective_skipped" and found.numbers == {"collective": last}
-        assert found.sentence == (f"Rank {waits} waits in collective #{last}, {op(last)}, and rank {gone} went on "
-                                  f"without it. It was left out on rank {gone}.")
+    found = hold(errors.different_collectives(failed(logs, kinds)))
+    assert (found and (found.fault, found.numbers)) == (
+        ("collective_skipped", {"collective": max(lengths)}) if seen else None)
 
 
 @pytest.mark.parametrize("kinds", [("raised", "waiting"), ("waiting", "died")])
@@ -58,22 +51,18 @@ def test_where_a_rank_failed_by_itself_nothing_was_left_out(kinds):
     error = failed([[A], [B]], kinds, "raised ValueError: x\nline two,")
     assert errors.different_collectives(error) is errors.still_running(error) is None
     if kinds[0] == "raised":
-        assert errors.one_rank_failed(error).sentence == (
-            "Rank 0 raised ValueError: x. The trouble is in this rank alone; the others only lost it.")
-        assert errors.one_rank_failed(error).numbers == {"rank": 0}
+        assert hold(errors.one_rank_failed(error)).numbers == {"rank": 0}
     else:
         assert errors.one_rank_failed(error) is None, "the first of them did not"
     assert errors.one_rank_failed(EngineError("x")) is errors.one_rank_failed(RankError("x")) is None
 
 
-@pytest.mark.parametrize("kinds, rank, waits", [
-    (("running", "waiting"), 0, ", while rank 1 says 1"), (("waiting", "running", "waiting"), 1,
-                                                          ", while rank 0 says 0 and rank 2 says 2"),
-    (("running", "running"), 0, ""), (("running", "returned"), 0, ""), (("waiting", "waiting"), None, "")])
-def test_a_rank_that_takes_long(kinds, rank, waits):
-    found = errors.still_running(failed([[A]] * len(kinds), kinds))
+@pytest.mark.parametrize("kinds, rank", [
+    (("running", "waiting"), 0), (("waiting", "running", "waiting"), 1), (("running", "running"), 0),
+    (("running", "returned"), 0), (("waiting", "waiting"), None)])
+def test_a_rank_that_takes_long(kinds, rank):
+    found = hold(errors.still_running(failed([[A]] * len(kinds), kinds)))
     assert (found and found.numbers) == (None if rank is None else {"rank": rank})
-    assert found is None or found.sentence.startswith(f"Rank {rank} says {rank}{waits}. It takes longer than")
 
 
 @pytest.mark.parametrize("used, held, waiting, fault, numbers", [
@@ -82,25 +71,19 @@ def test_a_rank_that_takes_long(kinds, rank, waits):
     (5, 3, [(0, 9, 4), (1, 8, 8)], "full_length_after_prefix_hit", {"tokens": 8}),
     (3, 3, [(7, 4, 5)], "full_length_after_prefix_hit", {"tokens": 4})])
 def test_an_engine_that_stands_still(used, held, waiting, fault, numbers):
-    found = errors.standstill(StandstillError("x", used, held, waiting))
+    found = hold(errors.standstill(StandstillError("x", used, held, waiting)))
     assert (found and (found.fault, found.numbers)) == (fault and (fault, numbers))
-    if fault == "block_leaked":
-        assert found.sentence == (f"{used} blocks count as used, but the sequences that are there hold {held}: "
-                                  f"{used - held} never came back from sequences that have ended.")
-    elif fault:
-        number = next(n for n, tokens, computed in waiting if computed >= tokens)
-        assert found.sentence.startswith(f"Sequence {number} waits with all {numbers['tokens']} of its tokens found in")
     assert errors.standstill(EngineError("x")) is None
 
 
 def test_what_strict_checks_saw():
-    found = errors.strict_checks(StrictError("block 3", drawn=()))
-    assert found.fault is None and found.sentence.endswith("before the damage spread: block 3")
-    found = errors.strict_checks(StrictError("other tokens", drawn=[{0: 1}, {0: 2}]))
-    assert found.fault == "rank_local_sampling" and "The ranks drew different tokens (other tokens): " in str(found)
+    found = hold(errors.strict_checks(StrictError("block 3", drawn=())))
+    assert found.fault is None
+    found = hold(errors.strict_checks(StrictError("other tokens", drawn=[{0: 1}, {0: 2}])))
+    assert found.fault == "rank_local_sampling"
     assert errors.strict_checks(EngineError("x")) is None
 
 
 def test_an_error_of_which_nothing_is_known():
-    found = diagnose(EngineError("a\nb"))
-    assert (found.fault, found.point, found.sentence) == (None, "error", "Unknown cause; the run ended with: a")
+    found = hold(diagnose(EngineError("a\nb")))
+    assert (found.fault, found.point) == (None, "error")

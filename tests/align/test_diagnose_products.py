@@ -68,16 +68,14 @@ def test_the_product_by_hand_is_right(run, point):
 
 
 @EVERY
-@pytest.mark.parametrize("times, fault, says", [(0, "bias_missing", "the bias was left out"),
-                                                (2, "bias_twice", "it is added twice")])
-def test_a_bias_too_few_or_too_many(run, point, times, fault, says):
+@pytest.mark.parametrize("times, fault", [(0, "bias_missing"), (2, "bias_twice")])
+def test_a_bias_too_few_or_too_many(run, point, times, fault):
     module = MODULES[point][0]
     held = product(run, point, bias=times * run.w(f"{MODEL}{module}.bias"))
     if not times and point.endswith("partial"):  # then it is added to the sum
         return
     found = asked(run, asks_for("bias_missing", "bias_twice", "bias_first_rows"), held, AT + point)
     assert found.fault == fault
-    assert found.sentence == f"layers.1.{point} is right but for the bias of {module}: {says}."
 
 
 @COLUMNS
@@ -86,15 +84,15 @@ def test_a_bias_that_was_not_cut(run, point):
     held = product(run, point, bias=torch.zeros_like(bias))
     held = [x + bias[:x[0].numel()].view(x.shape[1:]) for x in held]
     found = asked(run, asks_for("bias_missing", "bias_twice", "bias_first_rows"), held, AT + point)
-    assert found.fault == "bias_first_rows" and "add the first rows of the bias of" in found.sentence
+    assert found.fault == "bias_first_rows"
 
 
 @pytest.mark.parametrize("point, module", [("o_proj", "self_attn.o_proj"), ("mlp", "mlp.down_proj")])
-@pytest.mark.parametrize("times, fault, says", [(-1, "bias_missing", "no rank adds it"), (1, "bias_twice", "it is a")])
-def test_a_sum_without_its_bias(run, point, module, times, fault, says):
+@pytest.mark.parametrize("times, fault", [(-1, "bias_missing"), (1, "bias_twice")])
+def test_a_sum_without_its_bias(run, point, module, times, fault):
     held = run.changed(AT + point, lambda x, rank: x + times * run.w(f"{MODEL}{module}.bias"))
     found = asked(run, asks_for("bias_missing", "bias_twice"), held, AT + point)
-    assert found.fault == fault and f"is right but for the bias of {module}: {says}" in found.sentence
+    assert found.fault == fault
 
 
 @EVERY
@@ -105,8 +103,6 @@ def test_the_weight_of_another_layer(run, point, layer, bias):
     held = product(run, point, weight=run.w(f"{name}.weight"), bias=run.w(f"{name}.bias") if bias else None)
     found = asked(run, asks_for("wrong_layer"), held, AT + point)
     assert found.fault == "wrong_layer" and found.numbers == {"layer": layer}
-    assert found.sentence == (f"layers.1.{point} is right for another layer's weight: that of {MODULES[point][0]} of "
-                              f"layer {layer}.")
 
 
 def test_the_weight_of_another_module(run):
@@ -114,7 +110,6 @@ def test_the_weight_of_another_module(run):
     held = product(run, "q", weight=weight, bias=bias)
     found = asked(run, asks_for("wrong_weight"), held, AT + "q")
     assert found.fault == "wrong_weight"
-    assert found.sentence == "layers.1.q is right for the weight of self_attn.o_proj, where self_attn.q_proj belongs."
     for point, other in (("k", "v"), ("gate", "up")):  # these have names of their own
         weight, bias = (run.w(f"{MODEL}{MODULES[other][0]}.{what}") for what in ("weight", "bias"))
         case = run.case(AT + point, product(run, point, weight=weight, bias=bias))
@@ -125,20 +120,18 @@ def test_the_weight_of_another_module(run):
 def test_a_square_weight_read_the_other_way(run, point):
     weight = run.w(f"{MODEL}{MODULES[point][0]}.weight").T
     found = asked(run, asks_for("weight_transposed"), product(run, point, weight=weight), AT + point)
-    assert found.fault == "weight_transposed" and "with the square weight transposed" in found.sentence
+    assert found.fault == "weight_transposed"
 
 
 @COLUMNS
-@pytest.mark.parametrize("source, fault, says", [
-    ("before", "norm_skipped", "what stands before the norm: the norm's output was not used"),
-    ("input_norm", "norm_wrong_input", "what attention got, beside attention instead of behind it")])
-def test_something_else_was_multiplied(run, point, source, fault, says):
+@pytest.mark.parametrize("source, fault", [("before", "norm_skipped"), ("input_norm", "norm_wrong_input")])
+def test_something_else_was_multiplied(run, point, source, fault):
     name = {"before": AT + "residual" if point in ("gate", "up") else "layers.0.output"}.get(source, AT + source)
     if name == AT + MODULES[point][1]:
         return  # that is what belongs there
     held = product(run, point, x=lambda rank: run.x(name, rank))
     found = asked(run, asks_for("norm_skipped"), held, AT + point)
-    assert found.fault == fault and found.sentence == f"layers.1.{point} was made from {says}."
+    assert found.fault == fault
 
 
 @EVERY
@@ -146,7 +139,7 @@ def test_a_weight_of_zeros(run, point):
     weight = torch.zeros_like(run.w(f"{MODEL}{MODULES[point][0]}.weight"))
     held = product(run, point, weight=weight)
     found = asked(run, asks_for("weight_not_loaded"), held, AT + point)
-    assert found.fault == "weight_not_loaded" and "is what a weight of zeros gives" in found.sentence
+    assert found.fault == "weight_not_loaded"
 
 
 @COLUMNS
@@ -159,7 +152,7 @@ def test_scales_of_the_first_rows(run, point):
         changed[rows] *= scale[:len(rows)] / scale[rows]
     held = product(run, point, weight=changed)
     found = asked(run, asks_for("channel_scales"), held, AT + point)
-    assert found.fault == "channel_scales" and f"have their own rows of {MODULES[point][0]}" in found.sentence
+    assert found.fault == "channel_scales"
     held[0] = held[0] + 1
     assert asks_for("channel_scales")(run.case(AT + point, held)) is None, "rank 0 has the first rows"
 
@@ -176,7 +169,7 @@ def test_keys_and_values_that_took_each_others_place(run):
 def test_the_first_kv_heads_on_every_rank(run, point):
     held = [run.x(AT + point, 0)] * 2
     found = asked(run, asks_for("kv_first_rows"), held, AT + point)
-    assert found.fault == "kv_first_rows" and f"the first rows of {point}_proj" in found.sentence
+    assert found.fault == "kv_first_rows"
     assert asks_for("kv_replica_modulo")(run.case(AT + point, held)) is None, "there are more KV heads than ranks"
 
 
@@ -191,7 +184,7 @@ def test_a_fused_matrix_that_was_cut_as_one_block(run, point):
     held = product(run, point, weight=weight, bias=bias, rows=rows)
     found = asked(run, asks_for("fused_one_block"), held, AT + point)
     named, cut = ("q|k|v", "Cut q, k and v apart") if point in "qkv" else ("gate|up", "Cut gate and up apart")
-    assert found.fault == "fused_one_block" and f"rows of [{named}]" in found.sentence and cut in found.sentence
+    assert found.fault == "fused_one_block"
 
 
 @COLUMNS
@@ -200,7 +193,7 @@ def test_an_offset_that_was_divided_twice(run, point):
         mine = features(run, point, rank)
         return mine - mine[0] + mine[0] // 2
     found = asked(run, asks_for("divided_twice"), product(run, point, rows=rows), AT + point)
-    assert found.fault == "divided_twice" and f"number of rows of {point}, but they begin" in found.sentence
+    assert found.fault == "divided_twice"
 
 
 @COLUMNS
@@ -208,7 +201,7 @@ def test_a_matrix_cut_along_its_inputs(run, point):
     weight = run.w(f"{MODEL}{MODULES[point][0]}.weight")
     held = product(run, point, weight=weight.reshape(weight.shape[1], weight.shape[0]).T)
     found = asked(run, asks_for("shard_dim1"), held, AT + point)
-    assert found.fault == "shard_dim1" and f"when {point}_proj.weight is taken for [in, out]" in found.sentence
+    assert found.fault == "shard_dim1"
     if point in "kv":  # beginning at whichever head
         held[1] = product(run, point, weight=weight.reshape(weight.shape[1], weight.shape[0]).T,
                           rows=lambda rank: torch.arange(6, 18))[1]
@@ -228,7 +221,6 @@ def test_rows_written_as_columns(run, point):
         held.append(y.unflatten(1, (-1, DIM)) if point in "qkv" else y)
     found = asked(run, asks_for("qkv_written_by_column", "written_by_column"), held, AT + point)
     assert found.fault == ("qkv_written_by_column" if point in "qkv" else "written_by_column")
-    assert "and has written them side by side" in found.sentence
 
 
 @pytest.mark.parametrize("rank, head, row, wanted", [(0, 1, 0, 48), (1, 3, 66, 60)])
@@ -238,7 +230,6 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
     held[rank][:, 0] = run.x(AT + "q", 0)[:, 0] if rank == 0 else run.x(AT + "k", 1)[:, 1]
     found = asked(run, in_other_places, held, AT + "k")
     assert found.fault is None and found.numbers == {"rank": rank, "row": row, "wanted": wanted}
-    assert f"rank {rank} has row {row} of [q|k|v] where row {wanted} belongs" in found.sentence
     held[rank] = held[rank] + 1
     assert in_other_places(run.case(AT + "k", held)) is None
 
@@ -248,7 +239,7 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
 @pytest.mark.parametrize("point, other", [("gate", "up"), ("up", "gate")])
 def test_gate_in_the_place_of_up(run, point, other):
     found = asked(run, asks_for("gate_up_order"), product(run, other), AT + point)
-    assert found.fault == "gate_up_order" and found.sentence.startswith(f"{point} is what {other} should be")
+    assert found.fault == "gate_up_order"
 
 
 @pytest.mark.parametrize("wrong, rank, row, wanted", [
@@ -263,7 +254,6 @@ def test_features_of_gate_that_stand_elsewhere(run, wrong, rank, row, wanted):
     held = product(run, "gate", rows=rows)
     found = asked(run, asks_for("mlp_columns"), held, AT + "gate")
     assert found.fault == "mlp_columns" and found.numbers == {"rank": rank, "row": row, "wanted": wanted}
-    assert f"rank {rank} has row {row} of [gate|up] where row {wanted} belongs" in found.sentence
     held[rank][0, 1] += 1
     assert asks_for("mlp_columns")(run.case(AT + "gate", held)) is None
 
@@ -282,17 +272,14 @@ def test_another_activation(run, says):
     held = [COMBINED[says](g, u) for g, u in zip(product(run, "gate"), product(run, "up"))]
     found = asked(run, asks_for("wrong_activation"), held, AT + "mlp_act")
     assert found.fault == "wrong_activation"
-    assert found.sentence == f"mlp_act is {says}; right is silu(gate) × up."
 
 
 def test_gate_and_up_exchanged_or_in_turns(run):
     gate, up = product(run, "gate"), product(run, "up")
     found = asked(run, asks_for("gate_up_order"), [F.silu(u) * g for g, u in zip(gate, up)], AT + "mlp_act")
-    assert found.fault == "gate_up_order" and "is act(up) × gate" in found.sentence
+    assert found.fault == "gate_up_order"
     fused = [torch.cat(pair, 1) for pair in zip(gate, up)]
     held = [F.silu(f[:, 0::2]) * f[:, 1::2] for f in fused]
     found = asked(run, asks_for("gate_up_interleaved"), held, AT + "mlp_act")
-    assert "it holds [gate|up], and was read as gate 0, up 0, gate 1, up 1" in found.sentence
     turns = [torch.stack(pair, -1).flatten(1).chunk(2, 1) for pair in zip(gate, up)]
     found = asked(run, asks_for("gate_up_interleaved"), [F.silu(a) * b for a, b in turns], AT + "mlp_act")
-    assert "it holds gate 0, up 0, gate 1, up 1, …, and was read as [gate|up]" in found.sentence

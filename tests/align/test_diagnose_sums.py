@@ -45,15 +45,13 @@ def test_the_norm_by_hand_is_right(run, point):
 
 
 @EVERY
-@pytest.mark.parametrize("fault, make, says", [
-    ("norm_weight_missing", lambda x, w: normed(x, 1.0), "normalized, but not multiplied with the norm's weight."),
-    ("norm_plus_one", lambda x, w: normed(x, 1 + w), "multiplied with 1 + weight, as Gemma does; this checkpoint's"),
-    ("layer_norm", lambda x, w: normed(x - x.mean(-1, keepdim=True), w), "what a LayerNorm gives, which subtracts the"),
-    ("norm_by_deviation", by_deviation, "divided by the standard deviation, where the mean is left out, not the mean"),
-    ("norm_twice", lambda x, w: normed(normed(x, w), w), "normalized twice.")])
-def test_another_kind_of_norm(run, point, fault, make, says):
+@pytest.mark.parametrize("fault, make", [("norm_weight_missing", lambda x, w: normed(x, 1.0)),
+    ("norm_plus_one", lambda x, w: normed(x, 1 + w)),
+    ("layer_norm", lambda x, w: normed(x - x.mean(-1, keepdim=True), w)), ("norm_by_deviation", by_deviation),
+    ("norm_twice", lambda x, w: normed(normed(x, w), w))])
+def test_another_kind_of_norm(run, point, fault, make):
     found = asked(run, asks_for("norm_weight_missing"), made(run, point, make), AT + point)
-    assert found.fault == fault and found.sentence.startswith(f"{point} is {says}")
+    assert found.fault == fault
 
 
 @EVERY
@@ -62,7 +60,6 @@ def test_another_epsilon_is_read_off(run, point, eps):
     held = made(run, point, lambda x, w: normed(x, w, eps))
     found = asks_for("norm_epsilon")(run.case(AT + point, held))
     assert found.fault == "norm_epsilon" and found.numbers == {"epsilon": pytest.approx(eps, rel=0.1)}
-    assert "the checkpoint says 1e-05" in found.sentence
 
 
 @pytest.mark.parametrize("point", ["q_norm", "k_norm"])
@@ -72,7 +69,7 @@ def test_the_mean_over_all_heads(run, point):
         assert torch.allclose(held[0], run.x(AT + point, 0), atol=1e-5)
         return
     found = asked(run, asks_for("norm_over_all_heads"), held, AT + point)
-    assert found.fault == "norm_over_all_heads" and found.sentence.startswith("q_norm was divided by the root mean")
+    assert found.fault == "norm_over_all_heads"
 
 
 @EVERY
@@ -85,40 +82,34 @@ def test_the_weight_of_another_norm(run, point, other, fault):
     held = made(run, point, lambda x, w: normed(x, run.w(full)))
     found = asked(run, asks_for("norm_weight_exchanged"), held, AT + point)
     assert found.fault == fault
-    assert found.sentence == f"{point} is right but for its weight: it was multiplied with {full}."
 
 
-@pytest.mark.parametrize("source, says", [
-    ("layers.0.output", "the layer's input: attention's output has not been added yet"),
-    (AT + "o_proj", "attention's output alone, without the residual stream")])
-def test_the_norm_of_something_else(run, source, says):
+@pytest.mark.parametrize("source", ["layers.0.output", AT + "o_proj"])
+def test_the_norm_of_something_else(run, source):
     held = [normed(run.x(source, rank), run.w(f"{MODEL}post_attention_layernorm.weight")) for rank in range(3)]
     found = asked(run, asks_for("norm_wrong_input"), held, AT + "post_norm")
-    assert found.fault == "norm_wrong_input" and found.sentence == f"post_norm is the norm of {says}."
+    assert found.fault == "norm_wrong_input"
 
 
 # Residual streams.
 
-@pytest.mark.parametrize("point, names, fault, says", [
-    ("residual", {"before": 0, "o_proj": 1}, "residual_missing", "attention's output"),
-    ("residual", {"before": 1, "o_proj": 0}, "sublayer_missing", "the layer's input"),
-    ("residual", {"input_norm": 1, "o_proj": 1}, "residual_wrong_place", "attention's output + the normalized input"),
-    ("residual", {"before": 3, "o_proj": 1}, "residual_on_every_rank", "3 × the layer's input + attention's output"),
-    ("residual", {"before": 1, "o_proj": 3}, "all_reduce_twice", "the layer's input + 3 × attention's output"),
-    ("residual", {"before": 1, "o_proj": 2}, None, "the layer's input + 2 × attention's output"),
-    ("output", {"residual": 0, "mlp": 1}, "residual_missing", "the MLP's output"),
-    ("output", {"residual": 1, "mlp": 0}, "sublayer_missing", "the residual stream"),
-    ("output", {"before": 1, "mlp": 1}, "residual_wrong_place", "the MLP's output + the layer's input"),
-    ("output", {"post_norm": 1, "mlp": 1}, "residual_wrong_place", "the MLP's output + the normalized residual stream"),
-    ("output", {"residual": 3, "mlp": 1}, "residual_on_every_rank", "3 × the residual stream + the MLP's output"),
-    ("output", {"residual": 1, "mlp": 3}, "all_reduce_twice", "the residual stream + 3 × the MLP's output")])
-def test_another_sum(run, point, names, fault, says):
+@pytest.mark.parametrize("point, names, fault", [("residual", {"before": 0, "o_proj": 1}, "residual_missing"),
+    ("residual", {"before": 1, "o_proj": 0}, "sublayer_missing"),
+    ("residual", {"input_norm": 1, "o_proj": 1}, "residual_wrong_place"),
+    ("residual", {"before": 3, "o_proj": 1}, "residual_on_every_rank"),
+    ("residual", {"before": 1, "o_proj": 3}, "all_reduce_twice"), ("residual", {"before": 1, "o_proj": 2}, None),
+    ("output", {"residual": 0, "mlp": 1}, "residual_missing"),
+    ("output", {"residual": 1, "mlp": 0}, "sublayer_missing"),
+    ("output", {"before": 1, "mlp": 1}, "residual_wrong_place"),
+    ("output", {"post_norm": 1, "mlp": 1}, "residual_wrong_place"),
+    ("output", {"residual": 3, "mlp": 1}, "residual_on_every_rank"),
+    ("output", {"residual": 1, "mlp": 3}, "all_reduce_twice")])
+def test_another_sum(run, point, names, fault):
     def of(name):
         return "layers.0.output" if name == "before" else AT + name
     held = [sum(times * run.x(of(name), rank) for name, times in names.items()) for rank in range(3)]
     found = asked(run, asks_for("residual_missing"), held, AT + point)
-    right = {"residual": "the layer's input + attention's output", "output": "the residual stream + the MLP's output"}
-    assert found.fault == fault and found.sentence == f"layers.1.{point} is {says}; right is {right[point]}."
+    assert found.fault == fault
     assert {name: times for name, times in found.numbers.items() if times} == {n: t for n, t in names.items() if t}
 
 
@@ -138,6 +129,5 @@ def test_sublayers_beside_each_other(run):
     held = [run.x("layers.0.output", rank) + run.x(AT + "mlp", rank) + run.x(AT + "o_proj", rank) for rank in range(3)]
     found = asked(run, asks_for("residual_missing"), held, AT + "output", instead=stream)
     assert found.fault == "parallel_sublayers"
-    assert "is the residual stream + the MLP's output + attention's output; right is" in found.sentence
     held = [x + run.x(AT + "mlp", rank) for rank, x in enumerate(held)]
     assert asked(run, asks_for("residual_missing"), held, AT + "output", instead=stream).fault is None

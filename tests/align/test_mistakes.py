@@ -10,6 +10,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 from helpers.reports import with_point
 from helpers.scopes import SAID, only
+from helpers.sentences import hold
 
 from tplab.align import align, align_decode, diagnose
 from tplab.align.diagnose.diagnose import diagnose_all
@@ -65,61 +66,13 @@ LOST = {"head tied", "head rows reversed", "head rows shifted by one"}  # what i
 
 ALIKE = {"q transposed": ("weight_transposed",), "theta 10000": ("rope_theta",), "KV head 0": ("query_to_kv",),
          "no first residual": ("embedding_scale",), "residual on every rank": ("embedding_scale",)}
-# What tells a mistake from others of its name.
-SAYS = {
-    "eps 1e-2": "epsilon of 0.01;", "eps outside the root": "0.01 outside of the square root",
-    "no norm": "given, unchanged", "weight without norm": "never divided by",
-    "norm weights exchanged": "layers.0.post_attention_layernorm.weight",
-    "another layer's norm": "layers.2.input_layernorm.weight", "another layer's qkv": "self_attn.q_proj of layer 2",
-    "another layer's o": "self_attn.o_proj of layer 2",
-    "another layer's gate and up": "mlp.gate_proj and mlp.up_proj of layer 2",
-    "another layer's down": "mlp.down_proj of layer 2", "qkv of zeros": "a weight of zeros",
-    "qkv at random": "nothing to do with that of self_attn.q_proj",
-    "o at random": "nothing to do with that of self_attn.o_proj", "gate and up of zeros": "a weight of zeros",
-    "no qkv bias": "bias of self_attn.q_proj: the bias was left out", "no o bias": "bias of self_attn.o_proj: no rank",
-    "no gate and up bias": "bias of mlp.gate_proj and mlp.up_proj: the bias was left",
-    "no down bias": "bias of mlp.down_proj: no rank", "qkv bias twice": "added twice",
-    "o of the next rank": "parts: [1, 0]", "qkv interleaved per group": "read group by group",
-    "[k|q|v]": "read as [k|q|v]", "Meta's rows": "halves lie in turns",
-    "theta 1e6": "theta 1e+06; the checkpoint says 500000", "theta 12345": "theta 12345", "theta 10000": "theta 10000",
-    "exponent over hidden / heads": "head of 16 numbers", "positions / 4": "multiplied by 0.25",
-    "turned back": "the sign of sin", "half of the head": "first 6 of a head's 12",
-    "bf16 tables": "cos and sin were rounded to bfloat16", "fp16 tables": "cos and sin were rounded to float16",
-    "bf16 frequencies": "frequencies were rounded to bfloat16", "bf16 angles": "angles were computed in bfloat16",
-    "yarn without its factor": "factor 1.139 of cos and sin was left out", "positions from 1": "stood at 1 (74 of 74",
-    "positions run on": "stood at 26 (48 of 74", "positions from the end": "stood at 25 (72 of 74",
-    "scores not scaled": "with 1: they", "scores scaled twice": "with 1 / 10: they were scaled twice",
-    "scale of the hidden size": "with 1 / sqrt(48), of the hidden size",
-    "scale of some number": "0.2137, which is 1 / sqrt(21.9)", "window of 7": "last 7 tokens",
-    "the next one too": "sees the next one", "not oneself": "no token sees itself",
-    "mask times scores": "multiplied with the scores", "mask behind the softmax": "behind the softmax",
-    "mask added as 1": "added as 1", "heads not transposed": "[heads, tokens, head_dim] was taken",
-    "KV heads by modulo": "head 1 reads KV head 1; in grouped attention, head h reads h // group, here 0 (12 of 24",
-    "reduced twice": "is 2 times", "averaged": "is 1/2 of", "rank 0 left out": "ranks [1] only; all 2",
-    "embedding reduced twice": "is 2 times", "no first residual": "is attention's output;",
-    "no second residual": "is the MLP's output;",
-    "first residual behind the norm": "is attention's output + the normalized input;",
-    "second residual behind the norm": "MLP's output + the normalized residual stream;",
-    "second residual from before attention": "MLP's output + the layer's input;",
-    "attention left out": "is the layer's input;",
-    "residual on every rank": "2 × the layer's input + attention's output;", "gate and up in turns": "holds [gate|up]",
-    "gate and up in blocks": "holds gate 0, up 0", "gelu": "is gelu(gate) × up",
-    "tanh gelu": "is gelu_tanh(gate) × up", "relu": "is relu(gate) × up", "silu on both": "silu(gate) × silu(up)",
-    "silu of the product": "silu(gate × up)", "no activation": "no activation(gate) × up",
-    "embedding × sqrt(hidden)": "sqrt(30), the root", "embedding of the token before": "token before",
-    "head rows reversed": "token 33's logit where token 0's",
-    "head rows shifted by one": "token 33's logit where token 0's", "logits of the token before": "token before",
-    "logits capped": "c = 30;", "logits scaled": "0.136986 times", "norms in bfloat16": "as far as bfloat16",
-    "o in bfloat16": "as far as bfloat16", "gate and up as one block": "[gate|up], cut out of it as one block"}
-
-
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_and_a_near_miss_is_not(models, name):
     one, report = MISTAKES[name], report_of(models, name)
-    diagnosis = diagnose(report)
+    diagnosis = hold(diagnose(report))
     assert one.fault in diagnosis.names and one.point in (None, diagnosis.point), diagnosis
     assert diagnosis.fault == one.fault or name == "KV head 0", diagnosis  # the museum has a bug like it
-    assert SAYS.get(name, "") in diagnosis.sentence and diagnosis.names == (diagnosis.fault, *ALIKE.get(name, ()))
+    assert diagnosis.names == (diagnosis.fault, *ALIKE.get(name, ()))
     if name not in EXACT:
         off = diagnose(with_point(report, diagnosis.point, lambda x: x + 8 * report.floor * x.abs().max() * noise(x)))
         assert off.fault is None or (name in LOST and off.fault == "head_random"), off

@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.sentences import hold
 
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.mistakes import TABLE
@@ -87,8 +88,8 @@ def noise(*shape, seed=0):
 
 
 def asks_for(*names):
-    """Asks the entries of the table that can give one of these names, about a case."""
+    """Asks the entries of the table that can give one of these names, about a case; its words are held."""
     def ask(case):
-        return next((found for one in TABLE if case.op in one.subjects and {*names} & {*one.names}
-                     and (found := one(case))), None)
+        return hold(next((found for one in TABLE if case.op in one.subjects and {*names} & {*one.names}
+                          and (found := one(case))), None))
     return ask

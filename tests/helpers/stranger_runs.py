@@ -8,6 +8,14 @@ from tplab.checkpoint import Checkpoint
 from tplab.ranks import logical_ranks, rank
 from tplab.record import record
 
+TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30], [7, 40, 2, 11, 60, 33, 1, 50, 12]]
+
+
+def texts(count, length, vocab=67):
+    """Drawn ones, the same every time."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for _ in range(count)]
+
 
 def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[Share] | None = None,
         dtype: torch.dtype = torch.float32, change=lambda model, weights: None, ranks=None,

@@ -12,9 +12,9 @@ import torch
 from tplab.align.gather import recorded
 from tplab.align.judge import judge
 from tplab.align.report import AlignReport, DecodeFacts
-from tplab.align.run import AlignError, check_prompts, pool_for
+from tplab.align.run import AlignError, pool_for, prepared
 from tplab.cache import blocks_needed
-from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checkpoint import Checkpoint
 from tplab.checks import from_one_up, shown, whole_number
 from tplab.engine import runner
 from tplab.engine.config import EngineConfig
@@ -23,12 +23,10 @@ from tplab.engine.runner import drop_runners, execute_model, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.llm.executor import LogicalExecutor
 from tplab.llm.sampling_params import SamplingParams
-from tplab.model.dtypes import parse_dtype
 from tplab.model.trace import recording
-from tplab.patch import applied, as_patches
+from tplab.patch import applied
 from tplab.pool import RankPool
 from tplab.ranks import state
-from tplab.shard import ShardPlan
 
 _KEY = "align decode"
 
@@ -122,15 +120,12 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     Raises:
         AlignError: a prompt is not longer than ``new_tokens``; otherwise as :func:`tplab.align.align`.
     """
-    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    dtype, patches = parse_dtype(dtype), as_patches(patches)
-    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size, enable_expert_parallel=enable_expert_parallel)
-    texts = check_prompts(ckpt, prompts)
+    ckpt, dtype, patches, plan, texts = prepared(model, prompts, tensor_parallel_size, dtype, patches,
+                                                 enable_expert_parallel)
     shortest = min(map(len, texts))
     if whole_number(new_tokens, 1, shortest - 1) is None:
         raise AlignError(f"the shortest prompt has {shortest} tokens, too few to decode {shown(new_tokens)} of them "
                          "one by one and read at least one before: write a longer prompt, or give another new_tokens")
-    ckpt.check_unchanged()
     block_size = from_one_up("block_size", block_size, AlignError)
     config = EngineConfig(
         vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)) + 1, block_size=block_size,

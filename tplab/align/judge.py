@@ -6,12 +6,12 @@ import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
-from tplab.align.guilty import Judge, LocalDiff, recorded_points
+from tplab.align.guilty import Judge, recorded_points
 from tplab.align.local import Weights
 from tplab.align.points import POINTS
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
+from tplab.align.report import AlignReport, Evidence, compare, internal_error
 from tplab.checkpoint import Checkpoint
 from tplab.errors import TplabError
 from tplab.patch import Patch
@@ -31,34 +31,35 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
     short = recording.dtype in SHORT
-    local, broken, judged = {}, False, Judge(recording, ckpt, plan) if by_local or short else None
+    local, judged = {}, Judge(recording, ckpt, plan) if by_local or short else None
     theirs, exact = _Reference(recording, ckpt, recording.dtype), None
     if short:
         exact = _Reference(recording, ckpt, torch.float32)
     whole = {s: len(text) for s, text in enumerate(recording.ids)}
     plain = len(recording.places) == sum(whole.values()) and all(
         keys == whole[s] for (s, _), keys in zip(recording.places, recording.num_keys))
-    points, evidence, broken_layer = [], {}, None
+    points, evidence, broken, broken_layer = [], {}, False, None
     for name in recorded_points(recording, ckpt):
         try:
             shards, right = recording.points[name], theirs.pop(name)
-            if judged:
-                local[name] = judged.diff(name)
             measured = _relative(right, exact.pop(name)) if exact else float("inf")
             ours, spread, held = whole_point(name, shards)
-            if judged and shards[0] and shards[0].kind == "partial" and local[name].inside:
-                ours = _with_bias(name, ours, right, ckpt)
+            if judged:
+                local[name] = judged.diff(name)
+                if shards[0] and shards[0].kind == "partial" and local[name].inside:
+                    ours = _with_bias(name, ours, right, ckpt)
             if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
                 right = right[:, held]
             point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
-            points.append(_by_local(point, local[name], broken) if judged else point)
-            broken = broken or judged is not None and not local[name].inside
+            if judged:  # outside are the guilty ones, and what is off behind one
+                point = replace(point, inside=local[name].inside and (point.inside or not broken))
+                broken = broken or not local[name].inside
+            points.append(point)
             layer = name.rpartition(".")[0]
             if layer and broken_layer is None:
                 # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
-                evidence = {kept: value for kept, value in evidence.items()
-                            if kept.rpartition(".")[0] in ("", layer)}
-                broken_layer = layer if not points[-1].inside else None
+                evidence = {kept: value for kept, value in evidence.items() if kept.rpartition(".")[0] in ("", layer)}
+                broken_layer = layer if not point.inside else None
             if layer in ("", broken_layer) or broken_layer is None:
                 evidence[name] = Evidence(ours, right, [shard and shard.tensor for shard in shards])
         except Exception as error:
@@ -80,17 +81,9 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
 def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpoint) -> torch.Tensor:
     """The sum of all summands, and the bias if the engine adds it to the sum: what is nearer to the whole."""
     layer, _, point = name.rpartition(".")
-    bias = f"model.{layer}.{POINTS[point].module}.bias"
-    weights = Weights(ckpt, ours.dtype, ours.dtype)
-    if bias not in weights:
-        return ours
-    more = ours + weights[bias]
+    bias, weights = f"model.{layer}.{POINTS[point].module}.bias", Weights(ckpt, ours.dtype, ours.dtype)
+    more = ours + weights[bias] if bias in weights else ours
     return more if (more - right).abs().nanmean() < (ours - right).abs().nanmean() else ours
-
-
-def _by_local(point: PointDiff, local: LocalDiff, broken: bool) -> PointDiff:
-    """Inside unless it is guilty, or outside and behind one that is (``broken``)."""
-    return replace(point, inside=local.inside and (point.inside or not broken))
 
 
 def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:

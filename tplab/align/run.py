@@ -70,18 +70,24 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
         AlignError, CheckpointError, ShardPlanError: the request cannot be carried out.
         RankError: a rank failed.
     """
-    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    dtype, patches = parse_dtype(dtype), as_patches(patches)
-    plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size, enable_expert_parallel=enable_expert_parallel)
-    ids = check_prompts(ckpt, prompts)
-    ckpt.check_unchanged()
+    ckpt, dtype, patches, plan, ids = prepared(model, prompts, tensor_parallel_size, dtype, patches,
+                                               enable_expert_parallel)
     with applied(*patches):
         ran = run_ranks(trace_on_rank, ckpt, plan, dtype, ids, pool=pool, logical=logical)
     traces, op_logs, load_stats, shapes = map(list, zip(*ran))
     places = [(number, position) for number, row in enumerate(ids) for position in range(len(row))]
-    num_keys = [len(ids[number]) for number, _ in places]
-    recording = recorded(traces, plan, dtype, ids, places, num_keys, places)
+    recording = recorded(traces, plan, dtype, ids, places, [len(ids[number]) for number, _ in places], places)
     return judge(recording, ckpt, plan, patches, op_logs=op_logs, load_stats=load_stats, shapes=shapes)
+
+
+def prepared(model, prompts, size: int, dtype, patches, enable_expert_parallel: bool) -> tuple:
+    """What every alignment begins with: checkpoint, dtype, patches, plan and ids, all checked."""
+    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    dtype, patches = parse_dtype(dtype), as_patches(patches)
+    plan = ShardPlan.from_config(ckpt.config, size, enable_expert_parallel=enable_expert_parallel)
+    ids = check_prompts(ckpt, prompts)
+    ckpt.check_unchanged()
+    return ckpt, dtype, patches, plan, ids
 
 
 def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:

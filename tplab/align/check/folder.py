@@ -32,23 +32,14 @@ class RecordingError(TplabError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One recorded tensor.
+    """One recorded tensor."""
 
-    Attributes:
-        name: the module's dotted name in the engine ("" for the model itself), or the name given to ``rec.tensor``.
-        kind: "in", "out", "tensor" or "parameter".
-        path: which argument or element: "0", "hidden_states", "1.0"; "" for an output that is one tensor.
-        nth: the module's how-manieth run within the call, from 0.
-        order: running number within the rank's call; a module's inputs stand before what it runs, outputs after.
-        module_class: "Linear"; "" for what no module computed.
-    """
-
-    name: str
-    kind: str
-    path: str
-    nth: int
-    order: int
-    module_class: str
+    name: str  # the module's dotted name in the engine ("" for the model itself), or the name given to rec.tensor
+    kind: str  # "in", "out", "tensor" or "parameter"
+    path: str  # which argument or element: "0", "hidden_states", "1.0"; "" for an output that is one tensor
+    nth: int  # the module's how-manieth run within the call, from 0
+    order: int  # running number within the call; a module's inputs stand before what it runs, outputs after
+    module_class: str  # "Linear"; "" for what no module computed
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path = field(repr=False)
@@ -66,25 +57,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the engine on one rank.
-
-    Attributes:
-        input_ids, positions, sequences: what ``rec.inputs`` said, or None.
-        status: "done", "cut off" (the process ended or hangs within it), or "failed: ValueError: …".
-        last: the module that was entered last; "" before the first.
-        raised: modules that ended with an exception, in order: "layers.0.rotary: RuntimeError: …".
-        left_out: what was not recorded and why, one sentence each.
-    """
+    """One call of the engine on one rank; ids, positions and sequences are what ``rec.inputs`` said, or None."""
 
     index: int
     input_ids: Tensor | None
     positions: Tensor | None
     sequences: list[int] | None
     entries: tuple[Entry, ...]
-    status: str
-    last: str
-    raised: tuple[str, ...]
-    left_out: tuple[str, ...]
+    status: str  # "done", "cut off" (the process ended or hangs within it), or "failed: ValueError: …"
+    last: str  # the module that was entered last; "" before the first
+    raised: tuple[str, ...]  # modules that ended with an exception, in order: "layers.0.rotary: RuntimeError: …"
+    left_out: tuple[str, ...]  # what was not recorded and why, one sentence each
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class _Placing:
             if (source := self._place(name)) and name == "logits":
                 logit_places, _ = sources.logits(source, sources.complete(source)[0], SHAPE)
                 self._check_joined(source, logit_places)
+        self._check_adapters()
         for source in sources.unclaimed():
             parts = source.name.lower().split(".")
             if role_in(self.sources.config, *place_of(source.name)) == "":
@@ -217,6 +218,20 @@ class _Placing:
                     self._says(f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
                                f"{found[wrong]} stand where those of token {wrong} belong", "head_rows")
                     return
+
+    def _check_adapters(self) -> None:
+        """Adapters (LoRA) that leave the layer beneath as it is: their weights were never filled, or are lost."""
+        bare = {source.name: source for source in self.sources.unclaimed() if source.kind == "out"}
+        found: dict[tuple[str, str], list[int]] = {}
+        for whole in self.sources.claimed():
+            source, idle = bare.get(f"{whole.name}.base_layer"), []
+            for rank in self.sources.complete(source) if source and whole.kind == "out" else ():
+                a, b = (self.sources.rows(one, rank, FEW) for one in (source, whole))
+                idle += [rank] * (a is not None and b is not None and torch.equal(a, b))
+            if idle:
+                found.setdefault((pattern_of(whole.name), listed("rank", idle)), []).append(place_of(whole.name)[0])
+        self.sources.warnings += [f"the adapter of {name} adds nothing on {ranks} ({listed('layer', layers)})"
+                                  for (name, ranks), layers in found.items()]
 
     def _find_lost_layers(self) -> list[int]:
         """Layers that nobody ran: nothing of them was recorded, and the layer behind was given what the one before them

@@ -14,26 +14,17 @@ FLAT, AFTER, BEFORE = "heads in one dimension", "heads after tokens", "heads bef
 
 @dataclass
 class CallRows:
-    """The rows of one call, in the order in which the engine lays them out: ``batch`` times ``tokens`` of them.
-
-    Attributes:
-        rows: of the real tokens (not padding), numbers from 0 to ``batch * tokens - 1``.
-        places: ``(sequence, position)`` of each of ``rows``.
-        ends: for each text in the call, its last row.
-        keys: for each of ``rows``, the tokens of its text at the end of the call.
-        declared: the position that the engine gave, of each of ``rows``; None if it gave none.
-        cut: texts that lost what stood in them from a position on.
-    """
+    """The rows of one call, in the order in which the engine lays them out: ``batch`` times ``tokens`` of them."""
 
     index: int
     batch: int
     tokens: int
-    rows: list[int] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    declared: list[int] | None = None
-    cut: dict[int, int] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)  # of the real tokens: numbers below batch * tokens
+    places: list[tuple[int, int]] = field(default_factory=list)  # (sequence, position) of each of them
+    ends: list[int] = field(default_factory=list)  # for each text in the call, its last row
+    keys: list[int] = field(default_factory=list)  # for each of `rows`, the tokens of its text at the end of the call
+    declared: list[int] | None = None  # the positions that the engine gave `rows`
+    cut: dict[int, int] = field(default_factory=dict)  # texts that lost what stood in them from a position on
 
     @property
     def size(self) -> int:
@@ -101,14 +92,10 @@ class Texts:
 
     def add_call(self, index: int, input_ids: torch.Tensor, positions: torch.Tensor | None,
                  sequences: list[int] | None, mask: torch.Tensor | None = None) -> CallRows:
-        """Say which token each row of a call is; the texts grow by the new ones.
-
-        Args:
-            input_ids: ``[tokens]`` of one or several texts, or ``[batch, tokens]``; negative ids are padding.
-            positions: ``[tokens]`` or ``[batch, tokens]``, as the engine counts them; negative ones are padding.
-            sequences: the engine's own number of the text of each row, or of each line; negative ones are padding.
-            mask: ``[batch, past and new tokens]``, 0 where there is padding.
-        """
+        """Say which token each row of a call is; the texts grow by the new ones. ``input_ids`` and ``positions`` are
+        ``[tokens]`` of one or several texts, or ``[batch, tokens]``; ``sequences`` the engine's own number of the text
+        of each row, or of each line. What is negative in any of them is padding, and what is 0 in ``mask`` ``[batch,
+        past and new tokens]``."""
         if input_ids.dim() not in (1, 2):
             raise PlacementError(f"call {index}: token ids of shape {list(input_ids.shape)}; they are [tokens] or "
                                  "[batch, tokens]")

@@ -185,6 +185,10 @@ class Sources:
                     if id(entry) not in claimed | ignored and entry.dtype.is_floating_point:
                         collect(self._unclaimed, EVIDENT, entry, rank, index)
 
+    def claimed(self) -> list[Source]:
+        """What may be a point, each once."""
+        return list({(s.name, s.kind, s.path): s for of in self._points.values() for s in of.values()}.values())
+
     def unclaimed(self) -> list[Source]:
         """What is no point that the conventions know, but was not left out on purpose."""
         return [source for source in self._unclaimed.values() if self.complete(source)]
