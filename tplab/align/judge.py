@@ -6,12 +6,12 @@ import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
-from tplab.align.guilty import Judge, recorded_points
+from tplab.align.guilty import Judge, LocalDiff, recorded_points
 from tplab.align.local import Weights
 from tplab.align.points import POINTS
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport, Evidence, compare, internal_error
+from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
 from tplab.checkpoint import Checkpoint
 from tplab.errors import TplabError
 from tplab.patch import Patch
@@ -51,8 +51,8 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
             if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
                 right = right[:, held]
             point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
-            if judged:  # outside are the guilty ones, and what is off behind one
-                point = replace(point, inside=local[name].inside and (point.inside or not broken))
+            if judged:
+                point = _by_local(point, local[name], broken)
                 broken = broken or not local[name].inside
             points.append(point)
             layer = name.rpartition(".")[0]
@@ -84,6 +84,11 @@ def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpo
     bias, weights = f"model.{layer}.{POINTS[point].module}.bias", Weights(ckpt, ours.dtype, ours.dtype)
     more = ours + weights[bias] if bias in weights else ours
     return more if (more - right).abs().nanmean() < (ours - right).abs().nanmean() else ours
+
+
+def _by_local(point: PointDiff, local: LocalDiff, broken: bool) -> PointDiff:
+    """Inside unless it is guilty, or outside and behind one that is (``broken``)."""
+    return replace(point, inside=local.inside and (point.inside or not broken))
 
 
 def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
