@@ -1,6 +1,7 @@
 """Runs whose numbers are right, and slots that hold what nobody wrote: facts made by hand, told in exact words."""
 
 from types import SimpleNamespace as Some
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,14 +14,21 @@ from tplab.align.report import Evidence
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+class Request(NamedTuple):
+    request_id: int
+    segment: Some
+    draft: tuple = ()
+    num_draft_tokens: int = 0
+
+
 def request(number, start, count, blocks=(), prompt=9):
-    return number, Some(start=start, count=count, block_ids=blocks, prompt_length=prompt), None
+    return Request(number, Some(start=start, count=count, block_ids=blocks, prompt_length=prompt))
 
 
 def facts(*steps, size=2, tables=None, **more):
     """Steps of ``request(…)``; ``tables``: what the scheduler had, where the ranks had something else."""
     made = [Some(step_number=number, requests=list(step)) for number, step in enumerate(steps)]
-    right = [{number: tuple(segment.block_ids) for number, segment, _ in step} for step in steps]
+    right = [{number: tuple(segment.block_ids) for number, segment, *_ in step} for step in steps]
     return Some(**{"steps": made, "tables": tables or right, "block_size": size, "prefix_caching": True, "drawn": [{}],
                    "preemptions": 0, "blocks_left": 0} | more)
 
