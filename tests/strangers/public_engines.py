@@ -2,28 +2,25 @@
 
 A checkout is the folder of a clone, or of an unpacked wheel, of LLMs-from-scratch, reasoning-from-scratch, litgpt,
 torchtune, llama-models or mistral-inference. Each engine gets a small random checkpoint, is recorded while it reads two
-texts and decodes some tokens, healthy and with eight breaks, and checked. What an engine imports and this environment
-lacks is replaced by something that does nothing; fairscale's layers and xformers' attention, by small ones on logical
-ranks. Not part of ``./launch test``: the tests hold none of their code.
+texts and decodes some tokens, healthy and with eight breaks, and checked; litgpt and LLMs-from-scratch with experts,
+too. Not part of ``./launch test``: the tests hold none of their code.
 """
 
 import sys
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
+from lacking import Column, Lacking, Mask, Row, Vocabulary, memory_efficient_attention, provide
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn import functional as F
 
 from tplab.align import check
 from tplab.checkpoint.random_weights import write_random
-from tplab.ranks import all_gather, all_reduce, logical_ranks, rank, world_size
+from tplab.ranks import logical_ranks, rank, world_size
 from tplab.record import record
 
 LAYERS = 3
@@ -32,115 +29,11 @@ CONFIG = dict(model_type="llama", hidden_size=32, num_hidden_layers=LAYERS, num_
               max_position_embeddings=64, tie_word_embeddings=False,
               rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
 QWEN3 = CONFIG | dict(model_type="qwen3", rms_norm_eps=1e-6, head_dim=16)
+QWEN3_MOE = QWEN3 | dict(model_type="qwen3_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+                         norm_topk_prob=True)
+MIXTRAL = CONFIG | dict(model_type="mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None)
 TEXTS = [[3, 14, 15, 9, 26, 5, 35, 8, 30, 44, 2], [7, 40, 2, 11, 60, 33, 1, 50]]
 DECODED = 3
-
-
-# What an engine imports and this environment lacks.
-
-class _Nothing(type):
-    def __getitem__(cls, item):
-        return cls
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing(name)
-
-
-def _nothing(name: str) -> type:
-    return _Nothing(name, (), {"__init__": lambda self, *args, **options: None,
-                               "__call__": lambda self, *args: args[0]})
-
-
-class _Module(ModuleType):
-    __path__ = ()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing(name)
-
-
-class Lacking(MetaPathFinder, Loader):
-    """Finds modules that do nothing, for some packages."""
-
-    packages = ("lightning", "lightning_utilities", "tiktoken", "torchao", "simple_parsing", "mistral_common",
-                "datasets", "sentencepiece", "omegaconf", "PIL", "kagglehub", "blobfile", "fire", "matplotlib",
-                "requests", "torchvision", "torchdata", "jsonargparse", "pandas")
-
-    def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.packages else None
-
-    def create_module(self, spec):
-        return _Module(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-def provide(name: str, **content) -> None:
-    """A module of our own under a name of somebody else's."""
-    parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        here = sys.modules.setdefault(".".join(parts[:i]), _Module(".".join(parts[:i])))
-        if i > 1:
-            setattr(sys.modules[".".join(parts[:i - 1])], parts[i - 1], here)
-    vars(sys.modules[name]).update(content)
-
-
-# fairscale's parallel layers, on logical ranks.
-
-class Column(nn.Module):
-    def __init__(self, size_in, size_out, bias=False, gather_output=True, init_method=None):
-        super().__init__()
-        self.weight, self.gather = nn.Parameter(torch.empty(size_out // world_size(), size_in)), gather_output
-
-    def forward(self, x):
-        y = F.linear(x, self.weight)
-        return all_gather(y) if self.gather else y
-
-
-class Row(nn.Module):
-    def __init__(self, size_in, size_out, bias=False, input_is_parallel=True, init_method=None):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size_out, size_in // world_size()))
-
-    def forward(self, x):
-        return all_reduce(F.linear(x, self.weight))
-
-
-class Vocabulary(nn.Module):
-    def __init__(self, size, width, init_method=None):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size // world_size(), width))
-
-    def forward(self, ids):
-        local = ids - rank() * len(self.weight)
-        here = (local >= 0) & (local < len(self.weight))
-        return all_reduce(F.embedding(local * here, self.weight) * here[..., None])
-
-
-# xformers' attention of one text.
-
-class Mask:
-    def __init__(self, seen):
-        self.seen = seen  # [queries, keys]
-
-    @classmethod
-    def from_seqlens(cls, q_seqlen, kv_padding=None, kv_seqlen=None):
-        if kv_seqlen is None:
-            return cls(torch.ones(q_seqlen[0], q_seqlen[0], dtype=torch.bool).tril())
-        return cls(torch.arange(kv_padding)[None] < kv_seqlen[0])
-
-    def make_local_attention(self, size):
-        return self
-
-
-def memory_efficient_attention(q, k, v, mask):
-    keys = mask.seen.any(0)  # what was never written may be anything
-    q, k, v = (x.transpose(1, 2) for x in (q, k[:, keys], v[:, keys]))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.seen[:, keys]).transpose(1, 2)
 
 
 # Engines: each a model that has the weights, and what runs one call of ``ids`` that begin at ``start``.
@@ -168,6 +61,15 @@ BLOCK = {"q": f"{AT}self_attn.q_proj", "k": f"{AT}self_attn.k_proj", "v": f"{AT}
          "down": f"{AT}mlp.down_proj", "norm1": f"{AT}input_layernorm", "norm2": f"{AT}post_attention_layernorm"}
 
 
+def experts_named(config, block: str, names: tuple[str, ...], at: str, own: tuple[str, ...]) -> dict[str, str]:
+    """The same for a router and experts: the checkpoint's ``names`` and the engine's ``own``, ``{e}`` for an expert."""
+    count = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+    found = {f"{AT}{block}.gate": f"{at}gate.weight"}
+    for e in range(count):
+        found |= {f"{AT}{block}.experts.{e}.{name}": f"{at}{mine.format(e=e)}" for name, mine in zip(names, own)}
+    return found
+
+
 def named(at: str, inner: dict[str, str], embed: str, norm: str, head: str) -> dict[str, str]:
     """``names`` of :func:`loaded`, from what each is called inside of a layer."""
     return {BLOCK[short]: f"{at}{name}" for short, name in inner.items()} | {
@@ -187,16 +89,27 @@ def raschka(module: str, scale: str) -> Callable:
     def engine(state, c):
         theirs = import_module(module)
         kind = theirs.Llama3Model if hasattr(theirs, "Llama3Model") else theirs.Qwen3Model
-        model = kind(dict(vocab_size=c.vocab_size, emb_dim=c.hidden_size, n_heads=c.num_attention_heads,
+        experts = getattr(c, "num_experts", 0)
+        more = dict(num_experts=experts, num_experts_per_tok=c.num_experts_per_tok,
+                    moe_intermediate_size=c.moe_intermediate_size) if experts else {}
+        model = kind(dict(**more, vocab_size=c.vocab_size, emb_dim=c.hidden_size, n_heads=c.num_attention_heads,
                           n_layers=LAYERS, hidden_dim=c.intermediate_size, n_kv_groups=c.num_key_value_heads,
                           head_dim=c.head_dim, qk_norm=True, rope_base=c.rope_parameters["rope_theta"], rope_freq=None,
                           context_length=64, dtype=torch.float32))
         inner = dict(q="att.W_query.weight", k="att.W_key.weight", v="att.W_value.weight", o="att.out_proj.weight",
                      gate="ff.fc1.weight", up="ff.fc2.weight", down="ff.fc3.weight", norm1=f"norm1.{scale}",
                      norm2=f"norm2.{scale}")
+        if experts:
+            model.to_empty(device="cpu")  # its experts are made without numbers; its tables are made anew
+            model.cos, model.sin = theirs.compute_rope_params(head_dim=c.head_dim, context_length=64,
+                                                              theta_base=c.rope_parameters["rope_theta"])
+            inner = {short: name for short, name in inner.items() if short not in ("gate", "up", "down")}
         names = named("trf_blocks.{i}.", inner, "tok_emb.weight", f"final_norm.{scale}", "out_head.weight")
         if kind.__name__ == "Qwen3Model":
             names |= {f"{AT}self_attn.{part}_norm": f"trf_blocks.{{i}}.att.{part}_norm.{scale}" for part in "qk"}
+        if experts:
+            names |= experts_named(c, "mlp", ("gate_proj", "up_proj", "down_proj"), "trf_blocks.{i}.ff.", (
+                "fc1.{e}.weight", "fc2.{e}.weight", "fc3.{e}.weight"))
         caches = SimpleNamespace(now=None)
 
         def call(ids, start):
@@ -211,15 +124,22 @@ def raschka(module: str, scale: str) -> Callable:
 
 def litgpt(state, c):
     provide("litgpt", __path__=[str(Path(import_home("litgpt/model.py"), "litgpt"))])  # without its front door
+    experts = getattr(c, "num_local_experts", 0)
     config = import_module("litgpt.config").Config(
         name="small", block_size=64, vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size, n_layer=LAYERS,
         n_head=c.num_attention_heads, n_embd=c.hidden_size, n_query_groups=c.num_key_value_heads, rotary_percentage=1.0,
         parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=c.rms_norm_eps,
-        mlp_class_name="LLaMAMLP", intermediate_size=c.intermediate_size, rope_base=c.rope_parameters["rope_theta"])
+        mlp_class_name="LLaMAMoE" if experts else "LLaMAMLP", n_expert=experts,
+        n_expert_per_token=c.num_experts_per_tok if experts else 0, intermediate_size=c.intermediate_size,
+        rope_base=c.rope_parameters["rope_theta"])
     model = import_module("litgpt.model").GPT(config)
     inner = dict(o="attn.proj.weight", gate="mlp.fc_1.weight", up="mlp.fc_2.weight", down="mlp.proj.weight",
                  norm1="norm_1.weight", norm2="norm_2.weight")
     names = named("transformer.h.{i}.", inner, "transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight")
+    if experts:
+        names = {theirs: ours for theirs, ours in names.items() if ".mlp." not in theirs} | experts_named(
+            c, "block_sparse_moe", ("w1", "w3", "w2"), "transformer.h.{i}.mlp.", (
+                "experts.{e}.fc_1.weight", "experts.{e}.fc_2.weight", "experts.{e}.proj.weight"))
     names["+".join(BLOCK[part] for part in "qkv")] = "transformer.h.{i}.attn.qkv.weight"
 
     def call(ids, start):
@@ -289,8 +209,10 @@ def mistral(state, c):
 # The file by which a checkout is known: what makes the engine, its model's configuration, on how many ranks.
 ENGINES = {
     "llms_from_scratch/kv_cache/llama3.py": (raschka("llms_from_scratch.kv_cache.llama3", "weight"), CONFIG, 1),
+    "llms_from_scratch/kv_cache/qwen3.py": (raschka("llms_from_scratch.kv_cache.qwen3", "scale"), QWEN3_MOE, 1),
     "reasoning_from_scratch/qwen3.py": (raschka("reasoning_from_scratch.qwen3", "scale"), QWEN3, 1),
     "litgpt/model.py": (litgpt, CONFIG, 1),
+    "litgpt/config.py": (litgpt, MIXTRAL, 1),
     "torchtune/models/llama3/__init__.py": (torchtune, CONFIG, 1),
     "llama_models/llama3/model.py": (llama_models, CONFIG, 2),
     "mistral_inference/transformer.py": (mistral, CONFIG, 1),
@@ -358,26 +280,33 @@ def main(checkouts: list[str]) -> int:
     sys.meta_path.append(Lacking())
     bad = 0
     for checkout in checkouts:
-        marker, found = next(((marker, file) for marker in ENGINES for file in sorted(Path(checkout).rglob(marker))),
-                             (None, None))
-        if found is None:
+        known = [(marker, file) for marker in ENGINES for file in sorted(Path(checkout).rglob(marker))[:1]]
+        if not known:
             print(f"{checkout}: no engine that this script knows ({', '.join(ENGINES)})", file=sys.stderr)
             return 2
-        sys.path.insert(0, str(found).removesuffix(marker))
-        engine, config, ranks = ENGINES[marker]
-        with tempfile.TemporaryDirectory() as place:
-            folder = write_random(Path(place, "model"), 3, **config)
-            for broken in ("", *BREAKS):
-                run(engine, folder, config, ranks, Path(place, broken or "healthy"), broken)
-                report = check(Path(place, broken or "healthy"), folder)
-                names = [one.fault or "no name" for one in report.diagnoses]
-                good = report.verdict == ("bug" if broken else "clean") and {*names} <= {broken, "rope_theta"}
-                bad += not good
-                print(f"{marker}, {ranks} rank{'s' * (ranks > 1)}, {len(report.points)} points, {broken or 'healthy'}: "
-                      f"{report.verdict}{': ' * bool(names)}{', '.join(names)}")
-                if not good:
-                    print(f"  <-- {report.summary()}")
+        for marker, file in known:
+            sys.path.insert(0, str(file).removesuffix(marker))
+            bad += tried(marker)
     return int(bad > 0)
+
+
+def tried(marker: str) -> int:
+    """Check one engine, healthy and with each break; how often something else came out than should."""
+    bad, (engine, config, ranks) = 0, ENGINES[marker]
+    experts = config["model_type"] in ("mixtral", "qwen3_moe")
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_random(Path(place, "model"), 3, **config)
+        for broken in ("", *(one for one in BREAKS if not experts or one != "gate_up_order")):
+            run(engine, folder, config, ranks, Path(place, broken or "healthy"), broken)
+            report = check(Path(place, broken or "healthy"), folder)
+            names = [one.fault or "no name" for one in report.diagnoses]
+            good = report.verdict == ("bug" if broken else "clean") and {*names} <= {broken, "rope_theta"}
+            bad += not good
+            print(f"{marker}, {ranks} rank{'s' * (ranks > 1)}, {len(report.points)} points, {broken or 'healthy'}: "
+                  f"{report.verdict}{': ' * bool(names)}{', '.join(names)}")
+            if not good:
+                print(f"  <-- {report.summary()}")
+    return bad
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def no_window(config, tensor_parallel_size):
 CASE = CaseFile(
     title="Nothing is wrong until the story gets long",
     report="Our smoke tests pass: twenty tokens in, ten out, the text is transformers' to the letter. In long chats "
-           "the model forgets whom it talks about. It is the same on one rank and on {ranks}, with the prefix cache and "
-           "without, for prompts and for what is generated. It began when a second model family went live, and this "
-           "model's own code was not touched.",
+           "the model forgets whom it talks about. It is the same on one rank and on {ranks}, with the prefix cache "
+           "and without, for prompts and for what is generated. It began when a second model family went live, and "
+           "this model's own code was not touched.",
     trials=trials, needs=no_window,
     bugs=(Bug("causal_mask", causal_mask, my_mask, "a setting of one model is taken for all", "sliding_window"),),
     why={

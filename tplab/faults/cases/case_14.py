@@ -64,8 +64,8 @@ CASE = CaseFile(
            (2, "In which of its numbers does the new token's q_rope differ from what it should be?"),
            (2, "Which function is told nothing of the batch, and could still find out how large it is?")),
     hiders=({"TensorParallelAttention.apply_rope": keys_only},),
-    production="A single user's queries still look for what they need at half the angle: the text is wrong exactly when "
-               "somebody tries the service alone, and right in every load test.",
+    production="A single user's queries still look for what they need at half the angle: the text is wrong exactly "
+               "when somebody tries the service alone, and right in every load test.",
     story="A pass over the whole text is right and one token at a time is not, but only alone: so a path that depends "
           "on the number of tokens. One decode run with a single prompt: q and k are right, q_rope and k_rope of "
           "decoded rows are guilty, of prompts they are not. Laid beside the right ones, the first quarter and the "

@@ -68,4 +68,4 @@ def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel
         rows.append({"case": file.number, "ranks": solved.case.tensor_parallel_size, "seen at": solved.seen,
                      "named": ", ".join(solved.named) or "nothing: innocent", "its repair": "accepted",
                      "repairs that hide it": f"{len(solved.hidden)} refused"})
-    return folded("Where each case shows, and what the diagnosis calls it: spoils all twelve", rows, index="case")
+    return folded("Where each case shows, and what the diagnosis calls it: spoils all of them", rows, index="case")
