@@ -7,6 +7,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import prompts
 from helpers.recorded import record_lab
+from helpers.reports import config_with
 
 from tplab.align import check
 from tplab.align.check.evidence import Evidence
@@ -76,7 +77,7 @@ def test_tables_are_hugging_faces_at_the_recorded_positions(ckpt, rows, wide, of
     frequencies = 10000.0 ** (-torch.arange(0, 6, 2) / 6)
     evidence = Evidence(ckpt, SimpleNamespace(places=[(0, row) for row in rows], complete=lambda source: [1, 2],
                                               rows=lambda *_: held))
-    evidence.config = SimpleNamespace(head_dim=6)
+    evidence.config = config_with(head_dim=6)
     evidence._rotary = lambda x, positions, parts: [
         table(positions[:, None] * frequencies.repeat(2)[None])[None] for table in (torch.cos, torch.sin)]
     for table in (torch.cos, torch.sin):
