@@ -20,6 +20,9 @@ from tplab.faults import MUSEUM
 from tplab.faults.cases import CASES
 from tplab.patch import Patch, original
 
+# See test_mistakes_of_traits.py.
+OF_TRAITS = {"sinks_missing", "scores_uncapped", "logits_uncapped", "qk_norm_each_head", "shared_expert_missing",
+             "residual_unscaled"}
 MISTAKES = mistakes_attention.MISTAKES | mistakes_rest.MISTAKES  # one table, to which each of the files adds
 
 MODELS = {
@@ -86,9 +89,7 @@ def test_each_fault_is_a_mistake_and_each_mistake_can_be_shown():
     assert shown <= names
     assert names - shown == {  # shown with tensors made by hand
         "cache_not_read", "cache_row_stale", "cache_rows_lost", "cache_scale_ignored", "mask_without_past",
-        "mlp_columns", "written_by_column", "wrong_weight",
-        # Of models of today, what the museum shows the other way round.
-        "sinks_missing", "scores_uncapped", "logits_uncapped", "qk_norm_each_head", "shared_expert_missing"}
+        "mlp_columns", "written_by_column", "wrong_weight", *OF_TRAITS}
 
 
 IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by the sum", "[v|k|q]", "Meta's rows",

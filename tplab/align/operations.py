@@ -356,11 +356,12 @@ class Operations(ExpertOperations):
 
     # Where streams meet.
 
-    def add(self, at: str, point: str, rank: int) -> torch.Tensor:
-        """The residual stream and what a sublayer put out, times the model's multiplier."""
+    def add(self, at: str, point: str, rank: int, *, times: float | None = None) -> torch.Tensor:
+        """The residual stream and what a sublayer put out, times the model's multiplier or another one."""
+        times = self.config.residual_multiplier if times is None else times
         stream, branch = made_from(at + point, self.config)
         name = self.before(at) if stream == "before" else at + stream
-        return self._shared(at + point, lambda x, y: x + y * self.config.residual_multiplier, self.value(name, rank),
+        return self._shared(f"{at}{point} {times}", lambda x, y: x + y * times, self.value(name, rank),
                             self.value(at + branch, rank))
 
     def gated(self, at: str, point: str, rank: int, *, act: Callable | None = None) -> torch.Tensor:

@@ -29,6 +29,10 @@ def _neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
+def _halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + _other_half(x) * sin
+
+
 def _over_heads(at: At) -> torch.Tensor:
     x, tables = at.given(), at.rotary()
     rows = torch.arange(x.shape[1]) % tables["cos"].shape[1]
@@ -159,7 +163,10 @@ TURNING = (
         when=lambda case: case.config.partial_rotary_factor != 1)),
     Family(ROPE, Mistake(
         "rope_pairs", "{op} is {op[0]} with numbers 0 and 1, 2 and 3, … turned as pairs. This checkpoint pairs i with "
-        "i + {half}, the two halves of a head.", lambda at: _front(at, _neighbours))),
+        "i + {half}, the two halves of a head.", lambda at: _front(at, _neighbours),
+        when=lambda case: not case.config.rotates_pairs), Mistake(
+        "rope_pairs", "{op} is {op[0]} with the two halves of a head turned together; this checkpoint pairs numbers 0 "
+        "and 1, 2 and 3, ….", lambda at: _front(at, _halves), when=lambda case: case.config.rotates_pairs)),
     Family(ROPE, Mistake(
         "rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of position h: cos and "
         "sin were broadcast over the heads instead of the tokens.", _over_heads)),

@@ -188,5 +188,9 @@ UNDER_WAY = Family(
                 0: "sums of different tokens: each rank cut out its own rows before they were added up",
                 1: "those of the next rank", -1: "those of the rank before it"}))
 
-STREAMS = (another_sum,)
+STREAMS = (
+    Family(("residual", "output"), Mistake(
+        "residual_unscaled", "What the sublayer put out was added as it is; this model multiplies it with "
+        "{c.residual_multiplier:g} first.", {"times": 1.0}, when=lambda case: case.config.residual_multiplier != 1)),
+    another_sum)
 REDUCED = (reduced_in_some_calls, not_reduced, another_sum_of_the_parts, UNDER_WAY)
