@@ -124,18 +124,16 @@ def role_of(layer: int | None, rest: str) -> str | None:
 
 def role_in(config, layer: int | None, rest: str) -> str | None:
     """The same in this model: its norms have the checkpoint's names, and a layer of experts parts of its own."""
-    parts = rest.lower().split(".")
+    *above, last = rest.lower().split(".")
+    own = None
     if layer is not None and rest:
         places = {name: place for place, name in config.norms}
-        if point := next((point for point, place in NORM_PLACES.items() if places.get(parts[-1]) == place), None):
-            return point
-        if config.experts:
-            if any(part.startswith(("experts", "shared_expert")) for part in parts[:-1]) or (
-                    parts[-1].startswith("shared_expert")):
-                return ""
-            own = _EXPERTS.get(parts[-1])
-            return own or role_of(layer, rest)
-    return role_of(layer, rest)
+        own = next((point for point, place in NORM_PLACES.items() if places.get(last) == place), None)
+        if config.experts and own is None:
+            inner = last.startswith("shared_expert") or any(part.startswith(("experts", "shared_expert"))
+                                                            for part in above)
+            own = "" if inner else _EXPERTS.get(last)
+    return role_of(layer, rest) if own is None else own
 
 
 def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],

@@ -153,7 +153,7 @@ class Shares:
             found += [(source, self.splits[fused]) for source in self.sources.of(f"{at}.{fused}")]
         for source, split in sorted(found, key=lambda one: FUSED if one[1] else one[0].strength):
             read = partial(self.read, source, name, split)
-            if all(read(rank, SHAPE) is not None for rank in self.sources.complete(source)):
+            if name == "logits" or all(read(rank, SHAPE) is not None for rank in self.sources.complete(source)):
                 yield Candidate(source, read, split.sentence if split else "")
 
     def read(self, source: Source, name: str, split: Split | None, rank: int, look: str) -> torch.Tensor | None:
@@ -216,7 +216,8 @@ class Shares:
             for point in points:
                 for source, read, _ in islice(self.candidates(at + point), 1):
                     for rank in self.sources.complete(source):
-                        tensor = read(rank, FEW)
+                        if (tensor := read(rank, FEW)) is None:
+                            continue
                         counts[rank] = counts[rank] or tensor.shape[1]
                         if not found.get(rank) and (full := expected(at + point, source, rank)) is not None:
                             found[rank] = self.vote(which, tensor, full, rank)
