@@ -328,7 +328,7 @@ DEFAULTS = {
     "plan m": {"model": "m", "config": None, "tp": 2, "dtype": "float32", "expert_parallel": False},
     "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "fast": False, "save": None,
-                **NUMBERS},
+                "expert_parallel": False, **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "batch_invariant": False,
                              "num_speculative_tokens": 0, "max_tokens": 128, "temperature": 0.0, "seed": None,
                              **NUMBERS},

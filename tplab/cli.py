@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
     one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
                      help="break the engine with these faults of the museum first")
+    one.add_argument("--expert-parallel", action="store_true", help="deal whole experts out")
     one.add_argument("--fast", action="store_true", help="instead, compare the ends of the fast path with float64: "
                      "hidden states, logits, keys and values")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
@@ -170,6 +171,9 @@ def align(chosen) -> int:
         print(f"note: without a prompt, on random tokens and in an engine on which {decoding[0]} shows")
     if decoding:
         print("note: along the decode path, the last tokens one at a time; a forward pass does not see these faults")
+    run["enable_expert_parallel"] = chosen.expert_parallel
+    for one in broken:
+        run |= {} if one.why_not(ckpt.config, chosen.tp) else one.options
     report = (align_decode if decoding else align)(ckpt, **run, tensor_parallel_size=chosen.tp, dtype=chosen.dtype,
                                                    patches=broken)
     for one in broken:

@@ -64,15 +64,18 @@ class Panel:
 
     def _redraw(self) -> None:
         decodes = any(fault.shows_in == "decode" for fault in self._faults)
+        config, options = open_checkpoint(self._model).config, {}
+        whys = [(one, one.why_not(config, self._tp.value)) for one in self.ticked]
+        for one, why in whys:
+            options |= {} if why else one.options
         self.report = (align_decode if decodes else align)(
             self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype,
-            patches=self.ticked)
+            patches=self.ticked, **options)
         now = {self._label(): self.report}
         self.figure, self._previous = diff_figure(self._previous | now, title=finding(now)), now
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
-        config = open_checkpoint(self._model).config
-        idle = [f"{one.title}: {why}" for one in self.ticked if (why := one.why_not(config, self._tp.value))]
+        idle = [f"{one.title}: {why}" for one, why in whys if why]
         if self.ticked and self.report.ok and not idle:
             idle = ["The prompt is one token: it has no future to hide, nobody before it, and stands at position 0, "
                     "where nothing is turned. Two tokens show more." if sum(map(len, self.report.ids)) == 1 else
