@@ -352,10 +352,13 @@ def test_align_hands_over_what_was_asked_for(capsys, monkeypatch):
     report.diagnoses = [Diagnosis(None, "Well.", "norm")]
     run("align fable", capsys)
     run("align fable --prompt Hi --tp 3 --dtype bfloat16 --fault nan_mask no_mask --fault qkv_order", capsys)
+    run("align fable-moe --prompt Hi --fault experts_off_by_offset", capsys)
+    common = {"prompts": "Hi", "tensor_parallel_size": 2, "dtype": "float32", "enable_expert_parallel": False}
     assert asked == [
-        ("fable", {"prompts": default_prompt("fable"), "tensor_parallel_size": 2, "dtype": "float32", "patches": []}),
-        ("fable", {"prompts": "Hi", "tensor_parallel_size": 3, "dtype": "bfloat16",
-                   "patches": ["nan_mask", "no_mask", "qkv_order"]})]
+        ("fable", common | {"prompts": default_prompt("fable"), "patches": []}),
+        ("fable", common | {"tensor_parallel_size": 3, "dtype": "bfloat16",
+                            "patches": ["nan_mask", "no_mask", "qkv_order"]}),
+        ("fable-moe", common | {"enable_expert_parallel": True, "patches": ["experts_off_by_offset"]})]
 
 
 def test_what_was_fetched_is_described(capsys, monkeypatch):
