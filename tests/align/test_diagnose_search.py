@@ -270,7 +270,8 @@ def test_what_was_decoded(rows, decoded):
 # What a run cost.
 
 def run(computed, needed, preemptions=0, blocks_left=0, texts=2):
-    steps = [Some(requests=[Some(segment=Some(count=n)) for n in step]) for step in computed]
+    steps = [Some(requests=[Some(segment=Some(start=0, count=n), draft=(), num_draft_tokens=0) for n in step])
+             for step in computed]
     return Some(decode=Some(steps=steps, preemptions=preemptions, blocks_left=blocks_left), ids=[[1]] * texts,
                 computed=[list(range(n)) for n in needed])
 
