@@ -93,10 +93,11 @@ def _judge_guess(found, tokens: Sequence[int], count: int) -> None:
 
 
 class Toy(Uncopied):
-    """The model's choice behind a token depends on all tokens in the cache up to it; all calls are kept."""
+    """The model's choice behind a token depends on all tokens in the cache up to it; all calls are kept, each with how
+    many of its last tokens are guesses."""
 
-    def __init__(self, size: int = 5):
-        self.cache, self.calls, self.size = {}, [], size
+    def __init__(self, guesses: int):
+        self.cache, self.calls, self.guesses, self.guess = {}, [], guesses, []
 
     def __call__(self, new_ids, positions) -> list[int]:
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
@@ -107,13 +108,27 @@ class Toy(Uncopied):
                          "was rejected is not")
         self.cache.update(zip(positions, new_ids))
         chosen = [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
-        self.calls.append((new_ids, positions, chosen))
+        guessed = next(count for count in range(min(len(self.guess), len(new_ids)), -1, -1)
+                       if new_ids[len(new_ids) - count:] == self.guess[:count])
+        self.calls.append((new_ids, positions, guessed))
+        self.guess = []
         if len(self.calls) > 100:
             raise NotYet("step has been called 100 times by now: what ends the loop?")
-        return list(chosen)
+        return chosen
 
     def choice(self, tokens: list[int]) -> int:
-        return (tokens[-1] * 2 + sum(tokens[-3:]) // 4 + len(tokens) // 7) % self.size
+        return (tokens[-1] * 2 + sum(tokens[-3:]) // 4 + len(tokens) // 7) % 5
+
+    def propose(self, token_ids) -> list[int]:
+        self.guess = list(propose(listed("token_ids", token_ids), self.guesses))
+        return list(self.guess)
+
+    def goes_on(self, ids: Sequence[int], count: int) -> list[int]:
+        """The prompt and what greedy decoding writes behind it."""
+        text = list(ids)
+        while len(text) < len(ids) + count:
+            text.append(self.choice(text))
+        return text
 
 
 def speculate(step: Callable, propose: Callable, ids: list[int], count: int) -> list[int]:
@@ -134,11 +149,11 @@ def speculate(step: Callable, propose: Callable, ids: list[int], count: int) -> 
 def my_speculate(mine: Mine, setting: Setting):
     """A toy whose cache remembers what it was given; then the model on its ranks."""
     for ids, count, guesses in LOOPS:
-        toy, right = Toy(), Toy()
-        theirs = speculate(right, lambda text, n=guesses: propose(text, n), list(ids), count)
-        found = mine(toy, Proposer(guesses), list(ids), count)
+        toy, right = Toy(guesses), Toy(guesses)
+        speculate(right, right.propose, list(ids), count)
+        found = mine(toy, toy.propose, list(ids), count)
         with saying(f"prompt {ids}, {count} new, at most {guesses} guesses: "):
-            _judge_loop(toy, right, found, theirs, ids, count)
+            _judge_loop(toy, right, found, ids, count)
     ckpt, size, ids = setting.checkpoint, setting.tensor_parallel_size, _ids(setting)
     with saying("in the engine: "):
         ran = on_ranks(shared_pool(size), _on_a_rank, mine.function, ckpt, size, _dtype(setting), ids)
@@ -148,16 +163,6 @@ def my_speculate(mine: Mine, setting: Setting):
             raise NotYet("the text is not plain greedy's, though the toy's was right: what is different with other "
                          "tokens?")
     return f"{COUNT} tokens took fewer steps" if calls < COUNT else ""
-
-
-class Proposer(Uncopied):
-    """``propose(token_ids)``: the lab's guess, of at most so many tokens."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __call__(self, token_ids) -> list[int]:
-        return list(propose(listed("token_ids", token_ids), self.count))
 
 
 def _on_a_rank(function: Callable, ckpt: Checkpoint, size: int, dtype: str, ids: list[int]):
@@ -175,16 +180,19 @@ def _on_a_rank(function: Callable, ckpt: Checkpoint, size: int, dtype: str, ids:
         calls.append(len(new_ids))
         return best_offer(offer(logits, runner.lm_head.rows.start)).tolist()
 
+    def guess(token_ids):
+        return list(propose(listed("token_ids", token_ids), DRAFT))
+
     with torch.inference_mode():
-        return [int(token) for token in function(step, Proposer(DRAFT), list(ids), COUNT)], len(calls)
+        return [int(token) for token in function(step, guess, list(ids), COUNT)], len(calls)
 
 
-def _judge_loop(toy: Toy, right: Toy, found, theirs: list[int], ids: list[int], count: int) -> None:
-    found = whole_numbers(found, "the new ids")
+def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None:
+    found, text = whole_numbers(found, "the new ids"), toy.goes_on(ids, count + toy.guesses + 1)
     if not toy.calls:
         raise NotYet("step is never called: whose tokens are these?")
-    text, have, rejected = list(ids), 0, {}  # what is known; how much of it is in the cache; what else was tried there
-    for number, (new, positions, chosen) in enumerate(toy.calls, 1):
+    have, rejected = 0, {}  # how much of the text is in the cache; what else was tried at a position
+    for number, (new, positions, guessed) in enumerate(toy.calls, 1):
         said, first = f"call {number} ", positions[0]
         if positions != list(range(first, first + len(new))):
             raise NotYet(f"{said}has positions {positions[:6]}; they follow each other")
@@ -192,21 +200,16 @@ def _judge_loop(toy: Toy, right: Toy, found, theirs: list[int], ids: list[int], 
             raise NotYet(f"{said}begins at position {first}, and " + (
                 f"position {have} holds a guess that was rejected: its key has to be computed anew"
                 if have in rejected else f"the cache holds {have} tokens of the text: which is the next?"))
-        known = text[first:first + len(new)]
-        for position, (token, own) in enumerate(zip(new, known), first):
-            if token != own:
-                raise NotYet(f"{said}is given {token} at position {position}, where the text has {own}" + (
-                    f"\n{token} was a guess there, and the model chose {own}: it must go"
-                    if rejected.get(position) == token else
-                    "\nBehind the guesses that stay comes the model's choice behind the last of them"))
-        have = max(have, first + len(known))
-        if first + len(new) < len(text):
-            continue
-        draft, own = new[len(text) - first:], chosen[len(text) - 1 - first:]
-        kept = num_accepted(draft, own)
-        rejected |= dict(enumerate(draft[kept:], len(text) + kept))
-        text += [*draft[:kept], own[kept]]
-        have = len(text) - 1
+        right_ones = next((at for at, pair in enumerate(zip(new, text[first:])) if pair[0] != pair[1]), len(new))
+        at = first + right_ones
+        if right_ones < len(new) - guessed:
+            raise NotYet(f"{said}is given {new[right_ones]} at position {at}, where the text has {text[at]}" + (
+                f"\n{new[right_ones]} was a guess there, and the model chose {text[at]}: it must go"
+                if rejected.get(at) == new[right_ones] else
+                "\nBehind the guesses that stay comes the model's choice behind the last of them"))
+        have = max(have, at) if right_ones == len(new) else at
+        rejected |= dict(enumerate(new[right_ones:], at))
+    theirs = text[len(ids):len(ids) + count]
     if found[:len(ids)] == ids and len(found) == len(ids) + count:
         raise NotYet("the prompt comes back too; only the new ids are asked for")
     if found != theirs:
@@ -216,8 +219,7 @@ def _judge_loop(toy: Toy, right: Toy, found, theirs: list[int], ids: list[int], 
                 ": an accepted guess can be one too many" if len(found) > count else
                 ": behind the guesses that stay, the model has chosen one more"))
         raise NotYet(f"new token {same} is {found[same]}, and greedy decoding has {theirs[same]} there" + (
-            f"\n{found[same]} was a guess that the model rejected" if rejected.get(len(ids) + same) == found[same] else
-            ""))
+            f"\n{found[same]} was a guess that the model rejected" * (rejected.get(len(ids) + same) == found[same])))
     enough, computed, needed = len(right.calls), *(sum(len(new) for new, *_ in one.calls) for one in (toy, right))
     if len(toy.calls) > enough + 2:  # another first step shifts what is guessed
         raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough: " + (
