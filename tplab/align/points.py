@@ -28,24 +28,15 @@ def _norm_at(place: str) -> Callable:
 
 
 class Point(NamedTuple):
-    """One point of the forward pass.
+    """One point of the forward pass."""
 
-    Attributes:
-        layout: ``"replicated"`` (the same values on every rank), ``"q_heads"`` or ``"kv_heads"`` (dealt out along dim 1
-            of ``[tokens, heads, head_dim]``), ``"mlp"`` or ``"vocab"`` (along the last dimension), or ``"partial"``
-            (one summand of a row-parallel sum per rank).
-        op: the operation of :class:`tplab.align.operations.Operations` that makes it.
-        made_from: the points of the layer that go in; ``"before"`` is what goes into the layer. Of ``"q_norm|q"`` it is
-            the first that the layer has.
-        module: the checkpoint's module, named inside its layer; a norm's place (see ``ModelConfig.norms``).
-        needs: whether a layer of a :class:`tplab.checkpoint.ModelConfig` has it.
-    """
-
+    # "replicated" (the same values on every rank), "q_heads" or "kv_heads" (dealt out along dim 1 of [tokens, heads,
+    # head_dim]), "mlp" or "vocab" (along the last dimension), or "partial" (a summand of a row-parallel sum per rank)
     layout: str
-    op: str
-    made_from: tuple[str, ...]
-    module: str = ""
-    needs: Callable = _always
+    op: str  # the operation of operations.Operations that makes it
+    made_from: tuple[str, ...]  # what goes in; "before" goes into the layer, of "q_norm|q" the first that there is does
+    module: str = ""  # the checkpoint's, named inside its layer; a norm's place (see ModelConfig.norms)
+    needs: Callable = _always  # whether a layer of a ModelConfig has it
 
 
 def _norm(place: str, made_from: str) -> Point:

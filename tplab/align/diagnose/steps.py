@@ -61,19 +61,15 @@ def _drafted(facts: DecodeFacts | None):
                 yield step.step_number, request.request_id, position, token
 
 
-def _block_tables(facts: DecodeFacts):
-    """Step by step and sequence by sequence: the step, the sequence, the ranks' table, the scheduler's."""
-    for step, tables in zip(facts.steps, facts.tables):
-        for request_id, segment, *_ in step.requests:
-            yield step.step_number, request_id, list(segment.block_ids), list(tables[request_id])
-
-
 def stale_block_table(report: AlignReport) -> str:
     """Where the ranks first worked with another block table than the scheduler's; empty if they never did."""
-    for step, number, at_ranks, true in _block_tables(report.decode) if report.decode else ():
-        if at_ranks[:len(true)] != true:
-            return (f"In step {step} the ranks were told that sequence {number} has the blocks {at_ranks}; the "
-                    f"scheduler had given it {true}. The old blocks had been taken from it by then.")
+    for step, tables in zip(report.decode.steps, report.decode.tables) if report.decode else ():
+        for number, segment, *_ in step.requests:
+            at_ranks, true = list(segment.block_ids), list(tables[number])
+            if at_ranks[:len(true)] != true:
+                return (f"In step {step.step_number} the ranks were told that sequence {number} has the blocks "
+                        f"{at_ranks}; the scheduler had given it {true}. The old blocks had been taken from it by "
+                        "then.")
     return ""
 
 

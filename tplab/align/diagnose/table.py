@@ -20,31 +20,19 @@ ERROR = "error"  # asked with the error in which a run ended
 
 @dataclass(frozen=True)
 class Mistake:
-    """One way in which an operation can be wrong.
+    """One way in which an operation can be wrong."""
 
-    Attributes:
-        name: the museum's, or one in its style.
-        says: the sentence; ``{op}``, ``{name}`` (of the point), ``{module}``, ``{value}``, ``{text}`` and the like are
-            filled in by :func:`words`.
-        change: the parameters of the operation that are others, or a function of :class:`At` (and of the value, if
-            there are values) that gives them, or the tensor that comes out instead.
-        values: value → text, those that are tried; or a function of the case that gives them.
-        fit: a function of the case that gives the range of a number that is fitted where no value explains it.
-        number: the value's name among the evidence.
-        when: whether the mistake can have been made at all.
-        rows: the rows that show it, ``[rows]`` boolean; None for all.
-        alike: names that leave the same numbers.
-    """
-
-    name: str
-    says: str
+    name: str  # the museum's, or one in its style
+    says: str  # the sentence; {op}, {name} (of the point), {module}, {value}, {text} and the like stand for `words`
+    # The parameters of the operation that are others, or a function of At (and of the value, if there are values) that
+    # gives them, or the tensor that comes out instead.
     change: object
-    values: Mapping | Callable[[Case], Mapping] | None = None
-    fit: Callable[[Case], tuple[float, float]] | None = None
-    number: str = ""
-    when: Callable[[Case], bool] = lambda case: True
-    rows: Callable[[Case], torch.Tensor] | None = None
-    alike: tuple[str, ...] = ()
+    values: Mapping | Callable[[Case], Mapping] | None = None  # value → text, those that are tried; or what gives them
+    fit: Callable[[Case], tuple[float, float]] | None = None  # the range of a number, fitted where no value explains it
+    number: str = ""  # the value's name among the evidence
+    when: Callable[[Case], bool] = lambda case: True  # whether the mistake can have been made at all
+    rows: Callable[[Case], torch.Tensor] | None = None  # the rows that show it, [rows] boolean; None for all
+    alike: tuple[str, ...] = ()  # names that leave the same numbers
 
     def changed(self, value=None):
         """The change, as :mod:`tplab.align.diagnose.wrong` takes it."""
