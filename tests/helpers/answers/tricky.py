@@ -298,7 +298,7 @@ def generate(self, input_ids, max_new_tokens):
         Wrong(layer("torch.cat([self.k, k]), torch.cat([self.v, v])", "k, v; start = 0"),
               "what is in the cache is not read. Right up to 'k_rope', your line 40"),
         Wrong(layer("all_reduce(out.flatten(1) @ self.o.T)", "out.flatten(1) @ self.o.T"),
-              "reduced, or the result was thrown away. Right up to 'attn', your line 43"),
+              "reduced, or the result was thrown away, or read too early. Right up to 'attn', your line 43"),
         Wrong(layer("all_reduce(inner @ self.down.T)", "all_reduce(all_reduce(inner @ self.down.T))"),
               "summand was the whole already. Right up to 'post_norm', your line 45"),
         Wrong(layer("+ self.eps) * weight", "+ self.eps)"),
