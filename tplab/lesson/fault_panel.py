@@ -111,10 +111,7 @@ class Panel:
 def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor_parallel_size: int = 2,
           tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32") -> Panel:
     """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside, along the
-    decode path if one of the faults shows only there. ``ticked``: those that are on at the start.
-
-        >>> lesson.panel(["nan_mask", "no_mask"], model=model, ticked=["nan_mask"])
-    """
+    decode path if one of the faults shows only there. ``ticked``: those that are on at the start."""
     chosen = [fault(one) if isinstance(one, str) else one for one in faults]
     names = [one.name for one in chosen]
     for name in ticked:
