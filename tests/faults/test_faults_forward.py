@@ -5,8 +5,9 @@ after.
 import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.faults import CASES, case_checkpoint, nothing_is_patched, over_floor, prompts
+from helpers.recorded import record_lab
 
-from tplab.align import align, align_decode, diagnose
+from tplab.align import align, align_decode, check, diagnose
 from tplab.align.floors import RELATIVE
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM, SEED, WING, fault
@@ -120,3 +121,11 @@ def test_the_masks_faults_are_named_on_long_prompts(name, tmp_path):
     for report in (align(ckpt, ids, tensor_parallel_size=2, patches=[fault(name)]),
                    align_decode(ckpt, ids, new_tokens=2, tensor_parallel_size=2, patches=[fault(name)])):
         assert [one.fault for one in report.diagnoses] == [name], report.diagnoses
+
+
+@pytest.mark.parametrize("name", ["read_before_wait", "buffer_reused", "wrong_rows_scattered"])
+def test_sums_under_way_are_named_in_a_recorded_engine_without_an_op_log(name, tmp_path):
+    """Uneven heads, and prompts whose last tokens come one by one, so that some ranks keep no row."""
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", heads=9, kv_heads=3, hidden=48))
+    report = check(record_lab(tmp_path / "run", ckpt, prompts(67), 2, patches=[fault(name)], decoded=3), ckpt)
+    assert report.verdict == "bug" and any(name in found.names for found in report.diagnoses)

@@ -26,25 +26,25 @@ ROUNDS = 15
 
 
 def decided(reduce: Callable, under_load: bool) -> Patch:
-    """``reduce`` in the engine's place, and the race in it decided beforehand: no outcome is left to chance.
+    """``reduce`` in the engine's place, with the race in it decided beforehand.
 
-    Without load, a sum that is started is there at once. Under load the other ranks come late: they take part in a sum
-    only when rank 0 has come to its wait for it.
+    Without load, a sum is complete as soon as it is started. Under load the other ranks are late: they enter a sum only
+    after rank 0 has reached its wait for it.
     """
     def raced(self, partial):
         start, go = dist.all_reduce, torch.zeros(1)
 
-        def others_come():
+        def let_others_enter():
             for other in range(1, world_size() if rank() == 0 and under_load else 1):
                 dist.send(go, other)
 
         class Late:
             def __init__(self, work):
-                self.wait = lambda: (others_come(), work.wait())
+                self.wait = lambda: (let_others_enter(), work.wait())
 
         def all_reduce(t, async_op=False):
             if not async_op:
-                others_come()
+                let_others_enter()
             work = start(t, async_op=True)
             if async_op and under_load and rank() == 0:
                 return Late(work)

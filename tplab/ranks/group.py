@@ -29,8 +29,9 @@ from tplab.ranks.oplog import (
 class Work:
     """A sum that was started: what ``all_reduce(t, async_op=True)`` returns.
 
-    It is made as late as it may be: in `wait`, or when the rank enters a collective that was called after it. So what
-    reads the tensor too early finds no sum in it, and what writes to it too early changes the sum, every time.
+    It is computed as late as possible: in `wait`, or when the rank enters a collective that was called after it. So
+    code that reads the tensor too early finds no sum in it every time, and code that writes to it too early changes the
+    sum every time.
     """
 
     def __init__(self, group: "Group", t: torch.Tensor, site: tuple):
@@ -131,7 +132,7 @@ class Group:
         dim = self._dim(t, dim, "reduce_scatter")
         length = t.shape[dim]
         sizes = [length // self.size] * self.size if sizes is None else [int(n) for n in sizes]
-        if len(sizes) != self.size or sum(sizes) != length:
+        if len(sizes) != self.size or sum(sizes) != length or min(sizes) < 0:
             raise RankError(f"reduce_scatter: sizes {sizes} do not add up to the {length} along dim {dim} (shape "
                             f"{list(t.shape)}) on {self.size} ranks; give sizes, one number for each rank")
         self._enter(REDUCE_SCATTER, t, dim + 256 * zlib.crc32(repr(sizes).encode()), frame)
@@ -202,7 +203,7 @@ class Group:
 
     def _dim(self, t, dim, name):
         self._check_tensor(t, name)  # before its shape is looked at
-        if not -t.ndim <= dim < t.ndim:
+        if not isinstance(dim, int) or not -t.ndim <= dim < t.ndim:
             raise RankError(f"{name}: dim {dim} does not exist in a tensor of shape {list(t.shape)}")
         return dim % t.ndim
 

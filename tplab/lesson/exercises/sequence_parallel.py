@@ -67,7 +67,7 @@ def in_the_engine(setting: Setting) -> None:
 
 
 @exercise("my_reduce_scatter", "13", takes="x, sizes, pass_on", patches=_reduced_by,
-          alone="one rank has nobody to pass anything to, so two to four logical ranks have judged it",
+          alone="one rank has no other to pass rows to, so two to four logical ranks have judged it",
           agreed="every rank keeps the sum of its rows, and no number travels that need not; on {ranks}, with an "
                  "all-gather behind it, it takes the place of the engine's all_reduce")
 def my_reduce_scatter(mine: Mine, setting: Setting):

@@ -16,7 +16,8 @@ PRODUCTS = ((6, 4, 5, 2, 2), (7, 3, 4, 3, 2), (5, 4, 3, 4, 3), (2, 5, 4, 3, 2), 
 # Hidden numbers, rows of each part, ranks.
 PARTS = ((4, (2, 2, 2, 2), 2), (3, (3, 3, 1), 2), (5, (2, 3, 1, 3, 2), 3), (4, (2,), 2))
 _WAITS = "Every rank starts the same sums, in the same order"
-_ASKS = {"without wait()": "Its sum is started, and nothing waits for it: when is it in the tensor?"}
+_ASKS = {"without wait()": "Its sum is started, and nothing waits for it: when is it in the tensor?",
+         "process group": "Use the lab's all_reduce(…, async_op=True): the ranks of this example are threads"}
 _GROUP = "tplab.ranks.group."
 
 
@@ -101,7 +102,7 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int) -> None:
     agree(found, right.expand_as(found), {
         f"this is {size} times the sum: is something added up that was whole already?": size * right.expand_as(found),
         f"the summands are averaged: this is the sum divided by {size}": right.expand_as(found) / size,
-        "there are only zeros: is a tensor added up that nobody has written to?": torch.zeros_like(found)},
+        "there are only zeros: is a tensor added up that was never written?": torch.zeros_like(found)},
         "wrong, and by none of the usual mistakes: which rows of x make a part, and where do they belong?", within=near)
     if not starts:
         raise NotYet("the result is right, and no sum is started: all_reduce(…, async_op=True) returns at once, and "
