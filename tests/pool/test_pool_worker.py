@@ -49,7 +49,7 @@ def rank(tmp_path, monkeypatch):
     rank.spec = SimpleNamespace(rank=1, size=2, birth=BORN, inbox=inbox, outbox=outbox, wake=wake, folder=str(tmp_path))
     rank.output = SimpleNamespace(restart=lambda: did.append("restart"))
     rank.group = SimpleNamespace(begin_epoch=lambda epoch: did.append(("epoch", epoch)),
-                                 begin_command=lambda: did.append("looked about"))
+                                 begin_command=lambda: did.append("looked about"), end=lambda: None)
     rank.control.set_word(1, BIRTH, BORN)
     monkeypatch.setattr(worker, "_leave_gloo", lambda: did.append("left gloo"))
     monkeypatch.setattr(worker.capture, "flush", lambda: did.append("flushed"))
