@@ -2,7 +2,7 @@
 8-bit weights, an 8-bit cache. Each is recomputed; only what explains a point's rows to rounding counts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,6 +18,7 @@ from tplab.align.points import layout
 LEFT = 0.1  # of a difference, the part that an explanation may leave: values that fell on the other side of a rounding
 _PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+_Off = tuple[int, torch.Tensor, torch.Tensor]  # a guilty rank, how far it is off, what is right
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
@@ -105,16 +106,17 @@ class Ordinary:
                 found[name] = what
                 self.found = [what, *(other for other in self.found if other != what)]
         usual = max(found.values(), key=list(found.values()).count, default="")
-        return {name: usual if what == usual or max(self._left(usual, name)) <= LEFT else what
+        return {name: usual if what == usual or self._left(usual, name, self._off(name)) <= LEFT else what
                 for name, what in found.items()}
 
     def _explains(self, name: str) -> str | None:
-        if not all(_noise(off, right) for _, off, right in self._off(name)):
+        wrong = self._off(name)
+        if not all(_noise(off, right) for _, off, right in wrong):
             return None
         caches = name.endswith((".attn", ".k_rope", ".v"))
         left: dict[str, float] = {}
         for what in dict.fromkeys((*self.found, *PRODUCTS, *(CACHES if caches else WEIGHTS))):
-            left[what] = max(self._left(what, name))
+            left[what] = self._left(what, name, wrong)
             if left[what] <= 1e-5:
                 break
         # Of those that explain it as well as any the first: TF32 and float16 have as many digits.
@@ -145,22 +147,21 @@ class Ordinary:
         """The rows that rounding does not explain."""
         return off.abs().amax(1) > self.right.tolerance(name, rank, 1.0) * right.abs().amax(1).clamp(min=1e-30)
 
-    def _off(self, name: str) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Each guilty rank, how far it is off, and what is right."""
+    def _off(self, name: str) -> list[_Off]:
         self.right.enter(name)
-        for rank in self.report.local[name].guilty:
-            held, right = self.recording.points[name][rank].tensor, self.right.frame.expected(name, rank)
-            yield rank, (held.to(right.dtype) - right).flatten(1), right.flatten(1)
+        pairs = [(rank, self.recording.points[name][rank].tensor, self.right.frame.expected(name, rank))
+                 for rank in self.report.local[name].guilty]
+        return [(rank, (held.to(right.dtype) - right).flatten(1), right.flatten(1)) for rank, held, right in pairs]
 
-    def _left(self, what: str, name: str) -> list[float]:
-        """How much of the difference an explanation leaves on each guilty rank; rows that are right need none."""
+    def _left(self, what: str, name: str, ranks: list[_Off]) -> float:
+        """How much of the difference an explanation leaves on the worst rank; rows that are right need none."""
         found = []
-        for rank, off, right in self._off(name):
+        for rank, off, right in ranks:
             changed, wrong = self._made(what, name, rank), self._wrong(name, rank, off, right)
             left = off + right - changed.flatten(1) if changed is not None else off
             few = wrong.any() and (left[wrong].norm(dim=1) <= 0.5 * off[wrong].norm(dim=1)).all()
             found.append((left[wrong].norm() / off[wrong].norm()).item() if few else float("inf"))
-        return found
+        return max(found)
 
     def _made(self, what: str, name: str, rank: int) -> torch.Tensor | None:
         """What a point would be."""

@@ -71,8 +71,8 @@ class _Points(UserDict):
             found, shards = [], self.data[name]()
             for shard in map(shards.get, range(world_size)):
                 # Replicated shards of the same bits are one: laid beside each other and judged once.
-                found.append(next((other for other in found if shard and other and torch.equal(
-                    shard.tensor, other.tensor) and shard.kind == other.kind == "replicated"), shard))
+                found.append(next((other for other in found if shard and other and shard.kind == other.kind
+                                   == "replicated" and torch.equal(shard.tensor, other.tensor)), shard))
             return found
         self.read = lru_cache(KEPT)(read)
 
