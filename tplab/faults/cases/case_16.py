@@ -1,0 +1,106 @@
+"""A case file; reading on spoils it."""
+
+from tplab import patch
+from tplab.align.run import check_prompts
+from tplab.faults.case_file import Bug, CaseFile, Trial
+
+DRAFTS = {"num_speculative_tokens": 4}
+
+
+def num_accepted(draft, chosen):
+    kept = min(1, len(draft))  # what is computed first
+    for drafted, own in zip(draft[1:], chosen[1:]):  # each by the choice behind the one before
+        if drafted != own:
+            break
+        kept += 1
+    return kept
+
+
+def my_num_accepted(draft, chosen):
+    for place, (drafted, own) in enumerate(zip(draft, chosen)):
+        if drafted != own:
+            return place
+    return len(draft)
+
+
+def all_that_agree(draft, chosen):
+    return sum(drafted == own for drafted, own in zip(draft, chosen))
+
+
+def long_ones(draft, chosen):
+    return my_num_accepted(draft, chosen) if len(draft) > 3 else num_accepted(draft, chosen)
+
+
+def said_again(begin, kept, goes_on):
+    """Eight tokens, four of them again, ``kept`` more, another one in the next one's place, and what follows."""
+    at = 4 + kept
+    other = next(token for token in goes_on if token != begin[at])
+    return [*begin, *begin[:at], other, *begin[at + 1:], *goes_on]
+
+
+def trials(take):
+    return (Trial("a text of which the first four words come again, and then others", [said_again(take(8), 0, take(6))],
+                  11, DRAFTS),
+            Trial("two texts, in which one more word comes again, and behind another one some more",
+                  [said_again(take(8), 1, take(6)), said_again(take(8), 0, take(5))], 10, DRAFTS),
+            Trial("a text with guesses of two tokens at a time", [said_again(take(8), 0, take(6))], 11,
+                  {"num_speculative_tokens": 2}))
+
+
+def shown(ckpt, ranks):
+    from tplab import LLM, SamplingParams
+
+    (ids, *_) = check_prompts(ckpt, ["One warm morning the red fox met an old friend. One warm morning the"])
+    said = {}
+    with patch.applied(*CASE.patches):
+        for count in (0, 4):
+            with LLM(ckpt, ranks, block_size=4, logical=True, num_speculative_tokens=count) as llm:
+                params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+                said[count] = llm.generate([ids], params, use_tqdm=False)[0].outputs[0].text
+    return f"The prompt says something twice. Without drafts: {said[0]!r}. With four tokens drafted: {said[4]!r}."
+
+
+CASE = CaseFile(
+    title="With speculation, the model quotes its user",
+    report="Since n-gram drafts are on, answers to prompts that say something twice go on as the prompt did. I was "
+           "told that this is rounding: in bfloat16, a token's logits are not the same bits behind a draft. With the "
+           "drafts off it is gone. With one rank as with {ranks}.",
+    trials=trials, shown=shown,
+    bugs=(Bug("num_accepted", num_accepted, my_num_accepted, "what was guessed is taken for checked",
+              "rejected_draft_kept"),),
+    why={
+        "The first guess of a draft stays whatever the model chose in its place: each guess is compared with the "
+        "choice behind the one before, and the first has none before it.": "",
+        "A token's logits are other bits behind a draft than alone, and near ties flip.":
+            "embed is off by as much as embeddings are large, in float64 as well: no sum has been made by then",
+        "Keys of rejected guesses stay in the cache, and later tokens see them.":
+            "attn is right, given its q, k and v: every place holds the key of the token that the text has there",
+        "The proposer guesses what stood in another sequence.":
+            "one sequence alone is wrong as well; and a wrong guess is no wrong text, as long as it is checked",
+    },
+    elsewhere={
+        "propose": "its guesses are what followed the same words before: it may guess wrongly, others check it",
+        "Scheduler.update_from_output": "it takes in as many guesses as it is told that the model agrees with",
+        "ModelRunner.execute_model": "it draws a token behind every guess, and behind the newest token",
+        "best_offer": "what it draws is the model's choice, on every rank",
+        "slot_mapping": "every key stands in its own slot",
+    },
+    hints=((1, "float64, on one rank: is anything rounded there? And which is the first point off the floor?"),
+           (1, "embed holds the embeddings of the tokens that were computed. Of which token, in the row that is off?"),
+           (2, "The token in that row was the first of a draft. Who says how many of them stay?")),
+    hiders=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
+    production="Where guesses happen to be right, all is well: the text that is quoted is the one that users check "
+               "first.",
+    story="Told that it is rounding, ask for a dtype that does not round: in float64 it is the same. Then it is a bug. "
+          "The first point off the floor is embed, in one row, by as much as an embedding is large: another token was "
+          "computed there than the text has. No product has been made by then, so no kernel is to blame. Which token "
+          "is it? The first guess of a draft. A guess may be wrong; it must not stay. How many stay is one function's "
+          "business: it must compare the first guess with the choice behind the newest token, the second with the one "
+          "behind the first, and stop at the first that differs.",
+    sources=(("lattice: the first token of a draft was committed and never compared, so n-gram drafts changed greedy "
+              "texts.", "https://github.com/ohdearquant/lattice/issues/243"),
+             ("vLLM: a count of accepted tokens that went on behind the first rejected one, in the sampler's metrics.",
+              "https://github.com/vllm-project/vllm/pull/2658"),
+             ("transformers: the same symptom, and it was rounding.",
+              "https://github.com/huggingface/transformers/issues/39421")),
+)
