@@ -88,7 +88,7 @@ def not_reduced(case: Case) -> Diagnosis | None:
         if done and min(done) >= wanted:
             names = ("read_before_wait",) if early else ("all_reduce_dropped",)
             says = "the op log shows every all-reduce" + (
-                ", started and not waited for at first: what they were made in was read too early" if early else
+                "; some were started and read before their wait" if early else
                 ": the sums were made and thrown away")
         elif done:
             names = ("all_reduce_missing",)

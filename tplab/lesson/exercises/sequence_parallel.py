@@ -99,28 +99,28 @@ def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
 
     parts = [one.float().split(sizes) for one in x]
 
-    def kept(of: Callable) -> torch.Tensor | None:
-        """What all ranks return if ``of(rank, row parts of all ranks)`` is what each returns; None if it cannot be."""
-        some = [of(number, parts) for number in range(size)]
+    def kept(of: Callable) -> torch.Tensor:
+        """What all ranks return if each returns ``of(rank)``; nothing if these are not as many rows as it keeps."""
+        some = [of(number) for number in range(size)]
         return torch.cat(some) if all(len(one) == n for one, n in zip(some, sizes)) else torch.empty(0)
 
-    def whole(parts, at):
+    def whole(at):
         return sum(part[at % size] for part in parts)
 
-    right = kept(lambda r, parts: whole(parts, r))
+    right = kept(whole)
     agree(torch.cat(values).float(), right, {
-        "each rank returns its own summand of its rows: who adds the others'?": kept(lambda r, parts: parts[r][r]),
+        "each rank returns its own summand of its rows: who adds the others'?": kept(lambda r: parts[r][r]),
         "each rank ends with the sum of the next rank's rows: with whose rows must a rank begin?":
-            kept(lambda r, parts: whole(parts, r + 1)),
+            kept(lambda r: whole(r + 1)),
         "each rank ends with the sum of the rows of the rank before it: with whose rows must a rank begin?":
-            kept(lambda r, parts: whole(parts, r - 1)),
+            kept(lambda r: whole(r - 1)),
         "a rank returns what came in, without its own summand of these rows":
-            kept(lambda r, parts: whole(parts, r) - parts[r][r]),
+            kept(lambda r: whole(r) - parts[r][r]),
         "what comes in is passed on as it is: who adds to it?": tuple(
-            kept(lambda r, parts, off=off: parts[(r + off) % size][r]) for off in range(1, size)),
+            kept(lambda r, off=off: parts[(r + off) % size][r]) for off in range(1, size)),
         f"a rank's own summand is in it twice: after {size - 1} message{'s' * (size > 2)} all have added theirs": (
-            kept(lambda r, parts: whole(parts, r) + parts[r][r]),
-            kept(lambda r, parts: whole(parts, r - 1) + parts[r][r - 1])),
+            kept(lambda r: whole(r) + parts[r][r]),
+            kept(lambda r: whole(r - 1) + parts[r][r - 1])),
         **({_CUT: torch.cat([sum(parts[r][r] for r in range(size))] * size)} if len(set(sizes)) == 1 else {}),
         f"the sum is divided by {size}": right / size,
         f"the sum is in it {size} times": right * size},
