@@ -5,12 +5,16 @@ from matplotlib.colors import to_hex
 
 from tplab import faults, show
 from tplab.align import Diagnosis
+from tplab.checkpoint import open_checkpoint
+from tplab.checkpoint.random_weights import write_random
 from tplab.faults import MUSEUM, fault
 from tplab.faults.cases import CASES
 from tplab.faults.score import (
+    _SMALL,
     EXACT,
     FALSE_ALARM,
     HEALTHY,
+    LAYOUTS,
     LOOKALIKE,
     UNNAMED,
     UNSEEN,
@@ -18,6 +22,7 @@ from tplab.faults.score import (
     Run,
     Score,
     _outcome,
+    _run,
     score,
 )
 
@@ -137,12 +142,15 @@ def test_every_fault_is_put_into_a_model_on_which_it_can_show(monkeypatch):
     assert found.counts("bfloat16")[EXACT] == len(broken)
 
 
+@pytest.mark.parametrize("seed, name", enumerate(LAYOUTS, 4))
+def test_nothing_is_wrong_with_any_of_its_models(tmp_path, seed, name):
+    ckpt = open_checkpoint(write_random(tmp_path / "m", seed, **_SMALL, **LAYOUTS[name]))
+    assert _run(name, ckpt, 2, "float32", None).outcome == HEALTHY
+
+
 @pytest.mark.parametrize("name", ["nan_mask", "slot_off_by_one", "full_length_after_prefix_hit",
                                   "full_copy_on_every_rank", None])
 def test_a_run_of_each_kind(name):
     """A forward pass, a decode path, one that ends in an error, one that only costs; and a healthy one."""
-    from tplab.checkpoint import open_checkpoint
-    from tplab.faults.score import _run
-
     found = _run("fable", open_checkpoint("fable"), 2, "float32", name and faults.fault(name))
     assert found.outcome == (EXACT if name else HEALTHY), found

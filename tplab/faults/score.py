@@ -32,7 +32,7 @@ _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _SMALL = {"num_hidden_layers": 3, "intermediate_size": 61, "vocab_size": 211, "max_position_embeddings": 256,
           "rms_norm_eps": 1e-6}
 _SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "eos_token_id": 2,
-        "rope_parameters": _PLAIN}
+        "bos_token_id": None, "pad_token_id": None, "rope_parameters": _PLAIN}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 13}
 LAYOUTS = {
     "llama 9/3": {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10,
