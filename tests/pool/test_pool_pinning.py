@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ EVERYWHERE = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else se
 
 def of_threads():
     """The cores that each thread of this process may use."""
-    return [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found.append(os.sched_getaffinity(int(task.name)))
+    return found
 
 
 def pinned():
