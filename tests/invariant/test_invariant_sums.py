@@ -56,15 +56,27 @@ def test_a_rank_sends_few_nodes():
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (43, 71), (300, 130)])
 def test_a_product_is_the_same_alone_in_a_batch_and_cut(dtype, inputs, outputs):
     weight, x = numbers(outputs, inputs, dtype=dtype), numbers(37, inputs, seed=1, dtype=dtype)
-    whole = kernels.Product(weight)(x)
+    whole = kernels.Product(weight)(x)[0]
     assert whole.dtype == torch.float32 and whole.shape == (37, outputs)
     for rows in (slice(0, 1), slice(5, 7), slice(36, 37), slice(1, 6)):
-        assert torch.equal(kernels.Product(weight)(x[rows]), whole[rows])
+        assert torch.equal(kernels.Product(weight)(x[rows])[0], whole[rows])
     first = outputs // 3
-    assert torch.equal(kernels.Product(weight[first:])(x), whole[:, first:])
-    assert kernels.Product(weight)(x[:0]).shape == (0, outputs)
+    assert torch.equal(kernels.Product(weight[first:])(x)[0], whole[:, first:])
+    assert kernels.Product(weight)(x[:0]).shape == (1, 0, outputs)
     exact = x.double() @ weight.double().T
     assert distance(whole, exact) <= 4 * distance(x.float() @ weight.float().T, exact) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_of_products_is_the_sums_of_its_leaves(dtype):
+    leaves, weight, x = leaves_of_columns(43), numbers(30, 43, dtype=dtype), numbers(5, 43, seed=1, dtype=dtype)
+    known = {(n, n + 1): kernels.Product(weight[:, leaf.start:leaf.stop])(x[:, leaf.start:leaf.stop])[0]
+             for n, leaf in enumerate(leaves)}
+    nodes = [(0, 5), (5, 6), (6, len(leaves))]
+    found = kernels.Product(weight, leaves, nodes)(x)
+    assert found.shape == (3, 5, 30)
+    for node, one in zip(nodes, found):
+        assert torch.equal(one, tree_sum(*node, known))
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])

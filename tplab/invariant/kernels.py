@@ -4,6 +4,9 @@ numba compiles these loops as they stand: without permission to add in another o
 vector and behind its end, in a long array and in a short one.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import torch
 
@@ -11,6 +14,7 @@ from tplab.fast import rowwise
 from tplab.fast.compiled import entry, in_order
 from tplab.fast.linear import linear_by_vectors, pack_weight, padded, panels, per_word
 from tplab.fast.simd import WIDTH
+from tplab.invariant.tree import additions
 
 KEYS = 64  # whose values are added up before they join the sum of those before
 
@@ -18,27 +22,53 @@ exp = in_order(rowwise.exp.py_func)
 
 
 @entry
-def _multiply(x, words, rows, weight, count, y):
-    linear_by_vectors(x, words, rows, words, weight, 0, words * WIDTH, 0, count, 1, y, count * WIDTH)
+def _multiply(x, x_row, rows, weight, count, words, adds, y):
+    """For each leaf ``y[leaf] = x @ weight.T`` over its own words of ``x``; then ``y[a] += y[b]`` for each of adds."""
+    size, at, weight_at = rows * count * WIDTH, 0, 0
+    for leaf in range(len(words)):
+        linear_by_vectors(x[at:], x_row, rows, words[leaf], weight, weight_at, words[leaf] * WIDTH, 0, count, 1,
+                          y[leaf * size:], count * WIDTH)
+        at += words[leaf]
+        weight_at += words[leaf] * count * WIDTH
+    for add in range(len(adds)):
+        left, right = y[adds[add, 0] * size:], y[adds[add, 1] * size:]
+        for i in range(size):
+            left[i] += right[i]
 
 
 class Product:
-    """``x @ weight.T`` in float32: each number is one sum over the inputs in their order, whatever stands beside it."""
+    """``x @ weight.T`` in float32: each number is one sum over the inputs in their order, whatever stands beside it.
 
-    def __init__(self, weight: torch.Tensor):
-        (self.outputs, self.inputs), self.dtype = weight.shape, weight.dtype
-        self.panels, self.count = pack_weight(weight), panels(self.outputs)
-        self.padded = padded(self.inputs, self.dtype)
+    With ``leaves`` (ranges of the inputs), each leaf is a sum of its own, and then the leaves are added up along the
+    tree below each of ``nodes`` (see :mod:`tplab.invariant.tree`): one product for each node.
+    """
+
+    def __init__(self, weight: torch.Tensor, leaves: Sequence[range] = (),
+                 nodes: Sequence[tuple[int, int]] = ((0, 1),)):
+        (self.outputs, inputs), self.dtype = weight.shape, weight.dtype
+        leaves = leaves or [range(inputs)]
+        sizes = [padded(len(leaf), self.dtype) for leaf in leaves]
+        self.width, self.count = sum(sizes), panels(self.outputs)
+        starts = [end - size for end, size in zip(accumulate(sizes), sizes)]
+        # Where each input stands among the padded ones; None where they are the same.
+        self.places = None if self.width == inputs else torch.cat([
+            torch.arange(start, start + len(leaf)) for start, leaf in zip(starts, leaves)])
+        self.panels = np.concatenate([pack_weight(weight[:, leaf.start:leaf.stop]) for leaf in leaves])
+        self.words = np.array(sizes) // per_word(self.dtype)
+        self.adds = np.array([add for node in nodes for add in additions(*node)], np.int64).reshape(-1, 2)
+        self.at = [first for first, _ in nodes]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, inputs]`` in the weight's dtype → ``[rows, outputs]`` in float32."""
-        full = x.new_zeros(len(x), self.padded)
-        full[:, :self.inputs] = x
+        """``[rows, inputs]`` in the weight's dtype → ``[nodes, rows, outputs]`` in float32."""
+        full = x.contiguous()
+        if self.places is not None:
+            full = x.new_zeros(len(x), self.width)
+            full[:, self.places] = x
         words = full.flatten().numpy() if self.dtype == torch.float32 else (
             full.view(torch.int32).flatten().numpy().view(np.uint32))
-        y = np.empty(len(x) * self.count * WIDTH, np.float32)
-        _multiply(words, self.padded // per_word(self.dtype), len(x), self.panels, self.count, y)
-        return torch.from_numpy(y).view(len(x), self.count * WIDTH)[:, :self.outputs]
+        y = np.empty(len(self.words) * len(x) * self.count * WIDTH, np.float32)
+        _multiply(words, self.width // per_word(self.dtype), len(x), self.panels, self.count, self.words, self.adds, y)
+        return torch.from_numpy(y).view(len(self.words), len(x), self.count * WIDTH)[self.at, :, :self.outputs]
 
 
 @in_order

@@ -73,7 +73,7 @@ def in_one_order(layer: nn.Module, keep_weight: bool = False) -> None:
 
 
 def _forward(self, x: torch.Tensor) -> torch.Tensor:
-    y, bias = self.product(x), getattr(self, "bias", None)
+    y, bias = self.product(x)[0], getattr(self, "bias", None)
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -85,27 +85,20 @@ def within(leaves: list[range], columns: range) -> range:
 
 def tree_parallel(layer: RowParallelLinear, leaves: list[range], parts: list[range]) -> None:
     """A layer whose inputs are dealt out: its sum is the tree over ``leaves``, of which a rank has one of ``parts``."""
-    own, weight = parts[rank()], _take_weight(layer)
-    first = leaves[own.start].start
-    layer.leaves = {(n, n + 1): slice(leaves[n].start - first, leaves[n].stop - first) for n in own}
-    layer.products = {leaf: Product(weight[:, columns]) for leaf, columns in layer.leaves.items()}
-    nodes = [nodes_within(0, len(leaves), part) for part in parts]
-    layer.own_nodes, layer.sizes, layer.count = nodes[rank()], [len(part) for part in nodes], len(leaves)
+    own, nodes = parts[rank()], [nodes_within(0, len(leaves), part) for part in parts]
+    here = [range(leaves[n].start - leaves[own.start].start, leaves[n].stop - leaves[own.start].start) for n in own]
+    layer.product = Product(_take_weight(layer), here, [
+        (first - own.start, last - own.start) for first, last in nodes[rank()]])
+    layer.sizes, layer.count = [len(part) for part in nodes], len(leaves)
     layer.nodes = [node for part in nodes for node in part]
-    layer.partial, layer.reduce = MethodType(_partial, layer), MethodType(_reduce, layer)
-
-
-def _partial(self, x: torch.Tensor) -> torch.Tensor:
-    """``[tokens, inputs here]`` → ``[nodes here, tokens, output_size]`` in float32."""
-    leaves = {leaf: self.products[leaf](x[:, columns]) for leaf, columns in self.leaves.items()}
-    return torch.stack([tree_sum(*node, leaves) for node in self.own_nodes])
+    layer.partial, layer.reduce = layer.product, MethodType(_reduce, layer)
 
 
 def _reduce(self, partial: torch.Tensor) -> torch.Tensor:
     """The nodes of all ranks → ``[tokens, output_size]``, bias and rounding at the end."""
     nodes = all_gather(partial, dim=0, sizes=self.sizes)
     total = tree_sum(0, self.count, dict(zip(self.nodes, nodes, strict=True)))
-    return (total if self.bias is None else total + self.bias.float()).to(next(iter(self.products.values())).dtype)
+    return (total if self.bias is None else total + self.bias.float()).to(self.product.dtype)
 
 
 def _attend(self, heads, q, k, v, mask) -> torch.Tensor:

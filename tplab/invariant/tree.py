@@ -33,6 +33,14 @@ def nodes_within(first: int, last: int, own: range) -> list[tuple[int, int]]:
     return nodes_within(first, middle, own) + nodes_within(middle, last, own)
 
 
+def additions(first: int, last: int) -> list[tuple[int, int]]:
+    """The node's sum as ``x[a] += x[b]`` on its leaves, for each ``(a, b)`` in this order; it ends in ``x[first]``."""
+    if last - first < 2:
+        return []
+    middle = (first + last) // 2
+    return [*additions(first, middle), *additions(middle, last), (first, middle)]
+
+
 def tree_sum(first: int, last: int, known: dict):
     """The node over leaves ``first`` to ``last``, from those ``(first, last)`` that are known."""
     if (first, last) in known:
