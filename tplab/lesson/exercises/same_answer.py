@@ -130,14 +130,14 @@ def _tree_patches(answer: Callable) -> list[Patch]:
         original(home + "tree_parallel")(layer, leaves, parts)
         layer.shares = parts
 
-    def all_leaves(self, x):
-        return torch.stack([self.products[leaf](x[:, columns]) for leaf, columns in self.leaves.items()])
+    def every_leaf(first, last, own):
+        return [(n, n + 1) for n in own]
 
     def reduce(self, leaves):
         total = answer(leaves, self.shares)
-        return (total if self.bias is None else total + self.bias.float()).to(next(iter(self.products.values())).dtype)
+        return (total if self.bias is None else total + self.bias.float()).to(self.product.dtype)
 
-    return [Patch(home + "tree_parallel", with_shares), Patch(home + "_partial", all_leaves),
+    return [Patch(home + "tree_parallel", with_shares), Patch(home + "nodes_within", every_leaf),
             Patch(home + "_reduce", reduce)]
 
 
