@@ -2,7 +2,7 @@
 
 How a notebook is written
 -------------------------
-First cell (markdown): ``# Title``; then one sentence of promise (a plain line that ends with a full stop); a line with
+First cell (markdown): ``# Title``; then a promise (a plain line of one to three sentences); a line with
 *you will be able to*; a line with *Prerequisites*; a line with *Run time* and the measured seconds; links to the
 previous and the next notebook of the series (``[← …](00_start_here.ipynb)``), whichever of the two exist.
 

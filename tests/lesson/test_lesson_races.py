@@ -101,3 +101,12 @@ def test_by_rows_a_rank_saves_the_rows_of_the_others(ranks):
 def test_a_product_and_its_sum_are_timed_alone_and_in_parts():
     found = races.overlap_seconds(shared_pool(2), 12, 6, 8, (1, 5))
     assert list(found) == ["product", "sum", "latency", 1, 5] and min(found.values()) > 0
+
+
+def test_what_is_compared_is_timed_in_turn_and_not_one_after_the_other():
+    def turns():
+        called = []
+        took = races.seconds({name: lambda name=name: called.append(name) for name in "ab"}, max)
+        return called, list(took)
+
+    assert shared_pool(2).run(turns) == [(["a", "b"] * races.ROUNDS, ["a", "b"])] * 2

@@ -1,6 +1,7 @@
 """Notebook 13: a race that is decided beforehand; what overlap and a rank's own rows cost and save, measured."""
 
 import os
+import statistics
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from tplab.ranks import barrier, rank, state, world_size
 from tplab.shard import ShardPlan
 
 _REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"
-ROUNDS = 15
+ROUNDS = 25
 
 
 def decided(reduce: Callable, under_load: bool) -> Patch:
@@ -111,20 +112,25 @@ def _overlapped(tokens: int, inputs: int, outputs: int, parts: list[int]) -> dic
         for work in works:
             work.wait()
 
-    timed = {"product": lambda: torch.mm(x, weight.T, out=out), "sum": lambda: dist.all_reduce(out),
-             "latency": lambda: dist.all_reduce(out[:1, :1].clone()), **{n: lambda n=n: in_parts(n) for n in parts}}
-    return {name: least_seconds(what) for name, what in timed.items()}
+    return seconds({"product": lambda: torch.mm(x, weight.T, out=out), "sum": lambda: dist.all_reduce(out),
+                    "latency": lambda: dist.all_reduce(out[:1, :1].clone()),
+                    **{n: lambda n=n: in_parts(n) for n in parts}}, min)
 
 
-def least_seconds(what: Callable) -> float:
-    """On a rank: of some rounds that all ranks begin together. What disturbs one makes it slower, never quicker."""
-    times = []
+def seconds(timed: Mapping[object, Callable], of: Callable[[list[float]], float]) -> dict:
+    """On a rank: seconds of each, begun by all ranks together, as ``of`` sums up those of all rounds.
+
+    In every round each has its turn, so what slows the machine down for a while slows all of them down. ``min`` is
+    steady where one takes less than a time slice of the system, the median where one takes longer.
+    """
+    times = {name: [] for name in timed}
     for _ in range(ROUNDS):
-        barrier()
-        begin = time.perf_counter()
-        what()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+        for name, what in timed.items():
+            barrier()
+            begin = time.perf_counter()
+            what()
+            times[name].append(time.perf_counter() - begin)
+    return {name: of(found) for name, found in times.items()}
 
 
 class PeakBytes(TorchDispatchMode):
@@ -149,36 +155,43 @@ def layers_plain_and_scattered(ckpt: Checkpoint, layer: Callable, tokens: int, d
                                ) -> dict[str, tuple[float, list[int]]]:
     """All layers over one prompt, the engine's own and by ``layer``, which takes what the exercise
     ``my_sequence_parallel_layer`` takes: seconds, and on each rank the peak of bytes. And ``predicted``, for the second
-    one: the first without the norms and additions of others' rows, and with two more meetings in a layer."""
-    plan, found = ShardPlan.from_config(ckpt.config, pool.size), {}
-    for name, one, patches in (("plain", None, ()), ("by rows", layer, SUMMANDS)):
-        with applied(*patches):
-            seconds, peaks, row_by_row, meeting = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, one))
-        found[name] = max(seconds), list(peaks)
-        less = max(row_by_row) * (1 - 1 / pool.size) - 2 * ckpt.config.num_layers * max(meeting)
-        found.setdefault("predicted", (max(seconds) - less, []))
-    return found
+    one: the first without the norms and additions of others' rows, and with two latencies more in a layer."""
+    plan = ShardPlan.from_config(ckpt.config, pool.size)
+    timed, peaks = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, layer))
+    took = {name: max(one[name] for one in timed) for name in timed[0]}
+    more = 2 * ckpt.config.num_layers * took["latency"] - (1 - 1 / pool.size) * took["row by row"]
+    return {"predicted": (took["plain"] + more, []),
+            **{name: (took[name], [one[name] for one in peaks]) for name in ("plain", "by rows")}}
 
 
-def _through_layers(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, tokens: int, layer: Callable | None
-                    ) -> tuple[float, int, float, float]:
-    """On a rank: seconds, peak of bytes, seconds of norms and additions over all rows, seconds of a meeting."""
+def _through_layers(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, tokens: int, layer: Callable
+                    ) -> tuple[dict[str, float], dict[str, int]]:
+    """On a rank: seconds of all layers, plain and by rows, of norms and additions over all rows, and of a latency; and
+    of both ways through the layers the peak of bytes."""
     with torch.inference_mode():
         model, context = load_model(ckpt, plan, dtype), NoCache([tokens])
         hidden, sizes = torch.randn(tokens, ckpt.config.hidden_size).to(dtype), sizes_here(tokens)
         tables = {kind: model.rotary(hidden, torch.arange(tokens), context.lengths, *kind)
                   for kind in set(model.rope_layer_types)}
 
-        def run():
-            own = (hidden if layer is None else hidden.split(sizes)[rank()]).clone()
+        def plain():
+            own = hidden.clone()
             for one, kind in zip(model.layers, model.rope_layer_types):
-                own = one(own, *tables[kind], context) if layer is None else scattered(layer, one, own, sizes,
-                                                                                       *tables[kind], context)
+                own = one(own, *tables[kind], context)
+
+        def by_rows():
+            with applied(*SUMMANDS):
+                own = hidden.split(sizes)[rank()].clone()
+                for one, kind in zip(model.layers, model.rope_layer_types):
+                    own = scattered(layer, one, own, sizes, *tables[kind], context)
 
         def row_by_row():
             for one in model.layers:
                 one.input_layernorm(hidden) + hidden, one.post_attention_layernorm(hidden) + hidden
 
-        with PeakBytes() as peak:
-            run()
-        return least_seconds(run), peak.most, least_seconds(row_by_row), least_seconds(barrier)
+        peaks, ways = {}, {"plain": plain, "by rows": by_rows}
+        for name, run in ways.items():
+            with PeakBytes() as peak:
+                run()
+            peaks[name] = peak.most
+        return seconds({**ways, "row by row": row_by_row, "latency": barrier}, statistics.median), peaks

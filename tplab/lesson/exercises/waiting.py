@@ -143,8 +143,8 @@ def _by_buffers(answer: Callable) -> list[Patch]:
 
 
 @exercise("my_two_buffers", "13", takes="parts, buffers", writes="buffers", patches=_by_buffers,
-          agreed="two sums are under way whenever two are left, and no buffer is written before its sum is made and copied; on "
-                 "{ranks}, every trace point agrees with Hugging Face")
+          agreed="two sums are under way whenever two are left, and no buffer is written before its sum is made and "
+                 "copied; on {ranks}, every trace point agrees with Hugging Face")
 def my_two_buffers(mine: Mine, setting: Setting):
     """Parts of equal and of unlike lengths, on 2 and 3 ranks, and one part alone; then every sum of the engine."""
     def check(case):
