@@ -65,13 +65,16 @@ def test_bars_are_as_long_as_their_numbers_and_stand_at_their_group():
         ("12 MB", 12.0, middles[0]), ("6.5 MB", 6.5, middles[1]), ("11 MB", 11.0, middles[2])]
     assert ax.get_yticks().tolist() == pytest.approx([(middles[0] + middles[1]) / 2, middles[2]])
     assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"] and ax.yaxis_inverted()
+    assert [text.get_text() for text in figure.legends[0].texts] == ["copy", "slices"]
     assert figure.alt_text == "Figure: memory: rank 0, rank 1; bars for copy, slices."
 
 
 @pytest.mark.parametrize("value, said", [
     (1234.5, "1,234 s"), (1000, "1,000 s"), (999.4, "999 s"), (0.12345, "0.123 s")])
 def test_a_bar_says_three_digits_or_whole_numbers_and_has_room_for_them(value, said):
-    ax = show.bars_figure({"r": {"a": value}}, "s", "t", "d").axes[0]
+    figure = show.bars_figure({"r": {"a": value}}, "s", "t", "d")
+    ax = figure.axes[0]
+    assert not figure.legends, "one series needs no legend"
     assert [text.get_text() for text in ax.texts] == [said] and ax.get_xlim() == (0, pytest.approx(1.18 * value))
     with pytest.raises(show.ShowError, match="nothing to draw"):
         show.bars_figure({"r": {}}, "s", "t", "d")

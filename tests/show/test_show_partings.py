@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 from tplab import show
 
@@ -25,7 +26,7 @@ def test_long_texts_go_on_in_the_next_line_of_the_page():
     assert max(x for x, _ in places) <= 105 and len({y for _, y in places}) == 3 and len(set(places)) == 60
 
 
-def test_tokens_that_flip_stand_above_the_diagonal_and_ties_at_its_edge():
+def test_tokens_that_flip_stand_on_or_above_the_diagonal_and_ties_at_its_edge():
     one = torch.tensor([[5.0, 4.9, 0], [5, 1, 0], [3, 3, 0], [2, 0, 1.9]])
     other = torch.tensor([[5.0, 5.1, 0], [5, 1, 0], [2, 3, 0], [2, 1.9, 2.1]])
     ax = show.margins_figure({"bfloat16": (one, other)}, "Near ties flip").axes[0]
@@ -35,6 +36,13 @@ def test_tokens_that_flip_stand_above_the_diagonal_and_ties_at_its_edge():
     assert flipped.get_ydata().tolist() == pytest.approx([0.2, 1, 0.2])
     assert all(flipped.get_ydata() >= flipped.get_xdata()) and all(diagonal.get_xdata() == diagonal.get_ydata())
     assert [label.get_text() for label in ax.get_xticklabels()][0] == "0"
+
+
+def test_a_dtype_has_the_colour_that_it_has_in_bars():
+    run = (torch.tensor([[2.0, 1]]), torch.tensor([[2.5, 1]]))
+    points = show.margins_figure({"bfloat16": run, "float32": run}, "").axes[0].lines[:2]
+    bars = show.bars_figure({"r": {"bfloat16": 1, "float32": 1}}, "", "", "").axes[0].patches[:2]
+    assert [to_rgb(line.get_color()) for line in points] == [bar.get_facecolor()[:3] for bar in bars]
 
 
 def test_results_stand_as_high_as_they_came_out_often():

@@ -58,8 +58,8 @@ def _case(places: int, *, flips: int | None, margin: float, noise: float = 0.05,
     return one, one[:same] + other[same:], (exact + moved) * scale, exact * scale
 
 
-_NEAR = "their logits are 0.03 apart there, rounding moves a logit by 0.05, and what stands behind is another text"
-# What the texts are; what `_case` makes them of; what an answer that is another one has not seen.
+_NEAR = "in `exact` their logits are 0.03 apart, rounding moves a logit by 0.05, and what stands behind is another text"
+# What the texts are; what `_case` makes them of; what a wrong answer has not seen.
 VERDICTS = (
     ("two equal texts", dict(flips=None, margin=0, near=3), {}),
     ("texts that part at token 3, where two logits nearly tie", dict(flips=3, margin=0.03), {
@@ -72,7 +72,7 @@ VERDICTS = (
         "same": "the last token differs"}),
     ("texts that part at the first token, in a near tie", dict(flips=0, margin=0.03, seed=3), {
         "bug": _NEAR, "same": "they part at once"}),
-    ("texts in which another token is chosen than the two that nearly tie", dict(
+    ("texts that part where two tokens nearly tie, and the other run chose a third", dict(
         flips=4, margin=5.0, seed=4, third=True), {
         "rounding": "two logits nearly tie there, but the other run chose neither of them: whose margin counts?"}),
     ("texts that part where the first run was sure, behind a near tie that both decide alike", dict(
@@ -159,7 +159,7 @@ def my_tree_sum(mine: Mine, setting: Setting):
                                                           "for each rank"})
             sums.append(ran[0][0] if large else _judge_sum(ran, leaves, shares))
         if large and not all(torch.equal(value, sums[0]) for value in sums):
-            raise NotYet("nine leaves, two of which are 1e20 and -1e20: the sum is another one on 1, 2, 3 and 4 ranks\n"
+            raise NotYet("nine leaves, two of which are 1e20 and -1e20: the sum differs on 1, 2, 3 and 4 ranks\n"
                          "Wider numbers round less, and the order still depends on the ranks")
         if not all(torch.equal(value, sums[0]) for value in sums):
             one_each = all(math.prod(op.shape) == leaves[0].numel() for _, log in ran for op in log)
@@ -175,7 +175,7 @@ def my_tree_sum(mine: Mine, setting: Setting):
 
     with saying("in the engine: "):
         if answers(max(2, setting.tensor_parallel_size)) != answers(1):
-            raise NotYet("the log probabilities are other bits on one rank, though nine leaves were right")
+            raise NotYet("the log probabilities differ in their bits from one rank's, though nine leaves were right")
 
 
 def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tplab.shard import ShardPlan
 COUNT, DRAFT = 24, 4  # tokens of a text, guesses of a step
 TOKENS = (([1, 2, 3, 9, 1, 2, 3], 2), ([1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], 2), ([4, 2, 3, 9, 3, 7, 2, 3], 2),
           ([7, 1, 7, 2, 7], 3), ([5, 5, 5], 2), ([8, 9, 8, 9], 4), ([1, 2, 3], 4), ([1], 4), ([6, 6], 0),
-          ([0, 3, 0, 4, 0], 1))
+          ([0, 3, 0, 4, 0], 1), ([7, 7, 7, 7], 2))
 
 LOOPS = (([1, 2, 3, 4, 1, 2], 12, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0))
 
@@ -74,12 +74,16 @@ def _judge_guess(found, tokens: Sequence[int], count: int) -> None:
         def behind(length, start, many=count):
             return tuple(tokens[start + length:start + length + many])
 
+        apart = next((behind(length, max(free)) for length, some in known.items()
+                      if (free := [start for start in some if start + length <= size - length])), None)
         first = {behind(length, some[0]) for length, some in known.items()}
         shorter = {behind(length, some[-1]) for length, some in known.items() if length != longest}
         ways = (
             (not found and longest, f"the last {longest} token{'s' * (longest > 1)} stood there before, and something "
-             "followed" + ": where only one token agrees, that is an ending too" * (longest == 1)),
+             "followed" + {3: ": is the place you found the ending itself?",
+                           1: ": where only one token agrees, that is an ending too"}.get(longest, "")),
             (found and not known, "nothing of its ending stood there before: there is no guess, ()"),
+            (found == apart, "a place may overlap the ending: it only has to begin before it"),
             (found == tuple(tokens[size - longest:])[:count] and longest,
              "that is the ending itself: what followed it, where it stood before?"),
             (found[:longest] == tuple(tokens[size - longest:]) and longest,
@@ -104,8 +108,8 @@ class Toy(Uncopied):
         if len(new_ids) != len(positions):
             raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
         if not new_ids:
-            raise NotYet(f"call {len(self.calls) + 1} computes no token: how much of the text is in the cache? What "
-                         "was rejected is not")
+            raise NotYet(f"call {len(self.calls) + 1} computes no token: how much of the text is in the cache? The "
+                         "newest token is not, and what was rejected is not either")
         self.cache.update(zip(positions, new_ids))
         chosen = [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
         guessed = next(count for count in range(min(len(self.guess), len(new_ids)), -1, -1)

@@ -40,6 +40,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
         ax.set_xlabel(unit)
         ax.invert_yaxis()
         set_title(figure, title)
-        figure.legend(loc="outside lower left", ncols=3)
+        if len(labels) > 1:
+            figure.legend(loc="outside lower left", ncols=3)
     figure.alt_text = f"Figure: {drawn}: {', '.join(groups)}; bars for {', '.join(labels)}."
     return figure

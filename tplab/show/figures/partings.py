@@ -10,7 +10,7 @@ import matplotlib
 import torch
 from matplotlib.ticker import NullLocator
 
-from tplab.show.figures.style import BLUE, FAINT, INK, RC, RED, Picture, picture, set_title
+from tplab.show.figures.style import INK, RC, RED, Picture, looks, picture, set_title
 from tplab.show.phrases import ShowError
 
 _WIDE, _SIZE = 110, 10  # characters of a line, points of a character
@@ -55,8 +55,8 @@ def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title:
     """How sure a run was of each token, against how far another run moved just that, on log axes.
 
     ``runs``: ``{dtype: (logits, the other run's)}``, both ``[tokens, vocabulary]``. A point is a token: to the right,
-    its logit minus its rival's, which is the second run's choice, or else the second largest; upwards, by how much that
-    difference is another one in the second run. Tokens that flip stand above the diagonal.
+    its logit minus its rival's, which is the second run's choice, or else the second largest; upwards, by how much the
+    second run moved that difference. Tokens that flip stand on or above the diagonal.
 
         >>> show.margins_figure({"bfloat16": (one.tp_logits, other.tp_logits)}, "Near ties flip")
     """
@@ -65,8 +65,7 @@ def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title:
     values = torch.cat([torch.cat(found[:2]) for found in points.values()])
     low, high = values[values > 0].min().item() / 4, values.max().item() * 2  # exact zeros are drawn at the edge
     with matplotlib.rc_context(RC):
-        inks = ((BLUE, "o"), (FAINT, "^"), (INK, "s"))
-        for (name, (margin, moved, flips)), (ink, marker) in zip(points.items(), inks):
+        for (name, (margin, moved, flips)), (ink, marker) in zip(points.items(), looks(points).values()):
             at = margin.clamp(min=low), moved.clamp(min=low)
             ax.plot(*(one[~flips] for one in at), ls="", marker=marker, color=ink, ms=4.5, alpha=0.55, label=name)
             if flips.any():
@@ -84,8 +83,8 @@ def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title:
         figure.legend(loc="outside lower left", ncols=4)
         set_title(figure, title)
     figure.alt_text = ("Figure: for every token how sure the first run was (its logit minus its rival's) and how far "
-                       f"the second run moved that difference, on log axes; points for {', '.join(runs)}; above the "
-                       "diagonal the second run chooses another token. The points are this machine's.")
+                       f"the second run moved that difference, on log axes; points for {', '.join(runs)}; on or above "
+                       "the diagonal the second run can choose another token. The points are this machine's.")
     return figure
 
 
