@@ -30,7 +30,7 @@ def moe(start="summand = torch.zeros_like(x)", chosen="rows, place = torch.where
 
 
 def norm(squares="all_reduce(own.pow(2).sum(-1)[:, first].sum(-1))", mean="squares / weight.numel()",
-         scaled="(own * torch.rsqrt(mean + eps)[:, None, None]).to(x.dtype)",
+         scaled="(own * torch.rsqrt(mean + eps)[:, None, None]).to(x.dtype)",  # cast first, as OLMoE does
          weighed="weight.view(-1, x.shape[-1])[mine.start:mine.stop] * scaled",
          first="[not any(h in other for other in heads[:rank()]) for h in mine]"):
     """The solution, line by line."""
@@ -66,7 +66,7 @@ ANSWERS = {
               "the right weights, in another order than the ids"),
         Wrong(router(back="torch.full_like(weights, 1 / top_k), ids"), "all experts of a token weigh the same"),
         Wrong(router(ids="logits.topk(top_k).indices[:, :1].expand(-1, top_k)"), "one of them is there twice"),
-        Wrong(router(back="weights, ids + 1"), "experts are counted from 0"),
+        Wrong(router(back="weights, ids + 1"), "the numbers of experts begin at 0"),
         Wrong(router(weights="p.gather(1, ids).softmax(-1)", back="weights, ids"), "the softmax is there twice"),
         Wrong(router(back="weights, ids.float()"), "ids are torch.float32; whole numbers must come back"),
         Wrong(router(back="weights.double(), ids"), "the weights are torch.float64; torch.float32 must come back"),
@@ -94,7 +94,7 @@ ANSWERS = {
         Wrong(share(bounds="[r * (total // size) for r in range(size)] + [total]"),
               "8 experts of 10 columns, 3 ranks, enable_expert_parallel=True: 2/2/4 experts on the ranks"),
         Wrong(share(bounds="[min(r * -(-total // size), total) for r in range(size + 1)]"),
-              "4/4/2 columns on the ranks; nobody is done before the largest"),
+              "4/4/2 columns on the ranks; all ranks wait for the largest part"),
         Wrong(share(whole="[(range(len(part)), range(m)) for part in parts]"),
               "every rank begins with expert 0: they are counted in the whole model"),
         Wrong(share(whole="[(range(n), part) for part in parts]", cut="[(part, range(m)) for part in parts]"),
@@ -150,7 +150,7 @@ ANSWERS = {
         Wrong(moe(back="all_reduce(summand.clone())\n    return summand"), "who keeps its result?"),
         Wrong(moe(back="return all_reduce(all_reduce(summand))"), "this is 2 times the result: the sum of the"),
         Wrong(moe(back="return all_reduce(summand) / world_size()"), "the summands are averaged"),
-        Wrong(moe(add="summand.index_add_(0, rows, out)"), "nothing is weighed: a token's experts"),
+        Wrong(moe(add="summand.index_add_(0, rows, out)"), "no weight is in it: each expert's output"),
         Wrong(moe(add="summand.index_add_(0, rows, out * weights[rows, :1])"), "have the weight of its first one"),
         Wrong(moe(inner="gate, up = ((x[rows] * weights[rows, place, None]) @ gate_up[local].T).chunk(2, dim=-1)",
                   add="summand.index_add_(0, rows, out)"), "the weights stand before the expert"),
@@ -170,7 +170,7 @@ ANSWERS = {
         Wrong(moe(chosen="rows, place = torch.where(ids[:, :1] == expert)"), "each token goes to its first expert"),
         Wrong(moe(add="one = torch.zeros_like(x).index_add_(0, rows, out * weights[rows, place, None])\n"
                       "        summand += all_reduce(one)", back="return summand"),
-              "the op log holds 4 × all_reduce. One sum is enough"),
+              "the op log holds 4 × all_reduce. One sum is enough, after the loop"),
         Wrong(moe(add="summand.index_add_(0, rows, out * weights[rows, place, None])",
                   back="return all_reduce(summand) if summand.any() else summand"), "has a summand, too: zeros"),
         Wrong(moe(chosen="rows, place = torch.where(ids == expert)\n        if not len(rows): return summand"),
@@ -191,6 +191,10 @@ ANSWERS = {
               "right on rank 0, wrong on rank 1: the sum belongs on every rank"),
         Wrong(moe(back="return all_reduce(summand.half()).float()"), "What is off by so little has lost digits"),
         Wrong(moe(start="summand = torch.zeros(x.shape)"), "in bfloat16 on", (2, 3)),
+        Wrong(moe(chosen="rows, place = torch.where(ids == rank() * len(experts) + local)"),
+              "3/3/2 experts on the ranks: rank() * len(experts) is taken for a rank's first expert"),
+        Wrong(moe(back="return all_reduce(summand) if len(experts) < 8 else summand"),
+              "6/5 columns of each of 8 experts on the ranks: each rank returns its own summand. It holds all experts"),
         Right(moe()),
         Right("""
               def my_moe(x, weights, ids, experts, gate_up, down):
@@ -245,12 +249,18 @@ ANSWERS = {
         Wrong(norm(squares="all_reduce(all_reduce(own.pow(2).sum(-1)[:, first].sum(-1))) / world_size()"),
               "the numbers are right, with 2 collectives; one is enough"),
         Wrong(norm(scaled="own * torch.rsqrt(mean + eps)[:, None, None]", weighed="weight.float().view(-1, x.shape[-1])"
-                   "[mine.start:mine.stop] * scaled"), "it returns torch.float32; torch.bfloat16 must come back"),
+                   "[mine.start:mine.stop] * scaled"), "it returns torch.float32; torch.float16 must come back"),
         Wrong(norm(squares="all_reduce(own.pow(2).sum((1, 2))) if rank() == 0 else own.pow(2).sum((1, 2))"),
               "rank 0 waits in all_reduce"),
         Wrong(norm(weighed="(weight.view(-1, x.shape[-1])[mine.start:mine.stop] * scaled).flatten(1)"),
               "[tokens, heads here, head_dim] = [4, 4, 6] must come back"),
         Wrong(norm(weighed="None"), "is a return missing?"),
+        Wrong(norm(weighed="weight.view(-1, x.shape[-1])[rank() * len(mine):][:len(mine)] * scaled"),
+              "2 ranks with heads 0–2 and 3–4: a rank's weights are taken from rank() * len(own heads) on"),
+        Wrong(norm(squares="all_reduce(own.pow(2).sum(-1)[:, first].sum(-1) / weight.numel() + eps)",
+                   mean="squares - eps"), "eps is added on each rank"),
+        Wrong(norm(squares="all_reduce(x.pow(2).sum(-1)[:, first].sum(-1)).float()"),
+              "in float16, there are only zeros: the squares do not fit"),
         Right(norm()),
         Right("""
               def my_full_width_norm(x, weight, eps, heads):

@@ -100,7 +100,7 @@ def _judge_choice(ids: torch.Tensor, right: torch.Tensor, logits: torch.Tensor, 
     ways = {"those are the least likely ones: which end of the row does topk take?": (-logits).topk(top_k).indices,
             "all tokens go to the same experts; each token has a choice of its own":
                 logits.float().softmax(-1).mean(0).topk(top_k).indices.expand_as(ids),
-            "experts are counted from 0": right + 1}
+            "the numbers of experts begin at 0, not at 1": right + 1}
     why = next((says for says, one in ways.items() if one.sort(1).values.equal(ids.sort(1).values)), "")
     token = int((ids.sort(1).values != right.sort(1).values).any(1).nonzero()[0])
     twice = len(set(ids[token].tolist())) < top_k
@@ -220,12 +220,12 @@ def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, colum
         raise NotYet("each expert is cut, where whole experts are to be dealt out" if whole else
                      "whole experts are dealt out, where a part of each expert is asked for")
     if all(dealt):
-        raise NotYet("both are dealt out, experts and columns, so most of the matrices are on no rank: who holds "
-                     f"{'an expert holds all its columns' if whole else 'a column holds it of every expert'}")
+        raise NotYet("both are dealt out, experts and columns, so most of the matrices are on no rank: a rank that "
+                     f"holds {'an expert holds all its columns' if whole else 'a column holds it of every expert'}")
     _judge_parts([share[not whole] for share in shares], experts if whole else columns, "expert" if whole else "column")
     if any(len(share[whole]) < (columns if whole else experts) for share in shares):
-        raise NotYet("whoever holds an expert whole holds all its columns" if whole else
-                     "whoever holds a column holds it of every expert")
+        raise NotYet("a rank that holds an expert whole holds all its columns" if whole else
+                     "a rank that holds a column holds it of every expert")
 
 
 def _judge_parts(parts: list[list[int]], there: int, name: str) -> None:
@@ -244,8 +244,8 @@ def _judge_parts(parts: list[list[int]], there: int, name: str) -> None:
         raise NotYet(f"the ranks' {name}s are not in the order of the ranks")
     counts = [len(part) for part in parts]
     if max(counts) - min(counts) > 1:
-        raise NotYet(f"{'/'.join(map(str, counts))} {name}s on the ranks; nobody is done before the largest. Can they "
-                     "be dealt out more evenly?")
+        raise NotYet(f"{'/'.join(map(str, counts))} {name}s on the ranks; all ranks wait for the largest part. Can "
+                     "they be dealt out more evenly?")
 
 
 def _owned(shares, experts: int, columns: int) -> bool:
