@@ -326,7 +326,7 @@ def test_close_ends_the_ranks_and_frees_everything():
     pool.close()
     pool.close()
     assert not left_of(processes) and not folder.exists()
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before  # an earlier test's may be closed meanwhile
 
 
 def test_a_pool_that_is_let_go_ends_too():
