@@ -74,7 +74,7 @@ def align_fast(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 
     Raises:
         AlignError: the fast path does not compute this model, in this dtype, on this machine.
     """
-    ckpt, dtype = model if isinstance(model, Checkpoint) else open_checkpoint(model), parse_dtype(dtype)
+    ckpt, dtype = open_checkpoint(model), parse_dtype(dtype)
     plan, texts = ShardPlan.from_config(ckpt.config, tensor_parallel_size), check_prompts(ckpt, prompts)
     if reason := why_not(ckpt.config, dtype):
         raise AlignError(f"the fast path does not compute {ckpt.name}: {reason}")

@@ -82,7 +82,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
 
 def prepared(model, prompts, size: int, dtype, patches, enable_expert_parallel: bool) -> tuple:
     """What every alignment begins with: checkpoint, dtype, patches, plan and ids, all checked."""
-    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    ckpt = open_checkpoint(model)
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, size, enable_expert_parallel=enable_expert_parallel)
     ids = check_prompts(ckpt, prompts)
@@ -116,7 +116,7 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, enable
         the file, and rows that no rank holds. Read in float32, which holds every float32, bfloat16 and float16
         checkpoint exactly.
     """
-    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    ckpt = open_checkpoint(model)
     plan = ShardPlan.from_config(ckpt.config, tensor_parallel_size, enable_expert_parallel=enable_expert_parallel)
     with applied(*as_patches(patches)):
         ranks = run_ranks(pieces_on_rank, ckpt, plan, torch.float32, pool=pool, logical=logical)

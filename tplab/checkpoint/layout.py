@@ -153,7 +153,7 @@ def by_parameter(parts: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
 
 def sources(parts: Sequence[Part], reader) -> list:
     """The parts of one parameter as things to slice, each of its ``shape``; a fused tensor is asked for once."""
-    tensors = {name: reader[name] for name in {part.tensor: None for part in parts}}
+    tensors = {name: reader[name] for name in dict.fromkeys(part.tensor for part in parts)}
     tensors |= {part.tensor: _Kept(tensors[part.tensor]) for part in parts if part.step > 1}
     return [tensors[part.tensor] if tuple(tensors[part.tensor].shape) == part.shape
             else _Rows(tensors[part.tensor], part) for part in parts]

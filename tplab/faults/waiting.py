@@ -37,7 +37,8 @@ FAULTS = (
     bug(_REDUCE, read_before_wait, "a sum is started, and read before it is there",
         "Right text as long as the other ranks are quick; under load, each rank goes on with half of every sum.",
         ("OpenNMT-py started the sum of its gradients with async_op=True and divided the buffer in the next line; "
-         "a user asked about it, and waiting mended the training.", "https://github.com/OpenNMT/OpenNMT-py/issues/2295"),
+         "a user asked about it, and waiting mended the training.",
+         "https://github.com/OpenNMT/OpenNMT-py/issues/2295"),
         first_point="layers.0.o_proj", notebook=_NOTEBOOK, needs=two_ranks),
     bug(_REDUCE, buffer_reused, "a buffer takes the next part while its sum is under way",
         "Half of the numbers behind every sum belong to the other half: noise, also on one rank.",

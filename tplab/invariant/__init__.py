@@ -1,9 +1,9 @@
 """Batch invariance: the same bits for a sequence, whatever is computed beside it and on however many ranks.
 
 A sum of rounded numbers depends on its order, and libraries choose the order by the sizes that they meet. Here every
-sum has one order, which depends on the model alone. After https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference
-(products, norms and attention whose order does not depend on the batch) and TBIK (https://arxiv.org/abs/2511.17826: one
-binary tree over the ranks' summands). The rooms below know nothing of it.
+sum has one order, which depends on the model alone. Products, norms and attention whose order does not depend on the
+batch follow https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference, one binary tree over the ranks'
+summands follows TBIK (https://arxiv.org/abs/2511.17826). The rooms below know nothing of it.
 """
 
 import torch

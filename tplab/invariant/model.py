@@ -24,14 +24,15 @@ def make_batch_invariant(model: TensorParallelCausalLM) -> None:
     """
     config, plan = model.config, model.plan
     model.rotary = RotaryTables(model.rotary)
+    heads, columns = leaves_of_heads(plan.num_heads, plan.head_dim), leaves_of_columns(plan.intermediate_size)
+    of_heads = [shard.q_heads for shard in plan.ranks]
+    of_columns = [within(columns, shard.mlp) for shard in plan.ranks]
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         in_one_order(attention.qkv_proj)
         in_one_order(mlp.gate_up_proj)
-        tree_parallel(attention.o_proj, leaves_of_heads(plan.num_heads, plan.head_dim), [
-            range(s.q_heads.start, s.q_heads.stop) for s in plan.ranks])
-        leaves = leaves_of_columns(plan.intermediate_size)
-        tree_parallel(mlp.down_proj, leaves, [within(leaves, shard.mlp) for shard in plan.ranks])
+        tree_parallel(attention.o_proj, heads, of_heads)
+        tree_parallel(mlp.down_proj, columns, of_columns)
         attention.attend = MethodType(_attend, attention)
         del mlp.act
         mlp.act = activation(config.hidden_act)
@@ -67,7 +68,7 @@ def _take_weight(layer: nn.Module) -> torch.Tensor:
 
 
 def in_one_order(layer: nn.Module, keep_weight: bool = False) -> None:
-    """A layer whose outputs are dealt out over the ranks, or a replicated one: each output is a sum of its own."""
+    """A layer whose outputs are dealt out over the ranks: each output is a sum of its own."""
     layer.product = Product(layer.weight.data if keep_weight else _take_weight(layer))
     layer.forward = MethodType(_forward, layer)
 

@@ -121,7 +121,7 @@ def cheat_sheet(model: str | Checkpoint = "fable", tensor_parallel_size: int = 2
 
         >>> lab.cheat_sheet(model, tensor_parallel_size)
     """
-    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    ckpt = open_checkpoint(model)
     return CheatSheet(ShardPlan.from_config(ckpt.config, tensor_parallel_size), ckpt.config.head_dim)
 
 

@@ -69,7 +69,7 @@ class LLM:
                  batch_invariant: bool = False, num_speculative_tokens: int = 0, num_scheduler_steps: int | None = None,
                  patches: Many = (),
                  pool: RankPool | None = None, logical: bool = False, executor=None):
-        self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        self.checkpoint = open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
         self.plan = ShardPlan.from_config(self.checkpoint.config, tensor_parallel_size,
                                           enable_expert_parallel=enable_expert_parallel)

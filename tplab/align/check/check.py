@@ -37,7 +37,7 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         PlacementError: nothing in it can be placed in this model, or ``names`` are wrong.
         CheckpointError, ShardPlanError: as for :func:`tplab.align.align`.
     """
-    ckpt = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    ckpt = open_checkpoint(model)
     recorded = one_model(read_recorded(folder), ckpt)
     names = dict(names) if names else None
     report = _judged(recorded, ckpt, names)
