@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tplab.checks import from_one_up, number, readable, shown, whole_number
+from tplab.checks import number, positive_int, quoted, readable, whole_number
 from tplab.errors import TplabError
 
 
@@ -24,7 +24,7 @@ def test_whole_numbers(value):
 def test_what_is_no_whole_number(value):
     assert whole_number(value) is None
     with pytest.raises(TplabError, match="size must be a whole number from 1 up, not"):
-        from_one_up("size", value, TplabError)
+        positive_int("size", value, TplabError)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, np.float16(0.5), np.int8(1), Fraction(1, 2), Fraction(1, 10**400), 5e-324])
@@ -44,15 +44,15 @@ def test_what_an_error_shows_is_never_an_error():
         def __repr__(self):
             raise RuntimeError
 
-    assert shown(10**5000) == "a value of type int" and shown(Broken()) == "a value of type Broken"
-    assert len(shown([1] * 1000)) < 200 and shown("short") == "'short'" and shown("x" * 198) == repr("x" * 198)
-    assert shown("a" * 150 + "b" * 150) == "'" + "a" * 149 + "…" + "b" * 19 + "'"
+    assert quoted(10**5000) == "a value of type int" and quoted(Broken()) == "a value of type Broken"
+    assert len(quoted([1] * 1000)) < 200 and quoted("short") == "'short'" and quoted("x" * 198) == repr("x" * 198)
+    assert quoted("a" * 150 + "b" * 150) == "'" + "a" * 149 + "…" + "b" * 19 + "'"
 
 
 def test_a_size_begins_at_one():
-    assert repr(from_one_up("size", np.int64(1), TplabError)) == "1"
+    assert repr(positive_int("size", np.int64(1), TplabError)) == "1"
     with pytest.raises(TplabError, match="size must be a whole number from 1 up, not 0"):
-        from_one_up("size", 0, TplabError)
+        positive_int("size", 0, TplabError)
 
 
 def test_a_text_that_no_tokenizer_can_read():

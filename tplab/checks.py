@@ -28,15 +28,15 @@ def number(value, low: float, high: float) -> float | None:
     return found if math.isfinite(found) and low <= found <= high else None
 
 
-def from_one_up(name: str, value, error: type[Exception]) -> int:
+def positive_int(name: str, value, error: type[Exception]) -> int:
     """A size as an int. Raises ``error`` in the one sentence that all sizes share."""
     found = whole_number(value, 1)
     if found is None:
-        raise error(f"{name} must be a whole number from 1 up, not {shown(value)}")
+        raise error(f"{name} must be a whole number from 1 up, not {quoted(value)}")
     return found
 
 
-def shown(value) -> str:
+def quoted(value) -> str:
     """``repr`` for an error message: never longer than a line, and never an error itself."""
     try:
         text = repr(value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 
-from tplab.checks import shown
+from tplab.checks import quoted
 from tplab.errors import TplabError
 
 
@@ -156,12 +156,12 @@ def as_patches(patches) -> tuple[Patch, ...]:
     """
     if isinstance(patches, str) or not isinstance(patches, Iterable):
         raise PatchError("patches must be a list of faults, their names or Patch objects, such as ['nan_mask'], "
-                         f"not {shown(patches)}")
+                         f"not {quoted(patches)}")
     found = []
     for one in patches:
         one = import_module(_MUSEUM).fault(one) if isinstance(one, str) else one
         if not isinstance(getattr(one, "patches", None), tuple):
-            raise PatchError(f"patches holds {shown(one)}, which is no fault, no fault's name and no Patch")
+            raise PatchError(f"patches holds {quoted(one)}, which is no fault, no fault's name and no Patch")
         found += one.patches
     return tuple(found)
 

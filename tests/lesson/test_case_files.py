@@ -18,10 +18,10 @@ from tplab.lab.batch import FOLDER
 from tplab.lab.case_sections import _imported, sections, solution_code
 from tplab.lab.glossary import _LINK
 from tplab.lesson import progress_file
+from tplab.lesson.attempt import NotYet
 from tplab.lesson.cases.answering import _chosen, kinds, place_called
 from tplab.lesson.cases.proof import Solved
 from tplab.lesson.cases.sealed import CaseError, one_thread_if_small
-from tplab.lesson.mine import NotYet
 from tplab.patch import original
 from tplab.shard import linear
 
@@ -46,7 +46,7 @@ def test_a_case_is_seen_named_and_mended_and_what_hides_it_is_refused(file, ckpt
     solved = Solved(lesson.open_case(file.number, ckpt))
     assert not solved.wrong
     assert (solved.seen == NOWHERE) == (not file.bugs)
-    assert len(solved.hidden) == len(file.hiders) >= 1
+    assert len(solved.hidden) == len(file.false_repairs) >= 1
     assert all(re.search("In production|still wrong", said) for said in solved.hidden), solved.hidden
     assert nothing_is_patched()
 
@@ -89,7 +89,7 @@ def test_a_case_is_sealed_from_a_casual_look(file, ckpt):
 
 
 def test_a_refusal_does_not_name_the_bug_for_nothing(ckpt):
-    assert lesson.open_case(10, ckpt).mend(CASES["case_10"].hiders[0]) == (
+    assert lesson.open_case(10, ckpt).mend(CASES["case_10"].false_repairs[0]) == (
         "the reported run is still wrong: layers.0.attn is still not what it should be")
 
 
@@ -99,7 +99,7 @@ def test_rounding_above_the_floor_is_no_reason_to_refuse_a_repair(ckpt, monkeypa
     monkeypatch.setitem(floors.LOGITS_RELATIVE, torch.float32, 1e-9)
     monkeypatch.setitem(floors.LOGITS, torch.float32, 1e-9)
     case, file = lesson.open_case(5, ckpt), CASES["case_05"]
-    (bug,), (hider,) = file.bugs, file.hiders
+    (bug,), (hider,) = file.bugs, file.false_repairs
     assert not case.align(logical=True).ok and not case.mend(bug.right, bug.place)
     assert "still wrong" in case.mend(hider)
 
@@ -185,7 +185,7 @@ def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TPLAB_PROGRESS", str(tmp_path / "progress.json"))
     case, file = lesson.open_case(1, ckpt), CASES["case_01"]
     place, *_ = (bug.place for bug in file.bugs)
-    assert not case.close(place, "a", "a", {place: file.hiders[0][place]})
+    assert not case.close(place, "a", "a", {place: file.false_repairs[0][place]})
     assert "case_01" in progress_file.load() and "solved" not in progress_file.load()["case_01"]
     assert case.close(*answers(file), file.bugs[0].right)
     assert json.loads((tmp_path / "progress.json").read_text())["case_01"]["tries"] == 2

@@ -12,10 +12,10 @@ from tplab import lesson
 from tplab.align import Diagnosis
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, NOWHERE, Bug, Trial, case_09, places
+from tplab.lesson.attempt import NotYet
 from tplab.lesson.cases import answering, proof, repairing, sealed
 from tplab.lesson.cases.answering import choices, judge_answer, kinds, listed, place_called
 from tplab.lesson.cases.form import Form
-from tplab.lesson.mine import NotYet
 from tplab.patch import Patch, PatchError
 from tplab.show.phrases import ShowError
 
@@ -130,8 +130,8 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize("heads, size, sizes", [(9, 2, [2, 4, 3, 1]), (3, 3, [3, 2, 1]), (2, 1, [1, 2])])
 def test_a_repair_runs_as_reported_then_on_fresh_tokens_with_every_number_of_ranks(heads, size, sizes, runs):
-    said = repairing._examine(case(heads, size), FILE, ("mine",), 100)
-    mended = (*FILE.patches, "mine")
+    said = repairing._examine(case(heads, size), FILE, ("attempt",), 100)
+    mended = (*FILE.patches, "attempt")
     first = [("reported", mended, size, False), *((f"trial {at} 100", mended, size, False) for at in range(3))]
     assert runs.asked == first + [(f"trial 0 {100 + at}", mended, more, True) for at, more in enumerate(sizes[1:], 1)]
     assert said.endswith(f"fresh tokens with {', '.join(map(str, sorted(sizes)))} ranks.")
@@ -199,18 +199,18 @@ def test_rounding_is_nobodys_fault(change, rounding, monkeypatch):
 
 
 def test_a_repair_is_places_and_functions():
-    def mine(self, x):
+    def attempt(self, x):
         return x
 
     target = places()["RowParallelLinear.reduce"][0]
-    for repair, where in (({"RowParallelLinear.reduce": mine}, ""), (mine, "RowParallelLinear.reduce"),
-                          (mine, ["linear.RowParallelLinear.reduce"])):
-        assert repairing._patches(repair, where, KNOWN) == (Patch(target, mine),)
-    both = repairing._patches({"RowParallelLinear.reduce": mine, "causal_mask": len}, "", KNOWN)
+    for repair, where in (({"RowParallelLinear.reduce": attempt}, ""), (attempt, "RowParallelLinear.reduce"),
+                          (attempt, ["linear.RowParallelLinear.reduce"])):
+        assert repairing._patches(repair, where, KNOWN) == (Patch(target, attempt),)
+    both = repairing._patches({"RowParallelLinear.reduce": attempt, "causal_mask": len}, "", KNOWN)
     assert [one.target for one in both] == [target, *places()["causal_mask"]] and len(both) > 2
     for where in ("", ["attend", "mask_scores"]):
-        assert "does not say what it replaces" in refused(repairing._patches, mine, where, KNOWN)
-    assert "there is no repair" in refused(repairing._patches, [mine], "attend", KNOWN)
+        assert "does not say what it replaces" in refused(repairing._patches, attempt, where, KNOWN)
+    assert "there is no repair" in refused(repairing._patches, [attempt], "attend", KNOWN)
     assert refused(repairing._patches, {"attend": 3}, "", KNOWN).startswith("the repair for 'attend' is int; a func")
 
 
@@ -308,7 +308,7 @@ def test_what_did_not_go_as_it_should(made, wrong, monkeypatch):
 
 def test_a_case_is_solved_bug_by_bug_and_an_innocent_engine_at_once(monkeypatch):
     looks = {0: ("layers.0.mlp", {"no_mask", "x"}), 1: ("layers.1.q", {"missing"})}
-    opened = sealed.OpenCase(replace(FILE, hiders=("h1", "h2")), "fable", [5, 6, 7])
+    opened = sealed.OpenCase(replace(FILE, false_repairs=("h1", "h2")), "fable", [5, 6, 7])
     monkeypatch.setattr(proof.Solved, "_look", lambda self, mended: (looked.append(mended), looks[len(looked) - 1])[1])
     monkeypatch.setattr(proof, "judge_repair", lambda case, file, one, where, known, seed: repairs.append((
         one, seed)) or ("" if isinstance(one, dict) else "no"))

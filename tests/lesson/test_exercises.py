@@ -16,7 +16,7 @@ from helpers.answers import Right, Wrong, answers, defined
 from helpers.notebooks import solutions
 
 from tplab import lesson
-from tplab.lesson.mine import Mine
+from tplab.lesson.attempt import Attempt
 from tplab.lesson.verdict import Setting, Verdict
 
 pytestmark = pytest.mark.pool
@@ -104,8 +104,8 @@ def told(name, answer, size, capsys) -> str:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", lesson.all_exercises())
 def test_the_solution_of_the_notebook_passes(name, size, capsys, kept, monkeypatch):
-    calls, call = set(), Mine.__call__
-    monkeypatch.setattr(Mine, "__call__", lambda mine, *args: calls.add(shown(args)) or call(mine, *args))
+    calls, call = set(), Attempt.__call__
+    monkeypatch.setattr(Attempt, "__call__", lambda attempt, *args: calls.add(shown(args)) or call(attempt, *args))
     verdict, printed = judged(name, defined(SOLUTIONS[name], name), size, capsys)
     assert verdict.passed, printed
     kept(f"{name} solution on {size}: {' '.join(printed.split())}")

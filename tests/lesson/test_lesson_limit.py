@@ -10,9 +10,9 @@ from helpers.answers import defined
 from helpers.answers.other_kinds import looping
 
 from tplab import lesson
-from tplab.lesson import limit, mine
+from tplab.lesson import attempt, limit
+from tplab.lesson.attempt import Attempt, NotYet, on_ranks
 from tplab.lesson.limit import limited
-from tplab.lesson.mine import Mine, NotYet, on_ranks
 
 LOOPS = {
     "loop": ("while True: pass", 2), "sleep": ("__import__('time').sleep(1e6)", 2),
@@ -23,11 +23,11 @@ LOOPS = {
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(limit, "LIMIT", 0.5)
-    monkeypatch.setattr(mine, "LIMIT", 0.5)
+    monkeypatch.setattr(attempt, "LIMIT", 0.5)
 
 
 def f(body, head="def f(n):"):
-    return Mine(defined(f"from tplab.ranks import state\n{head}\n    {body}\n", "f"), "n")
+    return Attempt(defined(f"from tplab.ranks import state\n{head}\n    {body}\n", "f"), "n")
 
 
 def refused(call, *args):

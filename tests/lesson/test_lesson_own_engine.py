@@ -82,11 +82,11 @@ def test_pieces_come_from_what_was_kept_and_the_rest_is_the_labs(solved, referen
     hand_in("my_slot_mapping", solutions(lesson.all_exercises())["my_slot_mapping"])
     hand_in("my_key", "n = 3\nprint('a cell that calls')\ndef my_key(parent, ids): return hash((parent, tuple(ids)))")
     assert capsys.readouterr().out == ""
-    mine = lesson.own_pieces()
-    assert set(mine) == {"my_slot_mapping", "my_key"}
-    whose = {line.split()[1]: line.rsplit("  ", 1)[1].strip() for line in str(mine).splitlines()[2:]}
-    assert {name for name, who in whose.items() if who == "yours"} == set(mine) and set(whose) == set(solved)
-    assert lesson.your_engine(mine, "fable", PROMPTS, 12) == reference
+    attempt = lesson.own_pieces()
+    assert set(attempt) == {"my_slot_mapping", "my_key"}
+    whose = {line.split()[1]: line.rsplit("  ", 1)[1].strip() for line in str(attempt).splitlines()[2:]}
+    assert {name for name, who in whose.items() if who == "yours"} == set(attempt) and set(whose) == set(solved)
+    assert lesson.your_engine(attempt, "fable", PROMPTS, 12) == reference
 
 
 @pytest.mark.parametrize("code, why", [
@@ -119,12 +119,12 @@ def test_a_loader_is_asked_where_tensors_lie_apart_and_counts_what_it_filled():
     plan = ShardPlan.from_config(fable.config, 1)
 
     def load():
-        def mine(ckpt, plan, r):
+        def attempt(ckpt, plan, r):
             with ckpt.reader() as reader:
                 return {name: reader[name][:] for name in ckpt.tensors}
 
         right = original("tplab.engine.runner.load_model")(fable, plan, torch.float32)
-        with applied(*PIECES["my_load"].patches(mine)):
+        with applied(*PIECES["my_load"].patches(attempt)):
             made = runner.load_model(fable, plan, torch.float32)
         assert not made.training and made.load_stats.bytes_read == made.load_stats.parameter_bytes
         assert made.load_stats.parameter_bytes == right.load_stats.parameter_bytes

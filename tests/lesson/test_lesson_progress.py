@@ -61,8 +61,8 @@ def test_an_answer_may_be_a_class_and_a_long_cell_is_not_kept():
 
 def test_a_tilde_is_the_users_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("TPLAB_PROGRESS", "~/mine.json")
-    assert progress_file.path() == tmp_path / "mine.json"
+    monkeypatch.setenv("TPLAB_PROGRESS", "~/attempt.json")
+    assert progress_file.path() == tmp_path / "attempt.json"
 
 
 def test_the_table_counts_the_tries_of_what_is_not_solved_yet(capsys):

@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.sampling import on_ranks
 
-from tplab.checks import shown
+from tplab.checks import quoted
 from tplab.engine import RequestError
 from tplab.engine.sampler import best_offer, gumbel_noise, lowest_allowed, offer
 from tplab.engine.step import SamplingMetadata
@@ -163,7 +163,7 @@ def test_the_coldest_temperatures_are_greedy(folder, temperature):
     {"temperature": 0, "top_p": 0.9}, {"temperature": 0, "top_k": 5, "min_p": 0.1}, {"max_tokens": 10**5000},
     {"top_p": Decimal("0.5")}, {"top_p": Fraction(1, 10**400)}, {"seed": np.float64(1)}, {"max_tokens": np.bool_(True)},
     {"temperature": 1j}, {"top_k": torch.tensor(3)}, {"stop_token_ids": [1.0]},
-], ids=shown)  # fmt: skip
+], ids=quoted)  # fmt: skip
 def test_wrong_parameters_are_named(wrong):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)

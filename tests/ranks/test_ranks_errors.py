@@ -16,7 +16,7 @@ from tplab.ranks.errors import (
     describe,
     file_label,
     learner_frames,
-    place,
+    location,
     render,
     seconds,
     side_by_side,
@@ -56,8 +56,8 @@ def test_a_line_as_the_learner_knows_it(monkeypatch, tmp_path):
         sysconfig.get_path("stdlib") + "/json/decoder.py": "json/decoder.py",
         "/env/lib/site-packages/torch/nn/functional.py": "torch/nn/functional.py",
     }.items():
-        assert file_label(file) == label and place(file, 7) == f"{label}, line 7"
-    assert place("", 7) == "line 7"
+        assert file_label(file) == label and location(file, 7) == f"{label}, line 7"
+    assert location("", 7) == "line 7"
 
 
 def test_frames_are_the_learners_own_the_innermost_dozen():

@@ -15,7 +15,7 @@ from tplab.align.report import AlignReport, DecodeFacts
 from tplab.align.run import AlignError, pool_for, prepared
 from tplab.cache import blocks_needed
 from tplab.checkpoint import Checkpoint
-from tplab.checks import from_one_up, shown, whole_number
+from tplab.checks import positive_int, quoted, whole_number
 from tplab.engine import runner
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
@@ -124,9 +124,9 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
                                                  enable_expert_parallel)
     shortest = min(map(len, texts))
     if whole_number(new_tokens, 1, shortest - 1) is None:
-        raise AlignError(f"the shortest prompt has {shortest} tokens, too few to decode {shown(new_tokens)} of them "
+        raise AlignError(f"the shortest prompt has {shortest} tokens, too few to decode {quoted(new_tokens)} of them "
                          "one by one and read at least one before: write a longer prompt, or give another new_tokens")
-    block_size = from_one_up("block_size", block_size, AlignError)
+    block_size = positive_int("block_size", block_size, AlignError)
     config = EngineConfig(
         vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)) + 1, block_size=block_size,
         num_blocks=num_blocks or sum(blocks_needed(len(text), block_size) for text in texts), dtype=dtype,

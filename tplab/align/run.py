@@ -9,7 +9,7 @@ from tplab.align.judge import judge
 from tplab.align.report import AlignReport
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
-from tplab.checks import readable, shown, whole_number
+from tplab.checks import quoted, readable, whole_number
 from tplab.errors import TplabError
 from tplab.model.dtypes import parse_dtype
 from tplab.patch import applied, as_patches
@@ -33,7 +33,7 @@ def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
     if not prompts:
         raise AlignError("there is no prompt")
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str | list | tuple) for prompt in prompts):
-        raise AlignError(f"prompts must be a text, token ids, or a list of these, not {shown(prompts)}")
+        raise AlignError(f"prompts must be a text, token ids, or a list of these, not {quoted(prompts)}")
     rows = []
     for prompt in prompts:
         ids = ckpt.tokenizer()(readable(prompt, AlignError)).input_ids if isinstance(prompt, str) else list(prompt)
@@ -41,7 +41,7 @@ def check_prompts(ckpt: Checkpoint, prompts) -> list[list[int]]:
             raise AlignError("the prompt is empty; at least one token is needed")
         wrong = [token for token in ids if whole_number(token, 0, ckpt.config.vocab_size - 1) is None]
         if wrong:
-            raise AlignError(f"token id {shown(wrong[0])} is not in {ckpt.name}'s vocabulary: 0 to "
+            raise AlignError(f"token id {quoted(wrong[0])} is not in {ckpt.name}'s vocabulary: 0 to "
                              f"{ckpt.config.vocab_size - 1}")
         if len(ids) > ckpt.config.max_position_embeddings:
             raise AlignError(f"the prompt has {len(ids)} tokens; {ckpt.name} takes up to "
@@ -101,7 +101,7 @@ def run_ranks(fn, *args, pool: RankPool | None, logical: bool) -> list:
 def pool_for(size: int, pool: RankPool | None) -> RankPool:
     """The given pool, if it has ``size`` ranks; the shared one of that size if none is given."""
     if not isinstance(pool, RankPool | None):
-        raise AlignError(f"pool must be a RankPool, such as RankPool({size}), or None, not {shown(pool)}")
+        raise AlignError(f"pool must be a RankPool, such as RankPool({size}), or None, not {quoted(pool)}")
     if pool is not None and pool.size != size:
         raise AlignError(f"the pool has {pool.size} ranks, the plan needs {size}")
     return pool or shared_pool(size)

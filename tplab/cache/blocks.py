@@ -10,7 +10,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tplab.checks import from_one_up
+from tplab.checks import positive_int
 from tplab.errors import TplabError
 
 
@@ -35,8 +35,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
-        num_blocks = from_one_up("num_blocks", num_blocks, CacheError)
-        self.num_blocks, self.block_size = num_blocks, from_one_up("block_size", block_size, CacheError)
+        num_blocks = positive_int("num_blocks", num_blocks, CacheError)
+        self.num_blocks, self.block_size = num_blocks, positive_int("block_size", block_size, CacheError)
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
         self.times_allocated = [0] * num_blocks

@@ -5,7 +5,7 @@ import re
 import stat
 from pathlib import Path
 
-from tplab.checks import shown
+from tplab.checks import quoted
 
 from .errors import CheckpointError, words_of
 
@@ -46,7 +46,7 @@ def resolve(name: str | os.PathLike) -> Path:
     Raises ``CheckpointError`` when nothing of that name can be had.
     """
     if not isinstance(name, str | bytes | os.PathLike):
-        raise CheckpointError(f"a model is {KNOWN}, not {shown(name)}")
+        raise CheckpointError(f"a model is {KNOWN}, not {quoted(name)}")
     text = os.fsdecode(name)
     if text in EMBEDDED:
         return _existing_folder(EMBEDDED[text], f"{text!r} is not in this copy of the package; reinstall tplab")

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from tplab.cache import CacheError, blocks_needed
-from tplab.checks import from_one_up, shown, whole_number
+from tplab.checks import positive_int, quoted, whole_number
 from tplab.engine.errors import EngineError
 from tplab.shard import ShardPlan
 
@@ -54,11 +54,11 @@ class EngineConfig:
     def __post_init__(self):
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_scheduler_steps"):
             error = CacheError if name == "num_blocks" else EngineError
-            object.__setattr__(self, name, from_one_up(name, getattr(self, name), error))
+            object.__setattr__(self, name, positive_int(name, getattr(self, name), error))
         drafted = whole_number(self.num_speculative_tokens, 0)
         if drafted is None:
             raise EngineError("num_speculative_tokens must be a whole number from 0 (no drafts) up, not "
-                              f"{shown(self.num_speculative_tokens)}")
+                              f"{quoted(self.num_speculative_tokens)}")
         object.__setattr__(self, "num_speculative_tokens", drafted)
 
     @classmethod
@@ -77,7 +77,7 @@ class EngineConfig:
         max_model_len = longest if given is None else whole_number(given, 2, longest)
         if max_model_len is None:
             raise EngineError(f"max_model_len must be a whole number from 2 to {longest}, the model's own limit, "
-                              f"not {shown(given)}")
+                              f"not {quoted(given)}")
         config = cls(vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, max_model_len=max_model_len,
                      num_blocks=1 if num_blocks is None else num_blocks, dtype=dtype,  # 1 until it is known
                      tensor_parallel_size=plan.tensor_parallel_size, **options)

@@ -4,7 +4,7 @@ import secrets
 import time
 
 from tplab.cache import blocks_needed
-from tplab.checks import shown, whole_number
+from tplab.checks import quoted, whole_number
 from tplab.engine.config import EngineConfig
 from tplab.engine.errors import RequestError, StandstillError
 from tplab.engine.scheduler import Scheduler
@@ -30,7 +30,7 @@ class Engine:
             raise RequestError("the prompt is empty; at least one token is needed")
         for token in token_ids:
             if whole_number(token, 0, vocab_size - 1) is None:
-                raise RequestError(f"token id {shown(token)} is not in the vocabulary: 0 to {vocab_size - 1}")
+                raise RequestError(f"token id {quoted(token)} is not in the vocabulary: 0 to {vocab_size - 1}")
         wrong = [token for token in params.stop_token_ids if token >= vocab_size]
         if wrong:
             raise RequestError(f"stop token id {wrong[0]} is not in the vocabulary: 0 to {vocab_size - 1}")

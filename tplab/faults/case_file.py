@@ -64,14 +64,15 @@ class CaseFile:
     why: Mapping[str, str]  # explanation → why it is none; the empty string at the right one
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # place that looks guilty → why it is not
     hints: Sequence[tuple[int, str]]  # (price in runs, words), each saying more than the one before
-    hiders: Sequence  # repairs that leave a bug in, or pay for it elsewhere: {place: function}, or what examine takes
+    # Repairs that leave a bug in, or pay for it elsewhere: {place: function}, or what `examine` takes.
+    false_repairs: Sequence
     production: str  # what a repair that hides the symptom does to its users
     story: str  # how one who knows goes about it, in the order of looking
     sources: Sequence[tuple[str, str]]  # where it happened and what became of it: (words, link)
     budget: int = 8  # runs
     below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
-    shown: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
+    user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
     # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises
     # ValueError with what is wrong with another. And a right one.
     examine: Callable | None = None

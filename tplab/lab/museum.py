@@ -4,7 +4,7 @@ import argparse
 import json
 import textwrap
 
-from tplab.checks import shown
+from tplab.checks import quoted
 from tplab.errors import TplabError
 from tplab.files import check_writable, write_file
 from tplab.pool import available_cores
@@ -60,7 +60,7 @@ def _score(chosen) -> int:
 
     sizes = _listed(chosen.tp)
     if not all(one.isdecimal() and int(one) for one in sizes):
-        raise ScoreError(f"--tp takes numbers of ranks from 1 up, such as 2,3, not {shown(chosen.tp)}")
+        raise ScoreError(f"--tp takes numbers of ranks from 1 up, such as 2,3, not {quoted(chosen.tp)}")
     dtypes = _listed(chosen.dtype)
     for dtype in dtypes:
         parse_dtype(dtype)

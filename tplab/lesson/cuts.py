@@ -6,7 +6,7 @@ import torch
 
 from tplab.checkpoint.reader import TensorSlice
 from tplab.checks import spans
-from tplab.lesson.mine import NotYet, kind
+from tplab.lesson.attempt import NotYet, kind
 from tplab.lesson.words import off_alike
 from tplab.shard import ShardPlan
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tplab.lesson.words import CELL, in_words
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
-from tplab.ranks.errors import place, side_by_side
+from tplab.ranks.errors import location, side_by_side
 from tplab.show.figures.incidents import incidents_figure
 from tplab.show.figures.style import Picture
 from tplab.show.phrases import ShowError, in_width, say
@@ -30,7 +30,7 @@ def error_text(error: Exception) -> str:
     text, below = str(error), []
     if getattr(error, "logs", None):
         # Laid out anew: the columns are as wide as what stands in them.
-        logs = [[replace(record, file="") if CELL.match(place(record.file, 1)) else record
+        logs = [[replace(record, file="") if CELL.match(location(record.file, 1)) else record
                  for record in log] for log in error.logs]
         text, below = str(RankError(error.summary, error.causes.values())), ["", *side_by_side(logs, error.causes)]
         below += error.notes

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from tplab.lesson.mine import LIMIT
+from tplab.lesson.attempt import LIMIT
 from tplab.lesson.words import NotYet, is_learners
 from tplab.pool import RankPool
 from tplab.ranks.logical import raise_in
@@ -19,7 +19,7 @@ _looks: dict[int, tuple[FrameType | None, int]] = {}  # by thread: the call that
 
 def limited(function: Callable, *args):
     """``function(*args)``; `NotYet` when one call of a learner's code in it, which is one frame, takes longer than
-    `LIMIT`. :func:`tplab.lesson.mine.on_ranks` has its own."""
+    `LIMIT`. :func:`tplab.lesson.attempt.on_ranks` has its own."""
     watch, before = _Watch(sys._getframe()), signal.getsignal(signal.SIGINT)
     is_ignored = before == signal.SIG_IGN and threading.current_thread() is threading.main_thread()
     if is_ignored:

@@ -12,8 +12,8 @@ import torch
 from tplab.checkpoint import Checkpoint
 from tplab.lesson import progress_file
 from tplab.lesson.answers import greedy
+from tplab.lesson.attempt import Uncopied, on_ranks
 from tplab.lesson.limit import limited, progress, works
-from tplab.lesson.mine import Uncopied, on_ranks
 from tplab.lesson.words import first_cause, in_words
 from tplab.llm.llm import LLM
 from tplab.llm.sampling_params import SamplingParams

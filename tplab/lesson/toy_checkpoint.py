@@ -12,7 +12,7 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import TensorInfo
 from tplab.checkpoint.random_weights import write_random
 from tplab.checkpoint.reader import CheckpointReader, TensorSlice
-from tplab.lesson.mine import Uncopied
+from tplab.lesson.attempt import Uncopied
 from tplab.pool.private_folder import make_folder
 
 

@@ -8,12 +8,12 @@ from functools import cached_property
 from tplab.align import align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import shown
+from tplab.checks import quoted
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
 from tplab.lesson.answers import greedy
+from tplab.lesson.attempt import Attempt
 from tplab.lesson.limit import limited
-from tplab.lesson.mine import Mine
 from tplab.lesson.words import NotYet, first_cause, in_words
 from tplab.patch import Patch
 from tplab.show.phrases import in_width
@@ -90,13 +90,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: ``examine(mine, setting)`` raises `NotYet` at the first thing wrong, or returns a remark."""
+    """One exercise: ``examine(attempt, setting)`` raises `NotYet` at the first thing wrong, or returns a remark."""
 
     name: str  # the function (or class) that the learner writes
     notebook: str  # "02"
     takes: str  # what it is called with: "num_heads, num_kv_heads, tensor_parallel_size"
     agreed: str  # what is true of an answer that passes; may name {ranks}
-    examine: Callable[[Mine, Setting], str | None]
+    examine: Callable[[Attempt, Setting], str | None]
     writes: str = ""  # arguments that it may write into
     right: Callable | None = None  # the lab's own, for a notebook that goes on with it while the learner's is not right
     patches: Callable = lambda answer: []  # those that put an answer into the engine
@@ -104,9 +104,9 @@ class Exercise:
     alone: str = ""  # the remark where there is one rank, which says what has judged it instead
 
     def judged(self, answer, setting: Setting) -> str | None:
-        mine = Mine(answer, self.takes, self.writes)
-        setting.patches = self.patches(mine.function)
-        return self.examine(mine, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
+        attempt = Attempt(answer, self.takes, self.writes)
+        setting.patches = self.patches(attempt.function)
+        return self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
 
 
 EXERCISES: dict[str, Exercise] = {}
@@ -153,7 +153,7 @@ class Verdict:
 
 def _called(answer, known, names: dict) -> str:
     """The answer's own name, or the exercise's that stands for it in ``names``: a lambda and a list have none."""
-    own = getattr(answer, "__name__", shown(answer))
+    own = getattr(answer, "__name__", quoted(answer))
     return own if own in known else next((name for name in known if names.get(name) is answer), own)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack, place
+from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack, location
 from tplab.ranks.oplog import is_machinery
 
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
@@ -63,7 +63,7 @@ def _lines(what: str, frames: Sequence[Frame]) -> str:
     if frames:
         source = linecache.getline(frames[-1].file, frames[-1].line).strip()
         lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
-                                                         f" ({place(frames[-1].file, frames[-1].line)})"))
+                                                         f" ({location(frames[-1].file, frames[-1].line)})"))
     if given:
         lines.append(_short(CALLED + given))
     return "\n".join(lines)

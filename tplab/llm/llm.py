@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from tplab.checks import readable, shown
+from tplab.checks import quoted, readable
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
@@ -75,7 +75,7 @@ class LLM:
                                           enable_expert_parallel=enable_expert_parallel)
         ranks = self.plan.tensor_parallel_size
         if not isinstance(pool, RankPool | None):
-            raise EngineError(f"pool must be a RankPool, such as RankPool({ranks}), or None, not {shown(pool)}")
+            raise EngineError(f"pool must be a RankPool, such as RankPool({ranks}), or None, not {quoted(pool)}")
         if pool is not None and pool.size != ranks:
             raise EngineError(f"the pool has {pool.size} ranks, tensor_parallel_size is {ranks}")
         self.patches = as_patches(patches)

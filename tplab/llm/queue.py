@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from tplab.checks import shown, whole_number
+from tplab.checks import quoted, whole_number
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, RequestError
 from tplab.llm.requests import Request
@@ -75,7 +75,7 @@ class RequestQueue:
         found = whole_number(number)
         request = None if found is None else self.unfinished.get(found)
         if request is None:
-            raise RequestError(f"there is no unfinished request {shown(number)}; there are: "
+            raise RequestError(f"there is no unfinished request {quoted(number)}; there are: "
                                f"{', '.join(map(str, self.unfinished)) or 'none'}")
         self.engine.finish(request.sequence, "abort")
         self._report(request, 0)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tplab.checks import readable, shown, whole_number
+from tplab.checks import quoted, readable, whole_number
 from tplab.engine.errors import RequestError
 from tplab.llm.detokenizer import Detokenizer
 from tplab.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -22,7 +22,7 @@ def parse_prompt(prompt):
     if isinstance(prompt, RequestError):
         raise prompt
     if not isinstance(prompt, str | list | tuple):
-        raise RequestError(f"a prompt must be a text or a list of token ids, not {shown(prompt)}")
+        raise RequestError(f"a prompt must be a text or a list of token ids, not {quoted(prompt)}")
     return prompt
 
 
@@ -34,11 +34,11 @@ def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
     prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
     if not isinstance(prompts, list | tuple) or not prompts:
         raise RequestError("prompts must be a text, token ids, or a list of these with at least one, not "
-                           f"{shown(prompts)}")
+                           f"{quoted(prompts)}")
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {shown(params)}")
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {quoted(params)}")
     if len(params) != len(prompts):
         raise RequestError(f"there are {len(prompts)} prompts, but {len(params)} sampling_params")
     return zip(prompts, params)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tplab.checks import number, shown, whole_number
+from tplab.checks import number, quoted, whole_number
 from tplab.engine.errors import RequestError
 
 # Divided by less, a logit could leave float64. At this temperature already a softmax gives all to the largest logit.
@@ -53,7 +53,7 @@ class SamplingParams:
         self._make_plain("seed", whole_number, 0, 2**63 - 1, optional=True)
         self._make_plain("logprobs", whole_number, 0, 100, optional=True)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
+            raise RequestError(f"ignore_eos must be True or False, not {quoted(self.ignore_eos)}")
         object.__setattr__(self, "stop", self._texts())
         object.__setattr__(self, "stop_token_ids", self._ids())
         if self.temperature == 0:
@@ -78,18 +78,18 @@ class SamplingParams:
             what = "a whole number" if kind is whole_number else "a number"
             begin = f"above {low} to" if above else f"from {low} up to"
             raise RequestError(f"{name} must be {what} {begin} {high}{' or None' if optional else ''}, "
-                               f"not {shown(value)}")
+                               f"not {quoted(value)}")
         object.__setattr__(self, name, plain)
 
     def _texts(self) -> tuple[str, ...]:
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(f"stop must be a text or a list of texts, none of them empty, not {shown(self.stop)}")
+            raise RequestError(f"stop must be a text or a list of texts, none of them empty, not {quoted(self.stop)}")
         return tuple(stop)
 
     def _ids(self) -> tuple[int, ...]:
         ids = self.stop_token_ids
         plain = [n for i in ids if (n := whole_number(i, 0)) is not None] if isinstance(ids, list | tuple) else None
         if plain is None or len(plain) < len(ids):
-            raise RequestError(f"stop_token_ids must be a list of token ids, not {shown(ids)}")
+            raise RequestError(f"stop_token_ids must be a list of token ids, not {quoted(ids)}")
         return tuple(plain)

@@ -10,7 +10,7 @@ import weakref
 
 from tplab.pool.pool import latest_pool, shared_pool
 from tplab.ranks import context
-from tplab.ranks.errors import RankError, place
+from tplab.ranks.errors import RankError, location
 
 # Names that every cell has without an import.
 _GIVEN = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
@@ -36,7 +36,7 @@ def run_cell(shell, line: str, cell: str) -> None:
     try:
         names = symtable.symtable(source, label, "exec")
     except SyntaxError as error:
-        raise RankError(f"{place(label, error.lineno)}: {error.msg}: {(error.text or '').strip()}") from None
+        raise RankError(f"{location(label, error.lineno)}: {error.msg}: {(error.text or '').strip()}") from None
     pool = latest_pool() if options.size is None else shared_pool(options.size)
     own = _own_names.setdefault(pool, {"torch", *_GIVEN})
     own |= {symbol.get_name() for symbol in names.get_symbols() if symbol.is_assigned() or symbol.is_imported()}

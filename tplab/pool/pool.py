@@ -9,7 +9,7 @@ import threading
 import weakref
 from contextlib import suppress
 
-from tplab.checks import shown, whole_number
+from tplab.checks import quoted, whole_number
 from tplab.patch import in_force
 from tplab.pool import capture, launcher, transfer
 from tplab.pool.control_block import ANSWERED, JOIN, PRINTED, RUN, SETUP, Command, ControlBlock
@@ -246,7 +246,7 @@ def _read(rank, answer):
 def _pool_size(size) -> int:
     found = whole_number(size, 1, 64)
     if found is None:
-        raise RankError(f"a pool has 1 to 64 ranks, not {shown(size)}")
+        raise RankError(f"a pool has 1 to 64 ranks, not {quoted(size)}")
     return found
 
 

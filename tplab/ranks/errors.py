@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import dataclass, field, replace
 
-from tplab.checks import number, shown
+from tplab.checks import number, quoted
 from tplab.errors import TplabError
 from tplab.ranks.oplog import is_machinery
 
@@ -16,7 +16,7 @@ def seconds(timeout) -> float:
     """A timeout as a float; infinity is none at all. Raises `RankError` for what is no number of seconds above 0."""
     found = math.inf if isinstance(timeout, float) and timeout == math.inf else number(timeout, 0, math.inf)
     if not found:
-        raise RankError(f"timeout is a number of seconds above 0, not {shown(timeout)}")
+        raise RankError(f"timeout is a number of seconds above 0, not {quoted(timeout)}")
     return found
 
 
@@ -36,7 +36,7 @@ class Frame:
     function: str
 
     def __str__(self):
-        return place(self.file, self.line)
+        return location(self.file, self.line)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class CollectiveMismatch(RankError):
 
 def waiting(rank: int, record, text: str = "", consequence: bool = False) -> Cause:
     """The cause of a rank that is in the collective of this `OpRecord`."""
-    text = f"{text or f'waits in {record.op}'} at {place(record.file, record.line)}"
+    text = f"{text or f'waits in {record.op}'} at {location(record.file, record.line)}"
     return Cause(rank, "waiting", text, [Frame(record.file, record.line, "")], consequence=consequence)
 
 
@@ -143,7 +143,7 @@ def source_lines(frames) -> list[str]:
     return lines
 
 
-def place(file: str, line: int) -> str:
+def location(file: str, line: int) -> str:
     """How a line is called: ``cell In[3], line 7`` or ``tplab/model/attention.py, line 88``."""
     return f"{file_label(file)}, line {line}" if file else f"line {line}"
 
@@ -197,7 +197,7 @@ def _cell(record, cause) -> str:
     if record is None:
         return "returned" if cause is not None and cause.kind == "returned" else "-"
     waits = "" if record.left else " (waits)"
-    return f"{record} @ {place(record.file, record.line)}{waits}"
+    return f"{record} @ {location(record.file, record.line)}{waits}"
 
 
 def learner_frames(frames) -> list[Frame]:

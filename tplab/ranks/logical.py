@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from tplab.checks import shown, whole_number
+from tplab.checks import quoted, whole_number
 from tplab.ranks import context
 from tplab.ranks.errors import (
     Abandoned,
@@ -37,7 +37,7 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
     looks = seconds(timeout) / _LOOK
     size = whole_number(n, 1)
     if size is None:
-        raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {shown(n)}")
+        raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {quoted(n)}")
     if context.inside_rank():
         raise RankError(f"logical_ranks was called inside rank {context.rank()}; a rank starts no ranks of its own")
     rendezvous = _Rendezvous(size)

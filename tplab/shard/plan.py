@@ -6,7 +6,7 @@ is read from it; no global size is ever derived as ``local * tensor_parallel_siz
 
 from dataclasses import dataclass
 
-from tplab.checks import shown, whole_number
+from tplab.checks import quoted, whole_number
 from tplab.errors import TplabError
 
 
@@ -114,7 +114,7 @@ class ShardPlan:
         tp = whole_number(tensor_parallel_size, 1)
         if tp is None:
             raise ShardPlanError(f"tensor_parallel_size must be a whole number from 1 to {counts[scarce]}, "
-                                 f"not {shown(tensor_parallel_size)}")
+                                 f"not {quoted(tensor_parallel_size)}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ShardPlanError(f"{num_heads} query heads do not form equal groups over {num_kv_heads} KV heads")
         if tp > counts[scarce]:

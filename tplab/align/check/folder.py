@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tplab.checks import shown, whole_number
+from tplab.checks import quoted, whole_number
 from tplab.errors import TplabError
 from tplab.record import DTYPES, VERSION
 
@@ -101,7 +101,7 @@ def read_recorded(folder: str | os.PathLike) -> Recorded:
     try:
         return _read(folder)
     except OSError as error:
-        raise RecordingError(f"{folder} cannot be read: {shown(str(error))}") from error
+        raise RecordingError(f"{folder} cannot be read: {quoted(str(error))}") from error
 
 
 def _read(folder: Path) -> Recorded:
@@ -116,8 +116,8 @@ def _read(folder: Path) -> Recorded:
     for other in readers[1:]:
         for key, what in ("run", "two runs are mixed"), ("world_size", "the ranks disagree about world_size"):
             if other.about[key] != first.about[key]:
-                raise RecordingError(f"{folder}: {what}: rank{first.rank} says {shown(first.about[key])}, "
-                                     f"rank{other.rank} {shown(other.about[key])}; record again into a new folder")
+                raise RecordingError(f"{folder}: {what}: rank{first.rank} says {quoted(first.about[key])}, "
+                                     f"rank{other.rank} {quoted(other.about[key])}; record again into a new folder")
     ranks = {reader.rank: reader.read() for reader in readers}
     world_size = first.about["world_size"]
     return Recorded(folder, world_size, tuple(map(ranks.get, range(world_size))))
@@ -171,7 +171,7 @@ class _Line(dict):
         try:
             found = json.loads(data.decode())
         except (ValueError, RecursionError) as error:
-            raise RecordingError(f"{where} is not readable: {shown(str(error))}") from None
+            raise RecordingError(f"{where} is not readable: {quoted(str(error))}") from None
         if not isinstance(found, dict):
             raise RecordingError(f"{where} is a JSON {type(found).__name__}, not an object")
         super().__init__(found)
@@ -179,7 +179,7 @@ class _Line(dict):
     def __getitem__(self, key: str):
         what, take = _FIELDS[key]
         if (found := take(self.get(key))) is None:
-            raise _Wrong(f"{key} is {shown(self.get(key))}, not {what}")
+            raise _Wrong(f"{key} is {quoted(self.get(key))}, not {what}")
         return found
 
     @property
@@ -201,7 +201,7 @@ class _Draft:
     def begin(self, line: _Line) -> None:
         expected = f"{self.stem}{f'.{len(self.files)}' if self.files else ''}.safetensors"
         if line["file"] != expected:
-            raise _Wrong(f"the next file is {expected}, not {shown(line['file'])}")
+            raise _Wrong(f"the next file is {expected}, not {quoted(line['file'])}")
         self.files.append((self.folder / expected, 8 + line["room"], []))
 
     def add(self, line: _Line) -> None:

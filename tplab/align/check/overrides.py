@@ -14,7 +14,7 @@ from fnmatch import translate
 
 from tplab.align.points import LAYER_POINTS, OUTER
 from tplab.align.recording import PlacementError
-from tplab.checks import shown
+from tplab.checks import quoted
 
 _INNER = (*LAYER_POINTS, "qkv", "gate_up")
 
@@ -26,15 +26,16 @@ def check_names(names, known: set[str]) -> dict[str, str]:
     its ``{i}``.
     """
     if not isinstance(names, Mapping | None):
-        raise PlacementError(f"names must be a dictionary {{pattern: point}}, not {shown(names)}")
+        raise PlacementError(f"names must be a dictionary {{pattern: point}}, not {quoted(names)}")
     checked = {}
     for pattern, point in (names or {}).items():
         if not isinstance(pattern, str) or not isinstance(point, str):
-            raise PlacementError(f"names must hold texts {{pattern: point}}, not {{{shown(pattern)}: {shown(point)}}}")
+            raise PlacementError("names must hold texts {pattern: point}, not "
+                                 f"{{{quoted(pattern)}: {quoted(point)}}}")
         short = point.removeprefix("layers.{i}.")
         if short not in (*OUTER, *_INNER, ""):
             near = get_close_matches(short, (*OUTER, *_INNER), 1)
-            raise PlacementError(f"names: there is no point {shown(point)}; " + (
+            raise PlacementError(f"names: there is no point {quoted(point)}; " + (
                 f"did you mean {near[0]!r}?" if near else f"points are {', '.join((*OUTER, *_INNER))}"))
         if pattern.count("{i}") > 1 or (short and (short in _INNER) != ("{i}" in pattern)):
             raise PlacementError(f"names: {point} is {'a point of each layer' if short in _INNER else 'no layer’s'}, "

@@ -77,7 +77,7 @@ CASE = CaseFile(
     hints=((1, "Which point is the first that is wrong *given its own inputs*? report.guilty lists them."),
            (1, "mlp is right and output is wrong. One function adds mlp to the residual."),
            (2, "Subtract the residual from output and divide by mlp: the quotient is a whole number. Which?")),
-    hiders=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
+    false_repairs=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
     production="On two ranks the answers look right again, so it ships; the first customer with four gets soup. And a "
                "sum that is made and divided away is one more all-reduce in every layer of every step.",
     story="The report says *worse with each rank*, so something scales with their number. One run of align is enough: "

@@ -61,7 +61,7 @@ CASE = CaseFile(
     hints=((1, "The first guilty point is inside the MLP, so q, k, v, attention and every norm are right."),
            (2, "mlp_act is act(gate) × up. Compute act(up) × gate from the same input, and compare."),
            (2, "with case.broken(): reassemble(ckpt) says which tensors are not the checkpoint's, row by row.")),
-    hiders=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first}),
+    false_repairs=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first}),
     production="A rank that reads whole tensors and cuts afterwards reads as many times the checkpoint as there are "
                "ranks, and holds each tensor twice while it loads: the model that just fits a card does not load.",
     story="Same with one rank: no sharding. One run, and mlp_act is the first guilty point. Three tensors make it: "

@@ -41,7 +41,7 @@ def fixed(config, tensor_parallel_size):
     return f"this model's RoPE ({kind}) is made anew for each text"
 
 
-def shown(ckpt, ranks):
+def user_output(ckpt, ranks):
     text = check_prompts(ckpt, ["One warm morning she went to the market. " * 40])[0]
     said = []
     for count in (12, 48, 190):
@@ -58,7 +58,7 @@ CASE = CaseFile(
            "checkpoint in transformers. It is no matter of ranks: one, two and four give the same. Since the last "
            "release modules are cast to the model's dtype in one place; we run float32 weights here, and it happens "
            "all the same.",
-    trials=trials, needs=fixed, shown=shown, below_bfloat16=True,
+    trials=trials, needs=fixed, user_output=user_output, below_bfloat16=True,
     bugs=(Bug("Rotary.__init__", __init__, my_init, "too few digits where they matter", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
@@ -79,7 +79,7 @@ CASE = CaseFile(
     hints=((1, "report.guilty begins with layers.0.q_rope: q is right before it is turned."),
            (2, "At position 0 the error is none, at position p about p times that at 1: an angle's, not a number's."),
            (2, "inv_freq of the module that makes cos and sin: how many digits has it?")),
-    hiders=({"Rotary.__init__": back},),
+    false_repairs=({"Rotary.__init__": back},),
     production="Casting back changes the dtype that a log shows and not one digit: what bfloat16 has dropped is gone, "
                "and the long contexts stay fifteen points down.",
     story="Worse with length is a position's mistake or a cache's; a plain forward pass has no cache, so align "

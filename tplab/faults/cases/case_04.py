@@ -70,7 +70,7 @@ CASE = CaseFile(
            (2, "On a guilty rank divide q by what it should be, feature by feature: the quotient is the same for all "
                "tokens."),
            (2, "The quotients are those of the rows' largest weights: the first rows', by this rank's own.")),
-    hiders=({"merged_shard": by_rank},),
+    false_repairs=({"merged_shard": by_rank},),
     production="Where every rank has as many rows as the next, the offset is the rank times their number. Nine heads "
                "over two ranks, or a KV head on two of them, are not cut like that: it passes on the model that you "
                "tested.",

@@ -53,7 +53,7 @@ CASE = CaseFile(
     hints=((1, "align_decode keeps in report.decode.drawn what each rank drew: compare it with the logits' argmax."),
            (2, "The token that is drawn is the best one of its own rank's part, always."),
            (2, "Which numbers of two ranks may be compared, and which not?")),
-    hiders=({"offer": softened},),
+    false_repairs=({"offer": softened},),
     production="A probability among 24,000 words is compared with one among 24,000 others: the more ranks, the fewer "
                "words each has, and the surer each is of a bad one.",
     story="If logits are right and text is not, what stands between them is the sampler. The drawn tokens are in the "

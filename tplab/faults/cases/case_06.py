@@ -57,7 +57,7 @@ CASE = CaseFile(
     hints=((1, "33 = 2 × 16 + 1. Align along the decode path with max_num_batched_tokens=16, not one forward pass."),
            (1, "One row of q_rope is wrong: that of the prompt's last token."),
            (2, "It is turned as if it stood one place further. What says where a token stands?")),
-    hiders=({"token_positions": unless_chunk},),
+    false_repairs=({"token_positions": unless_chunk},),
     production="The prefix cache leaves a single token to compute whenever a prompt comes again that is one longer "
                "than its full blocks: the same wrong place, and no chunk in sight.",
     story="A bug that knows one length is a gift: it is arithmetic. 33 and 49 with chunks of 16, 33 and 65 with 32: "

@@ -58,7 +58,7 @@ CASE = CaseFile(
                "large."),
            (2, "Of which partials is a rank's o_proj the sum? There are few combinations: try them."),
            (2, "Two of them, on every rank: its own and one other's.")),
-    hiders=({"RowParallelLinear.reduce": two_hops},),
+    false_repairs=({"RowParallelLinear.reduce": two_hops},),
     production="The next machine has one card more than your test, and adds all but one of the summands.",
     story="Right on two, wrong on more: whatever is wrong has two of something in it. One run on three ranks: "
           "o_partial fine everywhere, o_proj wrong everywhere, and each rank has another o_proj, where all must have "

@@ -79,7 +79,7 @@ CASE = CaseFile(
                "num_blocks."),
            (2, "attn is the first guilty point, in one sequence, from the step on in which it comes back."),
            (2, "report.decode.steps: how many tokens are computed in that step, and how many has the sequence?")),
-    hiders=({"Scheduler._admit": the_first_time},),
+    false_repairs=({"Scheduler._admit": the_first_time},),
     production="A sequence that is preempted twice still goes on with strangers' keys; it happens where the load is "
                "highest, and nobody reproduces it.",
     story="Only under load: the cache runs out, and somebody is preempted. So few blocks, and the decode path. One "

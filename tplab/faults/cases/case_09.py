@@ -79,7 +79,7 @@ def examine(function, ckpt, ranks, seed):
             f"{len(engines) - 2} broken ones, whatever the logits' size.")
 
 
-def shown(ckpt, ranks):
+def user_output(ckpt, ranks):
     return (f"test_logits[{ranks} ranks, bfloat16]: FAILED. torch.allclose(ours, transformers, atol=1e-3) is False; "
             "the largest difference is more than a hundred times that. test_logits[float32]: passed.")
 
@@ -91,7 +91,7 @@ CASE = CaseFile(
            "better test: my_test(ours, theirs, exact), which says True for an engine that is right and False for one "
            "that is not; ours and theirs are the engine's and transformers' logits in bfloat16, exact are "
            "transformers' in float32, all [tokens, vocabulary].",
-    trials=trials, shown=shown, examine=examine, cure=my_test, bugs=(), what="rounding is taken for a bug",
+    trials=trials, user_output=user_output, examine=examine, cure=my_test, bugs=(), what="rounding is taken for a bug",
     why={
         "bfloat16 keeps eight bits, and ranks add in another order: the engine is as far from float32 as "
         "transformers' own bfloat16 is, in another direction.": "",
@@ -113,7 +113,7 @@ CASE = CaseFile(
     hints=((1, "case.align(dtype=\"bfloat16\"): how many guilty points are there? And in float64?"),
            (1, "How far are transformers' own bfloat16 logits from its float32 ones?"),
            (2, "A right test has no number in it that was chosen until it was green: it measures what rounding does.")),
-    hiders=(raised, tuned, same_words, same_direction),
+    false_repairs=(raised, tuned, same_words, same_direction),
     production="A tolerance that was raised until the test was green lets a missing rotation through; one that was "
                "tuned to this model is red for the next, whose logits are larger.",
     story="Before mending anything: is anything wrong? No point is guilty, in any dtype; in float64 the engine "

@@ -79,7 +79,7 @@ CASE = CaseFile(
     hints=((1, "There are two, and one is loud. Align one prompt first, then a batch along the decode path."),
            (2, "Loud: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?"),
            (2, "Quiet: with the first one mended, attn is wrong in the decoded rows of every prompt but the first.")),
-    hiders=({"QKVParallelLinear.load": my_load},
+    false_repairs=({"QKVParallelLinear.load": my_load},
             {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
     production="The evaluation that found it sends its prompts in order of length, so the mended engine passes; the "
                "traffic of the next morning does not come in order.",

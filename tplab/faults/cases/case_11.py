@@ -56,7 +56,7 @@ def trials(take):
             Trial("the same with 22 tokens", chat(22, 9), 4, {"one_by_one": True}))
 
 
-def shown(ckpt, ranks):
+def user_output(ckpt, ranks):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
@@ -81,7 +81,7 @@ CASE = CaseFile(
     report="First turns are always right. One second turn in about sixteen answers as if it had misread a word. "
            "Sending the whole conversation to a fresh server is right; switching the prefix cache off is right. With "
            "one rank as with {ranks}. Support calls it *the model's mood*.",
-    trials=trials, shown=shown, budget=9,
+    trials=trials, user_output=user_output, budget=9,
     bugs=(Bug("Scheduler.update_from_output", update_from_output, my_update,
               "something is published before it is there", "cached_before_computed"),),
     why={
@@ -106,7 +106,7 @@ CASE = CaseFile(
                "it."),
            (2, "attn is wrong in all rows of the second text, by the same missing key: that of token 19. Who "
                "computes it?")),
-    hiders=({"Scheduler.update_from_output": only_long}, {"BlockTable.get_computed_blocks": uncached}),
+    false_repairs=({"Scheduler.update_from_output": only_long}, {"BlockTable.get_computed_blocks": uncached}),
     production="Short conversations are right, and the long ones, for which there is a prefix cache, are not; or "
                "nothing is found any more, and every turn computes all turns before it again.",
     story="A share of one in sixteen with blocks of 16 is a boundary of blocks. The cache off, and it is right: the "

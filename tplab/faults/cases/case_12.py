@@ -46,7 +46,7 @@ def trials(take):
                   {"max_num_batched_tokens": 16}))
 
 
-def shown(ckpt, ranks):
+def user_output(ckpt, ranks):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
@@ -64,7 +64,7 @@ CASE = CaseFile(
     report="Every request has our system prompt in front, and prefix_hit_tokens is 0 for all of them. The text is "
            "right, with one rank and with {ranks}; it is slow. A colleague made it hit, in a fork, and had wrong "
            "answers on the spot, so the fork was thrown away. This is the engine before that.",
-    trials=trials, shown=shown, budget=10,
+    trials=trials, user_output=user_output, budget=10,
     bugs=(Bug("BlockTable.extend_keys", extend_keys, my_keys, "equal things are told apart", "prefix_never_found"),
           Bug("token_positions", token_positions, my_positions, "a special case is recognized by the wrong sign",
               "rope_positions")),
@@ -89,7 +89,7 @@ CASE = CaseFile(
            (2, "Two equal beginnings have other keys, from the first block on. What goes into the first key?"),
            (3, "With the keys mended (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: whose "
                "positions start at 0?")),
-    hiders=({"BlockTable.extend_keys": my_keys},
+    false_repairs=({"BlockTable.extend_keys": my_keys},
             {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
     production="With the keys alone mended, every request that finds its system prompt in the cache is answered "
                "wrongly, which is what the fork did; with the cache left useless every request pays for the system "

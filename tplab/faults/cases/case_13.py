@@ -55,7 +55,7 @@ CASE = CaseFile(
     hints=((1, "Up to which position are all rows right? Count the tokens that the first wrong one should see."),
            (2, "Change the text's first token: which rows of attn of the first layer notice?"),
            (2, "Look at the defaults of the function that says which keys a query may see.")),
-    hiders=({"causal_mask": wider},),
+    false_repairs=({"causal_mask": wider},),
     production="A larger default moves the length at which it begins; the users with the longest texts, who need it "
                "most, are the ones who still have it.",
     story="Short prompts are right and long ones are not, on any number of ranks: so no sharding, and a matter of "

@@ -63,7 +63,7 @@ CASE = CaseFile(
     hints=((1, "align cannot see it: ask align_decode, with one prompt, then with two."),
            (2, "In which of its numbers does the new token's q_rope differ from what it should be?"),
            (2, "Which function is told nothing of the batch, and could still find out how large it is?")),
-    hiders=({"TensorParallelAttention.apply_rope": keys_only},),
+    false_repairs=({"TensorParallelAttention.apply_rope": keys_only},),
     production="A single user's queries still look for what they need at half the angle: the text is wrong exactly "
                "when somebody tries the service alone, and right in every load test.",
     story="A pass over the whole text is right and one token at a time is not, but only alone: so a path that depends "

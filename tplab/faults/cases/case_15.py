@@ -73,7 +73,7 @@ CASE = CaseFile(
     hints=((1, "Compare a prompt of 31 tokens with one of 32."),
            (1, "o_proj is the first guilty point, and o_partial before it is right: look at what stands between."),
            (2, "Take rows of o_proj's first half and look for them in its second half.")),
-    hiders=({"RowParallelLinear.reduce": for_longer_ones}, {"RowParallelLinear.reduce": patient}),
+    false_repairs=({"RowParallelLinear.reduce": for_longer_ones}, {"RowParallelLinear.reduce": patient}),
     production="A longer threshold moves the bug to longer prompts, and a pause is enough until a machine is busy: "
                "the first customer with a full machine has it again.",
     story="Short prompts are right, so find the length at which it begins: 31 are right, 32 are not. The first guilty "

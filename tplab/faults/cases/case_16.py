@@ -47,7 +47,7 @@ def trials(take):
                   {"num_speculative_tokens": 2}))
 
 
-def shown(ckpt, ranks):
+def user_output(ckpt, ranks):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning the red fox met an old friend. One warm morning the"])
@@ -65,7 +65,7 @@ CASE = CaseFile(
     report="Since n-gram drafts are on, answers to prompts that say something twice go on as the prompt did. I was "
            "told that this is rounding: in bfloat16, a token's logits are not the same bits behind a draft. With the "
            "drafts off it is gone. With one rank as with {ranks}.",
-    trials=trials, shown=shown,
+    trials=trials, user_output=user_output,
     bugs=(Bug("num_accepted", num_accepted, my_num_accepted, "what was guessed is taken for checked",
               "rejected_draft_kept"),),
     why={
@@ -88,7 +88,7 @@ CASE = CaseFile(
     hints=((1, "float64, on one rank: is anything rounded there? And which is the first point off the floor?"),
            (1, "embed holds the embeddings of the tokens that were computed. Of which token, in the row that is off?"),
            (2, "The token in that row was the first of a draft. Who says how many of them stay?")),
-    hiders=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
+    false_repairs=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
     production="Where guesses happen to be right, all is well: the text that is quoted is the one that users check "
                "first.",
     story="Told that it is rounding, ask for a dtype that does not round: in float64 it is the same. Then it is a bug. "

@@ -33,7 +33,7 @@ class Solved:
                                       next(why for why, wrong in self.file.why.items() if not wrong)).sentence
             cures = {bug.place: bug.right for bug in self.file.bugs} or self.file.cure
             self.repair, *self.hidden = (judge_repair(case, self.file, one, "", case._places, seed)
-                                         for one in (cures, *self.file.hiders))
+                                         for one in (cures, *self.file.false_repairs))
 
     def _look(self, mended) -> tuple[str, set[str]]:
         """The reported run with these bugs mended: where it shows, and the names that the diagnosis has for it."""

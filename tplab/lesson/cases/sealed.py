@@ -9,7 +9,7 @@ import torch
 from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import from_one_up, shown
+from tplab.checks import positive_int, quoted
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
 from tplab.lesson.answers import default_prompt, greedy
@@ -35,7 +35,7 @@ class OpenCase:
                  tensor_parallel_size: int = 2):
         self._file, self._places = file, tuple(places())  # named while nothing is patched
         self.checkpoint = open_checkpoint(model)
-        tensor_parallel_size = from_one_up("tensor_parallel_size", tensor_parallel_size, CaseError)
+        tensor_parallel_size = positive_int("tensor_parallel_size", tensor_parallel_size, CaseError)
         ranks = file.ranks_for(self.checkpoint.config, tensor_parallel_size)
         if ranks is None:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
@@ -116,8 +116,8 @@ class OpenCase:
 
     def show(self) -> None:
         """Print the run as its user saw it: what Hugging Face writes, and what this engine does. Costs nothing."""
-        if self._file.shown is not None:
-            print(in_width(self._file.shown(self.checkpoint, self.tensor_parallel_size), ""))
+        if self._file.user_output is not None:
+            print(in_width(self._file.user_output(self.checkpoint, self.tensor_parallel_size), ""))
             return
         asked, decode = self._asked(), self.checkpoint.tokenizer().decode
         count = max(_NEW, self.trial.new_tokens)
@@ -206,7 +206,7 @@ def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str |
     Raises `CaseError` if there is no such case, or if it cannot show with this model."""
     name = f"case_{which:02d}" if isinstance(which, int) else which
     if name not in CASES:
-        raise CaseError(f"there is no case {shown(which)}; there are 1 to {len(CASES)}")
+        raise CaseError(f"there is no case {quoted(which)}; there are 1 to {len(CASES)}")
     return OpenCase(CASES[name], model, prompt, tensor_parallel_size)
 
 

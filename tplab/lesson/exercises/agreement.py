@@ -6,7 +6,17 @@ import tempfile
 from pathlib import Path
 from textwrap import dedent
 
-from tplab.lesson.mine import Mine, NotYet, agree, kind, on_ranks, one_number, ranks_in_words, saying, whole_numbers
+from tplab.lesson.attempt import (
+    Attempt,
+    NotYet,
+    agree,
+    kind,
+    on_ranks,
+    one_number,
+    ranks_in_words,
+    saying,
+    whole_numbers,
+)
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.ranks import rank
@@ -16,13 +26,13 @@ _TIMEOUT = 10  # seconds on real ranks; on logical ones a rank that is left alon
 
 
 @exercise("my_mean", "08", takes="shares", agreed="the same mean on all ranks, whoever has no request")
-def my_mean(mine: Mine, setting: Setting):
+def my_mean(attempt: Attempt, setting: Setting):
     """Lists of lengths, some of them empty, on 2 and 3 ranks."""
     asks = "Which rank has not come, and what did it decide by itself?"
     cases = [[[3, 5], [7]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
-        ran = on_ranks(ranks, mine, _Shares(shares), waits=asks, timeout=_TIMEOUT)
+        ran = on_ranks(ranks, attempt, _Shares(shares), waits=asks, timeout=_TIMEOUT)
         sums, means = sum(op.op == "all_reduce" for op in ran[0][1]), [sum(one) / len(one) for one in shares if one]
         lengths = [length for share in shares for length in share]
         mean = sum(lengths) / len(lengths)
@@ -80,17 +90,17 @@ class _Work:
 
 
 @exercise("my_agree", "08", takes="work", agreed="every rank hears which ranks failed, and none waits for them")
-def my_agree(mine: Mine, setting: Setting):
+def my_agree(attempt: Attempt, setting: Setting):
     """Work that fails on no rank, on some, on all."""
     waits = "A rank whose work failed has to come too: which of its lines does it never reach?"
-    left = _raised_again(mine.function) + "It leaves, and the others wait for it in their next collective"
+    left = _raised_again(attempt.function) + "It leaves, and the others wait for it in their next collective"
     size = max(2, setting.tensor_parallel_size)
     cases = ((4, [1]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
     for ranks, failing in cases:
         works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
         who = ranks_in_words(failing, len(works)) if failing else "none"
         have = f"of {len(works)} ranks, {who} failed: "
-        answers = on_ranks(ranks, _agree, mine, works, waits=waits, asks={"cannot be read": left}, timeout=_TIMEOUT)
+        answers = on_ranks(ranks, _agree, attempt, works, waits=waits, asks={"cannot be read": left}, timeout=_TIMEOUT)
         for number, ((found, calls), ops) in enumerate(answers):
             if calls != 1:
                 raise NotYet(f"{have}rank {number} does its work {calls} times; once is asked")
@@ -122,22 +132,22 @@ def _raised_again(function) -> str:
     return f"Your line {first + found[0].lineno - 1}, {ast.unparse(found[0])}, lets it out again. " if found else ""
 
 
-def _agree(mine: Mine, works: list[_Work]) -> tuple[object, int]:
-    return mine(works[rank()]), works[rank()].calls
+def _agree(attempt: Attempt, works: list[_Work]) -> tuple[object, int]:
+    return attempt(works[rank()]), works[rank()].calls
 
 
 @exercise("my_rounds", "08", takes="write, read, rounds",
           agreed="nobody reads before it is written, nobody writes before all have read")
-def my_rounds(mine: Mine, setting: Setting):
+def my_rounds(attempt: Attempt, setting: Setting):
     """Three rounds on 2 and 3 logical ranks and on real ones. What counts is not luck, but who must wait for whom."""
     asks = "Which rank has not come? A barrier is for all"
     for ranks in (2, 3, shared_pool(max(2, setting.tensor_parallel_size))):
         with tempfile.TemporaryDirectory() as folder:
-            answers = on_ranks(ranks, _rounds, mine, Path(folder, "slot"), 3, waits=asks, timeout=_TIMEOUT)
+            answers = on_ranks(ranks, _rounds, attempt, Path(folder, "slot"), 3, waits=asks, timeout=_TIMEOUT)
         _examine_rounds([answer for answer, _ in answers], 3)
 
 
-def _rounds(mine: Mine, slot: Path, rounds: int):
+def _rounds(attempt: Attempt, slot: Path, rounds: int):
     """On a rank: what it saw, and after how many collectives it wrote and read."""
     writes, reads = [], []
 
@@ -150,7 +160,7 @@ def _rounds(mine: Mine, slot: Path, rounds: int):
         return int(slot.read_text() or -1) if slot.exists() else None
 
     before = current().log.seq
-    seen = mine(write, read, rounds)
+    seen = attempt(write, read, rounds)
     return seen, writes, reads, current().log.seq - before
 
 

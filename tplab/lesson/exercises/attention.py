@@ -2,15 +2,15 @@
 
 import torch
 
+from tplab.lesson.attempt import Attempt, agree, for_each, saying
 from tplab.lesson.exercises.rotation import numbers
-from tplab.lesson.mine import Mine, agree, for_each, saying
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.attention import attend, causal_mask
 
 
 @exercise("my_attend", "04", takes="q, k, v, mask, scaling", place="attends",
           patches=at("tplab.model.attention.attend"))
-def my_attend(mine: Mine, setting: Setting):
+def my_attend(attempt: Attempt, setting: Setting):
     """Several KV heads, several query heads for each, more keys than queries, two sequences; then in the engine."""
     def check(case):
         (batch, kv_heads, group, queries, keys, dim), starts = case
@@ -19,7 +19,7 @@ def my_attend(mine: Mine, setting: Setting):
         v, scaling = numbers(batch, kv_heads, keys, dim, seed=3), 0.3 if hidden else dim ** -0.5
         mask = causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys)
         right = attend(q, k, v, mask, scaling)
-        found = mine.tensor(q, k, v, mask, scaling, dims="batch, heads, queries, head_dim", shape=q.shape,
+        found = attempt.tensor(q, k, v, mask, scaling, dims="batch, heads, queries, head_dim", shape=q.shape,
                             dtype=q.dtype)
         nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong "
                "way round (True means: must not look), or is a softmax given nothing but -inf?")
@@ -33,7 +33,7 @@ def my_attend(mine: Mine, setting: Setting):
              lambda case: f"{case[0][1]} KV heads", shown=shown,
              says="right for what was shown, one sequence and one KV head with the usual scaling, and not otherwise")
     half = (numbers(1, heads, 3, 6).bfloat16() for heads in (4, 2, 2))
-    mine.tensor(*half, causal_mask(torch.arange(3)[None], 3), 0.4, dims="batch, heads, queries, head_dim",
+    attempt.tensor(*half, causal_mask(torch.arange(3)[None], 3), 0.4, dims="batch, heads, queries, head_dim",
                 shape=(1, 4, 3, 6), dtype=torch.bfloat16)
     setting.align(dtype="float32" if setting.dtype == "float64" else setting.dtype)
 
@@ -104,12 +104,12 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
 @exercise("my_mask", "04", takes="positions, keys", place="makes the mask",
           patches=at("tplab.model.attention.causal_mask", "tplab.cache.paged.causal_mask"),
           agreed="on {ranks}, prompts in chunks and tokens behind them agree with Hugging Face")
-def my_mask(mine: Mine, setting: Setting):
+def my_mask(attempt: Attempt, setting: Setting):
     """A whole prompt, a chunk, one token, two sequences of other lengths; then in the engine."""
     def check(case):
         kind, positions, keys = case
         positions = torch.tensor(positions)
-        found = mine.tensor(positions, keys, dims="batch, 1, queries, keys", shape=(*positions.shape[:1], 1,
+        found = attempt.tensor(positions, keys, dims="batch, 1, queries, keys", shape=(*positions.shape[:1], 1,
                             positions.shape[1], keys), dtype=torch.bool)
         right, wide = causal_mask(positions, keys), torch.ones(positions.shape[1], keys, dtype=torch.bool)
         (row, _, query, _), *_ = [*(found != right).nonzero().tolist(), [0] * 4]

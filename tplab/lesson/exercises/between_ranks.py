@@ -5,8 +5,8 @@ import torch
 from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts
 from tplab.faults import fault
+from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, one_number, saying, with_its_own
 from tplab.lesson.cuts import judge_part, owns, read_once
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, one_number, saying, with_its_own
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.dtypes import parse_dtype
@@ -22,12 +22,12 @@ _ALONE = "one rank has nobody to talk to, so it was judged on 2 and 3 logical ra
 
 @exercise("my_send_shards", "07", takes="source, ranges", alone=_ALONE,
           agreed="rank 0 reads, and every rank gets its slice, in messages no larger than a slice")
-def my_send_shards(mine: Mine, setting: Setting):
+def my_send_shards(attempt: Attempt, setting: Setting):
     """11 rows over 2 and 3 ranks, in bfloat16; then as many rows as the vocabulary has, on the real ranks."""
     def check(case, ranks=None, dtype=torch.bfloat16):
         ranges, shape = case
         sources = [ToySource(shape, dtype) for _ in ranges]
-        ran = on_ranks(ranks or len(ranges), _send, mine, sources, ranges, waits=_WAITS_FOR_SLICE, timeout=20)
+        ran = on_ranks(ranks or len(ranges), _send, attempt, sources, ranges, waits=_WAITS_FOR_SLICE, timeout=20)
         _examine_sent(ran, sources[0], ranges)
 
     cases = (2, (11, 4)), (2, (9,)), (3, (11, 4)), (5, (15, 2))  # as many ranks as it takes to see what rank 0 keeps
@@ -38,10 +38,10 @@ def my_send_shards(mine: Mine, setting: Setting):
         check((ranges, (ranges[-1].stop, 3)), shared_pool(size), torch.float32)
 
 
-def _send(mine: Mine, sources: list[ToySource], ranges) -> tuple[object, int]:
+def _send(attempt: Attempt, sources: list[ToySource], ranges) -> tuple[object, int]:
     """On a rank: what it got, and how many bytes it read."""
     source = sources[rank()]
-    return mine(source, ranges), source.taken
+    return attempt(source, ranges), source.taken
 
 
 def _examine_sent(answers: list, source: ToySource, ranges) -> None:
@@ -77,7 +77,7 @@ def _examine_sent(answers: list, source: ToySource, ranges) -> None:
 
 
 @exercise("my_spread", "07", takes="x", alone=_ALONE, agreed="every rank knows the largest difference between any two")
-def my_spread(mine: Mine, setting: Setting):
+def my_spread(attempt: Attempt, setting: Setting):
     """Tensors whose differences cancel, hide behind equal maxima, or sit on the last rank; then an engine's own."""
     equal, low = torch.tensor([[4.0, -9.0], [2.0, 0.5]]), torch.tensor([[4.0, -9.0], [0.25, 2.0]])
     high = torch.tensor([[4.0, -9.0], [2.5, -2.0]])
@@ -85,13 +85,13 @@ def my_spread(mine: Mine, setting: Setting):
         ([equal, equal], "both hold the same"), ([equal, low], "they differ at two places, in both directions"),
         ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above"),
         ([low, equal, high], "rank 0 is below rank 1, rank 2 above")):
-        _examine_spread(on_ranks(len(versions), with_its_own, mine, versions, waits=_WAITS), versions, why)
+        _examine_spread(on_ranks(len(versions), with_its_own, attempt, versions, waits=_WAITS), versions, why)
     size, ckpt = setting.tensor_parallel_size, setting.checkpoint
     if size == 1:
         return None
     plan, ids = ShardPlan.from_config(ckpt.config, size), check_prompts(ckpt, setting.prompt or [1, 2, 3])
     with applied(fault("all_reduce_dropped")):
-        answers = on_ranks(shared_pool(size), _spread_in_engine, mine, ckpt, plan, parse_dtype(setting.dtype), ids)
+        answers = on_ranks(shared_pool(size), _spread_in_engine, attempt, ckpt, plan, parse_dtype(setting.dtype), ids)
     for rank_, ((found, true), _) in enumerate(answers):
         if not abs(float(found) - true) <= 1e-4 * true:
             raise NotYet(f"at the final norm of {ckpt.name} without its sums, rank {rank_} says {float(found):.3g}; "
@@ -99,10 +99,10 @@ def my_spread(mine: Mine, setting: Setting):
     return f"on {size} ranks it sees that a sum was lost"
 
 
-def _spread_in_engine(mine: Mine, ckpt, plan: ShardPlan, dtype: torch.dtype, ids) -> tuple[object, float]:
+def _spread_in_engine(attempt: Attempt, ckpt, plan: ShardPlan, dtype: torch.dtype, ids) -> tuple[object, float]:
     points = trace_on_rank(ckpt, plan, dtype, ids).points
     all_of = all_gather(points["norm"][None], dim=0)
-    return mine(points["norm"]), (all_of.amax(0) - all_of.amin(0)).max().item()
+    return attempt(points["norm"]), (all_of.amax(0) - all_of.amin(0)).max().item()
 
 
 def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from tplab.bench.amounts import Part, step_amount
-from tplab.lesson.mine import Mine, NotYet, one_number, saying
+from tplab.lesson.attempt import Attempt, NotYet, one_number, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.dtypes import parse_dtype
 from tplab.shard import ShardPlan
@@ -27,19 +27,19 @@ def step_seconds(rank_bytes, bandwidth: float, num_layers: int, latency: float) 
 
 @exercise("my_decode_bytes", "10", takes="config, shard, context, itemsize", right=decode_bytes,
           agreed="every matrix of the rank once, and its cache")
-def my_decode_bytes(mine: Mine, setting: Setting):
+def my_decode_bytes(attempt: Attempt, setting: Setting):
     """Sizes of which no two are alike, heads that do and do not divide; then the notebook's model on its ranks."""
     for heads, kv, itemsize, context in ((8, 2, 4, 3000), (9, 3, 2, 500)):
         config = SimpleNamespace(hidden_size=1000, head_dim=100, num_heads=heads, num_kv_heads=kv, num_layers=10,
                                  intermediate_size=3000, vocab_size=5000, experts=None)
         for shard in ShardPlan.from_config(config, 2).ranks:
             have = f"{heads} query and {kv} KV heads over 2 ranks, rank {shard.rank}, {context} tokens"
-            _examine_bytes(mine(config, shard, context, itemsize), config, shard, context, itemsize, have)
+            _examine_bytes(attempt(config, shard, context, itemsize), config, shard, context, itemsize, have)
     config, dtype = setting.checkpoint.config, parse_dtype(setting.dtype)
     plan = ShardPlan.from_config(config, setting.tensor_parallel_size)
     for shard in plan.ranks:
         have = f"{setting.checkpoint.name} on {len(plan.ranks)} ranks, rank {shard.rank}, 100 tokens"
-        found = mine(config, shard, 100, dtype.itemsize)
+        found = attempt(config, shard, 100, dtype.itemsize)
         _examine_bytes(found, config, shard, 100, dtype.itemsize, have)
     counted = sum(amount.bytes(dtype) for amount in step_amount(config, plan, 0, [Part(99, 1)], 1, dtype))
     return f"rank 0 of {len(plan.ranks)} reads {counted / 1e6:,.1f} MB for each token"
@@ -81,17 +81,17 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
 
 @exercise("my_step_seconds", "10", takes="rank_bytes, bandwidth, num_layers, latency", right=step_seconds,
           agreed="the slowest rank, and every meeting")
-def my_step_seconds(mine: Mine, setting: Setting):
+def my_step_seconds(attempt: Attempt, setting: Setting):
     """Ranks with as much and with unlike work, and one alone; then the notebook's model on four ranks."""
     for rank_bytes in ([6e9, 6e9], [6e9, 3e9], [2e9, 4e9, 3e9], [9e9]):
         have = f"ranks that read {', '.join(f'{count / 1e9:.0f} GB' for count in rank_bytes)}, 20 layers"
-        _examine_seconds(mine(rank_bytes, 2e9, 20, 0.1), rank_bytes, 2e9, 20, 0.1, have)
+        _examine_seconds(attempt(rank_bytes, 2e9, 20, 0.1), rank_bytes, 2e9, 20, 0.1, have)
     config, itemsize = setting.checkpoint.config, parse_dtype(setting.dtype).itemsize
     plan = ShardPlan.from_config(config, min(4, config.num_heads))
     rank_bytes = [decode_bytes(config, shard, 100, itemsize) for shard in plan.ranks]
     have = f"{setting.checkpoint.name} on {len(rank_bytes)} ranks"
     args = rank_bytes, 1e10, config.num_layers, 2e-5
-    _examine_seconds(mine(*args), *args, have)
+    _examine_seconds(attempt(*args), *args, have)
     return f"{have}: {2 * config.num_layers + 2} meetings for each token"
 
 

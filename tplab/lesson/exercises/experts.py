@@ -8,9 +8,9 @@ import torch
 from tplab.align import align
 from tplab.checkpoint import Checkpoint
 from tplab.checks import whole_number
+from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, kind, saying, several, tensor
 from tplab.lesson.cuts import span
 from tplab.lesson.experts_toys import toy_experts
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, kind, saying, several, tensor
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.lesson.words import in_words
 from tplab.model.experts import softmax_then_top_k
@@ -49,7 +49,7 @@ def try_beside_hugging_face(setting: Setting, toy: Checkpoint | None = None, mod
           patches=at("tplab.model.experts.softmax_then_top_k"),
           agreed="each token goes to the right experts with the right weights; on {ranks}, the model agrees with "
                  "Hugging Face")
-def my_router(mine: Mine, setting: Setting):
+def my_router(attempt: Attempt, setting: Setting):
     """With and without renormalising, several counts of experts, in bfloat16; then in the engine."""
     def check(case, dtype=torch.float32):
         tokens, experts, top_k, renormalize = case
@@ -57,7 +57,7 @@ def my_router(mine: Mine, setting: Setting):
         logits = (2 * torch.randn(tokens, experts, generator=generator)).to(dtype)
         head = f"{tokens} tokens, {experts} experts, top_k={top_k}, renormalize={renormalize}: "
         with saying(head + "in bfloat16, " * (dtype == torch.bfloat16)):
-            _judge_route(mine(logits, top_k, renormalize), logits, top_k, renormalize)
+            _judge_route(attempt(logits, top_k, renormalize), logits, top_k, renormalize)
 
     for_each(ROUTES, check, lambda case: f"top_k={case[2]}, renormalize={case[3]}")
     check((200, 8, 2, True), torch.bfloat16)
@@ -168,23 +168,23 @@ def _dealt_so(deal: Callable) -> list[Patch]:
           alone="one rank has no choice, so layouts on up to eight ranks have judged it",
           agreed="every column of every expert has its owner, and dealt out like this, both ways, a model agrees with "
                  "Hugging Face on {ranks}")
-def my_expert_share(mine: Mine, setting: Setting):
+def my_expert_share(attempt: Attempt, setting: Setting):
     """Layouts that divide and that do not, both ways of dealing out; then a model, dealt out so."""
     for experts, columns, size in SHARES:
         for whole in (False, True):
             if size <= (experts if whole else columns):
-                _judge_share(mine, experts, columns, size, whole)
+                _judge_share(attempt, experts, columns, size, whole)
     moe = setting.checkpoint.config.experts
     if moe:
         for whole in (False, True):
-            _judge_share(mine, moe.num_experts, moe.intermediate_size, setting.tensor_parallel_size, whole)
+            _judge_share(attempt, moe.num_experts, moe.intermediate_size, setting.tensor_parallel_size, whole)
     try_beside_hugging_face(setting)
 
 
-def _judge_share(mine: Mine, experts: int, columns: int, size: int, whole: bool) -> None:
+def _judge_share(attempt: Attempt, experts: int, columns: int, size: int, whole: bool) -> None:
     with saying(f"{experts} experts of {columns} columns, {size} rank{'s' * (size > 1)}, "
                 f"enable_expert_parallel={whole}: "):
-        answer = mine(experts, columns, size, whole)
+        answer = attempt(experts, columns, size, whole)
         if not isinstance(answer, list | tuple) or len(answer) != size:
             raise NotYet(f"it returns {kind(answer)}; a list of {size} must come back, with (experts, columns) for "
                          "each rank")

@@ -5,11 +5,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
+from tplab.lesson.attempt import (
+    Attempt,
+    NotYet,
+    agree,
+    for_each,
+    on_ranks,
+    ranks_in_words,
+    saying,
+    tensor,
+    with_its_own,
+)
 from tplab.lesson.cuts import span
 from tplab.lesson.exercises.experts import try_beside_hugging_face
 from tplab.lesson.exercises.linears import Multiplications
 from tplab.lesson.experts_toys import toy_full_width
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, ranks_in_words, saying, tensor, with_its_own
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.trace import point
 from tplab.patch import Patch, original
@@ -48,14 +58,14 @@ def _block_of(answer: Callable) -> list[Patch]:
           alone="one rank holds all experts, so two and three logical ranks have judged it",
           agreed="each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model "
                  "agrees with Hugging Face, dealt out either way")
-def my_moe(mine: Mine, setting: Setting):
+def my_moe(attempt: Attempt, setting: Setting):
     """On 2 and 3 logical ranks, dealt out both ways, with experts and ranks that no token chooses; in the engine."""
     def check(case):
         tokens, _, columns, experts, top_k, size, whole, choice = case
         x, weights, ids, gate_up, down = _layer(*case)
         held = split_evenly(experts, size) if whole else [range(experts)] * size
         cut = [range(columns)] * size if whole else split_evenly(columns, size)
-        ran = on_ranks(size, _counted, mine, x, weights, ids, held, cut, gate_up, down, waits=_WAITS)
+        ran = on_ranks(size, _counted, attempt, x, weights, ids, held, cut, gate_up, down, waits=_WAITS)
         how = (f"{'/'.join(str(len(part)) for part in held)} experts" if whole else
                f"{'/'.join(str(len(part)) for part in cut)} columns of each of {experts} experts")
         where = {"any": "", "expert 4 never": ", no token for expert 4",
@@ -71,7 +81,7 @@ def my_moe(mine: Mine, setting: Setting):
         x, weights, ids, gate_up, down = (part.bfloat16() if part.is_floating_point() else part for part in _layer(
             6, 8, 4 * size, 2 * size, 2, size, True, "any"))
         with saying("in bfloat16 "):
-            ran = on_ranks(shared_pool(size), _counted, mine, x, weights, ids, split_evenly(2 * size, size),
+            ran = on_ranks(shared_pool(size), _counted, attempt, x, weights, ids, split_evenly(2 * size, size),
                            [range(4 * size)] * size, gate_up, down, waits=_WAITS, timeout=20)
             tensor(ran[0][0][0], "tokens, hidden", x.shape, x.dtype)
     try_beside_hugging_face(setting, modes=(False, True)[:size])
@@ -90,13 +100,13 @@ def _layer(tokens, hidden, columns, experts, top_k, size, whole, choice) -> tupl
     return x, chosen.softmax(-1), ids, gate_up, down
 
 
-def _counted(mine: Mine, x, weights, ids, held, cut, gate_up, down) -> tuple[object, int]:
+def _counted(attempt: Attempt, x, weights, ids, held, cut, gate_up, down) -> tuple[object, int]:
     """On a rank: what it returns for its part of the experts, and how many numbers it has multiplied for that."""
     experts, columns = held[rank()], cut[rank()]
     gate, up = (part[experts.start:experts.stop, columns.start:columns.stop] for part in gate_up.chunk(2, dim=1))
     own = down[experts.start:experts.stop, :, columns.start:columns.stop]
     with Multiplications() as work:
-        return mine(x, weights, ids, experts, torch.cat([gate, up], 1), own.contiguous()), work.count
+        return attempt(x, weights, ids, experts, torch.cat([gate, up], 1), own.contiguous()), work.count
 
 
 def _judge_moe(ran: list, x, weights, ids, held, cut, gate_up, down, what: str) -> None:
@@ -229,7 +239,7 @@ def _norm_of(answer: Callable) -> list[Patch]:
           alone="one rank has all heads, so two to four logical ranks have judged it",
           agreed="every head is divided by the root of one mean, over all heads, with one collective; on {ranks}, an "
                  "OLMo-2 agrees with Hugging Face")
-def my_full_width_norm(mine: Mine, setting: Setting):
+def my_full_width_norm(attempt: Attempt, setting: Setting):
     """Even and uneven heads, heads that several ranks hold, a large eps, large float16; then a small OLMo-2."""
     def check(case, dtype=torch.float32):
         tokens, dim, bounds = case
@@ -241,7 +251,7 @@ def my_full_width_norm(mine: Mine, setting: Setting):
         x = (x * (1000 if dtype == torch.float16 else 1)).to(dtype)
         weight = (1 + 0.4 * torch.randn(count * dim, generator=generator)).to(dtype)
         own = [x[:, part.start:part.stop].contiguous() for part in heads]
-        ran = on_ranks(len(heads), with_its_own, mine, own, *([each] * len(heads) for each in (weight, eps, heads)),
+        ran = on_ranks(len(heads), with_its_own, attempt, own, *([each] * len(heads) for each in (weight, eps, heads)),
                        waits="Does every rank come to the collective?")
         *others, last = (span(part, "").strip() for part in heads)
         held = f"{len(heads)} ranks with heads {', '.join(others)} and {last}: "

@@ -1,6 +1,6 @@
 """Notebook 06: prefill once, then one token a step."""
 
-from tplab.lesson.mine import Mine, NotYet, Uncopied, guarded, saying, whole_numbers
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, guarded, saying, whole_numbers
 from tplab.lesson.own_engine import Stepper, listed
 from tplab.lesson.verdict import Setting, exercise
 from tplab.llm.llm import LLM
@@ -13,15 +13,15 @@ _MOST_CALLS = 300
 @exercise("my_generate", "06", takes="step, ids, count",
           place="is the loop around it all",  # it calls the engine: see own_engine.py
           agreed=f"on {{ranks}}, {COUNT} tokens are Hugging Face's")
-def my_generate(mine: Mine, setting: Setting):
+def my_generate(attempt: Attempt, setting: Setting):
     """A toy that keeps what it is given by position; then the engine, whose computed tokens are counted."""
     for ids, count, draws in (([*range(20, 63)], COUNT, ()), ([3, 1, 4, 1, 5], 4, ()), ([9], 3, ()), ([24], 8, ENDS)):
         toy = Toy(draws)
-        judge_calls(toy, mine(toy, ids, count), ids, count)
+        judge_calls(toy, attempt(toy, ids, count), ids, count)
     (ids, *_), (reference, *_) = setting.reference(COUNT)
     with LLM(setting.model, setting.tensor_parallel_size, setting.dtype, enable_prefix_caching=False) as llm:
         step = Stepper(llm, COUNT)
-        found = guarded(mine.function, step, list(ids), COUNT)
+        found = guarded(attempt.function, step, list(ids), COUNT)
         computed = step.computed
     if found != reference:
         raise NotYet("in the engine, the text is not Hugging Face's, though the toy's was right: what is different "

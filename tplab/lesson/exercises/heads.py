@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tplab.checks import whole_number
-from tplab.lesson.mine import Mine, NotYet, kind, ranks_in_words, saying
+from tplab.lesson.attempt import Attempt, NotYet, kind, ranks_in_words, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
 
@@ -32,22 +32,22 @@ def _dealt_so(deal: Callable) -> list[Patch]:
           place="says who owns which heads", patches=_dealt_so,
           alone="one rank has no choice, so layouts on up to four ranks have judged it",
           agreed="every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}")
-def heads(mine: Mine, setting: Setting):
+def heads(attempt: Attempt, setting: Setting):
     """On layouts that divide and that do not; then the model of the notebook, dealt out so."""
     for layout in LAYOUTS:
-        _dealt(mine, *layout)
+        _dealt(attempt, *layout)
     config = setting.checkpoint.config
-    _dealt(mine, config.num_heads, config.num_kv_heads, setting.tensor_parallel_size)
+    _dealt(attempt, config.num_heads, config.num_kv_heads, setting.tensor_parallel_size)
     with applied(*setting.patches):  # here too: the check of the report deals them out as well
         setting.align()
 
 
-def _dealt(mine: Mine, num_heads: int, num_kv_heads: int, size: int) -> None:
+def _dealt(attempt: Attempt, num_heads: int, num_kv_heads: int, size: int) -> None:
     """Judge the learner's deal for one layout."""
     what = (f"{num_heads} query and {num_kv_heads} KV head{'s' * (num_kv_heads > 1)} over {size} "
             f"rank{'s' * (size > 1)}: ")
     with saying(what):
-        answer = mine(num_heads, num_kv_heads, size)
+        answer = attempt(num_heads, num_kv_heads, size)
         if not isinstance(answer, list | tuple):
             raise NotYet(f"it returns {kind(answer)}; a list with (query heads, KV heads) for each rank must come back")
         if len(answer) != size:

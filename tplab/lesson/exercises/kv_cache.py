@@ -3,8 +3,8 @@
 import torch
 
 from tplab.cache import ContiguousKVCache
+from tplab.lesson.attempt import Attempt, NotYet, Object, agree, on_ranks, saying, several, tensor
 from tplab.lesson.exercises.rotation import numbers
-from tplab.lesson.mine import Mine, NotYet, Object, agree, on_ranks, saying, several, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model import NoCache, load_model
 from tplab.pool import shared_pool
@@ -28,14 +28,14 @@ def held(thing, seen: set[int] | None = None) -> dict[int, int]:
 
 @exercise(NAME, "04", takes="num_layers",
           agreed="on {ranks}, an engine on your cache computes what one pass over the text computes")
-def my_cache(mine: Mine, setting: Setting):
+def my_cache(attempt: Attempt, setting: Setting):
     """Three layers with two KV heads, five with three, in steps; then an engine that reads from it."""
     for layers, kv_heads, dim, steps in ((3, 2, 5, (4, 1, 2)), (5, 3, 4, (1, 1, 10))):
-        _fill(mine, layers, kv_heads, dim, steps)
+        _fill(attempt, layers, kv_heads, dim, steps)
     ckpt, ids = setting.checkpoint, setting.ids(12)
     plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
     pool = shared_pool(setting.tensor_parallel_size)
-    gaps, sizes, needs = zip(*(one for one, _ in on_ranks(pool, generate_with, ckpt, plan, mine.function, ids)))
+    gaps, sizes, needs = zip(*(one for one, _ in on_ranks(pool, generate_with, ckpt, plan, attempt.function, ids)))
     if not max(gaps) < 1e-4:
         raise NotYet(f"in an engine, in steps, the last layer's output is {max(gaps):.1g} off what one pass computes")
     for rank, (size, needed) in enumerate(zip(sizes, needs)):
@@ -44,8 +44,8 @@ def my_cache(mine: Mine, setting: Setting):
     return f"{len(ids)} tokens take " + ", ".join(f"{size:,} bytes on rank {rank}" for rank, size in enumerate(sizes))
 
 
-def _fill(mine: Mine, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
-    cache, other = (Object(mine(layers), NAME) for _ in range(2))
+def _fill(attempt: Attempt, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
+    cache, other = (Object(attempt(layers), NAME) for _ in range(2))
     whole = {layer: tuple(numbers(sum(steps), kv_heads, dim, seed=seed) for seed in (layer, 90 + layer))
              for layer in range(layers)}
     for at, count in enumerate(steps):

@@ -4,8 +4,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, ranks_in_words, saying, tensor
 from tplab.lesson.exercises.rotation import numbers
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, ranks_in_words, saying, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.shard import split_evenly
@@ -20,14 +20,14 @@ _WAITS = "a sum has a summand from every rank: do all of them ask for it?"
           alone="one rank has nothing to cut, so two and three logical ranks have judged it",
           agreed="x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the "
                  "model's own MLP weights on {ranks}, too")
-def linears(mine: Mine, setting: Setting):
+def linears(attempt: Attempt, setting: Setting):
     """On 2 and 3 logical ranks of five shapes; then with the MLP weights of the model's first layer on the ranks."""
     def check(case):
         tokens, hidden, inner, size = case
         generator = torch.Generator().manual_seed(inner)
         x, up, down, bias = (torch.randn(shape, generator=generator) for shape in (
             (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
-        ran = on_ranks(size, _counted, mine, x, up, down, bias, waits=_WAITS)
+        ran = on_ranks(size, _counted, attempt, x, up, down, bias, waits=_WAITS)
         _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
 
     for_each(SIZES, check, lambda case: f"{case[3]} ranks")
@@ -36,14 +36,14 @@ def linears(mine: Mine, setting: Setting):
     with ckpt.reader() as reader:
         up, down = (read_part(parts[f"model.layers.0.mlp.{one}_proj.weight"], reader).float() for one in ("up", "down"))
     args = numbers(7, up.shape[1]), up, down, numbers(len(down), seed=1)  # few models have a bias
-    _judge(on_ranks(shared_pool(size), _counted, mine, *args, waits=_WAITS), *args,
+    _judge(on_ranks(shared_pool(size), _counted, attempt, *args, waits=_WAITS), *args,
            f"with the weights of the model, on {size} rank{'s' * (size > 1)}: ")
 
 
-def _counted(mine: Mine, *args) -> tuple[object, int]:
+def _counted(attempt: Attempt, *args) -> tuple[object, int]:
     """On a rank: what it returns, and how many numbers it has multiplied for that."""
     with Multiplications() as work:
-        return mine(*args), work.count
+        return attempt(*args), work.count
 
 
 class Multiplications(TorchDispatchMode):

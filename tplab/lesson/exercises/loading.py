@@ -6,8 +6,8 @@ import torch
 
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import by_parameter, tensor_parts
+from tplab.lesson.attempt import Attempt, NotYet, for_each, guarded, kind, on_ranks, saying
 from tplab.lesson.cuts import judge_part, owns, read_once, share_of
-from tplab.lesson.mine import Mine, NotYet, for_each, guarded, kind, on_ranks, saying
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.decoder import TensorParallelCausalLM
@@ -22,12 +22,12 @@ _ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
 @exercise("my_row_shard", "07", takes="source, columns", patches=at("tplab.shard.linear.row_shard"), alone=_ALONE,
           agreed="read and kept are the same columns, and on {ranks} the engine agrees with Hugging Face",
           place="cuts columns out of weights")
-def my_row_shard(mine: Mine, setting: Setting):
+def my_row_shard(attempt: Attempt, setting: Setting):
     """A weight of 5 rows and 7 columns over 2 and 3 ranks; then the engine's."""
     def check(size):
         for number, columns in enumerate(split_evenly(7, size)):
             source, head = ToySource((5, 7)), f"rank {number} of {size}, a weight [5, 7]: "
-            found = mine(source, columns)
+            found = attempt(source, columns)
             judge_part(found, source.whole, columns, head, dim=1)
             read_once(source.taken, found.nbytes, head, "which pair of brackets reads the file?")
             owns(found, head)
@@ -38,10 +38,10 @@ def my_row_shard(mine: Mine, setting: Setting):
 
 @exercise("MyRows", "07", takes="source, start, shape",
           agreed="a slice of a slice reads its own rows and no others, from the model's file too")
-def my_rows(mine: Mine, setting: Setting):
+def my_rows(attempt: Attempt, setting: Setting):
     """The second of two matrices stacked on disk, 7 of 16 rows; a part of that part; then a real file."""
     source = ToySource((16, 5))
-    made = _part(mine, source, 4, (7, 5))
+    made = _part(attempt, source, 4, (7, 5))
     if source.taken:
         raise NotYet(f"making it reads {source.taken} bytes already: nothing is to be read before somebody slices")
     shape = guarded(lambda: getattr(made, "shape", ()))
@@ -59,19 +59,19 @@ def my_rows(mine: Mine, setting: Setting):
             raise NotYet(f"{_sliced(rows)} of a part with 7 rows gives others than a list of 7 would: " + (
                 "two of them belong to the matrix behind it" if rows.stop == 9 else
                 "it counts from the part's end. An IndexError would do as well, other rows do not"))
-    inner = _part(mine, made, 2, (4, 5))
+    inner = _part(attempt, made, 2, (4, 5))
     _rows_of(inner, slice(1, 3), source, range(6, 10), "rows 2–5 of rows 4–10, a slice of a slice")
     ckpt, name = setting.checkpoint, "model.embed_tokens.weight"
     with ckpt.reader() as files:
         count, head = ckpt.tensors[name].shape[0], "part[10:20] of a part of the model's file: "
-        part = _part(mine, files[name], count // 3, (count // 2, *ckpt.tensors[name].shape[1:]))
+        part = _part(attempt, files[name], count // 3, (count // 2, *ckpt.tensors[name].shape[1:]))
         found, read = guarded(lambda: part[10:20]), files.bytes_read
         judge_part(found, files[name][:], range(count // 3 + 10, count // 3 + 20), head, whose="meant")
         read_once(read, found.nbytes, head)
 
 
-def _part(mine: Mine, source, start: int, shape: tuple[int, ...]):
-    made = guarded(mine.function, source, start, shape)
+def _part(attempt: Attempt, source, start: int, shape: tuple[int, ...]):
+    made = guarded(attempt.function, source, start, shape)
     if not hasattr(type(made), "__getitem__"):
         raise NotYet("it cannot be sliced: part[2:5] needs a method __getitem__(self, rows)")
     return made
@@ -108,27 +108,27 @@ def _load_patch(answer) -> list[Patch]:
 
 @exercise("my_load", "07", takes="ckpt, plan, rank", patches=_load_patch, alone=_ALONE,
           agreed="0 tensors differ, and on {ranks} every byte read is kept", place="loads the weights")
-def my_load(mine: Mine, setting: Setting):
+def my_load(attempt: Attempt, setting: Setting):
     """A model of two layers with 9/3 heads on 2 ranks and 8/2 heads on 3; then the notebook's, on its ranks."""
     for heads, size in (((9, 3), 2), ((8, 2), 3)):
         plan = ShardPlan.from_config(toy_model(*heads, 2, True).config, size)
         for number in range(size):
             ckpt = CountedCheckpoint(toy_model(*heads, 2, True))
             with saying(f"{heads[0]} query and {heads[1]} KV heads, rank {number} of {size}: "):
-                kept, taken = mine(ckpt, plan, number), dict(ckpt.taken)
+                kept, taken = attempt(ckpt, plan, number), dict(ckpt.taken)
                 compare(kept, ckpt, plan, number, owned=True)
                 for name, read in taken.items():
                     read_once(read, kept[name].nbytes, f"{name}: ")
     ckpt, size = setting.checkpoint, setting.tensor_parallel_size
     if any(".qkv_proj." in name or ".gate_up_proj." in name for name in ckpt.tensors):
         return "this checkpoint has fused tensors, so only the small model was read"
-    on_ranks(shared_pool(size), _load_on_rank, mine, ckpt, ShardPlan.from_config(ckpt.config, size))
+    on_ranks(shared_pool(size), _load_on_rank, attempt, ckpt, ShardPlan.from_config(ckpt.config, size))
 
 
-def _load_on_rank(mine: Mine, ckpt: Checkpoint, plan: ShardPlan) -> None:
+def _load_on_rank(attempt: Attempt, ckpt: Checkpoint, plan: ShardPlan) -> None:
     counted = CountedCheckpoint(ckpt)
     with saying(f"in {ckpt.name}: "):
-        kept = mine(counted, plan, rank())
+        kept = attempt(counted, plan, rank())
         read = counted.taken.total()
         compare(kept, ckpt, plan, rank())
         read_once(read, sum(t.nbytes for t in kept.values()), "all tensors together: ")

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from tplab.lesson.mine import Mine, NotYet, agree, kind, saying
+from tplab.lesson.attempt import Attempt, NotYet, agree, kind, saying
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch
 
@@ -14,15 +14,15 @@ NAN, INF = float("nan"), float("inf")
 
 @exercise("mask_scores", "01", takes="scores, mask", writes="scores", patches=at(TARGET),
           place="hides the future from attention")
-def mask_scores(mine: Mine, setting: Setting):
+def mask_scores(attempt: Attempt, setting: Setting):
     """On 2 batches, 3 heads, 4 queries and 6 keys, on other sizes; then in the engine."""
     for batch, heads, queries, keys in ((2, 3, 4, 6), (1, 2, 3, 3)):
         scores = torch.arange(float(batch * heads * queries * keys)).sin().view(batch, heads, queries, keys)
         mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool).triu(keys - queries + 1)
         if batch > 1:
             mask[1, :, :, 0] = True  # the second sequence is shorter, and padded on the left
-        judge_masked(mine.tensor(scores, mask, **shaped(scores)), scores, mask)
-    mine.tensor(half := scores.bfloat16(), mask, **shaped(half))
+        judge_masked(attempt.tensor(scores, mask, **shaped(scores)), scores, mask)
+    attempt.tensor(half := scores.bfloat16(), mask, **shaped(half))
     setting.align()
 
 
@@ -92,10 +92,10 @@ def _added(answer) -> list[Patch]:
 
 @exercise("my_additive_mask", "01", takes="tokens", patches=_added,
           agreed="added to the scores on {ranks}, every trace point agrees with Hugging Face")
-def additive_mask(mine: Mine, setting: Setting):
+def additive_mask(attempt: Attempt, setting: Setting):
     """For 5 tokens, for 8 and for one, added to scores; then to the engine's."""
     for tokens in (5, 8, 1):
-        mask = mine.tensor(tokens, dims="queries, keys", shape=(tokens, tokens))
+        mask = attempt.tensor(tokens, dims="queries, keys", shape=(tokens, tokens))
         if not mask.is_floating_point():
             raise NotYet("it returns a boolean mask, which is made to choose with. Added to scores, True is 1 and "
                          "False 0, and nothing is hidden" if mask.dtype == torch.bool else f"it returns {mask.dtype}, "
@@ -108,7 +108,7 @@ def additive_mask(mine: Mine, setting: Setting):
 
 @exercise("my_assert_no_nan", "01", takes="tensor, name",
           agreed="on {ranks}, it fires with the mask that multiplies and is silent with the right one")
-def assert_no_nan(mine: Mine, setting: Setting):
+def assert_no_nan(attempt: Attempt, setting: Setting):
     """On scores with and without NaN, and with a mask's -inf; then in the engine, with a broken and a right mask."""
     scores = torch.arange(1440.0).cos().view(2, 3, 4, 60)
     causal = scores.masked_fill(torch.ones(4, 60, dtype=torch.bool).triu(3), -INF)
@@ -117,7 +117,7 @@ def assert_no_nan(mine: Mine, setting: Setting):
     for good, why in ((scores, "no NaN is in them. Which way round is the question? Is a pair of () missing?"),
                       (causal, "there are -inf in them, which is how a mask hides keys, and no NaN. Is -inf a NaN?"),
                       (both, "there are inf and -inf in them and no NaN; their sum, or mean, is one")):
-        if _raised(mine, good, "scores") is not None:
+        if _raised(attempt, good, "scores") is not None:
             raise NotYet(f"it fires on good scores: {why}")
     one, some = causal.clone(), torch.arange(20.0).view(4, 5)
     one[1, 2, 3, 30] = some[:, 1:3] = NAN
@@ -126,7 +126,7 @@ def assert_no_nan(mine: Mine, setting: Setting):
              "to nothing, a tuple is never false), and who raises?"),
             (one, "scores", "1 of 1440 numbers, in the last head of the last text, is NaN, and nothing fires: is one "
              "enough for your question, or is it rounded away?")):
-        message = _raised(mine, tensor, name)
+        message = _raised(attempt, tensor, name)
         if message is None:
             raise NotYet(lost)
         if name == "weights":
@@ -136,7 +136,7 @@ def assert_no_nan(mine: Mine, setting: Setting):
     def watched(broken: bool) -> Patch:
         def mask_scores(scores, mask):
             masked = scores + mask.to(scores.dtype) * -INF if broken else scores.masked_fill(mask, -INF)
-            mine.function(masked, "attention scores")
+            attempt.function(masked, "attention scores")
             return masked
         return Patch(TARGET, mask_scores)
 
@@ -148,10 +148,10 @@ def assert_no_nan(mine: Mine, setting: Setting):
     setting.align(watched(False))
 
 
-def _raised(mine: Mine, tensor: torch.Tensor, name: str) -> str | None:
+def _raised(attempt: Attempt, tensor: torch.Tensor, name: str) -> str | None:
     """The message of its AssertionError, if it raises one; another error is not what was asked for."""
     try:
-        found = mine(tensor, name)
+        found = attempt(tensor, name)
     except NotYet as wrong:
         if isinstance(wrong.__cause__, AssertionError):
             return str(wrong.__cause__)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tplab.cache import paged
-from tplab.lesson.mine import Mine, NotYet, agree, kind, saying, tensor, whole_numbers
+from tplab.lesson.attempt import Attempt, NotYet, agree, kind, saying, tensor, whole_numbers
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.attention import AttentionBatch
 from tplab.patch import Patch
@@ -17,11 +17,11 @@ ENGINE = {"decode": True, "new_tokens": 5, "block_size": 3}
 @exercise("my_slot_mapping", "05", takes="block_ids, positions, block_size", place="turns positions into slots",
           agreed="on {ranks}, every position that was computed agrees with Hugging Face",
           patches=at("tplab.cache.paged.slot_mapping"))
-def my_slot_mapping(mine: Mine, setting: Setting):
+def my_slot_mapping(attempt: Attempt, setting: Setting):
     """On tables and sizes of which the notebook shows the first; then in the engine."""
     for table, positions, size in (([4, 1, 3], range(10), 4), ([4, 1, 3], range(7, 8), 4), ([2, 5, 0, 7], range(11), 3),
                                    ([6, 0, 9], range(4, 12), 5)):
-        slots = mine(table, positions, size)
+        slots = attempt(table, positions, size)
         with saying(f"block table {table}, block size {size}: "):
             slots, here = whole_numbers(slots, "one slot per position"), len(positions)
             if len(slots) != here:
@@ -75,7 +75,7 @@ def _batches_through(write_read: Callable) -> list[Patch]:
 @exercise("my_write_read", "05", takes="cache, block_ids, start, new", writes="cache",
           place="writes and reads the cache", patches=_batches_through,
           agreed="on {ranks}, every key and value goes where the table says and comes back in order")
-def my_write_read(mine: Mine, setting: Setting):
+def my_write_read(attempt: Attempt, setting: Setting):
     """A cache full of other readers' numbers: a chunk, one token, a first prompt, two tokens over a block's edge."""
     for table, size, start, count in (([1, 4, 3], 4, 5, 4), ([2, 0, 5], 3, 3, 1), ([3, 0], 5, 0, 7),
                                       ([3, 1, 4, 0], 2, 3, 2)):
@@ -83,9 +83,9 @@ def my_write_read(mine: Mine, setting: Setting):
         slots = [table[p // size] * size + p % size for p in range(start + count)]
         after = cache.clone()
         after.view(-1, 2, 3)[slots[start:]] = new
-        found = mine(cache, table, start, new)
+        found = attempt(cache, table, start, new)
         with saying(f"block table {table}, blocks of {size}, {start} tokens there and {count} new: "):
-            _written(table, cache, after, mine.given[0], slots, start)
+            _written(table, cache, after, attempt.given[0], slots, start)
             if isinstance(found, torch.Tensor) and found.dim() == 3 and len(found) == len(table) * size:
                 raise NotYet(f"all {len(found)} places of its blocks come back; how many of them hold a token of this "
                              "sequence by now?")
@@ -96,11 +96,11 @@ def my_write_read(mine: Mine, setting: Setting):
     setting.align(**ENGINE)
 
 
-def _written(table: list[int], before, after, mine, slots: list[int], start: int) -> None:
-    if mine.shape != before.shape:
-        raise NotYet(f"the cache goes in as {list(before.shape)} and must stay so; yours is {list(mine.shape)}")
+def _written(table: list[int], before, after, attempt, slots: list[int], start: int) -> None:
+    if attempt.shape != before.shape:
+        raise NotYet(f"the cache goes in as {list(before.shape)} and must stay so; yours is {list(attempt.shape)}")
     size, last = before.shape[1], len(slots) - 1
-    changed, wrong = ((mine != one).flatten(2).any(-1).flatten().nonzero()[:, 0].tolist() for one in (before, after))
+    changed, wrong = ((attempt != one).flatten(2).any(-1).flatten().nonzero()[:, 0].tolist() for one in (before, after))
     strange = next((slot for slot in changed if slot not in slots), None)
     early = next((at for at in range(start) if slots[at] in changed), None)
     if not changed:
@@ -116,7 +116,7 @@ def _written(table: list[int], before, after, mine, slots: list[int], start: int
         raise NotYet(f"position {early} was there before and has been overwritten; where does the first new token "
                      "stand?")
     if wrong:
-        at, now = slots.index(wrong[0]), mine.flatten(0, 1)[wrong[0]]
+        at, now = slots.index(wrong[0]), attempt.flatten(0, 1)[wrong[0]]
         held = [start + n for n, slot in enumerate(slots[start:]) if now.equal(after.flatten(0, 1)[slot])]
         raise NotYet(f"{_place(wrong[0], size)} is position {at}'s, and holds " + (
             f"position {held[0]}" if held else "what was there before" if now.equal(before.flatten(0, 1)[wrong[0]]) else
@@ -142,12 +142,12 @@ def _place(slot: int, size: int) -> str:
 
 @exercise("my_key", "05", takes="parent, ids", place="names full blocks", patches=at("tplab.cache.table.block_key"),
           agreed="equal beginnings share a block, nothing else does; on {ranks} all points agree with Hugging Face")
-def my_key(mine: Mine, setting: Setting):
+def my_key(attempt: Attempt, setting: Setting):
     """Pairs of chains that may not share a block; then prompts that share blocks in the engine."""
     def chain(*blocks):
         key = b""
         for ids in blocks:
-            before, key = key, mine(key, list(ids))
+            before, key = key, attempt(key, list(ids))
             _usable(key, before)
         return key
 

@@ -10,6 +10,7 @@ import torch
 
 from tplab.errors import TplabError
 from tplab.lesson import patient
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, agree, one_number, saying, several, tensor
 from tplab.lesson.cuts import judge_part
 from tplab.lesson.exercises.generating import ENDS, Toy, judge_calls
 from tplab.lesson.exercises.heads import LAYOUTS
@@ -17,7 +18,6 @@ from tplab.lesson.exercises.mask import judge_masked, shaped
 from tplab.lesson.exercises.rope_call import fails_aloud, pair
 from tplab.lesson.exercises.rotation import misturned
 from tplab.lesson.limit import works
-from tplab.lesson.mine import Mine, NotYet, Uncopied, agree, one_number, saying, several, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.lesson.words import in_words
 from tplab.shard import split_evenly
@@ -25,24 +25,24 @@ from tplab.shard import split_evenly
 
 @exercise("apply_causal_mask", "09", takes="scores", right=patient.apply_causal_mask,
           agreed="no NaN, and no key of the future")
-def apply_causal_mask(mine: Mine, setting: Setting):
+def apply_causal_mask(attempt: Attempt, setting: Setting):
     """Scores of 4 heads and 6 tokens, and of one token. The engine gives the check's report."""
     for tokens in (6, 1):
         scores = torch.arange(8.0 * tokens * tokens).sin().view(2, 4, tokens, tokens)
-        judge_masked(mine.tensor(scores, **shaped(scores)), scores,
+        judge_masked(attempt.tensor(scores, **shaped(scores)), scores,
                      torch.ones(2, 1, tokens, tokens, dtype=torch.bool).triu(1))
-    return _cures(setting, "attention.apply_causal_mask", mine, "the check has no quarrel with attention any more",
+    return _cures(setting, "attention.apply_causal_mask", attempt, "the check has no quarrel with attention any more",
                   lambda report: [one.sentence for one in report.diagnoses if one.point.endswith(".attn")])
 
 
 @exercise("shard_weight", "09", takes="loaded, start, size, hidden_size", right=patient.shard_weight,
           agreed="the rows of the rank's heads, and of a bias the same numbers")
-def shard_weight(mine: Mine, setting: Setting):
+def shard_weight(attempt: Attempt, setting: Setting):
     """Weights that are no squares, one that is, and a bias."""
     for shape, start, size in (((20, 6), 4, 8), ((6, 20), 2, 3), ((20,), 12, 4), ((12, 12), 6, 6)):
         loaded = torch.arange(float(torch.Size(shape).numel())).view(shape)
         with saying(f"{'a weight' if len(shape) > 1 else 'a bias'} {list(shape)}, {size} from {start} on: "):
-            judge_part(mine(loaded, start, size, shape[-1]), loaded, range(start, start + size), "", ways={
+            judge_part(attempt(loaded, start, size, shape[-1]), loaded, range(start, start + size), "", ways={
                 "size is how many rows, not where they end": range(start, size)} | {
                 "it is read as if it were [in, out], cut there along dim 1, and turned. The checkpoint has [out, in]":
                     loaded.reshape(shape[::-1])[:, start:start + size].T} if len(shape) > 1 else {})
@@ -50,12 +50,12 @@ def shard_weight(mine: Mine, setting: Setting):
 
 @exercise("extend_cache", "09", takes="kv_cache, k, v, num_repeats", right=patient.extend_cache,
           agreed="the cache holds KV heads, and attention gets one for each query head")
-def extend_cache(mine: Mine, setting: Setting):
+def extend_cache(attempt: Attempt, setting: Setting):
     """Three steps of one layer with two KV heads, repeated three times, or unequally. The engine: as for generate."""
     for repeats in (3, torch.tensor([1, 2])):
         cache, whole = None, [torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
         for start, stop in ((0, 3), (3, 4), (4, 6)):
-            found = mine(cache, *(one[:, :, start:stop] for one in whole), repeats)
+            found = attempt(cache, *(one[:, :, start:stop] for one in whole), repeats)
             with saying(f"{start} tokens in the cache, {stop - start} new: "):
                 *given, pair = several(found, "k, v for attention and the pair (k, v) of the cache", 3)
                 kept, stored = several(pair, "as the third the cache's pair (k, v)"), [x[:, :, :stop] for x in whole]
@@ -75,15 +75,16 @@ def extend_cache(mine: Mine, setting: Setting):
                                 "it is the other's: have k and v changed places?": rights[1 - at]},
                                 "it is not what was given")
             cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
-    return _cures(setting, "attention.extend_cache", mine, "the text is Hugging Face's, with the cache read", _tokens)
+    return _cures(setting, "attention.extend_cache", attempt, "the text is Hugging Face's, with the cache read",
+                  _tokens)
 
 
 @exercise("share", "09", takes="total", right=patient.share,
           agreed="everything is dealt out, in order, and no rank has two more than another")
-def share(mine: Mine, setting: Setting):
+def share(attempt: Attempt, setting: Setting):
     """What divides and what does not. The engine gives the check's report, on ranks that do not divide the heads."""
     for total, ranks in ((8, 2), (9, 2), (8, 3), (14, 4), (7, 1), (2, 3)):
-        parts = [_on(number, ranks, mine, total) for number in range(ranks)]
+        parts = [_on(number, ranks, attempt, total) for number in range(ranks)]
         with saying(f"{total} over {ranks} rank{'s' * (ranks > 1)}: "):
             parts = [[int(one_number(one)) for one in several(part, "a pair, the first and how many,")]
                      for part in parts]
@@ -103,7 +104,7 @@ def share(mine: Mine, setting: Setting):
                 raise NotYet(f"{said}: where does a rank begin, if those before it have one more?")
             if max(counts) - min(counts) > 1:
                 raise NotYet(f"{said}: everybody waits for the largest share. Can it be dealt out more evenly?")
-    return _cures(setting, "linear.share", mine, "on ranks that do not divide them, every query head has its rank",
+    return _cures(setting, "linear.share", attempt, "on ranks that do not divide them, every query head has its rank",
                   lambda report: [one.sentence for one in report.diagnoses if one.sentence.startswith("Query heads")])
 
 
@@ -117,7 +118,7 @@ def _on(number: int, ranks: int, call, *args):
 
 @exercise("apply_rope", "09", takes="rotary_emb, position_ids, q, k", right=patient.apply_rope,
           agreed="every head is turned by its token's position")
-def apply_rope(mine: Mine, setting: Setting):
+def apply_rope(attempt: Attempt, setting: Setting):
     """Two rows at other positions; 4 query and 2 KV heads, 6 tokens, then as many as there are heads; the engine as
     above."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2RotaryEmbedding
@@ -132,9 +133,9 @@ def apply_rope(mine: Mine, setting: Setting):
         k = torch.arange(32.0 * tokens).cos().view(2, 2, tokens, 8)
         positions = torch.stack([torch.arange(5, 5 + tokens), torch.arange(2, 2 + tokens)])
         if tokens == 6:
-            fails_aloud(lambda failing, given=(positions, q, k): mine(failing, *given), "rotary_emb",
+            fails_aloud(lambda failing, given=(positions, q, k): attempt(failing, *given), "rotary_emb",
                         "rotary_emb, which gives cos and sin, is never asked")
-        found = pair(mine(tables, positions, q, k), q, k)
+        found = pair(attempt(tables, positions, q, k), q, k)
         cos, sin = (table[:, None] for table in tables(q, positions))
         for name, ours, x in zip("qk", found, (q, k)):
             with saying(f"{name}, {tokens} tokens and {x.shape[1]} heads: "):
@@ -152,7 +153,7 @@ def apply_rope(mine: Mine, setting: Setting):
                     "it is not turned by Hugging Face's angles: which function do cos and sin belong to, and which "
                     "axis do they lie on?" if torch.allclose(ours.norm(dim=-1), x.norm(dim=-1), atol=1e-4) else
                     f"it changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?")
-    return _cures(setting, "attention.apply_rope", mine, "no layer leaves Hugging Face any more", lambda report: (
+    return _cures(setting, "attention.apply_rope", attempt, "no layer leaves Hugging Face any more", lambda report: (
         first := report.first_divergence) and first.name.startswith("layers.") and [_sentence(report)])
 
 
@@ -181,19 +182,19 @@ class _Model(Uncopied):
 
 @exercise("generate", "09", takes="self, input_ids, max_new_tokens", right=patient.generate,
           agreed="the prompt in one call, then every token computed once")
-def generate(mine: Mine, setting: Setting):
+def generate(attempt: Attempt, setting: Setting):
     """Prompts of five tokens and of one. The engine gives the new ids that it writes, and those of Hugging Face; it
     gets a right cache along with the function, for its own has a bug that shows as soon as it is read."""
     for prompt, count, draws in (([3, 1, 4, 1, 5], 4, ()), ([9], 30, ()), ([24], 8, ENDS)):
         model = _Model(draws)
-        judge_calls(model.toy, mine(model, prompt, count), prompt, count)
-    return _cures(setting, "model.TensorParallelModel.generate", mine, "the text is Hugging Face's", _tokens,
+        judge_calls(model.toy, attempt(model, prompt, count), prompt, count)
+    return _cures(setting, "model.TensorParallelModel.generate", attempt, "the text is Hugging Face's", _tokens,
                   {"attention.extend_cache": patient.extend_cache})
 
 
 @exercise("kv_share", "09", takes="num_heads, num_kv_heads", right=patient.kv_share,
           agreed="every query head reads its own KV head")
-def kv_share(mine: Mine, setting: Setting):
+def kv_share(attempt: Attempt, setting: Setting):
     """The layouts of notebook 02. The engine gives the check's report, on ranks that do not divide the heads."""
     from patient_zero import linear
 
@@ -201,10 +202,10 @@ def kv_share(mine: Mine, setting: Setting):
         for number in range(ranks):
             share = split_evenly(num_heads, ranks)[number]
             with mock.patch.object(linear, "share", patient.share):
-                found = _on(number, ranks, mine, num_heads, num_kv_heads)
+                found = _on(number, ranks, attempt, num_heads, num_kv_heads)
             with saying(f"{num_heads} query and {num_kv_heads} KV heads, rank {number} of {ranks}: "):
                 _examine_heads(found, share, num_heads // num_kv_heads)
-    return _cures(setting, "linear.kv_share", mine, "the engine is clean on ranks that do not divide the heads",
+    return _cures(setting, "linear.kv_share", attempt, "the engine is clean on ranks that do not divide the heads",
                   lambda report: report.verdict != "clean" and [_sentence(report)])
 
 
@@ -218,19 +219,19 @@ def _examine_heads(found, share: range, group: int) -> None:
     if len(held) != len(share):
         raise NotYet(f"{heads} are {len(share)}, but {len(held)} repeated KV heads stand beside them")
     if held != wanted:
-        head, mine, own = next(each for each in zip(share, held, wanted) if each[1] != each[2])
-        raise NotYet(f"query head {head} reads KV head {mine}, and its own is {own}")
+        head, attempt, own = next(each for each in zip(share, held, wanted) if each[1] != each[2])
+        raise NotYet(f"query head {head} reads KV head {attempt}, and its own is {own}")
     if int(count) != len(set(wanted)):
         raise NotYet(f"{heads} read {len(set(wanted))} KV heads, and it holds {int(count)}")
 
 
 @works
-def _cures(setting: Setting, name: str, mine: Mine, fine: str, wrong: Callable, more=()) -> str | None:
+def _cures(setting: Setting, name: str, attempt: Attempt, fine: str, wrong: Callable, more=()) -> str | None:
     """The remark ``fine``, unless something is ``wrong(what the engine gives)`` with this cure in it."""
     if setting.engine is None:
         return None
     try:
-        found = wrong(setting.engine({name: mine.function, **dict(more)}))
+        found = wrong(setting.engine({name: attempt.function, **dict(more)}))
     except TplabError as error:
         raise NotYet(in_words(error)) from error
     if found:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tplab.cache import CacheError
-from tplab.lesson.mine import Mine, NotYet, Object, guarded, kind, saying
+from tplab.lesson.attempt import Attempt, NotYet, Object, guarded, kind, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
 
@@ -16,9 +16,9 @@ OPERATIONS = 500
 def _pool_patches(cls) -> list[Patch]:
     """The engine's block pool keeps the keys, and asks a learner's ``cls`` who uses which block."""
     def mine_of(pool):
-        if "mine" not in vars(pool):
-            pool.mine = cls(pool.num_blocks)
-        return pool.mine
+        if "attempt" not in vars(pool):
+            pool.attempt = cls(pool.num_blocks)
+        return pool.attempt
 
     def settle(pool):
         pool.ref_counts = list(mine_of(pool).users)
@@ -48,15 +48,15 @@ def _pool_patches(cls) -> list[Patch]:
 
 @exercise("MyPool", "05", takes="num_blocks", place="hands out blocks", patches=_pool_patches,
           agreed=f"{OPERATIONS} random operations, then the engine in strict mode on {{ranks}}: every account agrees")
-def my_pool(mine: Mine, setting: Setting):
+def my_pool(attempt: Attempt, setting: Setting):
     """By hand, then at random beside a right one, then under an engine that is short of blocks."""
-    pool = _Watched(mine.function, 3)
+    pool = _Watched(attempt.function, 3)
     _by_hand(pool)
     with saying("a second pool is made beside the first: "):
-        guarded(mine.function, 3)
+        guarded(attempt.function, 3)
         pool.agree()
     for num_blocks in (5, 8):
-        _at_random(_Watched(mine.function, num_blocks), random.Random(num_blocks))
+        _at_random(_Watched(attempt.function, num_blocks), random.Random(num_blocks))
     ids = [5 + i % 40 for i in range(60)]
     prompts = [ids[:11], ids[:8] + ids[20:23], ids[30:43], ids[:11]]
     short = {"block_size": 3, "num_blocks": 9, "max_num_batched_tokens": 12, "strict": True}
@@ -88,7 +88,7 @@ class _Watched:
                          "or None")
         said = self.pool.users
         pairs = zip(said, self.users) if isinstance(said, list) else []
-        taken = [b for b, (mine, users) in enumerate(pairs) if mine != users]
+        taken = [b for b, (attempt, users) in enumerate(pairs) if attempt != users]
         if len(taken) == 1 and taken[0] != block:
             raise NotYet(f"it gives {block}, and by users it is block {taken[0]} that has been taken: what is "
                          "returned, the block or how many use it?")
@@ -127,12 +127,12 @@ class _Watched:
             self.agree()
 
     def agree(self) -> None:
-        mine = self.pool.users
-        if not isinstance(mine, list) or len(mine) != len(self.users):
-            raise NotYet(f"users is {kind(mine)}; a list must hold how many use each of {len(self.users)} blocks")
-        if wrong := [block for block, count in enumerate(self.users) if mine[block] != count]:
+        attempt = self.pool.users
+        if not isinstance(attempt, list) or len(attempt) != len(self.users):
+            raise NotYet(f"users is {kind(attempt)}; a list must hold how many use each of {len(self.users)} blocks")
+        if wrong := [block for block, count in enumerate(self.users) if attempt[block] != count]:
             raise NotYet(f"now {_people(self.users[wrong[0]])} block {wrong[0]}; users[{wrong[0]}] says "
-                         f"{mine[wrong[0]]}")
+                         f"{attempt[wrong[0]]}")
 
 
 def _people(count: int) -> str:

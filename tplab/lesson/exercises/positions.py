@@ -3,7 +3,7 @@
 import torch
 
 from tplab.cache import Segment
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, saying, tensor, whole_numbers
+from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, saying, tensor, whole_numbers
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch, original
 
@@ -20,11 +20,11 @@ def _stand(answer) -> list[Patch]:
 
 @exercise("my_positions", "03", takes="starts, counts", place="says where each token stands", patches=_stand,
           agreed="on {ranks}, prompts read in chunks and beside each other agree with Hugging Face")
-def my_positions(mine: Mine, setting: Setting):
+def my_positions(attempt: Attempt, setting: Setting):
     """A chunk, a prompt and decoding tokens in one batch; then under the engine, in chunks of 5 tokens."""
     def check(case):
         starts, counts = case
-        found = mine(starts, counts)
+        found = attempt(starts, counts)
         with saying(f"starts {starts}, counts {counts}: "):
             shape = found.shape if isinstance(found, torch.Tensor) and found.dim() == 1 else [sum(counts)]
             tensor(found, "tokens", shape)
@@ -41,10 +41,10 @@ def my_positions(mine: Mine, setting: Setting):
 @exercise("my_token_positions", "04", takes="segment", patches=at("tplab.engine.runner.token_positions"),
           place="numbers a sequence's new tokens",
           agreed="on {ranks}, chunks of a prompt and tokens behind it agree with Hugging Face")
-def my_token_positions(mine: Mine, setting: Setting):
+def my_token_positions(attempt: Attempt, setting: Setting):
     """A prompt, a chunk, a token; then in the engine."""
     for start, count in ((0, 5), (6, 1), (4, 3), (7, 8)):
-        found = mine(Segment(start, count, list(range(11)), 14))
+        found = attempt(Segment(start, count, list(range(11)), 14))
         with saying(f"{start} tokens are in the cache, {count} {'follow' if count > 1 else 'follows'}: "):
             if isinstance(found, range) and len(found) > 1000:
                 raise NotYet(f"yours are {found}, far more than follow")

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
+from tplab.lesson.attempt import Attempt, NotYet, agree, several, tensor
 from tplab.lesson.exercises.rotation import angles, misturned, numbers, turned
-from tplab.lesson.mine import Mine, NotYet, agree, several, tensor
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.rope import rotate
 
@@ -15,19 +15,19 @@ _Failing = type("Failing", (RuntimeError, TypeError, ValueError, LookupError, Ar
 @exercise("my_apply_rope", "03", takes="self, q, k, cos, sin",
           place="turns queries and keys",
           patches=at("tplab.model.attention.TensorParallelAttention.apply_rope"))
-def my_apply_rope(mine: Mine, setting: Setting):
+def my_apply_rope(attempt: Attempt, setting: Setting):
     """On as many heads as tokens, more and fewer, one KV head, one token; with a rotation that fails; in the engine."""
     function = rotate(setting.checkpoint.config.model_type)
     for tokens, heads, kv_heads in ((5, 4, 2), (4, 4, 4), (3, 6, 1), (1, 2, 1)):
-        _in_shape(mine, function, tokens, heads, kv_heads)
-    half = mine(SimpleNamespace(rotate=function), *(numbers(*shape).bfloat16() for shape in (
+        _in_shape(attempt, function, tokens, heads, kv_heads)
+    half = attempt(SimpleNamespace(rotate=function), *(numbers(*shape).bfloat16() for shape in (
         (5, 4, 6), (5, 2, 6), (1, 5, 6), (1, 5, 6))))
     if any(one.dtype != torch.bfloat16 for one in half):
         raise NotYet(f"for q and k in bfloat16 it returns {half[0].dtype}; they must come back as they are")
     setting.align()
 
 
-def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> None:
+def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int) -> None:
     calls, errors = [], []
 
     def watched(*args, **kwargs):
@@ -41,14 +41,14 @@ def _in_shape(mine: Mine, function, tokens: int, heads: int, kv_heads: int) -> N
     q, k = numbers(tokens, heads, 6, seed=1), numbers(tokens, kv_heads, 6, seed=2)
     angle = angles(torch.arange(3, 3 + tokens), 500.0, 6)[:, 0]
     cos, sin = (torch.cat([table, table], -1)[None] for table in (angle.cos(), angle.sin()))
-    found = mine(SimpleNamespace(rotate=watched), q, k, cos, sin)
+    found = attempt(SimpleNamespace(rotate=watched), q, k, cos, sin)
     if errors:
         raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}\n"
                      "and nobody was told: what catches it?")
     if not calls:
         raise NotYet("self.rotate was never called: the rotation of the checkpoint's own architecture is to turn q "
                      "and k")
-    fails_aloud(lambda failing: mine(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
+    fails_aloud(lambda failing: attempt(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
                 "called once more, it does not call self.rotate: is an earlier result given out again?")
     found = pair(found, q, k)
     for name, one, x in (("q", found[0], q), ("k", found[1], k)):

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tplab.lesson.mine import Mine, agree, for_each
+from tplab.lesson.attempt import Attempt, agree, for_each
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, original
 
@@ -71,14 +71,14 @@ def _as_rotation(answer) -> list[Patch]:
 
 @exercise("my_rotate_half", "03", takes="x", place="makes a quarter turn", patches=_as_rotation,
           agreed="on {ranks}, q and k turned with yours are Hugging Face's in every layer")
-def my_rotate_half(mine: Mine, setting: Setting):
+def my_rotate_half(attempt: Attempt, setting: Setting):
     """Heads of 6 and of 10 numbers, then the model's own; then in the engine's rotation."""
     def check(shape):
         x = numbers(*shape)
         dims = ("tokens, heads, head_dim", "batch, heads, tokens, head_dim")[len(shape) == 4]
         half, swapped = shape[-1] // 2, x.roll(shape[-1] // 2, -1)
         a, b = x.chunk(2, -1)
-        found = mine.tensor(x, dims=dims, shape=shape, dtype=x.dtype)
+        found = attempt.tensor(x, dims=dims, shape=shape, dtype=x.dtype)
         agree(found, halves(x), {
             "x comes back as it went in: where does (1, 0) go in a quarter turn?": x,
             "the halves change places and no sign changes: a quarter turn takes (1, 0) to (0, 1); and (0, 1)?": swapped,
@@ -97,7 +97,7 @@ def my_rotate_half(mine: Mine, setting: Setting):
     size = setting.checkpoint.config.head_dim
     for_each(((4, 2, 6), (2, 2, 4, 10)), check, lambda shape: f"heads of {shape[-1]} numbers", shown=(4, 3, size),
              says=f"right for heads of {size} numbers, wrong for others. Is a size written down?")
-    mine.tensor(numbers(4, 3, 6).bfloat16(), dims="tokens, heads, head_dim", shape=(4, 3, 6), dtype=torch.bfloat16)
+    attempt.tensor(numbers(4, 3, 6).bfloat16(), dims="tokens, heads, head_dim", shape=(4, 3, 6), dtype=torch.bfloat16)
     setting.align()
 
 
@@ -127,7 +127,7 @@ def _as_tables(answer) -> list[Patch]:
 
 @exercise("my_rope", "03", takes="x, positions, theta", place="makes the tables of angles", patches=_as_tables,
           agreed="on {ranks}, an engine without a table of its own turns as Hugging Face does")
-def my_rope(mine: Mine, setting: Setting):
+def my_rope(attempt: Attempt, setting: Setting):
     """As many tokens as heads and not, positions in any order, another theta, bfloat16; then instead of the tables."""
     def check(case):
         (tokens, heads, dim), positions, theta = case
@@ -158,14 +158,14 @@ def my_rope(mine: Mine, setting: Setting):
         if tokens >= heads:
             known |= {"each head has an angle of its own, whatever its token: along which dimension of x do the "
                       "angles run?": turned(x, angles(positions[:heads], theta, dim).transpose(0, 1))}
-        found = mine.tensor(x, positions, theta, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
+        found = attempt.tensor(x, positions, theta, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
         agree(found, turned(x, right), known, _off(found, x, positions, right), within=2e-3)
 
     size = setting.checkpoint.config.head_dim
     for_each((((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0)), check,
              lambda case: f"{case[0][0]} tokens", shown=((6, 4, size), list(range(6)), 10000.0),
              says=f"right for tokens 0 to 5, heads of {size} and theta 10000, and not otherwise")
-    _in_bfloat16(mine)
+    _in_bfloat16(attempt)
     rope = setting.checkpoint.config.hf.rope_parameters
     if rope["rope_type"] != "default":
         return f"in the small examples only, since {setting.checkpoint.name} scales its angles ({rope['rope_type']})"
@@ -192,10 +192,10 @@ def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: t
             f"{angle % full:.3g} where {float(right[token, 0, pair]) % full:.3g} is right (full turns left out)")
 
 
-def _in_bfloat16(mine: Mine) -> None:
+def _in_bfloat16(attempt: Attempt) -> None:
     """Positions that bfloat16 cannot hold: 4001 lies between 4000 and 4016."""
     x, positions = numbers(2, 3, 6).bfloat16(), torch.tensor([4001, 4003])
-    found = mine.tensor(x, positions, 500.0, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
+    found = attempt.tensor(x, positions, 500.0, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
     right = turned(x.float(), angles(positions, 500.0, 6))
     agree(found, right, {}, "for x in bfloat16, position 4001 is turned by another angle than for float32: in which "
           "dtype are position and angle? bfloat16 has no number between 4000 and 4016", within=2e-2)

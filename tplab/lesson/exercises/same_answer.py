@@ -8,7 +8,7 @@ import torch
 from tplab.align import align, hf_greedy
 from tplab.faults import fault
 from tplab.lesson.answers import greedy
-from tplab.lesson.mine import Mine, NotYet, count_ops, kind, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.attempt import Attempt, NotYet, count_ops, kind, on_ranks, saying, tensor, with_its_own
 from tplab.lesson.verdict import Setting, exercise
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch, original
@@ -93,11 +93,11 @@ VERDICTS = (
 @exercise("my_verdict", "14", takes="one, other, logits, exact", right=verdict,
           agreed="near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are "
                  "told from a broken one's")
-def my_verdict(mine: Mine, setting: Setting):
+def my_verdict(attempt: Attempt, setting: Setting):
     """Made texts; then the model in bfloat16 on two numbers of ranks, and with a bug."""
     for says, made, why in VERDICTS:
         texts = _case(8, **made)
-        _judge_verdict(mine(*texts), verdict(*texts), f"{says}: ", why)
+        _judge_verdict(attempt(*texts), verdict(*texts), f"{says}: ", why)
     ids, size = setting.ids(8), setting.tensor_parallel_size
     healthy = greedy(setting.checkpoint, [ids], 24, size, "bfloat16")[0]
     report = align(setting.checkpoint, [ids + healthy], tensor_parallel_size=size, dtype="bfloat16")
@@ -111,7 +111,7 @@ def my_verdict(mine: Mine, setting: Setting):
     for name, other in others.items():
         ratio = _ratio(healthy, other, logits, exact)
         if ratio is None or not 0.5 < ratio < 2:  # else a maximum and a quantile may say another thing
-            _judge_verdict(mine(healthy, other, logits, exact), verdict(healthy, other, logits, exact),
+            _judge_verdict(attempt(healthy, other, logits, exact), verdict(healthy, other, logits, exact),
                            f"in bfloat16, {setting.checkpoint.name}'s text beside that of {name}: ", {})
 
 
@@ -144,7 +144,7 @@ def _tree_patches(answer: Callable) -> list[Patch]:
 @exercise("my_tree_sum", "14", takes="own, shares", patches=_tree_patches,
           agreed="nine leaves give the same bits on one to four ranks; with this sum, the model's log probabilities "
                  "are the same bits on one rank and on several")
-def my_tree_sum(mine: Mine, setting: Setting):
+def my_tree_sum(attempt: Attempt, setting: Setting):
     """Nine and seven leaves on one to four ranks, and nine of which two cancel; then the model's own."""
     for count, large in ((9, 0.0), (7, 0.0), (9, 1e20)):
         leaves = torch.rand(count, 3, 4, generator=torch.Generator().manual_seed(count)) - 0.4
@@ -153,7 +153,7 @@ def my_tree_sum(mine: Mine, setting: Setting):
         sums = []
         for ranks in (1, 2, 3, 4):
             shares = split_evenly(count, ranks)
-            ran = on_ranks(ranks, with_its_own, mine, [leaves[s.start:s.stop].clone() for s in shares],
+            ran = on_ranks(ranks, with_its_own, attempt, [leaves[s.start:s.stop].clone() for s in shares],
                            [shares] * ranks, waits="Does every rank come to the collective?",
                            asks={"different collectives": "Parts of unlike length are gathered with sizes=[…], one "
                                                           "for each rank"})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, saying, tensor, with_its_own
 from tplab.lesson.toy_checkpoint import toy_model
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.trace import point
@@ -70,13 +70,13 @@ def in_the_engine(setting: Setting) -> None:
           alone="one rank has no other to pass rows to, so two to four logical ranks have judged it",
           agreed="every rank keeps the sum of its rows, and no number travels that need not; on {ranks}, with an "
                  "all-gather behind it, it takes the place of the engine's all_reduce")
-def my_reduce_scatter(mine: Mine, setting: Setting):
+def my_reduce_scatter(attempt: Attempt, setting: Setting):
     """Rows that divide by the ranks and that do not, ranks that keep none, bfloat16; then every sum of the engine."""
     def check(case, dtype=torch.float32):
         hidden, sizes = case
         tokens, size = sum(sizes), len(sizes)
         x = torch.randn(size, tokens, hidden, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-        ran = on_ranks(size, _passed, mine, x, list(sizes), waits=_WAITS)
+        ran = on_ranks(size, _passed, attempt, x, list(sizes), waits=_WAITS)
         kept = "/".join(map(str, sizes))
         with saying(f"{tokens} token{'s' * (tokens > 1)}, of which the ranks keep {kept}: "):
             _judge_ring(ran, x, sizes)
@@ -86,9 +86,9 @@ def my_reduce_scatter(mine: Mine, setting: Setting):
     in_the_engine(setting)
 
 
-def _passed(mine: Mine, x: torch.Tensor, sizes: list[int]) -> tuple[object, list[int]]:
+def _passed(attempt: Attempt, x: torch.Tensor, sizes: list[int]) -> tuple[object, list[int]]:
     ring = Ring()
-    return mine(x[rank()], sizes, ring), ring.sent
+    return attempt(x[rank()], sizes, ring), ring.sent
 
 
 def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
@@ -165,12 +165,12 @@ def sequence_parallel_layer(own, sizes, input_norm, attention, post_norm, mlp):
           alone="one rank has all rows, so two to four logical ranks have judged it",
           agreed="norms and residuals see a rank's own rows, attention and MLP all, with four messages; on {ranks}, "
                  "every layer of the model agrees with Hugging Face")
-def my_sequence_parallel_layer(mine: Mine, setting: Setting):
+def my_sequence_parallel_layer(attempt: Attempt, setting: Setting):
     """A small layer that mixes tokens, rows that divide and that do not; then all layers of the engine."""
     def check(case, dtype=torch.float32):
         hidden, sizes = case
         toy = _Toy(hidden, sizes, dtype)
-        ran = on_ranks(len(sizes), with_its_own, toy.called, [mine] * len(sizes), waits=_WAITS)
+        ran = on_ranks(len(sizes), with_its_own, toy.called, [attempt] * len(sizes), waits=_WAITS)
         kept = "/".join(map(str, sizes))
         with saying(f"{sum(sizes)} token{'s' * (sum(sizes) > 1)}, {kept} on the ranks: "):
             toy.judge(ran)
@@ -205,7 +205,7 @@ class _Toy:
     def mlp(self, r: int, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x) @ self.up[r] + self.bias * (r == 0)
 
-    def called(self, mine: Mine) -> tuple[object, list[tuple[str, int]]]:
+    def called(self, attempt: Attempt) -> tuple[object, list[tuple[str, int]]]:
         """On a rank: what the answer returns, and which part it has called with how many rows."""
         r, seen = rank(), []
 
@@ -219,7 +219,7 @@ class _Toy:
                 return of(x)
             return call
 
-        return mine(self.x.split(self.sizes)[r].clone(), self.sizes, part("input_norm", lambda x: self.norm(0, x)),
+        return attempt(self.x.split(self.sizes)[r].clone(), self.sizes, part("input_norm", lambda x: self.norm(0, x)),
                     part("attention", lambda x: self.attention(r, x)), part("post_norm", lambda x: self.norm(1, x)),
                     part("mlp", lambda x: self.mlp(r, x))), seen
 

@@ -5,8 +5,8 @@ from itertools import groupby, permutations
 import torch
 
 from tplab.align import reassemble
+from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, with_its_own
 from tplab.lesson.cuts import judge_part, read_once, span
-from tplab.lesson.mine import Mine, NotYet, for_each, on_ranks, with_its_own
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.shard import ShardPlan, split_evenly
@@ -19,13 +19,13 @@ _COMMON = {"agreed": "on {ranks}, the shards are the checkpoint bit for bit, and
 
 @exercise("my_column_shard", "02", takes="source, rows", **_COMMON, place="cuts rows out of weights",
           patches=at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"))
-def column_shard(mine: Mine, setting: Setting):
+def column_shard(attempt: Attempt, setting: Setting):
     """Weights and biases on 2 and 3 logical ranks, even and uneven; then in the engine, weights and numbers."""
     def check(case):
         size, shape, dtype = case
         rows, sources = split_evenly(shape[0], size), [ToySource(shape, dtype) for _ in range(size)]
         what = f"a {'weight' if len(shape) > 1 else 'bias'} {list(shape)} over {size} ranks"
-        for number, ((found, _), own) in enumerate(zip(on_ranks(size, with_its_own, mine, sources, rows), rows)):
+        for number, ((found, _), own) in enumerate(zip(on_ranks(size, with_its_own, attempt, sources, rows), rows)):
             head = f"{what}, rank {number}: "
             judge_part(found, sources[0].whole, own, head, ways={
                 f"that is the offset divided by {size} once more; whose offset is rows.start already?":
@@ -41,7 +41,7 @@ def column_shard(mine: Mine, setting: Setting):
 
 @exercise("my_merged", "02", takes="sources, ranges", **_COMMON, place="stacks q, k and v, gate and up",
           patches=at("tplab.shard.linear.merged_shard"))
-def merged(mine: Mine, setting: Setting):
+def merged(attempt: Attempt, setting: Setting):
     """``q|k|v`` of three layouts and ``gate|up``, weights and biases, apart and fused on disk; then in the engine."""
     def check(case):
         parts, columns, dtype = case
@@ -50,7 +50,7 @@ def merged(mine: Mine, setting: Setting):
         ranges = [tuple(held[number] for _, held, _ in parts) for number in range(size)]
         sources = [[ToySource(one) for one in fused.split(totals)] for _ in range(size)]
         shape = ", ".join(f"{name} {[total, *columns]}" for name, _, total in parts)
-        for number, (found, _) in enumerate(on_ranks(size, with_its_own, mine, sources, ranges)):
+        for number, (found, _) in enumerate(on_ranks(size, with_its_own, attempt, sources, ranges)):
             head = f"{shape} over {size} ranks, rank {number}: "
             _judge_merged(found, fused, ranges, number, [(name, total) for name, _, total in parts], head)
             read_once(sum(source.taken for source in sources[number]), found.nbytes, head)

@@ -11,7 +11,7 @@ from tplab.engine.draft import num_accepted, propose
 from tplab.engine.sampler import best_offer, offer
 from tplab.invariant import make_runner
 from tplab.lesson.answers import greedy
-from tplab.lesson.mine import Mine, NotYet, Uncopied, on_ranks, saying, whole_numbers
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, on_ranks, saying, whole_numbers
 from tplab.lesson.own_engine import listed
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.lesson.words import first_cause, in_words
@@ -40,10 +40,10 @@ def _ids(setting: Setting) -> list[int]:
 @exercise("my_propose", "14", takes="token_ids, count", patches=at("tplab.engine.scheduler.propose"),
           agreed="every guess is what followed the longest ending that stood there before; with them, the text on "
                  "{ranks} is plain greedy's")
-def my_propose(mine: Mine, setting: Setting):
+def my_propose(attempt: Attempt, setting: Setting):
     """Endings of three, two, one and no tokens that stood before; then the engine's drafts."""
     for tokens, count in TOKENS:
-        _judge_guess(mine(list(tokens), count), tokens, count)
+        _judge_guess(attempt(list(tokens), count), tokens, count)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
     def write(**options):
@@ -150,17 +150,17 @@ def speculate(step: Callable, propose: Callable, ids: list[int], count: int) -> 
 
 @exercise("my_speculate", "14", takes="step, propose, ids, count", right=speculate,
           agreed="no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's")
-def my_speculate(mine: Mine, setting: Setting):
+def my_speculate(attempt: Attempt, setting: Setting):
     """A toy whose cache remembers what it was given; then the model on its ranks."""
     for ids, count, guesses in LOOPS:
         toy, right = Toy(guesses), Toy(guesses)
         speculate(right, right.propose, list(ids), count)
-        found = mine(toy, toy.propose, list(ids), count)
+        found = attempt(toy, toy.propose, list(ids), count)
         with saying(f"prompt {ids}, {count} new, at most {guesses} guesses: "):
             _judge_loop(toy, right, found, ids, count)
     ckpt, size, ids = setting.checkpoint, setting.tensor_parallel_size, _ids(setting)
     with saying("in the engine: "):
-        ran = on_ranks(shared_pool(size), _on_a_rank, mine.function, ckpt, size, _dtype(setting), ids)
+        ran = on_ranks(shared_pool(size), _on_a_rank, attempt.function, ckpt, size, _dtype(setting), ids)
         plain = greedy(ckpt, [ids], COUNT, size, _dtype(setting), batch_invariant=True)[0]
         (found, calls), _ = ran[0]
         if found != plain:

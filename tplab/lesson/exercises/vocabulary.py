@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tplab.lesson.mine import Mine, NotYet, agree, count_ops, for_each, on_ranks, saying, tensor
+from tplab.lesson.attempt import Attempt, NotYet, agree, count_ops, for_each, on_ranks, saying, tensor
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch
 from tplab.ranks import rank
@@ -31,7 +31,7 @@ def _whole_logits_by(head_logits: Callable) -> list[Patch]:
 
 @exercise("my_embedding", "06", takes="ids, weight_here, rows", place="looks words up", alone=_ALONE,
           patches=_looked_up_by)
-def my_embedding(mine: Mine, setting: Setting):
+def my_embedding(attempt: Attempt, setting: Setting):
     """Eleven words on two and on three ranks, in bfloat16 too, and words of one rank alone; then in the engine."""
     def check(case):
         size, words, dtype = case
@@ -40,7 +40,8 @@ def my_embedding(mine: Mine, setting: Setting):
 
         def look_up():
             rows = parts[rank()]
-            return tensor(mine(ids, weight[rows.start:rows.stop], rows), "tokens, hidden", (len(ids), 5), weight.dtype)
+            found = attempt(ids, weight[rows.start:rows.stop], rows)
+            return tensor(found, "tokens, hidden", (len(ids), 5), weight.dtype)
 
         waits = "must a rank that owns none of the tokens not come to the sum as well?"
         ran = on_ranks(size, look_up, waits=waits, asks={
@@ -81,7 +82,7 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
 @exercise("my_head_logits", "06", takes="hidden, weight_here, sizes", place="makes logits", alone=_ALONE,
           patches=_whole_logits_by,
           agreed="767 words on two ranks and 766 on three; on {ranks}, the logits are Hugging Face's")
-def my_head_logits(mine: Mine, setting: Setting):
+def my_head_logits(attempt: Attempt, setting: Setting):
     """Three tokens; 767 words on two ranks, 766 on three, of which two hold fewer; then in the engine."""
     def check(size):
         words = 769 - size
@@ -90,7 +91,7 @@ def my_head_logits(mine: Mine, setting: Setting):
         sizes = [len(rows) for rows in parts]
 
         def logits(parts=parts, sizes=sizes):
-            return mine(hidden, weight[parts[rank()].start:parts[rank()].stop], sizes)
+            return attempt(hidden, weight[parts[rank()].start:parts[rank()].stop], sizes)
 
         ran = on_ranks(size, logits, waits="Every rank needs the logits of all words", asks={
             "calls all_reduce": f"{sizes} words: a sum adds up numbers of the same word; these are different words' "
@@ -136,7 +137,7 @@ def _whole(who: str, found, right, parts) -> None:
 @exercise("my_best_offer", "06", takes="offer_here", place="decides for a token",
           patches=at("tplab.engine.sampler.best_offer"),
           agreed="on {ranks}, three sequences get the tokens of Hugging Face")
-def my_best_offer(mine: Mine, setting: Setting):
+def my_best_offer(attempt: Attempt, setting: Setting):
     """Three sequences: a clear winner each on another rank, a tie, a hair's breadth, NaN; then in the engine."""
     tie, hair, nan = 2.5, 1.0, float("nan")
     for size, scores in (
@@ -148,7 +149,7 @@ def my_best_offer(mine: Mine, setting: Setting):
         ids = torch.tensor([[40 * r + 10 - 3 * row for r in range(size)] for row in range(len(scores))])
 
         def decide(table=table, ids=ids):
-            return mine(torch.stack([table[:, rank()], ids[:, rank()].double()], dim=-1))
+            return attempt(torch.stack([table[:, rank()], ids[:, rank()].double()], dim=-1))
 
         ran = on_ranks(size, decide, waits="Every rank has an offer, and all of them decide")
         found = [tensor(answer, "sequences", (len(scores),), torch.int64).tolist() for answer, _ in ran]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, saying, several, tensor
 from tplab.lesson.exercises.sequence_parallel import in_the_engine
-from tplab.lesson.mine import Mine, NotYet, agree, for_each, on_ranks, saying, several, tensor
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
 from tplab.ranks import rank, state
@@ -60,14 +60,14 @@ def _in_parts(answer: Callable) -> list[Patch]:
 @exercise("my_overlapped_row_parallel", "13", takes="x, weight, parts", patches=_in_parts,
           agreed="while the sum of one part is under way, the next part is computed, and nothing is read before its "
                  "wait; on {ranks}, every trace point agrees with Hugging Face")
-def my_overlapped_row_parallel(mine: Mine, setting: Setting):
+def my_overlapped_row_parallel(attempt: Attempt, setting: Setting):
     """Parts that divide the tokens and that do not, more parts than tokens, one part, bfloat16; then the engine."""
     def check(case, dtype=torch.float32):
         tokens, inputs, outputs, parts, size = case
         generator = torch.Generator().manual_seed(tokens)
         x, weight = (torch.randn(size, many, inputs, generator=generator).to(dtype) for many in (tokens, outputs))
         with applied(*WATCHED), saying(f"{tokens} tokens in {parts} part{'s' * (parts > 1)}, {size} ranks: "):
-            ran = on_ranks(size, _computed, mine, x, weight, parts, waits=_WAITS, asks=_ASKS)
+            ran = on_ranks(size, _computed, attempt, x, weight, parts, waits=_WAITS, asks=_ASKS)
             _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts)
 
     for_each(PRODUCTS, check, lambda case: f"{case[3]} parts")
@@ -75,11 +75,11 @@ def my_overlapped_row_parallel(mine: Mine, setting: Setting):
     in_the_engine(setting)
 
 
-def _computed(mine: Mine, x, weight, parts: int) -> tuple[object, list[str]]:
+def _computed(attempt: Attempt, x, weight, parts: int) -> tuple[object, list[str]]:
     """On a rank: what the answer returns, and its products, starts and waits in their order."""
     state["seen"] = []
     with _Products():
-        value = mine(x[rank()], weight[rank()], parts)
+        value = attempt(x[rank()], weight[rank()], parts)
     return value, [what for what, _ in state.pop("seen")]
 
 
@@ -145,24 +145,24 @@ def _by_buffers(answer: Callable) -> list[Patch]:
 @exercise("my_two_buffers", "13", takes="parts, buffers", writes="buffers", patches=_by_buffers,
           agreed="two sums are under way whenever two are left, and no buffer is written before its sum is made and "
                  "copied; on {ranks}, every trace point agrees with Hugging Face")
-def my_two_buffers(mine: Mine, setting: Setting):
+def my_two_buffers(attempt: Attempt, setting: Setting):
     """Parts of equal and of unlike lengths, on 2 and 3 ranks, and one part alone; then every sum of the engine."""
     def check(case):
         hidden, rows, size = case
         x = torch.randn(size, sum(rows), hidden, generator=torch.Generator().manual_seed(hidden))
         with applied(*WATCHED), saying(f"{len(rows)} part{'s' * (len(rows) > 1)} of {'/'.join(map(str, rows))} rows, "
                                        f"{size} ranks: "):
-            _judge_buffers(on_ranks(size, _buffered, mine, x, list(rows), waits=_WAITS, asks=_ASKS), x, rows)
+            _judge_buffers(on_ranks(size, _buffered, attempt, x, list(rows), waits=_WAITS, asks=_ASKS), x, rows)
 
     for_each(PARTS, check, lambda case: f"{len(case[1])} parts")
     in_the_engine(setting)
 
 
-def _buffered(mine: Mine, x: torch.Tensor, rows: list[int]) -> tuple[object, list[tuple[str, int | None]], list]:
+def _buffered(attempt: Attempt, x: torch.Tensor, rows: list[int]) -> tuple[object, list[tuple[str, int | None]], list]:
     """On a rank: what the answer returns, its starts and waits with their buffers, and which results lie in one."""
     buffers = _Buffers(torch.full((max(rows), x.shape[2]), float("nan")) for _ in range(2))
     state["seen"] = []
-    value = mine(list(x[rank()].split(rows)), buffers)
+    value = attempt(list(x[rank()].split(rows)), buffers)
     inside = [buffers.where(one) for one in value] if isinstance(value, list | tuple) else []
     return value, [(what, buffers.where(t)) for what, t in state.pop("seen")], inside
 

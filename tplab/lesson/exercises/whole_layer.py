@@ -11,7 +11,7 @@ from tplab.align.gather import recorded
 from tplab.align.judge import judge
 from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
-from tplab.lesson.mine import Mine, NotYet, guarded, kept, on_ranks, saying, tensor
+from tplab.lesson.attempt import Attempt, NotYet, guarded, kept, on_ranks, saying, tensor
 from tplab.lesson.own_engine import layer_fits, written
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, toy_model
 from tplab.lesson.verdict import Setting, exercise, in_learners_words
@@ -31,13 +31,13 @@ _COUNT = 16
 @exercise("MyLayer", "06", takes="weights, here, config",
           agreed="every point is Hugging Face's, two sums a pass, and all layers of the model on {ranks} write its "
                  "text")
-def my_layer(mine: Mine, setting: Setting):
+def my_layer(attempt: Attempt, setting: Setting):
     """One layer with 8/2 and 9/3 heads on 2 ranks and 8/2 on 3, in steps; then all layers of the notebook's model."""
     for heads, kv_heads, size in ((8, 2, 2), (9, 3, 2), (8, 2, 3)):
         toy = toy_model(heads, kv_heads)
         plan = ShardPlan.from_config(toy.config, size)
         with saying(f"{heads} query and {kv_heads} KV heads over {size} ranks: "):
-            ran = on_ranks(size, _in_steps, mine, toy, plan,
+            ran = on_ranks(size, _in_steps, attempt, toy, plan,
                            waits="A layer has two sums, and every rank comes to both of them")
             _examine([points for (points, *_), _ in ran], toy, plan)
             for number, ((_, read, own), ops) in enumerate(ran):
@@ -45,7 +45,7 @@ def my_layer(mine: Mine, setting: Setting):
     ckpt, ids = setting.checkpoint, setting.ids(8)
     if not layer_fits(ckpt):
         return "in the small examples only: this checkpoint's layers have parts that yours has not"
-    found = written(mine.function, ckpt, ids, _COUNT, tensor_parallel_size=setting.tensor_parallel_size)
+    found = written(attempt.function, ckpt, ids, _COUNT, tensor_parallel_size=setting.tensor_parallel_size)
     right = hf_greedy(ckpt, ids, _COUNT)
     if found != right:
         at = next(i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1])
@@ -77,14 +77,14 @@ class _Points(dict):
         self[name] = tensor(value, dims, shape, torch.float32, it=f"{what}: comes as").clone(), what
 
 
-def _in_steps(mine: Mine, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Points], int, int]:
+def _in_steps(attempt: Attempt, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Points], int, int]:
     """On a rank: what was shown in each step, how many bytes were read, and how many the lab's own layer has."""
     counted, here, steps = CountedCheckpoint(toy), plan.ranks[rank()], []
     with torch.inference_mode(), counted.reader() as files, toy.reader() as own:
         embed = own["model.embed_tokens.weight"][:][_IDS]
         cos, sin = Rotary(toy.config.hf)(embed, torch.arange(STEPS[-1]), [(STEPS[-1],) * 2])
         weights = {name.removeprefix(_AT): files[name] for name in toy.tensors if name.startswith(_AT)}
-        layer = guarded(mine.function, weights, here, toy.config)
+        layer = guarded(attempt.function, weights, here, toy.config)
         if not callable(layer):
             raise NotYet("what it makes cannot be called: layer(hidden, cos, sin, point) needs a method __call__")
         layer = kept(layer.__call__, "hidden, cos, sin, point")

@@ -10,7 +10,7 @@ from numbers import Real
 import numpy as np
 import torch
 
-from tplab.checks import shown
+from tplab.checks import quoted
 from tplab.lesson.words import CALLED, NotYet, in_words, off_alike
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
@@ -26,7 +26,7 @@ class Uncopied:
         return self
 
 
-class Mine:
+class Attempt:
     """The learner's function (or class), ``takes`` the names of what it is called with: ``"scores, mask"``.
 
     It gets copies of its arguments, the last ones ``given``; `NotYet` if it raises, cannot be called so, or writes into
@@ -165,12 +165,12 @@ def _given(arg) -> str:
     if isinstance(shape := getattr(arg, "shape", None), tuple):
         return str(list(shape))
     text = f"({', '.join(map(_given, arg))})" if isinstance(arg, tuple) or (
-        isinstance(arg, list) and arg and hasattr(arg[0], "shape")) else shown(arg)
+        isinstance(arg, list) and arg and hasattr(arg[0], "shape")) else quoted(arg)
     return text if len(text) <= 40 and " at 0x" not in text else f"({type(arg).__name__})"
 
 
 class Object:
-    """An object of the learner's class: its methods are called with copies, as :class:`Mine` calls a function."""
+    """An object of the learner's class: its methods are called with copies, as :class:`Attempt` calls a function."""
 
     def __init__(self, made, name: str):
         self.made, self.name = made, name
@@ -223,7 +223,7 @@ def kind(value) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, type) or inspect.isroutine(value):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__} itself"
-    text, of = shown(value), type(value).__name__
+    text, of = quoted(value), type(value).__name__
     return f"an object of the class {of}" if " at 0x" in text or "\n" in text else f"{text} ({of})"
 
 
@@ -307,6 +307,6 @@ def whole_numbers(value, what: str) -> list[int]:
     """``value``, a list or tuple of ints, as a list; NotYet if it is none. ``what``: what they are."""
     if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
         strange = [one for one in value if type(one) is not int] if isinstance(value, list | tuple) else []
-        among = f", {shown(strange[0])} among them" if strange else ""
+        among = f", {quoted(strange[0])} among them" if strange else ""
         raise NotYet(f"it returns {kind(value)}{among}; a list of whole numbers must come back, {what}")
     return list(value)

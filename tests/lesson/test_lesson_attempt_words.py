@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.answers import defined
 
-from tplab.lesson import mine, words
-from tplab.lesson.mine import (
-    Mine,
+from tplab.lesson import attempt, words
+from tplab.lesson.attempt import (
+    Attempt,
     NotYet,
     Object,
     agree,
@@ -62,22 +62,22 @@ def test_the_kind_of_an_answer(value, words):
     (torch.ones(2, 3).double(), None, ""), (torch.ones(2, 3), torch.float32, "")])
 def test_a_tensor_of_the_wrong_shape_or_dtype(value, dtype, words):
     def tensor():
-        return mine.tensor(value, "heads, dim", (2, 3), dtype)
+        return attempt.tensor(value, "heads, dim", (2, 3), dtype)
 
     assert (refused(tensor) if words else "") == words and (words or tensor() is value)
 
 
 def test_what_is_returned_is_asked_for_its_shape_and_dtype():
-    own = Mine(lambda n: torch.ones(n).double(), "n")
+    own = Attempt(lambda n: torch.ones(n).double(), "n")
     assert own.tensor(2, dims="tokens", shape=[2]).tolist() == [1, 1]
     assert refused(own.tensor, 2, dims="tokens", shape=[2], dtype=torch.float32).startswith("it returns torch.float64")
     assert refused(own.tensor, 2, dims="tokens", shape=[3]) == "it returns [2]; [tokens] = [3] must come back"
 
 
 def test_dimensions_of_one_size_cannot_be_told_apart():
-    said = refused(mine.tensor, torch.ones(2, 3, 2), "a, b, c", [3, 2, 2])
+    said = refused(attempt.tensor, torch.ones(2, 3, 2), "a, b, c", [3, 2, 2])
     assert said == "it returns [2, 3, 2]; [a, b, c] = [3, 2, 2] must come back"
-    said = refused(mine.tensor, torch.ones(4, 2, 3), "a, b, c", [2, 3, 4])
+    said = refused(attempt.tensor, torch.ones(4, 2, 3), "a, b, c", [2, 3, 4])
     assert said.endswith("(yours is [c, a, b])")
 
 
@@ -95,11 +95,11 @@ def test_an_argument_that_was_written_into(arg, write):
         return 7
 
     before = copy.deepcopy(arg)
-    said = refused(Mine(answer, "first, given"), 1, arg)
+    said = refused(Attempt(answer, "first, given"), 1, arg)
     assert said == "it changes its argument given, which its caller still needs: work on a copy"
-    assert mine._same(arg, before), "its caller's own one"
-    free = Mine(answer, "first, given", "other, given")
-    assert free(1, arg) == 7 and free.given[0] == 1 and not mine._same(free.given[1], arg)
+    assert attempt._same(arg, before), "its caller's own one"
+    free = Attempt(answer, "first, given", "other, given")
+    assert free(1, arg) == 7 and free.given[0] == 1 and not attempt._same(free.given[1], arg)
 
 
 def test_an_argument_that_was_left_alone_may_hold_nan_and_objects_of_the_check():
@@ -109,19 +109,19 @@ def test_an_argument_that_was_left_alone_may_hold_nan_and_objects_of_the_check()
         e.n.append(2)  # an object of the check's own watches itself
         return a
 
-    assert Mine(answer, "a, b, c, d, e")(*given) is not given[0]
+    assert Attempt(answer, "a, b, c, d, e")(*given) is not given[0]
 
 
 @pytest.mark.parametrize("answer, words", [
     (3, "it is 3 (int); define a function that takes (a, b)"),
     (lambda a: a, "it must take (a, b); yours takes (a)"), (lambda a, b, c=1: a, ""), (max, "")])
 def test_what_an_answer_must_take(answer, words):
-    assert (refused(Mine, answer, "a, b") if words else Mine(answer, "a, b") and "") == words
+    assert (refused(Attempt, answer, "a, b") if words else Attempt(answer, "a, b") and "") == words
 
 
 def test_an_answer_that_gives_itself_up_is_said_with_its_line():
     code = "import sys\ndef f(n):\n    sys.exit('enough')"
-    assert refused(Mine(defined(code, "f"), "n"), 1) == "SystemExit: enough\nat your line 3: sys.exit('enough')"
+    assert refused(Attempt(defined(code, "f"), "n"), 1) == "SystemExit: enough\nat your line 3: sys.exit('enough')"
     with pytest.raises(KeyboardInterrupt):
         guarded(defined("def f():\n    raise KeyboardInterrupt", "f"))
     assert refused(guarded, defined("async def f(): return 1", "f")) == (

@@ -3,14 +3,14 @@
 import pytest
 from helpers.answers import defined
 
-from tplab.lesson.mine import Mine, NotYet, count_ops, on_ranks
+from tplab.lesson.attempt import Attempt, NotYet, count_ops, on_ranks
 from tplab.pool import shared_pool
 
 pytestmark = pytest.mark.pool
 
 
 def ask(code, ranks, waits=""):
-    return on_ranks(ranks, Mine(defined(code, "f"), "n"), 3, waits=waits)
+    return on_ranks(ranks, Attempt(defined(code, "f"), "n"), 3, waits=waits)
 
 
 def refused(code, ranks, waits=""):
@@ -54,7 +54,7 @@ def test_a_rank_that_waits_for_ever_is_asked_about(ranks):
 
 def test_an_argument_that_was_written_into_is_named():
     with pytest.raises(NotYet, match="on every rank: it changes its argument n"):
-        on_ranks(2, Mine(defined("def f(n): n.append(1)", "f"), "n"), [3])
+        on_ranks(2, Attempt(defined("def f(n): n.append(1)", "f"), "n"), [3])
 
 
 def test_collectives_are_counted():
