@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Recording:
+class StepRecording:
     """What :func:`record` saw."""
 
     num_blocks: int
@@ -51,7 +51,7 @@ class Recording:
         return [output.outputs[0].text for output in self.outputs]
 
 
-def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> Recording:
+def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> StepRecording:
     """Step an engine until all prompts are finished, and note tables and pool after every step.
 
     ``llm`` must have nothing unfinished. ``arrivals``: per prompt, after how many steps it arrives, rising; all at the
@@ -65,7 +65,7 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
     if len(arrivals) != len(prompts) or arrivals != sorted(arrivals):
         raise ShowError(f"arrivals must be one number of steps per prompt, rising, not {arrivals}")
     pool, outputs, coming = llm.engine.pool, {}, list(zip(arrivals, prompts))
-    recording = Recording(pool.num_blocks, pool.block_size)
+    recording = StepRecording(pool.num_blocks, pool.block_size)
     contents = [[""] * pool.block_size for _ in range(pool.num_blocks)]
     handed_out = list(pool.times_allocated)
     while coming or llm.has_unfinished_requests:

@@ -7,7 +7,7 @@ from tplab.cache import BlockPool, slot_mapping
 from tplab.show.drawings.svg import Drawing, Svg, box, colour, write
 from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError
-from tplab.show.recording import Moment, Recording
+from tplab.show.recording import Moment, StepRecording
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
 EMPTY, SHARED, LINE, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8a8a8a", "#D55E00"
@@ -85,7 +85,7 @@ def _place(x: float, y: float, text: str, fill: str, ink: str = "#222", fresh: b
     return body
 
 
-def moment_drawing(recording: Recording, moment: Moment) -> Svg:
+def moment_drawing(recording: StepRecording, moment: Moment) -> Svg:
     """Block tables above, all blocks of the pool below, after one step."""
     size, wide = recording.block_size, recording.block_size * CELL + GAP
     across = max(1, int(944 // wide))  # blocks in a line
@@ -113,7 +113,7 @@ def moment_drawing(recording: Recording, moment: Moment) -> Svg:
     return Svg(max(min(across, drawn) * wide + LEFT, 640), y, body)
 
 
-def _worth_drawing(recording: Recording) -> int:
+def _worth_drawing(recording: StepRecording) -> int:
     """All blocks if they are few, else as many as some step has written into: a pool may have hundreds."""
     if recording.num_blocks <= FEW:
         return recording.num_blocks
@@ -147,7 +147,7 @@ def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
     return body
 
 
-def describe_moment(recording: Recording, moment: Moment) -> str:
+def describe_moment(recording: StepRecording, moment: Moment) -> str:
     """One step of a recording as text."""
     shared = [block for block, count in enumerate(moment.ref_counts) if count > 1]
     tables = "; ".join(f"sequence {n} ({moment.status[n]}, {moment.computed[n]} tokens): blocks {list(table)}"
@@ -157,7 +157,7 @@ def describe_moment(recording: Recording, moment: Moment) -> str:
             + (f"; leaked blocks {leaked}" if leaked else ""))
 
 
-def blocks_figure(recording: Recording, steps: Sequence[int] | None = None) -> Drawing:
+def blocks_figure(recording: StepRecording, steps: Sequence[int] | None = None) -> Drawing:
     """Block tables and pool after some steps, below each other.
 
     A thick frame marks what the step wrote; a stroke through an empty place, what is reserved but not used; grey, a
@@ -182,7 +182,7 @@ class Stepper:
     No slider: ipywidgets 8 gives a slider's handle no accessible name, and has no trait to set one.
     """
 
-    def __init__(self, recording: Recording, step: int):
+    def __init__(self, recording: StepRecording, step: int):
         import ipywidgets as widgets
 
         self._recording, self._first = recording, blocks_figure(recording, [step])
@@ -218,7 +218,7 @@ class Stepper:
                                "application/vnd.jupyter.widget-view+json": view})
 
 
-def block_stepper(recording: Recording, step: int = 1) -> Stepper:
+def block_stepper(recording: StepRecording, step: int = 1) -> Stepper:
     """All steps, one at a time, at first ``step``: block tables and pool.
 
         >>> show.block_stepper(show.record(llm, prompts))

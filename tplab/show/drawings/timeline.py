@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from tplab.show.drawings.blocks import LINE, MARK, tint
 from tplab.show.drawings.svg import Drawing, Svg, box, colour, write
-from tplab.show.recording import Recording
+from tplab.show.recording import StepRecording
 
 LEFT, TOP, ROW, BARS = 62.0, 44.0, 30.0, 58.0
 
@@ -17,7 +17,7 @@ class Slice(NamedTuple):
     last: bool  # whether it finished with this step
 
 
-def slices(recording: Recording) -> dict[int, dict[int, Slice]]:
+def slices(recording: StepRecording) -> dict[int, dict[int, Slice]]:
     """``{sequence: {step: Slice}}`` over the steps in which it was there; steps count from 1 within the recording."""
     found = {}
     for number, arrived in recording.arrivals.items():
@@ -34,7 +34,7 @@ def slices(recording: Recording) -> dict[int, dict[int, Slice]]:
     return found
 
 
-def timeline_figure(recording: Recording) -> Drawing:
+def timeline_figure(recording: StepRecording) -> Drawing:
     """A row per sequence, a column per step, the number of computed tokens in each cell; below, the blocks in use.
 
     Full colour: reading the prompt (striped: again, after a preemption). Light colour: one new token. ``✗``: preempted.
@@ -102,7 +102,7 @@ def _legend() -> str:
     return body
 
 
-def _bars(recording: Recording, cell: float, foot: float) -> str:
+def _bars(recording: StepRecording, cell: float, foot: float) -> str:
     """Blocks in use per step, the size of the pool as a line."""
     top, width = foot + 14, len(recording.history) * cell
     body = write(8, top + BARS / 2, "blocks", size=10.5) + write(8, top + BARS / 2 + 13, "in use", size=10.5)
