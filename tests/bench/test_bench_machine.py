@@ -89,15 +89,6 @@ def test_a_model_with_such_layers_holds_no_more_weights_than_asked_for(working_s
                      "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}
 
 
-def test_steps_are_timed_again_and_again_and_the_least_counts(monkeypatch):
-    times = iter([5.0, 2.0, 3.0] * 2)
-    asked = []
-    for name in ("decode_seconds", "prompt_seconds"):
-        monkeypatch.setattr(machine, name, lambda *given, name=name: asked.append((name, *given)) or next(times))
-    assert ALONE.seconds("llm") == FIRST.seconds("llm") == 2.0
-    assert asked == [("decode_seconds", "llm", 1, 64)] * 3 + [("prompt_seconds", "llm", 1, 1)] * 3
-
-
 def test_what_is_timed_differs_in_one_thing():
     """As many rows and other keys; as many rows and other scores."""
     rows = {kind: sum(part.count for part in kind.parts) for kind in (*TIMED.values(), MANY_KEYS, SHORT_PROMPTS)}

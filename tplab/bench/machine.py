@@ -10,12 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from tplab.bench.amounts import Part, attention_amount, mlp_amount
-from tplab.bench.steps import CONTEXT, decode_seconds, prompt_seconds
+from tplab.bench.steps import CONTEXT, SEQUENCES, Kind
 from tplab.checkpoint.random_weights import write_random
 from tplab.fast import why_not
 from tplab.llm.llm import LLM
@@ -70,27 +69,9 @@ class Machine:
         return self.weight[low] + (self.weight[high] - self.weight[low]) * (rows - low) / (high - low)
 
 
-class Kind(NamedTuple):
-    """A step that is timed: ``sequences`` that decode behind ``length`` tokens, or that many prompts of it."""
-
-    what: str
-    sequences: int
-    length: int
-
-    def seconds(self, llm: LLM) -> float:
-        """The least of some: what disturbs a step makes it slower, never quicker."""
-        timed = decode_seconds if self.what == "decode" else prompt_seconds
-        return min(timed(llm, self.sequences, self.length) for _ in range(REPEATS))
-
-    @property
-    def parts(self) -> list[Part]:
-        """What the step computes."""
-        return [Part(self.length, 1) if self.what == "decode" else Part(0, self.length)] * self.sequences
-
-
 FEW_KEYS, MANY_KEYS = Kind("decode", 4, CONTEXT), Kind("decode", 4, LONG)
 ONE_PROMPT, SHORT_PROMPTS = Kind("prompt", 1, PROMPTS[1]), Kind("prompt", PROMPTS[1] // PROMPTS[0], PROMPTS[0])
-ALONE, CROWD, FIRST = Kind("decode", 1, CONTEXT), Kind("decode", 16, CONTEXT), Kind("prompt", 1, 1)
+ALONE, CROWD, FIRST = Kind("decode", 1, CONTEXT), Kind("decode", SEQUENCES, CONTEXT), Kind("prompt", 1, 1)
 TIMED = {1: ALONE, 4: FEW_KEYS, 16: CROWD, 64: Kind("prompt", 1, PROMPTS[0]), 512: ONE_PROMPT}  # by their rows
 
 
@@ -185,7 +166,7 @@ def _step_seconds(pool: RankPool, sizes: dict, kinds: Sequence[Kind], dtype: tor
         made = write_random(Path(folder), tie_word_embeddings=True, max_position_embeddings=longest, **sizes)
         with LLM(str(made), pool.size, dtype, pool=pool, num_blocks=blocks, max_num_batched_tokens=PROMPTS[-1],
                  enable_prefix_caching=False, **options) as llm:
-            return {kind: kind.seconds(llm) for kind in kinds}
+            return {kind: kind.seconds(llm, REPEATS) for kind in kinds}
 
 
 def _reduce(size: int) -> float:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from tplab.bench.amounts import Part
 from tplab.engine.config import longest_sequence
@@ -14,20 +15,38 @@ from tplab.llm.sampling_params import SamplingParams
 CONTEXT, SEQUENCES, PROMPT, TOKENS = 64, 16, 256, 24
 
 
+class Kind(NamedTuple):
+    """A step that is timed: ``sequences`` that decode behind ``length`` tokens, or that many prompts of this length."""
+
+    what: str
+    sequences: int
+    length: int
+
+    def seconds(self, llm: LLM, repeats: int) -> float:
+        """The least of ``repeats``: what disturbs a step makes it slower, never faster."""
+        if self.what == "decode":  # the middle one of TOKENS steps has `length` tokens in the cache
+            return min(decode_seconds(llm, self.sequences, self.length - TOKENS // 2) for _ in range(repeats))
+        return min(prompt_seconds(llm, self.sequences, self.length) for _ in range(repeats))
+
+    @property
+    def parts(self) -> list[Part]:
+        """What the step computes."""
+        return [Part(self.length, 1) if self.what == "decode" else Part(0, self.length)] * self.sequences
+
+
+def _kinds(config) -> dict[str, Kind]:
+    return {"decode": Kind("decode", 1, CONTEXT), f"{SEQUENCES} sequences": Kind("decode", SEQUENCES, CONTEXT),
+            "prompt": Kind("prompt", 1, min(PROMPT, longest_sequence(config) // 2))}
+
+
 def step_kinds(config) -> dict[str, list[Part]]:
     """The steps that are counted, predicted and timed side by side, as :mod:`tplab.bench.amounts` takes them."""
-    return {"decode": [Part(CONTEXT, 1)], f"{SEQUENCES} sequences": [Part(CONTEXT, 1)] * SEQUENCES,
-            "prompt": [Part(0, min(PROMPT, longest_sequence(config) // 2))]}
+    return {name: kind.parts for name, kind in _kinds(config).items()}
 
 
 def time_steps(llm: LLM, repeats: int = 4) -> dict[str, float]:
-    """``{kind: seconds of a step}`` of :func:`step_kinds`: the least of some; what disturbs one makes it slower."""
-    found = {}
-    for kind, parts in step_kinds(llm.checkpoint.config).items():
-        times = [prompt_seconds(llm, 1, parts[0].count) if kind == "prompt"
-                 else decode_seconds(llm, len(parts), CONTEXT - TOKENS // 2) for _ in range(repeats)]
-        found[kind] = min(times)
-    return found
+    """``{kind: seconds of a step}`` of :func:`step_kinds`."""
+    return {name: kind.seconds(llm, repeats) for name, kind in _kinds(llm.checkpoint.config).items()}
 
 
 def decode_seconds(llm: LLM, sequences: int, context: int) -> float:
