@@ -157,7 +157,7 @@ def test_exceptions_that_resist_being_told(pool):
     def fn():
         raise Stubborn
 
-    fails(pool, fn, r"rank 0 raised Stubborn: \(its message cannot be had: RuntimeError\)")
+    fails(pool, fn, r"rank 0 raised Stubborn: \(its message cannot be shown: RuntimeError\)")
 
     def long():
         raise ValueError("x" * 10_000_000)

@@ -1,7 +1,7 @@
 """``python -m tplab bench``: tplab and its peers, alternately, in one run; medians and ratios.
 
-A benchmark of a busy machine says little about milliseconds and something about ratios: in every round all contestants
-run one after the other, each in processes of its own that sleep while the others run.
+On a busy machine, milliseconds say little and ratios say something. So in every round all contestants run one after the
+other, each in processes of its own, which are stopped while the others run.
 """
 
 from tplab.bench.run import BenchError, bench

@@ -70,7 +70,7 @@ def experts_amount(config, shard: RankShard, rows: int) -> Amount:
     """One layer's mixture of experts on one rank, where the router sends as many rows to each expert.
 
     An expert to which no row goes is not read; one row takes ``top_k`` of them. Under expert parallelism, a rank is
-    taken to be asked for as large a share of them as it holds.
+    assumed to compute as large a share of them as it holds.
     """
     moe, h = config.experts, config.hidden_size
     asked = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)

@@ -22,7 +22,7 @@ from tplab.shard import ShardPlan
 
 
 class CostError(EngineError):
-    """The step that is asked for cannot be."""
+    """There is no step with these counts."""
 
 
 class StepCost(NamedTuple):

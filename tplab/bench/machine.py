@@ -78,9 +78,9 @@ TIMED = {1: ALONE, 4: FEW_KEYS, 16: CROWD, 64: Kind("prompt", 1, PROMPTS[0]), 51
 def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     """This machine as ``tp`` ranks find it, with the sizes of a model (a :class:`tplab.checkpoint.ModelConfig`).
 
-    Layers are timed on no more ranks than there are cores: more would take turns, and how that adds up is the model's
-    business. Meetings are timed on all of them, for a meeting includes waking the ranks that wait. For a model that the
-    fast path does not know, the reference is timed on a Llama of these sizes: a weight takes as long, whichever it is.
+    Layers are timed on no more ranks than there are cores: more ranks would take turns, which the model of cost adds up
+    itself. Meetings are timed on all ranks, because a meeting includes waking the ranks that wait. For a model that the
+    fast path does not support, the reference is timed on a Llama of these sizes: a weight takes as long there.
     """
     cores, in_turn = available_cores(), why_not(config, dtype) is not None
     options = {"enforce_eager": True} if config.traits else {}
@@ -112,7 +112,7 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
 class _Engine:
     """What an engine takes beside a model's work, and a layer of almost none: steps of two tiny models.
 
-    A difference of two times that others disturb may come out negative; a cost may not.
+    Other processes disturb the times, so a difference of two can be negative; a cost must not be.
     """
 
     def __init__(self, few: dict[Kind, float], many: dict[Kind, float]):
@@ -142,7 +142,7 @@ def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds:
         attention = (busiest[kind].kv_bytes * kv_byte if kind.what == "decode" else busiest[kind].scores * score)
         latency, byte = meeting
         met = 2 * (latency + byte * rows * config.hidden_size * dtype.itemsize)
-        # Where other processes disturb, what is taken off may come out as more than there is.
+        # Where other processes disturb, more may be subtracted than there is.
         found[rows] = max(work[kind] - layers * (attention + met), seconds[kind] / 10) / weights
     return {"weight": found, "kv_byte": kv_byte, "score": score}
 

@@ -24,8 +24,8 @@ _WIDTHS = (26, 12, 16, 18, 24)
 
 
 def config_file(path: str, tp: int, dtype: torch.dtype) -> tuple[ModelConfig | None, list[str]]:
-    """The config in a published ``config.json``, and what is to be said of it first; None for a model with MLA, of
-    which the lines say all that is known.
+    """The config in a published ``config.json``, and lines to show first. For a model with MLA the config is None, and
+    the lines say all that is known.
 
     Raises CheckpointError for a file that is none, and for models that the engine does not run.
     """
@@ -87,7 +87,7 @@ def link_rows(names: Iterable[str], sizes: Iterable[int], dtype: torch.dtype) ->
 
 
 def _speeds(config, plan: ShardPlan, dtype: torch.dtype, machine: Machine) -> str:
-    # A model for short sequences is asked for those.
+    # The sequences are no longer than the model allows.
     longest = longest_sequence(config)
     context, prompt = min(CONTEXT, longest - 1), min(PROMPT, longest - 1)
     one, many = (step_cost(config, plan, [Part(context, 1)] * n, n, dtype, machine) for n in (1, SEQUENCES))

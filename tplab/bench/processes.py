@@ -50,7 +50,7 @@ def alone(chosen: Iterable[int], others: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def signals_end_properly() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what runs here as Ctrl-C does: else contestants that stand still would do so for ever."""
+    """SIGTERM and SIGHUP end what runs here as Ctrl-C does: else stopped contestants would stay stopped for ever."""
     def end(number, frame):
         signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
         raise SystemExit(128 + number)
@@ -68,7 +68,7 @@ def signals_end_properly() -> Iterator[None]:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether it is gone; what it answered may still wait for a parent that takes its time."""
+    """Whether it has ended; its parent may not have read its exit code yet."""
     with suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
@@ -86,8 +86,9 @@ def private_bytes(pids: Iterable[int]) -> int:
 class Child:
     """A program that answers lines of JSON with lines of JSON, in a session of its own.
 
-    Lines go to its standard input; answers come from a descriptor whose number is its first argument, because what it
-    prints is its own business, and is kept for the case that it fails. It ends, with all it has started, at `close`.
+    Lines go to its standard input. Answers come from a descriptor whose number is its first argument, because libraries
+    print to standard output; what they print is kept, and its last line is shown if the program fails. `close` ends it
+    and all that it has started.
     """
 
     def __init__(self, python: str, script: str, *arguments: str, env: dict[str, str] | None = None):

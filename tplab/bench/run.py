@@ -87,9 +87,9 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
         tp: ranks of one thread each; the peers, and tplab on one rank, get as many threads or ranks.
         rounds: how often every contestant runs, at least 5.
         vllm, llama_cpp: the Python of an environment in which vLLM, or llama-cpp-python and gguf, are installed, to
-            race against them too (llama.cpp not for ``"prefix"``: what sequences share is its caller's business).
+            race against them too (llama.cpp not for ``"prefix"``: its caller has to share the prefix).
         batch_invariant: let tplab with this option take part as well.
-        busy: one more process wants a core all the time, as soon as everybody is ready.
+        busy: one more process keeps a core busy, as soon as all contestants are ready.
     """
     if kind not in KINDS:
         raise BenchError(f"there is no benchmark {kind!r}; there are {', '.join(KINDS)}")
@@ -99,7 +99,7 @@ def bench(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dt
         raise BenchError(f"{kind} has no peers and is not disturbed; --vllm, --llama-cpp, --batch-invariant and --busy "
                          f"are for {', '.join(WORKS)}")
     if kind == "prefix" and llama_cpp:
-        raise BenchError("llama.cpp leaves it to its caller to share a prefix; --llama-cpp is for "
+        raise BenchError("llama.cpp does not share a prefix by itself; --llama-cpp is for "
                          f"{', '.join(other for other in WORKS if other != kind)}")
     for option, whose, python in (("--vllm", "vLLM's", vllm), ("--llama-cpp", "llama.cpp's", llama_cpp)):
         if python is not None and not os.access(python, os.X_OK):
@@ -160,7 +160,7 @@ def _race(kind: str, ckpt: Checkpoint, tp: int, rounds: int, dtype: str, vllm: s
     work = WORKS[kind](vocab, ckpt.config.max_position_embeddings)
     race = Race({}, [], {}, {}, {}, {})
     with signals_end_properly(), ExitStack() as stack, tqdm(bar_format="{desc}", disable=None, leave=False) as bar:
-        peers, ends = [], {}  # one that is out is ended at once: what is left of it must not disturb the others
+        peers, ends = [], {}  # one that drops out is ended at once, or its processes would disturb the others
         for name, make in _contestants(kind, ckpt, tp, dtype, vllm, llama_cpp, work,
                                        batch_invariant):
             bar.set_description_str(f"{name} gets ready")
@@ -222,8 +222,8 @@ def _why(error: RankError | PeerError) -> str:
 def _measured(peer, peers, work: Work, before: Work | None):
     """One piece of work, while all other contestants stand still.
 
-    ``before`` is what to do until it has settled beside a busy process: to who stood still the scheduler owes time, and
-    would give more than its share for a while.
+    ``before``: work that is done first, beside a busy process. The scheduler gives a process that stood still more than
+    its share for a while, and that must be over before the measurement.
     """
     with alone(peer.pids, [pid for other in peers if other is not peer for pid in other.pids]):
         time.sleep(PAUSE)

@@ -1,4 +1,4 @@
-"""A checkpoint: a folder that has been looked at and found to be what it says it is."""
+"""A checkpoint: a folder that was checked when it was opened."""
 
 import os
 from pathlib import Path
@@ -65,10 +65,10 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | os.PathLike | Checkpoint) -> Checkpoint:
-    """Find the checkpoint called ``name`` and look it over: headers, config, and, once per file, the data.
+    """Find the checkpoint called ``name`` and check it: headers, config, and, once per file, the data.
 
-    ``name`` is ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a local folder, or a hub id; what is open already comes
-    back. Every way in which the folder can be unsupported, incomplete, damaged or in contradiction with itself is a
+    ``name`` is ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a local folder, or a hub id; an open
+    checkpoint is returned as it is. A folder that is unsupported, incomplete, damaged or contradicts itself is a
     ``CheckpointError`` here, before a rank starts. The first opening reads all data for :func:`verify_once`; later ones
     read headers only.
     """

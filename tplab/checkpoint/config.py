@@ -162,8 +162,8 @@ class ModelConfig:
 def read_config(folder: Path, tensor_count: int) -> ModelConfig:
     """The config of the checkpoint in ``folder``; ``CheckpointError`` with the folder's name if it cannot be used.
 
-    ``tensor_count`` is how many tensors the files hold: a layer has several, so a larger number of layers is
-    a lie, and is refused before anything is built with that length.
+    ``tensor_count`` is how many tensors the files hold. A layer has several, so a larger number of layers cannot be
+    true, and is refused before anything of that length is built.
     """
     raw = read_json(folder / "config.json")
     generation, tokenizer = (read_json(folder / file) if (folder / file).exists() else {}

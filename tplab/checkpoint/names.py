@@ -43,7 +43,7 @@ def resolve(name: str | os.PathLike) -> Path:
     ``name`` is ``"fable"`` or ``"fable-moe"`` (in the package), ``"smollm2"`` (in :func:`cache_dir`, put there by
     ``python -m tplab fetch smollm2``), a local folder, or a hub id, which is downloaded once by
     ``huggingface_hub``. The built-in names win over folders of that name: write ``./fable`` for a folder.
-    Raises ``CheckpointError`` when nothing of that name can be had.
+    Raises ``CheckpointError`` when there is nothing of that name.
     """
     if not isinstance(name, str | bytes | os.PathLike):
         raise CheckpointError(f"a model is {KNOWN}, not {quoted(name)}")
@@ -54,7 +54,7 @@ def resolve(name: str | os.PathLike) -> Path:
         return _existing_folder(cache_dir() / "smollm2",
                                 "'smollm2' is not on this machine yet; run: python -m tplab fetch smollm2")
     if not text:
-        raise CheckpointError(f"the model name is empty; it may be {KNOWN}")
+        raise CheckpointError(f"the model name is empty; it can be {KNOWN}")
     if _looks_like_hub_id(text) and not os.path.lexists(text):
         return _from_hub(text)
     return _existing_folder(_expanded(text), f"there is no folder {text!r}; a model is {KNOWN}")

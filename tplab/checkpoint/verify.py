@@ -1,4 +1,4 @@
-"""What only the data can show: checksums, NaN, a head that is not tied. Looked at once per file."""
+"""Checks of the data itself: checksums, NaN, a head that is not tied. Made once per file."""
 
 import hashlib
 import json
@@ -24,8 +24,8 @@ SUMS = "SHA256SUMS"
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", TOKENIZER,
                INDEX, SUMS)
 _CHUNK_ELEMENTS = 1 << 22
-# A change within one tick of the clock after a look leaves the time of change as it was; files this young
-# are looked at again next time.
+# A change within one tick of the clock after a check leaves the file's time as it was. So files that were changed
+# less than this before are checked again next time.
 _SETTLED_NS = 2_000_000_000
 
 
@@ -112,13 +112,13 @@ def _note_path(folder: Path) -> Path:
 
 
 def _noted(note: Path) -> dict | None:
-    with suppress(OSError, ValueError):  # no note, or an unreadable one, only means looking again
+    with suppress(OSError, ValueError):  # without a note, or with an unreadable one, the data is checked again
         return json.loads(note.read_text(encoding="utf-8"))
     return None
 
 
 def _write_note(note: Path, state: dict[str, list[int]]) -> None:
-    with suppress(OSError):  # without a writable cache every opening looks again, which is slower and as safe
+    with suppress(OSError):  # without a writable cache every opening checks again, which is only slower
         note.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False, encoding="utf-8") as draft:
             json.dump(state, draft)

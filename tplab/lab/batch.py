@@ -32,7 +32,7 @@ class BatchError(TplabError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one notebook."""
+    """The result of one notebook."""
 
     notebook: Path  # the one that was asked for; its results have other files, which are called ``name``
     executed: Path  # the executed copy; there is none if the notebook failed before it started
@@ -207,7 +207,7 @@ def run_notebook(notebook, parameters, target):
             execution_timeout=SECONDS_PER_CELL, progress_bar=sys.stderr.isatty(), extra_arguments=QUIET_KERNEL)
     except papermill.PapermillExecutionError as error:
         failure = f"cell [{error.exec_count}]: {': '.join([error.ename, *error.evalue.strip().splitlines()[:1]])}"
-    except Exception as error:  # a dead kernel, one that does not exist, a cell that timed out: the others still run
+    except Exception as error:  # a kernel that died or is missing, a cell that timed out: the other notebooks still run
         failure = f"{type(error).__name__}: {_first_line(error)}"
     return Outcome(notebook, target, time.perf_counter() - started, failure)
 
@@ -231,7 +231,7 @@ def run(notebooks, parameters, out):
 
     ``notebooks``: names as `choose` takes them. ``parameters``: [name, text] pairs. ``out``: folder for the executed
     notebooks and the report (None: a new one under ``runs/`` in the repository). Raises `TplabError` before anything
-    runs if a notebook, a parameter or the model does not exist, or if the results would overwrite what is not theirs.
+    runs if a notebook, a parameter or the model does not exist, or if the results would overwrite other files.
     """
     notebooks = choose(notebooks, FOLDER)
     assigned, failures = assign(notebooks, parameters)

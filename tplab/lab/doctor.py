@@ -1,6 +1,6 @@
-"""``./launch doctor``: what is installed, which models are at hand, whether two ranks can start and reduce.
+"""``./launch doctor``: what is installed, which models are here, whether two ranks can start and reduce.
 
-Every finding that is not good carries the exact remedy. Exit code 1 if something the lab cannot do without is missing.
+Every problem is shown with its remedy. Exit code 1 if something is missing without which the lab does not work.
 """
 
 import os
@@ -24,7 +24,7 @@ FREE_MEMORY, FREE_DISK = 2e9, 2e9  # bytes: two ranks and Hugging Face's copy of
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination. ``remedy`` is '' when all is well; ``essential``: the lab cannot do without it."""
+    """One line of the examination. ``remedy`` is '' when all is well; ``essential``: the lab needs it."""
 
     what: str
     remedy: str = ""

@@ -94,7 +94,7 @@ def write_report(outcomes, parameters, out):
                     name, address = quote(os.fsencode(other.notebook.name)), _address(other)
                     for end in '"#':  # a part of it may be meant
                         page = page.replace(f'href="{name}{end}', f'href="{address}{end}')
-            # The others are notebooks that this run has no pages of; and what a page loads from afar, it lacks offline.
+            # Links to notebooks without a page in this run are removed, and so are scripts that a page would download.
             page = _AFAR.sub("", _NOT_HERE.sub(r"\1", page))
             page = page.replace("<head>", f"<head>{MARK}", 1).replace("</head>", PAGE_STYLE, 1)
             _write_page(outcome.page, page)
@@ -127,7 +127,7 @@ def _write_page(path, page):
 def _read(executed):
     """An executed notebook; None if there is none, or a part only since the disk was full.
 
-    Its panels are pictures instead of live views, which need a kernel and a script from afar.
+    Its panels are pictures: live views would need a kernel and a downloaded script.
     """
     import nbformat
 

@@ -1,4 +1,4 @@
-"""``python -m tplab.lab.store notebooks/NN_NAME.ipynb …``: run notebooks store them as the repository does.
+"""``python -m tplab.lab.store notebooks/NN_NAME.ipynb …``: run notebooks and store them as the repository does.
 
 Executed once from the top with the parameters that stand in them; no live view of a widget (a reader without a kernel
 would see "model not found" in the place of its picture), no widget state, no timings.
@@ -29,7 +29,7 @@ def stored(notebook, folder: Path):
 
 
 def main(paths: list[str]) -> None:
-    """Store each notebook in its own place; what fails leaves the file as it was."""
+    """Store each notebook in its own place. If a cell fails, the file stays as it was."""
     import nbformat
 
     with tempfile.TemporaryDirectory() as own:

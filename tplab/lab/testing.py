@@ -74,7 +74,7 @@ def in_a_browser() -> int:
 
 
 def fetch_smollm2() -> None:
-    """The model that unit tests skip without, and that notebook 06's stored text shows; its absence ends nothing."""
+    """Fetch the model without which unit tests are skipped and notebook 06 fails; if it cannot be fetched, go on."""
     try:
         fetch("smollm2")
     except CheckpointError as error:
@@ -82,7 +82,7 @@ def fetch_smollm2() -> None:
 
 
 def main() -> str | None:
-    """What failed, in one sentence; None if nothing did. Every part is run, whatever came of the others."""
+    """What failed, in one sentence; None if nothing did. Every part is run, also after another one has failed."""
     fetch_smollm2()
     failed = []
     for part, (settings, options) in PARTS.items():

@@ -1,5 +1,7 @@
-"""The learner's own copies of the notebooks, which ``launch`` opens: JupyterLab writes into what it opens, within
-seconds and by itself, and what git tracks stays as it is.
+"""The learner's own copies of the notebooks, which ``launch`` opens.
+
+JupyterLab saves what it opens within seconds, without being asked. It saves the copies, and the files that git tracks
+stay as they are.
 
 A copy in which no cell was edited follows its original; an edited one is never written to again.
 """
@@ -20,7 +22,7 @@ NOT_OURS = {".ipynb_checkpoints", "__pycache__"}
 
 
 def refresh(originals: Path, copies: Path) -> list[str]:
-    """Bring ``copies`` up to date with the folder ``originals``; the names of those kept although theirs is newer.
+    """Bring ``copies`` up to date with the folder ``originals``; returns the edited ones whose original is newer.
 
     Raises OSError or `FileError` if the copies cannot be written, `FileError` if what was recorded cannot be read.
     """

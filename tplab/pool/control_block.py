@@ -1,7 +1,7 @@
 """The control block of a pool: one shared mapping that the parent and every rank read and write.
 
 Commands, answers, progress and the op logs are plain numbers at fixed places. So they can be read at any moment, also
-when a rank is stuck in C++ or dead, and an interrupted reader loses nothing. Pipes carry only wake-up bytes.
+when a rank is dead or stuck in C++. A reader that is interrupted loses nothing. Pipes carry only wake-up bytes.
 """
 
 import threading
@@ -27,7 +27,7 @@ STARTED = 5  # number of the last command that this rank has begun
 STEP = 6  # number of exchanges of data that this rank has published in this epoch
 BIRTH = 7  # the epoch in which this rank's process was started: an older process must end
 SLEEPING = 8  # 1 while the rank sleeps until another one publishes a step
-CONTENDED = 9  # 1 while other processes want this rank's core
+CONTENDED = 9  # 1 while other processes compete for this rank's core
 BLOCK_WORDS = 64
 SLOT_BYTES = 256 * 1024  # one chunk of a tensor; two slots per rank, used in turn
 

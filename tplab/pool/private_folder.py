@@ -1,7 +1,7 @@
-"""Temporary folders that go with the process that made them, also if it is killed.
+"""Temporary folders that are removed when the process that made them has ended, also if it was killed.
 
-The name tells the process, and a lock on the folder tells that it lives: another one's number may mean nothing here,
-where containers or machines share a folder for temporary files.
+A folder's name has the number of its process, and the process holds a lock on the folder. The number alone proves
+nothing: where containers or machines share a folder for temporary files, it can be a process of another one.
 """
 
 import atexit
@@ -42,7 +42,7 @@ def folders_of(pid: int | str) -> list[str]:
 def _remove_leftovers() -> None:
     for folder in folders_of("*"):
         number = re.match(r"tplab-(\d+)-", os.path.basename(folder))
-        with suppress(OSError):  # another user's, a folder in use, or another process has just removed it
+        with suppress(OSError):  # it is another user's, in use, or has just been removed by another process
             if number and not psutil.pid_exists(int(number[1])):
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
@@ -58,4 +58,4 @@ def _remove_all() -> None:
         remove_folder(folder)
 
 
-os.register_at_fork(after_in_child=_locks.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_locks.clear)  # the locks are the parent's

@@ -17,7 +17,7 @@ import time
 from typing import NamedTuple
 
 _NAP = 50e-6
-_WAIT, _WAKE, _EVERYBODY = 0, 1, 1 << 30
+_WAIT, _WAKE, _ALL = 0, 1, 1 << 30
 _NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 _syscall = ctypes.CDLL(None).syscall if _NUMBER else None
 
@@ -90,5 +90,5 @@ def sleep_while(address: int, value: int, seconds: float) -> None:
 def wake(address: int) -> None:
     """End the sleep of all processes that wait for the word at ``address`` to change."""
     if _syscall is not None:
-        _syscall(ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY),
+        _syscall(ctypes.c_long(_NUMBER), ctypes.c_void_p(address), ctypes.c_int(_WAKE), ctypes.c_int(_ALL),
                  ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(0))

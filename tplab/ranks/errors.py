@@ -13,7 +13,7 @@ from tplab.ranks.oplog import is_machinery
 
 
 def seconds(timeout) -> float:
-    """A timeout as a float; infinity is none at all. Raises `RankError` for what is no number of seconds above 0."""
+    """A timeout as a float; infinity means no timeout. Raises `RankError` unless it is a number of seconds above 0."""
     found = math.inf if isinstance(timeout, float) and timeout == math.inf else number(timeout, 0, math.inf)
     if not found:
         raise RankError(f"timeout is a number of seconds above 0, not {quoted(timeout)}")
@@ -101,7 +101,7 @@ def waiting(rank: int, record, text: str = "", consequence: bool = False) -> Cau
 
 
 def learner_stack(error: BaseException) -> list[Frame]:
-    """The learner's lines that led to an exception, innermost last; or the lines that it says itself (``frames``)."""
+    """The learner's lines that led to an exception, innermost last; its own ``frames`` where a `RankError` has them."""
     if isinstance(error, RankError) and hasattr(error, "frames"):
         return error.frames
     stack = traceback.extract_tb(error.__traceback__)
@@ -127,7 +127,7 @@ def describe(error: BaseException, most: int = 4000) -> str:
     try:
         message = str(error)
     except Exception as broken:
-        message = f"(its message cannot be had: {type(broken).__name__})"
+        message = f"(its message cannot be shown: {type(broken).__name__})"
     lines = [f"{type(error).__name__}: {message}" if message else type(error).__name__]
     text = "\n".join([*lines, *getattr(error, "__notes__", ())])
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
@@ -144,7 +144,7 @@ def source_lines(frames) -> list[str]:
 
 
 def location(file: str, line: int) -> str:
-    """How a line is called: ``cell In[3], line 7`` or ``tplab/model/attention.py, line 88``."""
+    """How messages name a line: ``cell In[3], line 7`` or ``tplab/model/attention.py, line 88``."""
     return f"{file_label(file)}, line {line}" if file else f"line {line}"
 
 

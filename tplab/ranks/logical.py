@@ -24,7 +24,7 @@ from tplab.ranks.errors import (
 )
 from tplab.ranks.group import Group
 
-_LOOK = 0.05  # seconds; looks are counted, so that a machine that slows the ranks slows their clock as well
+_LOOK = 0.05  # seconds; the timeout counts looks, so that on a slow machine it is longer, as the ranks are slower
 
 
 def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
@@ -76,14 +76,18 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
 
 
 def _end(threads: list[threading.Thread]) -> None:
-    """Have them end, from a thread of its own, for as long as one catches what is raised in it or sleeps."""
+    """Raise `Abandoned` in these threads until all have ended: one may catch it, or be in a long sleep.
+
+    A thread of its own does this, so that the caller need not wait.
+    """
     def ask():
         pause = 0.001
         while alive := [thread for thread in threads if thread.is_alive()]:
             for thread in alive:
                 raise_in(thread.ident, Abandoned)
-            # As long as one sleeps on and has not met its exception, Python 3.11 asks all threads to look for theirs,
-            # and does not get past a line that is traced. The one that finds it withdraws the question.
+            # While a thread sleeps and has not raised its exception yet, Python 3.11 makes every thread look for one
+            # of its own, again and again, and a line that is traced never ends. The first thread that raises one ends
+            # this, so this thread raises one in itself.
             with suppress(Abandoned):
                 raise_in(threading.get_ident(), Abandoned)
                 while True:

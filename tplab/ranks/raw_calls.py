@@ -77,7 +77,7 @@ def _record(name: str, given: dict, group: Group):
         return (), 0, 0
     t, root = given[_TENSORS[name]], next((given[root] for root in _ROOTS if given.get(root) is not None), 0)
     if name == "all_to_all" and t:
-        t = t[0]  # gloo wants all of one size
+        t = t[0]  # gloo requires that all have one size
     if not isinstance(t, torch.Tensor) or t.dtype not in DTYPE_CODES or t.ndim > MAX_DIMS or not isinstance(root, int):
         return None
     uneven = given.get("input_split_sizes") or given.get("output_split_sizes")

@@ -39,7 +39,7 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
 
 
 def _leave() -> None:
-    """Without this, gloo's threads abort the process at its end: they free tensors when Python is gone already."""
+    """Without this, gloo's threads abort the process at its end: they free tensors after Python has shut down."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
