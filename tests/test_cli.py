@@ -143,7 +143,7 @@ def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
     done = subprocess.run(ask, shell=True, capture_output=True, text=True, cwd=tmp_path, timeout=100,
                           env={**os.environ, "PYTHONPATH": str(cli.__file__).removesuffix("tplab/cli.py")})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("tplab: the folder in which this command stands no longer exists")
+    assert done.stderr.startswith("tplab: the current folder no longer exists")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
@@ -214,7 +214,7 @@ def test_a_fault_that_changes_nothing_says_so(model, capsys, logical):
 def test_without_a_prompt_a_fault_of_decoding_is_given_a_run_in_which_it_shows(name, model, capsys, monkeypatch):
     monkeypatch.setattr(tplab.align, "align_decode", partial(tplab.align.align_decode, logical=True))
     code, out, _ = run(f"align {model} --fault {name}", capsys)
-    assert out.startswith(f"note: without a prompt, on random tokens and in an engine on which {name} shows")
+    assert out.startswith(f"note: without --prompt, random tokens are used, and engine options with which {name} shows")
     assert "Nothing is wrong" not in out and "Unknown cause" not in out
     assert code == (0 if name == "block_leaked" else 1), "a leak changes no number"
 
@@ -222,7 +222,7 @@ def test_without_a_prompt_a_fault_of_decoding_is_given_a_run_in_which_it_shows(n
 def test_a_fault_of_decoding_is_looked_for_along_the_decode_path(model, capsys, monkeypatch):
     monkeypatch.setattr(tplab.align, "align_decode", partial(tplab.align.align_decode, logical=True))
     code, out, _ = run(f"align {model} --ids {','.join(map(str, range(20)))} --fault decode_position_restarted", capsys)
-    assert code == 1 and out.startswith("note: along the decode path")
+    assert code == 1 and out.startswith("note: the decode path is compared")
     assert "layers.0.q_rope" in out.partition("outside, first")[0]
 
 
@@ -250,9 +250,10 @@ def test_generate_streams_the_text_and_keeps_the_numbers_apart(tmp_path, capsys,
     more = "--batch-invariant --num-speculative-tokens 3 --max-tokens 30"
     code, longer, err = run(f"generate fable --tp 3 --prompt Mira {more}", capsys)
     assert code == 0 and longer.startswith(result["text"])
-    assert re.match(r"\[30 tokens, [1-9]\d* of \d+ guessed tokens kept, first after ", err)
+    assert re.match(r"\[30 tokens, [1-9]\d* of \d+ draft tokens kept, first after ", err)
     code, _, err = run(f"generate fable --tp 5 --prompt Mira {more}", capsys)
-    assert code == 2 and "batch_invariant=True does not know 5 ranks: its sums are made for 1, 2, 3, 4, 6 or 8" in err
+    assert code == 2
+    assert "batch_invariant=True does not support 5 ranks: its sums are made for 1, 2, 3, 4, 6 or 8" in err
 
 
 def test_an_interrupt_is_exit_130_without_a_traceback(model, capsys, monkeypatch):

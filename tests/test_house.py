@@ -1,4 +1,4 @@
-"""The house itself: one-way rooms, dependencies that stand once, files that fit in the head, no trace of a machine."""
+"""The whole repository: one-way rooms, dependencies and version in one place, short files, no trace of a machine."""
 
 import ast
 import re
@@ -10,6 +10,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
+
+import tplab
 
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; a room imports only from rooms before it.
@@ -50,6 +52,11 @@ def room(module):
     """The room of a dotted name such as ``tplab.shard.plan``; None outside the house and for ``tplab`` itself."""
     parts = module.split(".")
     return parts[1] if parts[0] == "tplab" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def test_the_version_is_the_same_everywhere():
+    for file, line in {"CITATION.cff": "version: {}\n", "CHANGELOG.md": "## {}"}.items():
+        assert line.format(tplab.__version__) in (ROOT / file).read_text(encoding="utf-8"), file
 
 
 def test_every_room_has_its_place_in_the_order():

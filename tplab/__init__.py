@@ -1,13 +1,13 @@
 """tplab: a Jupyter-first teaching lab on tensor-parallel LLM inference.
 
-The rooms, from the ground up: ``ranks`` (collectives), ``pool`` (processes), ``checkpoint``, ``shard``, ``model``,
-``cache``, ``engine`` (the core loop), ``llm`` (the front door), ``align``, ``faults``, ``fable``, ``bench``, ``show``,
-``lesson``, ``lab``. A room imports only from rooms below it.
+The rooms, from the ground up: ``checkpoint``, ``ranks`` (collectives), ``pool`` (processes), ``shard``, ``model``,
+``cache``, ``engine`` (the core loop), ``fast`` and ``invariant`` (other ways to compute a step), ``llm`` (the public
+class), ``align``, ``faults``, ``fable``, ``bench``, ``show``, ``lesson``, ``lab``. A room imports from rooms below it.
 """
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 
 def lazy(package: str, homes: dict[str, str]):

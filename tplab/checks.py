@@ -1,6 +1,6 @@
-"""What a user hands in, made plain: numbers (also numpy's and ``Fraction``'s) and texts.
+"""Checks of what a user gives: numbers (also numpy's and ``Fraction``'s) and texts.
 
-Nothing is taken for what it is not: a truth value is no number, 2.0 is no whole number, NaN and infinity are none.
+Nothing is converted silently: True is not a number, 2.0 is not a whole number, NaN and infinity are not numbers.
 """
 
 import math
@@ -29,7 +29,7 @@ def number(value, low: float, high: float) -> float | None:
 
 
 def positive_int(name: str, value, error: type[Exception]) -> int:
-    """A size as an int. Raises ``error`` in the one sentence that all sizes share."""
+    """A size as an int. Raises ``error``, with the same sentence for every size."""
     found = whole_number(value, 1)
     if found is None:
         raise error(f"{name} must be a whole number from 1 up, not {quoted(value)}")
@@ -46,7 +46,7 @@ def quoted(value) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[str]:
-    """Whole numbers in words, a text for each run of neighbours: ``["0–5", "7"]``."""
+    """Whole numbers as texts, one for each run of consecutive numbers: ``["0–5", "7"]``."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
 

@@ -1,7 +1,7 @@
 """The command line: the lab's functions from a terminal.
 
 Exit codes: 0 done, 1 the numbers are outside the floor, 2 bad input or a failed rank (explained on stderr), 130
-interrupted. Only what a command needs is imported, so that ``--help`` answers at once.
+interrupted. A command imports only what it needs, so that ``--help`` is quick.
 """
 
 import argparse
@@ -18,11 +18,11 @@ MODEL = "fable, fable-moe, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0
 
 
 class CommandError(TplabError):
-    """The words on the command line do not fit together."""
+    """The options of a command contradict each other, or one has no valid value."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line long."""
 
     def error(self, message):
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -37,19 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
         check_working_folder()
         code = chosen.run(chosen)
         if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk is told here, not when Python shuts down
+            sys.stdout.flush()  # so a full disk is reported here, not when Python ends
         return code
     except TplabError as error:
         words = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(error))
-        print(f"tplab: {words}", file=sys.stderr)  # file names may hold what a terminal would obey
+        print(f"tplab: {words}", file=sys.stderr)  # file names may hold control characters
         return 2
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more at its end
-        if error.errno == errno.EPIPE:  # `tplab … | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again when it ends
+        if error.errno == errno.EPIPE:  # `tplab … | head`: the reader has closed the pipe
             return 0
         print(f"tplab: {error.strerror}", file=sys.stderr)
         return 2
@@ -72,8 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
             made.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
         return made
 
-    one = command("plan", plan, "Show what each rank holds: heads, MLP columns, vocabulary rows; what that needs; and "
-                  "how fast it would be: here, and on accelerators behind three links.", model=False)
+    one = command("plan", plan, "Show what each rank holds (heads, MLP columns, vocabulary rows), the memory it needs, "
+                  "and the speed to expect: here, and on accelerators with three kinds of links.", model=False)
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
                        "mistral-7b, llama-3.1-70b")
@@ -89,17 +89,17 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
                      help="break the engine with these faults of the museum first")
     one.add_argument("--expert-parallel", action="store_true", help="deal whole experts out")
-    one.add_argument("--fast", action="store_true", help="instead, compare the ends of the fast path with float64: "
+    one.add_argument("--fast", action="store_true", help="instead, compare the fast path's results with float64: "
                      "hidden states, logits, keys and values")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
     one.add_argument("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
 
-    one = command("check", check, "Judge any engine by the folder that tplab/record.py wrote beside it. Exit code 1 if "
-                  "it has a bug, 2 if that cannot be told.", model=False, tp=False)
-    one.add_argument("folder", metavar="FOLDER", help="what record(...) wrote")
+    one = command("check", check, "Check any engine by the folder that tplab/record.py wrote beside it. Exit code 1 if "
+                  "it has a bug, 2 if the recording does not tell.", model=False, tp=False)
+    one.add_argument("folder", metavar="FOLDER", help="the folder that record(...) wrote")
     one.add_argument("--model", required=True, metavar="MODEL", help=f"the checkpoint that the engine runs: {MODEL}")
     one.add_argument("--name", nargs="+", action="extend", default=[], metavar="PATTERN=POINT",
-                     help="what tensors are whose names say nothing, such as blocks.*.mix.out=layers.*.o_proj")
+                     help="what tensors are, by their names: blocks.*.mix.out=layers.*.o_proj")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
 
     listed = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
@@ -109,16 +109,16 @@ def build_parser() -> argparse.ArgumentParser:
     fetching = command("fetch", fetch, "Get a real model once, into the user's cache.", model=False, tp=False)
     fetching.add_argument("model", metavar="MODEL", help="smollm2")
 
-    one = command("generate", generate, "Continue a prompt on tensor-parallel ranks, as it comes.")
+    one = command("generate", generate, "Continue a prompt on tensor-parallel ranks, printed as it is generated.")
     one.add_argument("--prompt", metavar="TEXT", required=True, help="the text; - reads standard input")
     one.add_argument("--chat", action="store_true", help="the prompt is a user's message, by the model's chat template")
-    one.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most so many new tokens (128)")
+    one.add_argument("--max-tokens", type=int, default=128, metavar="N", help="the most new tokens (128)")
     one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
-    one.add_argument("--seed", type=int, metavar="S", help="draws the same text again")
+    one.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
-    one.add_argument("--batch-invariant", action="store_true", help="the same bits in any batch and on more ranks")
+    one.add_argument("--batch-invariant", action="store_true", help="the same bits in any batch, on any ranks")
     one.add_argument("--num-speculative-tokens", type=int, default=0, metavar="N",
-                     help="guess so many tokens a step, and keep what the model itself chooses (0)")
+                     help="the most draft tokens in a step; those that the model itself chooses are kept (0)")
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
 
     one = command("bench", bench, "Measure against Hugging Face and vLLM, alternately, in one run.", model=False)
@@ -145,8 +145,8 @@ def plan(chosen) -> int:
     made = ShardPlan.from_config(config, chosen.tp, enable_expert_parallel=chosen.expert_parallel)
     print(f"{_about(chosen.config or chosen.model, config)}\n{made}")
     if why := why_not(config, dtype):
-        print(f"the reference computes it: of the fast path, {why}")
-    print("\n".join(memory_lines(config, made, dtype)), flush=True)  # what follows takes some seconds
+        print(f"the reference computes it; of the fast path: {why}")
+    print("\n".join(memory_lines(config, made, dtype)), flush=True)  # the next lines take some seconds
     _print_lines(list(speed_lines(config, made, dtype)))
     return 0
 
@@ -168,9 +168,9 @@ def align(chosen) -> int:
         run = {"prompts": default_prompt(ckpt) if prompt is None else prompt}
     else:
         run = scenario(decoding[0], ckpt.config.vocab_size)
-        print(f"note: without a prompt, on random tokens and in an engine on which {decoding[0]} shows")
+        print(f"note: without --prompt, random tokens are used, and engine options with which {decoding[0]} shows")
     if decoding:
-        print("note: along the decode path, the last tokens one at a time; a forward pass does not see these faults")
+        print("note: the decode path is compared, one token at a time; a forward pass does not show these faults")
     run["enable_expert_parallel"] = chosen.expert_parallel
     for one in broken:
         run |= {} if one.why_not(ckpt.config, chosen.tp) else one.options
@@ -198,7 +198,7 @@ def _align_fast(chosen, ckpt, prompt) -> int:
     from tplab.align import align_fast
 
     if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
-        raise CommandError(f"--fast compares the healthy engine and writes no file: leave out --{unfit[0]}")
+        raise CommandError(f"--fast compares the healthy engine and writes no file; leave out --{unfit[0]}")
     report = align_fast(ckpt, prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype)
     print(report)
     return 0 if report.ok else 1
@@ -235,7 +235,7 @@ def generate(chosen) -> int:
     _check_writable(chosen.json)
     prompt = _read_prompt(chosen.prompt)
     if not prompt.strip():
-        raise CommandError("the prompt is empty; say something")
+        raise CommandError("the prompt is empty; give a text")
     import json
 
     from tplab.llm import SamplingParams, open_llm
@@ -243,7 +243,7 @@ def generate(chosen) -> int:
     params = SamplingParams(max_tokens=chosen.max_tokens, temperature=chosen.temperature, seed=chosen.seed)
     with open_llm(chosen.model, chosen.tp, chosen.dtype, batch_invariant=chosen.batch_invariant,
                   num_speculative_tokens=chosen.num_speculative_tokens) as llm:
-        if llm is None:  # a rank of torchrun's that has followed rank 0 to the end
+        if llm is None:  # a rank of torchrun's other than 0
             return 0
         if chosen.chat:
             prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
@@ -251,7 +251,7 @@ def generate(chosen) -> int:
             print(chunk, end="", flush=True)
     print()
     metrics = chunk.output.metrics
-    guessed = (f", {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} guessed tokens kept"
+    guessed = (f", {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} draft tokens kept"
                if chosen.num_speculative_tokens else "")
     print(f"[{metrics.num_output_tokens} tokens{guessed}, first after {metrics.time_to_first_token:.2f} s, "
           f"{metrics.tokens_per_second:.0f} tokens/s, {_ranks(llm)}]", file=sys.stderr)

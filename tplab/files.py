@@ -1,4 +1,4 @@
-"""What a command writes: files, looked at before the work and whole or not there after it; and the terminal."""
+"""What a command writes. A file is checked before the work, and is written whole or not at all; and the terminal."""
 
 import os
 import shutil
@@ -19,21 +19,21 @@ class FileError(TplabError):
 
 
 def check_working_folder() -> None:
-    """Raises `FileError` if the folder in which the command stands was removed."""
+    """Raises `FileError` if the current folder was removed."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise FileError("the folder in which this command stands no longer exists; cd to one that does") from None
+        raise FileError("the current folder no longer exists; cd to one that does") from None
 
 
 def check_writable(path: str | Path) -> None:
-    """Before minutes of work: could :func:`write_file` write this file? Raises `FileError` if not."""
+    """Raises `FileError` if :func:`write_file` could not write this file; to be called before minutes of work."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.basename(path):
         raise FileError(f"{str(path)!r} is not the name of a file")
     try:
         mode = os.lstat(path).st_mode
-        # A rename would put a file in the place of whatever stands there, be it /dev/null.
+        # A rename would replace whatever has this name, even /dev/null.
         if not stat.S_ISREG(mode):
             raise FileError(f"{path} is {KINDS.get(stat.S_IFMT(mode), 'no file')}; give the name of a file")
         if not os.access(path, os.W_OK):
@@ -41,16 +41,16 @@ def check_writable(path: str | Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.isdir(folder):
             raise FileError(f"{path} cannot be written: there is no folder {folder}") from None
-    except OSError as error:  # a name too long, a folder that may not be read
+    except OSError as error:  # a name too long, a folder without permission to read
         raise FileError(f"{path} cannot be written: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise FileError(f"{path} cannot be written: no permission to make files in {folder}")
 
 
 def write_file(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` fill a new file beside ``path``, then rename it: a full disk costs no earlier file.
+    """Have ``write`` fill a new file beside ``path``, then rename it. A full disk does not destroy the earlier file.
 
-    Raises `FileError` for any `OSError` on the way; what stood at ``path`` is then as it was.
+    Raises `FileError` for any `OSError`; an earlier file at ``path`` is then unchanged.
     """
     check_writable(path)
     try:
@@ -65,9 +65,9 @@ def write_file(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_unprintable() -> None:
-    """From here on standard output writes ``?`` for what a terminal's encoding (latin-1, ASCII) does not have.
+    """Have standard output write ``?`` for characters that the terminal's encoding (latin-1, ASCII) does not have.
 
-    Other streams, such as a notebook's, have no encoding that could be set.
+    Other streams, such as a notebook's, have no encoding that can be set.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

@@ -1,8 +1,8 @@
 """Replace one function of tplab by another, by dotted name, for a while.
 
-This is how a fault is put into the clean engine, and how a learner's own function from a notebook cell is. What is in
-force in the parent is in force on the ranks of every run as well: the pool sends it along, and the code that is patched
-knows nothing of it. A patch is picklable when its replacement is (cloudpickle takes cell functions).
+Faults are put into the clean engine in this way, and so are a learner's own functions from notebook cells. A patch that
+is in force in the parent is in force on the ranks of every run as well: the pool sends it with the run. The patched
+code needs no change. A patch is picklable when its replacement is (cloudpickle takes cell functions).
 """
 
 import inspect
@@ -18,7 +18,7 @@ from tplab.errors import TplabError
 
 
 class PatchError(TplabError):
-    """The dotted name leads nowhere, or the replacement cannot be called as the original is."""
+    """There is no function of this dotted name, or the replacement cannot be called like the original."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def as_patches(patches) -> tuple[Patch, ...]:
 class _Exit:
     """``__exit__`` as the ``with`` statement takes it before it enters: made then, and held nowhere else.
 
-    So it goes with the block, also where an interrupt comes before the first line of a Python ``__exit__``.
+    So it is freed with the block, even when an interrupt comes before the first line of a Python ``__exit__``.
     """
 
     def __get__(self, one: "applied | None", kind: type) -> Callable:
@@ -194,9 +194,9 @@ def _leave(block: _Block, *exc) -> None:
 class applied:
     """Apply every patch of ``patchables`` (as :func:`as_patches` takes them) and undo them all on the way out.
 
-    May be entered by several threads of a process at once, as logical ranks do: a name is clean again when the last
-    of them has left. What is in force follows from the ``with`` blocks that are alive: an interrupt at any moment
-    leaves nothing behind that the next entry, run or `in_force` would not undo. Raises PatchError if a target does
+    Several threads of a process may enter it at once, as logical ranks do: a name has its original again when the last
+    thread has left. The patches in force are those of the ``with`` blocks that are alive, so whatever an interrupt
+    leaves is undone by the next entry, run or `in_force`. Raises PatchError if a target does
     not exist, or a replacement's parameters do not fit.
     """
 

@@ -88,7 +88,7 @@ def test_deepseeks_latent_attention_as_counted_by_hand():
 
 @pytest.mark.parametrize(("raw", "options", "words"), [
     (QWEN3_30B_A3B, ["--expert-parallel"], ["16 experts (0–15)", "weights 7.7 GB", "24,576 bytes per token",
-                                            "of the fast path, it does not know experts"]),
+                                            "of the fast path: it does not support experts"]),
     (GPT_OSS_120B, [], ["published weights are quantised; here they are counted in bfloat16",
                         "columns 0–359 of each of 128 experts", "weights 29.3 GB", "9,216 bytes per token"]),
     (DEEPSEEK_V3, [], ["the engine does not run it", "70,272 bytes per token, the same on every rank"]),

@@ -332,7 +332,7 @@ def test_small_mistakes_are_too_far(two, mutate):
 
 
 def test_what_it_cannot_compare_is_said(two):
-    for given, message in [({"dtype": "float64"}, "float64 is the reference's alone"),
+    for given, message in [({"dtype": "float64"}, "only the reference computes float64"),
                            ({"prompts": [1, 2]}, "three tokens or more"), ({"prompts": [[1] * 9, []]}, "empty")]:
         with pytest.raises(AlignError, match=message):
             align_fast("fable", **{"prompts": PROMPTS, "pool": two} | given)

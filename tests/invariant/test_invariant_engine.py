@@ -83,7 +83,7 @@ def test_on_real_ranks(tmp_path):
 
 
 def test_what_it_cannot_keep_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(EngineError, match="batch_invariant=True does not know experts"):
+    with pytest.raises(EngineError, match="batch_invariant=True does not support experts"):
         LLM(make_model(tmp_path, **TRAITS["experts"]), 2, batch_invariant=True, logical=True)
     with pytest.raises(EngineError, match="float64"):
         LLM("fable", 2, "float64", batch_invariant=True, logical=True)

@@ -132,10 +132,10 @@ def test_the_router_breaks_ties_by_the_same_rule_in_every_row():
     assert len(set(ids[:, 0].tolist())) == 1 and weights.eq(1).all()
 
 
-# Who does not know a trait says so.
+# Code that does not support a trait says so.
 
 
 @pytest.mark.parametrize("name", TRAITS)
 def test_the_fast_path_steps_aside_by_name(model, name):
     config = model(name).config
-    assert why_not(config, torch.float32) == f"it does not know {config.traits[0]}"
+    assert why_not(config, torch.float32) == f"it does not support {config.traits[0]}"

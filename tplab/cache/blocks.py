@@ -21,7 +21,7 @@ class CacheError(TplabError):
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name under which a full block is found again: a hash over its parent's key *and* its own tokens.
 
-    Keys and values depend on everything before them, so the same tokens behind another beginning are another block.
+    Keys and values depend on everything before them, so the same tokens after another beginning are another block.
     ``parent`` is ``b""`` for a sequence's first block.
     """
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
@@ -31,7 +31,7 @@ class BlockPool:
     """Hands out blocks of ``block_size`` tokens and takes them back; counts the users of each.
 
     A block without a user is free; its contents stay findable until it is handed out again, the longest unused
-    first. So cached prefixes cost nothing: every block they occupy counts as free.
+    first. So cached prefixes cost no room: every block that they occupy counts as free.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -82,11 +82,11 @@ class BlockPool:
         return block
 
     def get_cached_block(self, key: bytes) -> int | None:
-        """The block with these contents, or None. Taking it is :meth:`touch`."""
+        """The block with these contents, or None. :meth:`touch` takes it."""
         return self._by_key.get(key) if self.enable_prefix_caching else None
 
     def touch(self, block: int) -> None:
-        """One user more for a block that was found."""
+        """Add one user to a block that was found."""
         self._free.pop(block, None)
         self.ref_counts[block] += 1
 

@@ -10,8 +10,8 @@ from tplab.model.attention import AttentionBatch, causal_mask
 class ContiguousKVCache:
     """Keys and values of some sequences, as tensors ``[tokens so far, kv heads here, head_dim]`` that grow.
 
-    Every step copies the whole past of a sequence; :class:`tplab.cache.PagedKVCache` is what removes that. This one
-    is for looking at.
+    Every step copies the whole past of a sequence; :class:`tplab.cache.PagedKVCache` avoids that. This one is here to
+    be read and compared with.
     """
 
     def __init__(self, num_sequences: int, num_layers: int):
@@ -26,7 +26,7 @@ class ContiguousKVCache:
                    for t in layer.values())
 
     def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep copies of a sequence's new keys and values of a layer behind its past; returns all of them."""
+        """Append copies of a sequence's new keys and values to a layer's earlier ones; returns all of them."""
         for held, new in ((self.k[layer], k), (self.v[layer], v)):
             held[sequence] = torch.cat([held[sequence], new]) if sequence in held else new.clone()
         return self.k[layer][sequence], self.v[layer][sequence]
@@ -48,7 +48,7 @@ class ContiguousContext:
             cache.computed[i] = start + count
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
-        """Append the new keys and values of each sequence, give out all of them."""
+        """Append the new keys and values of each sequence; yield all of them."""
         row = 0
         for i, start, count in self.parts:
             rows = slice(row, row + count)

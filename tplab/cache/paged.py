@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     """One sequence's part of a step.
 
     Attributes:
-        start: position of its first new token; so many are in the cache already.
+        start: position of its first new token, so the number of its tokens that are in the cache already.
         count: new tokens.
         block_ids: its block table, long enough for all of them.
         prompt_length: length of its prompt (some rope types depend on it).
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros whose memory the system commits page by page when it is first written: an empty cache costs nothing.
 
-    Zeros rather than nothing, because masked keys still meet a product: ``0 * NaN`` is NaN.
+    Zeros, not uninitialised memory, because masked keys still take part in a product: ``0 * NaN`` is NaN.
     """
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(*shape)
@@ -53,8 +53,7 @@ def visible_length(start: int, count: int) -> int:
 def rope_parts(segment: Segment) -> list[tuple[int, int]]:
     """``(tokens, length of the sequence when Hugging Face computes them)``: a prompt at once, then token by token.
 
-    So a prompt read in chunks, and an output computed again after a preemption, get the rotations that they would have
-    had without.
+    So a prompt read in chunks, or an output computed again after a preemption, gets the same rotations as without.
     """
     prompt = max(0, min(segment.count, segment.prompt_length - segment.start))
     later = range(segment.start + prompt, segment.start + segment.count)

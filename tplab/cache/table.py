@@ -92,6 +92,6 @@ class BlockTable:
         return self.keys[self._registered:computed // self.pool.block_size]
 
     def free(self) -> None:
-        """Give all blocks back, the last one first."""
+        """Return all blocks to the pool, the last one first."""
         self.pool.free_blocks(reversed(self.block_ids))
         self.block_ids, self._registered = [], 0

@@ -15,7 +15,7 @@ CACHE_BYTES = 1 << 30  # over all ranks, where num_blocks is not given
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is, with vLLM's names; the sizes are plain numbers, of whatever type they were given.
+    """The options of an engine, with vLLM's names; sizes are converted to plain ints.
 
     Attributes:
         vocab_size, eos_token_ids: of the model.
@@ -27,9 +27,9 @@ class EngineConfig:
         enable_prefix_caching: share the blocks of equal beginnings.
         strict: check caches, tables and ranks after every step.
         enforce_eager: the reference computes every step.
-        batch_invariant: a sequence's bits depend on nothing that is computed beside it, nor on the number of ranks.
-        num_speculative_tokens: a step computes so many guessed tokens of a greedy sequence, at most; see draft.py.
-        num_scheduler_steps: while nothing is to be decided, ranks may compute so many steps for one call, at most.
+        batch_invariant: a sequence's bits do not depend on what is computed beside it, nor on the number of ranks.
+        num_speculative_tokens: the most draft tokens of a greedy sequence in one step; see draft.py.
+        num_scheduler_steps: the most steps that ranks compute for one call, while nothing has to be scheduled.
 
     Raises:
         EngineError, CacheError: a size that is no whole number from 1 up.
@@ -64,13 +64,13 @@ class EngineConfig:
     @classmethod
     def for_model(cls, model, plan: ShardPlan, dtype: torch.dtype, *, num_blocks: int | None = None,
                   max_model_len: int | None = None, **options) -> "EngineConfig":
-        """The user's ``options``, and what they leave open as it follows from the model.
+        """A configuration from the user's ``options``; what they leave open follows from the model.
 
         Without ``num_blocks`` there are enough for ``max_num_seqs`` sequences of full length, but within 1 GiB over all
         ranks; without ``max_model_len`` it is the model's own limit, or what the cache holds.
 
         Raises:
-            EngineError: a size that cannot be, or a cache whose part on a rank is larger than the memory.
+            EngineError: an impossible size, or a cache whose part on a rank is larger than the memory.
             CacheError: ``num_blocks`` is no number of blocks.
         """
         longest, given = longest_sequence(model), max_model_len
@@ -91,7 +91,7 @@ class EngineConfig:
                 max_model_len = min(longest, num_blocks * config.block_size)
             config = replace(config, max_model_len=max_model_len,
                              num_blocks=num_blocks if given is None else max(num_blocks, needed))
-        # Memory is committed as it is used, so only what can never be is refused.
+        # Memory is committed as it is used, so only a cache larger than the machine's memory is refused.
         per_token = bytes_per_token(model, max(plan.sizes("kv_heads")), dtype)
         memory, needed = psutil.virtual_memory().total, config.num_blocks * config.block_size * per_token
         if needed > memory:

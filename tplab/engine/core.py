@@ -1,4 +1,4 @@
-"""``Engine``: scheduler, ranks and stop conditions, in token ids. Text is :class:`tplab.LLM`'s business."""
+"""``Engine``: scheduler, ranks and stop conditions, on token ids. :class:`tplab.LLM` adds text."""
 
 import secrets
 import time
@@ -14,7 +14,7 @@ from tplab.engine.strict import StrictChecks
 
 
 class Engine:
-    """Steps sequences over a :class:`tplab.llm.executor.Executor`: it has a model on ranks and executes steps there."""
+    """Runs sequences step by step on a :class:`tplab.llm.executor.Executor`, which has a model on ranks."""
 
     def __init__(self, executor, config: EngineConfig):
         self.executor, self.config = executor, config
@@ -39,7 +39,7 @@ class Engine:
             raise RequestError(f"the prompt has {len(token_ids)} tokens; prompt and output together can have "
                                f"{max_model_len} (max_model_len)")
         most = room if params.max_tokens is None else min(room, params.max_tokens)
-        # The last token is never read again, so it needs no place.
+        # The last token is never read again, so it needs no slot.
         needed = blocks_needed(len(token_ids) + most - 1, self.pool.block_size)
         if needed > self.pool.num_blocks:
             fits = self.pool.num_blocks * self.pool.block_size + 1 - len(token_ids)
@@ -122,11 +122,11 @@ class Engine:
         self.finish(sequence, "error")
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence, in whatever state it is. Ending it twice changes nothing."""
+        """End a sequence, whatever its state. A second call changes nothing."""
         if sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, reason)
             sequence.metrics.finished_time = time.perf_counter()
 
     def recompute(self) -> None:
-        """The ranks' caches are gone: all sequences wait and compute their tokens again."""
+        """The ranks have lost their caches: all sequences wait, and their tokens are computed again."""
         self.scheduler.reset()

@@ -1,8 +1,9 @@
 """Speculative decoding (arXiv:2211.17192) with drafts from the text itself (prompt lookup, vLLM's ``ngram``).
 
-A step computes a sequence's newest token and a draft of the next ones. Drafted tokens are kept as far as they are what
-the model itself chooses; its own choice follows them. So a greedy text stays the same, as long as the model chooses
-alike whether it computes one token or several: rounding can differ there, and ``batch_invariant=True`` makes it equal.
+A step computes a sequence's newest token and a draft of the next ones. Drafted tokens are
+kept up to the first that the model would not have chosen; then comes the model's own choice. So a greedy text stays the
+same, if the model chooses the same token whether it computes one token or several at once. Rounding can differ between
+the two; with ``batch_invariant=True`` it does not.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ LONGEST = 3  # tokens at the end of a text that are looked for (vLLM: prompt_loo
 
 
 def propose(token_ids: Sequence[int], count: int) -> tuple[int, ...]:
-    """At most ``count`` tokens that may come next: what followed when the last tokens stood there before.
+    """At most ``count`` tokens that may come next: those that followed the text's last tokens where these stood before.
 
-    The longest ending that is found decides, and of its places the last.
+    The longest ending that occurs before is used; of several occurrences, the last one.
     """
     tokens = list(token_ids)
     for length in range(min(LONGEST, len(tokens) - 1) if count else 0, 0, -1):
@@ -27,7 +28,7 @@ def propose(token_ids: Sequence[int], count: int) -> tuple[int, ...]:
 def num_accepted(draft: Sequence[int], chosen: Sequence[int | None]) -> int:
     """How many drafted tokens stay: those before the first that the model would not have chosen.
 
-    ``chosen`` are the model's choices in the draft's places, and one behind its end.
+    ``chosen`` are the model's choices at the draft's positions, and one more after the last.
     """
     for place, (drafted, own) in enumerate(zip(draft, chosen)):
         if drafted != own:

@@ -1,6 +1,6 @@
 """``ModelRunner``: what one rank does in a step: tokens in, one forward pass, drawn tokens out.
 
-It keeps the weights, the cache and the tokens drawn in the last step, and knows nothing about queues.
+It keeps the weights, the cache and the tokens drawn in the last step. Queues are the scheduler's.
 """
 
 from itertools import accumulate
@@ -19,7 +19,7 @@ from tplab.shard import ShardPlan
 
 
 def token_positions(segment: Segment) -> range:
-    """Absolute positions of a sequence's new tokens: they follow those in the cache. Also where decoding happens."""
+    """Absolute positions of a sequence's new tokens: they follow those in the cache, in prefill and in decode."""
     return range(segment.start, segment.start + segment.count)
 
 
@@ -42,7 +42,7 @@ class ModelRunner:
                            "cache_bytes": self.cache.nbytes, "cache_bytes_per_token": self.cache.bytes_per_token}
 
     def new_tokens(self, requests: tuple[ScheduledRequest, ...]) -> list[int]:
-        """The flattened input: from the description, or what this rank knows was drawn a step ago."""
+        """The flattened input: the tokens that were sent, or the token that this rank drew in the last step."""
         tokens: list[int] = []
         for request in requests:
             tokens.extend(request.token_ids or (self.drawn[request.request_id],))
@@ -63,7 +63,7 @@ class ModelRunner:
         segments = [request.segment for request in requests]
         positions = torch.tensor([position for segment in segments for position in token_positions(segment)])
         ends = accumulate(segment.count for segment in segments)
-        # Where a prompt is done, the logits of its last token and of a draft behind it draw tokens.
+        # Where a prompt is complete, tokens are drawn from the logits of its last token and of the draft after it.
         rows: list[int] = []
         due: list[tuple[ScheduledRequest, SamplingMetadata]] = []
         for request, end in zip(requests, ends):
@@ -85,8 +85,8 @@ class ModelRunner:
         return ModelRunnerOutput(self.drawn, logprobs, slots if self.config.strict else None, nan, accepted)
 
     def execute_steps(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """A step, and those that may follow it without the scheduler, until a sequence has nothing to draw from or all
-        are at an end."""
+        """A step, and the steps that may follow it without the scheduler, until a sequence's logits are NaN or all have
+        ended."""
         outputs = [self.execute_model(scheduler_output)]
         while scheduler_output.num_lookahead_steps and not outputs[-1].nan and not all(
                 token in self.config.eos_token_ids for token in self.drawn.values()):
@@ -96,7 +96,7 @@ class ModelRunner:
 
 
 def load_runner(key: str, forget: list[str], *arguments, make=ModelRunner) -> dict:
-    """On a rank: ``make`` a runner and keep it under ``key``; drop those that are no longer needed.
+    """On a rank: ``make`` a runner and keep it under ``key``; drop the runners of ``forget``.
 
     Returns what it costs: ``bytes_read``, ``parameter_bytes``, ``cache_bytes``, ``cache_bytes_per_token``.
     """

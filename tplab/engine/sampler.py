@@ -1,9 +1,9 @@
 """From this rank's logits to one token for all ranks.
 
-Every rank knows the logits of its own part of the vocabulary. The most probable token is found without gathering
-them: each rank offers its best token and that token's score, and all ranks pick the best offer. Drawing at random is
-the same thing with noise: with Gumbel noise added, the largest score *is* a draw from the softmax. The noise is made
-from the request's seed for the whole vocabulary, so it is the same however many ranks there are. Only top-k, top-p and
+Every rank has the logits of its own part of the vocabulary. The most probable token is found without gathering
+them: each rank offers its best token and that token's score, and all ranks take the best offer. Sampling is the same
+with noise: with Gumbel noise added, the largest score *is* a draw from the softmax. The noise is made from the
+request's seed for the whole vocabulary, so it is the same on any number of ranks. Only top-k, top-p and
 log probabilities need the whole vocabulary, and only for the rows that ask for them.
 """
 
@@ -26,7 +26,9 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
 
 def offer(scores_here: torch.Tensor, first: int) -> torch.Tensor:
     """``[n, vocabulary here]`` scores → this rank's best token per row, ``[n, 2]``: its score and its global id, both
-    exact in float64. ``first`` is the global id of this rank's first token. Of equals the first one, NaN before all.
+    exact in float64.
+
+    ``first`` is the global id of this rank's first token. The first of equal scores is taken; NaN is the largest.
     """
     wide = scores_here.float() if scores_here.dtype == torch.bfloat16 else scores_here
     ids = torch.from_numpy(wide.numpy().argmax(axis=-1))  # numpy's is vectorised: a sixth of the time of torch's
@@ -51,7 +53,7 @@ def lowest_allowed(logits: torch.Tensor, draw: SamplingMetadata) -> torch.Tensor
     """
     ordered = logits.sort(descending=True).values
     if ordered[0].isnan():
-        return ordered[0]  # NaN stands first, and nothing can be compared with it
+        return ordered[0]  # NaN is sorted first, and comparisons with it are False
     if 0 < draw.top_k < len(ordered):
         ordered = ordered[ordered >= ordered[draw.top_k - 1]]  # equals stay together, and count in top-p
     if draw.top_p < 1:
@@ -71,7 +73,7 @@ def token_logprobs(logits: torch.Tensor, token: int, count: int) -> list[tuple[i
     logprobs = logits.log_softmax(-1)
     tokens = [token]
     if count:
-        # Not topk, which takes any of equals; and not a sort of the whole vocabulary. NaN is below nothing.
+        # Not topk, which takes any of equal values, nor a sort of the whole vocabulary. `<` is False for NaN.
         candidates = (~(logprobs < logprobs.topk(min(count, len(logprobs))).values[-1])).nonzero()[:, 0]
         tokens += candidates[logprobs[candidates].sort(descending=True, stable=True).indices[:count]].tolist()
     return [(t, logprobs[t].item(), int((logprobs > logprobs[t]).sum()) + 1) for t in tokens]
@@ -100,7 +102,7 @@ def sample(lm_head: ParallelLMHead, logits_here: torch.Tensor, draws: Sequence[S
             noise = gumbel_noise(draw.seed, draw.position, lm_head.num_embeddings)
             offers[row] = offer((scores + noise[here.start:here.stop])[None], here.start)[0]
             if offers[row, 0].isnan():
-                offers[row, 1] = -1  # no token: there is no probability to draw with. NaN wins, so all ranks hear of it
+                offers[row, 1] = -1  # no token can be drawn. NaN counts as the largest score, so all ranks get it
     tokens = [token if token >= 0 else None for token in best_offer(offers).tolist()]
     return tokens, {row: token_logprobs(whole[row], token, count) for row in whole_rows
                     if (count := draws[row].logprobs) is not None and (token := tokens[row]) is not None}

@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anything is left to do."""
+        """Whether a request has not finished."""
         return bool(self.requests)
 
     def add(self, sequence: Sequence) -> None:
@@ -78,10 +78,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it; nothing where no sequence can go on.
 
-        Sequences that run come first, in order of admission; waiting ones fill what is left of the budget. None is
-        admitted in a step in which one had to be preempted, nor in one that computes the next block of its prompt for
-        another sequence: a step later it is found (as vLLM does for Mamba layers,
-        https://github.com/vllm-project/vllm/pull/29387).
+        Running sequences come first, in order of admission; waiting ones get what is left of the budget. None is
+        admitted in a step in which a sequence was preempted. A sequence is not admitted either in a step that computes
+        the next block of its prompt for another one: a step later, that block is found in the cache (as vLLM does for
+        Mamba layers, https://github.com/vllm-project/vllm/pull/29387).
         """
         self.step_number += 1
         budget, preempted, admitted = self.max_num_batched_tokens, [], []
@@ -126,8 +126,8 @@ class Scheduler:
                                                        for part in scheduled), ahead)
 
     def _look_ahead(self, scheduled: list[Sequence]) -> int:
-        """How many more steps need no decision, as long as no end is drawn: all sequences decode, and none waits for a
-        place. Their blocks are allocated already, if there are enough.
+        """How many more steps need no scheduling, as long as no sequence ends: all decode, and none waits. The blocks
+        for these steps are allocated here; 0 if there are too few.
         """
         if self.num_scheduler_steps == 1 or self.waiting or not scheduled \
                 or any(tokens_to_compute(s.num_tokens, s.num_computed_tokens) > 1 or s.num_tokens == s.num_prompt_tokens
@@ -143,12 +143,12 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
-        free(sequence)  # it holds some only if it found blocks last time and could not begin all the same
+        free(sequence)  # it holds blocks only if it found some last time and could not be admitted
         found = sequence.block_table.get_computed_blocks(sequence.token_ids)
         computed = computed_after_prefix_hit(len(found), self.pool.block_size)
         count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
         missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
-        # Found blocks without a user stand among the free ones, but cannot be handed out as well.
+        # Found blocks without a user count as free, but must not be handed out as well.
         if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
             return 0
         sequence.block_table.add_computed_blocks(found)
@@ -158,7 +158,7 @@ class Scheduler:
         return count
 
     def _draft(self, sequence: Sequence, tokens: int, budget: int) -> tuple[int, ...]:
-        """What may follow its newest token, where that is computed now and the rest of its text can hold it."""
+        """A draft of the tokens after its newest one, if that is computed in this step; ``()`` otherwise."""
         if (not self.num_speculative_tokens or tokens < sequence.num_tokens or not sequence.params.greedy
                 or sequence.params.logprobs is not None):
             return ()
@@ -184,9 +184,9 @@ class Scheduler:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
                            ) -> list[Sequence]:
-        """Take in what a step computed: new tokens, and blocks that are full now.
+        """Apply what a step computed: new tokens, and blocks that are full now.
 
-        Returns the sequences that got a token. Whether one has ended is the caller's to say (:meth:`finish`).
+        Returns the sequences that got a token. The caller decides whether one has ended (:meth:`finish`).
         """
         advanced = []
         for request in scheduler_output.requests:
@@ -194,7 +194,7 @@ class Scheduler:
             sequence = self.requests[request_id]
             sequence.token_ids += request.draft[:accepted]
             sequence.logprobs += [None] * accepted
-            # The places of rejected tokens are written anew.
+            # The slots of rejected tokens are written again.
             sequence.num_computed_tokens += request.segment.count - request.num_draft_tokens + accepted
             sequence.block_table.cache_blocks(sequence.token_ids, sequence.num_computed_tokens)
             sequence.metrics.num_draft_tokens += request.num_draft_tokens

@@ -1,4 +1,4 @@
-"""``Sequence``: one request on its way through the engine, and what it cost."""
+"""``Sequence``: one request in the engine, and what it cost."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +15,7 @@ class RequestMetrics:
         blocks_used: the most cache blocks it held at one time.
         prefix_hit_tokens: prompt tokens whose keys and values were in the cache already, when it was first admitted.
         preemptions: how often its blocks were taken away and its tokens computed again.
-        num_draft_tokens, num_accepted_tokens: guessed tokens that were computed, and those of them that stayed.
+        num_draft_tokens, num_accepted_tokens: draft tokens that were computed, and those that were kept.
     """
 
     arrival_time: float = 0.0
@@ -52,7 +52,7 @@ class Status(Enum):
 
 
 class Sequence:
-    """A prompt, what has been generated behind it, and where its keys and values are.
+    """A prompt, its output so far, and where its keys and values are.
 
     Args:
         request_id: the engine's number for it; grows with every request.
@@ -93,7 +93,7 @@ class Sequence:
         return self.token_ids[len(self.prompt_token_ids):]
 
     def keep_output(self, count: int) -> None:
-        """Forget what stands behind the first ``count`` tokens of the output: a draft went beyond the end."""
+        """Drop the output after its first ``count`` tokens: a draft went beyond the end."""
         del self.token_ids[self.num_prompt_tokens + count:], self.logprobs[count:]
         self.metrics.num_output_tokens = count
 

@@ -16,7 +16,7 @@ class SamplingMetadata(NamedTuple):
     Attributes:
         temperature, top_k, top_p, min_p, logprobs: from :class:`SamplingParams`.
         seed: of the request; drawn by the engine where the user gave none.
-        position: how many tokens were drawn for it before: which place in the seed's stream of chance.
+        position: how many tokens were drawn for it before; with the seed, it determines the noise.
     """
 
     temperature: float
@@ -35,7 +35,7 @@ class ScheduledRequest(NamedTuple):
         segment: which of its positions are computed, and its block table.
         token_ids: the new tokens; empty where it is the one token that the ranks drew in the step before.
         sampling: how its next token is drawn; None where its prompt is not done yet.
-        num_draft_tokens: so many of the last ``token_ids`` are a guess at what comes next.
+        num_draft_tokens: how many of the last ``token_ids`` are a draft.
     """
 
     request_id: int
@@ -46,7 +46,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def draft(self) -> tuple[int, ...]:
-        """The guess."""
+        """The draft's tokens."""
         return self.token_ids[len(self.token_ids) - self.num_draft_tokens:]
 
 
@@ -63,7 +63,7 @@ class SchedulerOutput(NamedTuple):
     num_lookahead_steps: int = 0
 
     def next_step(self) -> "SchedulerOutput":
-        """What follows a step in which all decode, if all of them go on."""
+        """The step after one in which all sequences decode, if none of them ends."""
         return SchedulerOutput(self.step_number + 1, tuple(
             request._replace(segment=request.segment._replace(start=request.segment.start + 1), token_ids=(),
                              sampling=sampling._replace(position=sampling.position + 1))
@@ -87,10 +87,10 @@ class ModelRunnerOutput(NamedTuple):
     """What a rank answers, by ``request_id``.
 
     Attributes:
-        sampled_token_ids: the drawn token of each sequence that was to draw; behind its draft's accepted tokens.
+        sampled_token_ids: the drawn token of each sequence for which one was due; it follows the accepted draft tokens.
         logprobs: ``[(token, log probability, rank), …]``, the drawn token first, where asked for.
         slots: in the order of the step, the slots that each sequence wrote; only under ``strict``.
-        nan: sequences for which nothing could be drawn, since their logits are NaN.
+        nan: sequences for which no token could be drawn, since their logits are NaN.
         num_accepted: of sequences with a draft, how many of its tokens stay.
     """
 
@@ -108,10 +108,10 @@ def block_ids_for_ranks(sequence: Sequence) -> tuple[int, ...]:
 
 def scheduled_request(step_number: int, sequence: Sequence, count: int, draft: tuple[int, ...] = ()
                       ) -> ScheduledRequest:
-    """All that the ranks must know to compute ``count`` new tokens of a sequence, and a draft behind them."""
+    """What the ranks need to compute ``count`` new tokens of a sequence and a draft after them."""
     start, p = sequence.num_computed_tokens, sequence.params
     segment = Segment(start, count + len(draft), block_ids_for_ranks(sequence), sequence.num_prompt_tokens)
-    # Only from the very last step: after one that failed, ranks may remember different tokens.
+    # Only from the last step: after a step that failed, ranks may hold different tokens.
     drawn_just_now = count == 1 and not draft and sequence.sampled_in_step == step_number - 1
     token_ids = () if drawn_just_now else (*sequence.token_ids[start:start + count], *draft)
     sampling = None

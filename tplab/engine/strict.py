@@ -17,7 +17,7 @@ class StrictChecks:
         self.written: dict[tuple[int, int], set[int]] = {}  # (block, how often it was handed out) → places written
 
     def after(self, step: SchedulerOutput, outputs: list[ModelRunnerOutput]) -> None:
-        """All ranks have answered."""
+        """Check the ranks' answers to a step."""
         for rank, output in enumerate(outputs):
             if output.sampled_token_ids != outputs[0].sampled_token_ids:
                 drawn = [output.sampled_token_ids for output in outputs]
@@ -45,7 +45,7 @@ class StrictChecks:
         places.add(place)
 
     def accounts(self) -> None:
-        """The step has been taken in: do the block pool's accounts agree with the tables?"""
+        """Check that the block pool's counts agree with the block tables; called after the step was applied."""
         tables = [s.block_table.block_ids for s in (*self.scheduler.running, *self.scheduler.waiting)]
         try:
             self.scheduler.pool.check(tables)

@@ -1,6 +1,6 @@
 """What makes a loaded model quick, from outside: whole steps as compiled code, with the reference's numbers.
 
-The rooms below are plain PyTorch and know nothing of this one. numba is imported on the ranks alone.
+The rooms below are plain PyTorch and do not depend on this one. numba is imported on the ranks only.
 """
 
 import os
@@ -22,16 +22,16 @@ def why_not(config, dtype: torch.dtype) -> str | None:
     if is_off():
         return f"{SWITCH}=0 turns it off"
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"{str(dtype).removeprefix('torch.')} is the reference's alone"
+        return f"only the reference computes {str(dtype).removeprefix('torch.')}"
     if config.traits:
-        return f"it does not know {config.traits[0]}"
+        return f"it does not support {config.traits[0]}"
     if config.hidden_act != "silu":
-        return f"it does not know hidden_act {config.hidden_act!r}"
+        return f"it does not support hidden_act {config.hidden_act!r}"
     return None
 
 
 def make_runner(ckpt, plan, config) -> ModelRunner:
-    """On a rank: a loaded runner, accelerated where that can be and ``config`` allows it."""
+    """On a rank: a loaded runner, accelerated where that is possible and ``config`` allows it."""
     runner = ModelRunner(ckpt, plan, config)
     if not (config.enforce_eager or config.strict or why_not(ckpt.config, config.dtype)):
         from tplab.fast.accelerate import accelerate

@@ -21,10 +21,10 @@ from tplab.ranks.oplog import ALL_REDUCE
 
 
 def accelerate(runner: ModelRunner) -> None:
-    """Make a loaded runner of a pool's rank quick: from now on it takes the fast path unless its model is looked at.
+    """Have a loaded runner on a pool's rank take the fast path, unless its model is observed or changed.
 
-    The model must be one that :func:`tplab.fast.why_not` has nothing against. On logical ranks, under torchrun, and
-    where something was patched while it was loaded, the reference goes on.
+    :func:`tplab.fast.why_not` must return None for the model. The reference stays on logical ranks, under torchrun, and
+    if a patch was in force while the model was loaded.
     """
     if isinstance(current(), SharedMemoryGroup) and not patch.in_force():
         fast = FastModel(runner)
@@ -32,11 +32,11 @@ def accelerate(runner: ModelRunner) -> None:
 
 
 class FastRunner(ModelRunner):
-    """A runner whose weights lie packed, until its model is asked for."""
+    """A runner whose weights are packed until its ``model`` is read."""
 
     @property
     def model(self):
-        """The reference model, whole. Its new holder can change it, so it stays whole from then on."""
+        """The reference model with its weights. A caller can change it, so it keeps its weights from now on."""
         self.fast.unpack()
         self.fast.is_shown = True
         return self.fast.model
@@ -77,7 +77,7 @@ class FastModel:
         compile_ahead(step, self.shape, self.weights, batch, self._work(batch, 1), self._ranks(current(), 1), 0)
 
     def unpack(self) -> None:
-        """Give the reference model its weights back."""
+        """Return the weights to the reference model."""
         if self.weights is None:
             return
         if not self.is_shown:
@@ -88,7 +88,7 @@ class FastModel:
         self.weights = None
 
     def _pack(self) -> None:
-        """Put the weights into the order in which a step reads them. The model's own copies go, unless it is shown."""
+        """Copy the weights in the order in which a step reads them. The model's own are freed, unless it is in use."""
         panels, at = np.empty(sum(self.words), _WORDS[self.dtype]), 0
         for weight, words in zip(self.linears, self.words):
             panels[at:at + words] = linear.pack_weight(weight.data)

@@ -143,7 +143,7 @@ def embed(shape, weights, batch, work, head_at, thread, threads):
 
 @inner
 def norm(layer_norm, rows, shape, weights, work, thread, threads):
-    """RMSNorm of the residual stream, as the next product wants it."""
+    """RMSNorm of the residual stream, in the format that the next product takes."""
     width = shape.hidden_words * shape.per_word
     for r in range(thread, rows, threads):
         rms_norm(work.hidden[r], weights.norms[layer_norm], shape.eps, work.x[r * width:(r + 1) * width])
@@ -211,7 +211,7 @@ def attend(layer, shape, weights, batch, work, thread, threads):
 
 @inner
 def join_heads(rows, shape, batch, work, is_last, thread, threads):
-    """What the heads give, row by row, as ``o_proj`` wants it; of the last layer, the wanted rows only."""
+    """The heads' outputs row by row, in the format that ``o_proj`` takes; in the last layer, only the wanted rows."""
     width, size = shape.heads_words * shape.per_word, shape.heads * shape.head_dim
     for r in range(thread, rows, threads):
         source = batch.wanted[r] if is_last else r
@@ -220,7 +220,7 @@ def join_heads(rows, shape, batch, work, is_last, thread, threads):
 
 @inner
 def activate(layer, rows, shape, weights, work, thread, threads):
-    """``silu(gate) * up``, as ``down_proj`` wants it."""
+    """``silu(gate) * up``, in the format that ``down_proj`` takes."""
     n, row, width = shape.columns, _panels(2 * shape.columns) * WIDTH, shape.columns_words * shape.per_word
     for r in range(thread, rows, threads):
         gate_up = work.y[r * row:(r + 1) * row]
@@ -230,7 +230,7 @@ def activate(layer, rows, shape, weights, work, thread, threads):
 
 @inner
 def add_bias(bias, rows, width, work, thread, threads):
-    """The bias of a row-parallel layer, which one rank has."""
+    """Add the bias of a row-parallel layer; only one rank has it."""
     if len(bias):
         for r in range(thread, rows, threads):
             add(bias, work.y[r * width:(r + 1) * width])
@@ -238,7 +238,7 @@ def add_bias(bias, rows, width, work, thread, threads):
 
 @entry
 def step(shape, weights, batch, work, ranks, thread):
-    """All of it, as one of this rank's threads; True if it came to its end.
+    """A whole step, as one of this rank's threads; True if it was completed.
 
     ``work.hidden`` then holds the wanted rows after the last layer, before the final norm, and ``work.logits`` their
     logits, ``[rows, vocabulary here, filled up to whole panels]``. False: see :func:`tplab.fast.all_reduce.all_reduce`.

@@ -1,6 +1,6 @@
-"""Whether a rank's model is being looked into or was changed: the one question on which the fast path depends.
+"""Whether a rank's model is observed or was changed: the fast path is taken only if it is not.
 
-A patch, a trace, a hook, another function, module or parameter in the place of one: then the reference computes, on all
+With a patch, a trace, a hook, or a replaced function, module or parameter on any rank, the reference computes on all
 ranks.
 """
 
@@ -36,7 +36,7 @@ class Watch:
         self.command, self.untouched, self.disturbed = None, False, True
 
     def is_untouched(self) -> bool:
-        """Whether nothing looks into it and nothing has changed, on all ranks.
+        """Whether no rank's model is observed or changed.
 
         Ranks agree on the answer whenever they have done something else since the last step; in between, only the
         patches can change, which the pool sends to all.
@@ -44,11 +44,11 @@ class Watch:
         group = current()
         if self.command is None or group.command - self.command > 1:
             self.disturbed = True
-            self.untouched = group.all_agree(self._nobody_looks() and self._is_as_loaded())
+            self.untouched = group.all_agree(self._is_unobserved() and self._is_as_loaded())
         self.command = group.command
         return self.untouched and not patch.in_force()
 
-    def _nobody_looks(self) -> bool:
+    def _is_unobserved(self) -> bool:
         return not (is_recording() or any(self.hooks) or torch.nn.modules.module._has_any_global_hook())
 
     def _is_as_loaded(self) -> bool:

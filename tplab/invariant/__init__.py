@@ -3,7 +3,7 @@
 A sum of rounded numbers depends on its order, and libraries choose the order by the sizes that they meet. Here every
 sum has one order, which depends on the model alone. Products, norms and attention whose order does not depend on the
 batch follow https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference, one binary tree over the ranks'
-summands follows TBIK (https://arxiv.org/abs/2511.17826). The rooms below know nothing of it.
+summands follows TBIK (https://arxiv.org/abs/2511.17826). The rooms below do not depend on it.
 """
 
 import torch
@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
-    """Why a model of this :class:`tplab.checkpoint.ModelConfig` cannot be batch-invariant; None where it can."""
+    """Why a model of this :class:`tplab.checkpoint.ModelConfig` cannot be batch-invariant; None if it can."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {str(dtype).removeprefix('torch.')}: it is made for float32 and bfloat16"
     if ranks not in RANKS:
@@ -24,7 +24,7 @@ def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
     if config.experts is not None:
         return "experts: which rank adds up which of them depends on the number of ranks"
     if config.hidden_act not in ACTIVATIONS:
-        return f"hidden_act {config.hidden_act!r}: it knows {' and '.join(ACTIVATIONS)}"
+        return f"hidden_act {config.hidden_act!r}: it has {' and '.join(ACTIVATIONS)}"
     if not config.rope_types.isdisjoint(("dynamic", "longrope")):
         return "a rotation that depends on the prompt's length"
     return None
@@ -33,7 +33,7 @@ def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
 def refuse_unknown(config, dtype: torch.dtype, ranks: int) -> None:
     """EngineError if ``batch_invariant=True`` cannot be kept for this model."""
     if found := why_not(config, dtype, ranks):
-        raise EngineError(f"batch_invariant=True does not know {found}")
+        raise EngineError(f"batch_invariant=True does not support {found}")
 
 
 def make_runner(ckpt, plan, config) -> ModelRunner:

@@ -1,7 +1,7 @@
-"""What a model computes beside its products, with one order for every sum.
+"""Products, attention, norms and activations with one fixed order for every sum.
 
-numba compiles these loops as they stand: without permission to add in another order, a number is computed alike in a
-vector and behind its end, in a long array and in a short one.
+numba compiles these loops without permission to change the order of additions, so a number is the same whether it is
+computed inside a vector or in the rest after it, in a long array or in a short one.
 """
 
 from collections.abc import Sequence

@@ -19,8 +19,8 @@ from tplab.shard import RowParallelLinear
 def make_batch_invariant(model: TensorParallelCausalLM) -> None:
     """From now on each token's numbers are the same in any batch, whole or in chunks, and on 1, 2, 3, 4, 6 or 8 ranks.
 
-    Weights of products are kept packed only, as :mod:`tplab.fast` keeps them. The model must be one that
-    :func:`tplab.invariant.why_not` has nothing against.
+    Weights of products are kept packed only, as in :mod:`tplab.fast`. :func:`tplab.invariant.why_not` must return None
+    for the model.
     """
     config, plan = model.config, model.plan
     model.rotary = RotaryTables(model.rotary)
@@ -45,7 +45,7 @@ def make_batch_invariant(model: TensorParallelCausalLM) -> None:
 
 
 class RotaryTables:
-    """A model's cosines and sines, each position's made alone: libraries compute an array's end in another way."""
+    """A model's cosines and sines, one position at a time: libraries compute the end of an array differently."""
 
     def __init__(self, rotary: Rotary):
         self.rotary, self.tables = rotary, defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Text as it becomes certain: tokens in, whole characters out, stop texts found."""
+"""From tokens to text, in whole characters; finds stop texts."""
 
 
 class Detokenizer:
@@ -24,7 +24,7 @@ class Detokenizer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def add(self, token: int) -> str | None:
-        """Take a token in; returns the stop text that it completed, which is cut off, else None."""
+        """Add a token; returns the stop text that it completes (and cuts that off), else None."""
         self.token_ids.append(token)
         before = self._decode(self.token_ids[self.begin:self.done])
         now = self._decode(self.token_ids[self.begin:])

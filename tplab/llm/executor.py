@@ -28,7 +28,7 @@ _garbage: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def load_for(make, key: str, forget: list[str], ckpt, plan, config) -> dict:
-    """On a rank: :func:`tplab.engine.runner.load_runner`, of what ``make`` makes or of what ``config`` asks for."""
+    """On a rank: :func:`tplab.engine.runner.load_runner` by ``make``, or for a batch-invariant runner."""
     return load_runner(key, forget, ckpt, plan, config, make=invariant.make_runner if config.batch_invariant else make)
 
 
@@ -36,7 +36,7 @@ class Executor(Protocol):
     """What an engine asks of its ranks."""
 
     def load(self, *arguments) -> list[dict]:
-        """Make a :class:`tplab.engine.runner.ModelRunner` of ``arguments`` on every rank; what each costs."""
+        """Make a :class:`tplab.engine.runner.ModelRunner` from ``arguments`` on every rank; the costs of each."""
 
     def loaded(self) -> bool:
         """Whether every rank has it."""
@@ -51,8 +51,8 @@ class Executor(Protocol):
 class PoolExecutor:
     """An engine on the processes of a :class:`tplab.pool.RankPool`; on the shared pool if none is given.
 
-    Several engines can live on one pool, each under its own key. An engine that is thrown away without being closed
-    is forgotten by the ranks when the next one loads.
+    Several engines can share one pool, each under its own key. The weights of an engine that was dropped without being
+    closed are freed on the ranks when the next engine loads.
     """
 
     def __init__(self, size: int, pool: RankPool | None = None):
@@ -72,12 +72,12 @@ class PoolExecutor:
         garbage = _garbage.setdefault(pool, [])
         if self._finalizer is not None:
             self._finalizer.detach()
-        # Before anything is there to be forgotten: a load that fails on one rank leaves weights on the others.
+        # Before the load, because one that fails on one rank leaves weights on the others.
         self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
         forget = list(garbage)
         found = pool.run(load_for, fast.make_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
         for key in forget:
-            with suppress(ValueError):  # another thread's load has seen to it
+            with suppress(ValueError):  # another thread's load has removed it
                 garbage.remove(key)
         return found
 
@@ -90,8 +90,8 @@ class PoolExecutor:
         return found
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank. One call of the ranks may compute several, as far as ``num_lookahead_steps`` says;
-        not while something is patched, nor where the ranks have run something else since the last step.
+        """One step on every rank. One call of the ranks may compute ``num_lookahead_steps`` more; not while a patch
+        is in force, nor after the ranks have run something else since the last step.
         """
         alone = bool(in_force()) or not self._is_undisturbed()
         if alone:
@@ -111,7 +111,7 @@ class PoolExecutor:
         return self._command == pool.number_of_runs and pool is self._loaded_on
 
     def close(self) -> None:
-        """Forget it on every rank. The pool stays open; with ranks that are gone already, there is nothing to do."""
+        """Free it on every rank. The pool stays open; nothing is done if its ranks have ended."""
         if self._finalizer is not None and self._loaded_on is not None and not self._loaded_on.closed:
             self._loaded_on.run(drop_runners, [self.key])
             self._finalizer.detach()
@@ -130,7 +130,7 @@ class LogicalExecutor:
         self.states: list[dict] = [{} for _ in range(size)]
 
     def run(self, fn, *args) -> list:
-        """``fn`` on every logical rank. They begin with an empty ``state`` every time, so theirs is kept here."""
+        """``fn`` on every logical rank. Logical ranks start with an empty ``state``, so each rank's is kept here."""
         def on_rank():
             state.update(self.states[rank()])
             try:

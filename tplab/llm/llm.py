@@ -46,10 +46,10 @@ class LLM:
         enforce_eager: the reference, plain PyTorch, computes every step; else :mod:`tplab.fast` does where it can.
         batch_invariant: the same bits for a sequence in any batch, whole or in chunks, and on any number of ranks
             (:mod:`tplab.invariant`; slower).
-        num_speculative_tokens: a step computes so many guessed tokens of a greedy request, at most, and keeps those
-            that the model itself chooses (n-gram drafts).
+        num_speculative_tokens: the most draft tokens of a greedy request in one step (n-gram drafts); those that the
+            model itself would have chosen are kept.
         num_scheduler_steps: while all sequences decode and none waits, the ranks of a pool compute so many steps for
-            one call, at most (those that are not needed are forgotten); None: 8 on the fast path, else 1.
+            one call, at most (steps that are not needed are dropped); None: 8 on the fast path, else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
@@ -181,7 +181,7 @@ class LLM:
             raise RequestError(f"chat_prompt takes one conversation, not {len(conversations)}; chat takes several")
         try:
             text = self.tokenizer.apply_chat_template(conversations[0], tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the checkpoint's: it can fail in any way
+        except Exception as error:  # a template is a program from the checkpoint: it can fail in any way
             raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
                                f"{' '.join(str(error).split()) or type(error).__name__}") from error
         with self.requests.locked():  # a tokenizer serves one thread at a time
@@ -189,7 +189,7 @@ class LLM:
 
     def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
                ) -> Iterator[StreamChunk]:
-        """Like :meth:`generate`, giving out every piece of text as soon as it is certain.
+        """Like :meth:`generate`, but yields every piece of text as soon as it is certain.
 
         ``for chunk in llm.stream(prompt): print(chunk, end="")``. Leaving the loop early aborts what is unfinished.
         """
@@ -205,7 +205,7 @@ class LLM:
             self.requests.ranks_may_be_stale = True
 
     def _drive(self, requests: list[Request], inbox: Inbox, use_tqdm: bool | None, look) -> Iterator[list]:
-        """Until ``requests`` are done: what ``look`` sees of those that changed. Steps only if none has yet."""
+        """Until ``requests`` are done, yield ``look(request)`` of those that changed; a step is made if none has."""
         unfinished = {request for request in requests if not request.error}
         with Progress(len(unfinished), use_tqdm) as progress:
             try:
@@ -234,12 +234,12 @@ class LLM:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do or to hand out."""
+        """Whether :meth:`step` has something to compute or to return."""
         with self.requests.locked():
             return bool(self.requests.unfinished or self.requests.for_step)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step, for everybody's requests.
+        """Compute one step, for the requests of all callers.
 
         Returns:
             Outputs of those requests of :meth:`add_request` that got a token or ended since the last call, in this step
@@ -284,7 +284,7 @@ class LLM:
             raise EngineError("this LLM is closed; make a new one")
 
     def _step(self, requests: Many[Request] = ()) -> None:
-        """One step for everybody, on behalf of the caller of ``requests``."""
+        """One step for all requests; if it fails, ``requests`` are reported in the error."""
         try:
             with applied(*self.patches):
                 if self.requests.ranks_may_be_stale and not self.engine.executor.loaded():

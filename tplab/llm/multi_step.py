@@ -1,7 +1,7 @@
 """Multi-step scheduling, as vLLM's ``num_scheduler_steps`` once was: one call computes several decode steps.
 
-From a step to the next one the ranks know all that they need, as long as no request comes or ends. For several steps at
-once, the ranks wait once for the driver's process, its description of the step, and the way there and back.
+As long as no request is added or ends, the ranks have all that they need for the next step. With several steps in one
+call, the ranks wait only once for the driver process and for the messages to it and from it.
 """
 
 from collections import deque
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 from tplab.engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 
-LONGEST = 0.1  # seconds of one call at most: a request that comes meanwhile waits so long
+LONGEST = 0.1  # seconds that one call takes at most; a request that is added meanwhile waits for its end
 
 
 class MultiStep:
-    """What the ranks have computed beyond the last step that was asked for, and how far they may go."""
+    """Steps that the ranks have computed ahead of the scheduler, and how many more they may compute."""
 
     def __init__(self):
         self.steps: deque[tuple[dict[int, ScheduledRequest], list[ModelRunnerOutput]]] = deque()
@@ -21,7 +21,7 @@ class MultiStep:
         self.drawn: dict[int, int] | None = None  # in the last step handed out, where ranks remember a later one
 
     def take(self, asked: SchedulerOutput) -> list[ModelRunnerOutput] | None:
-        """All ranks' outputs of a step that they have computed; None if it is another one than they thought."""
+        """All ranks' outputs of ``asked`` if it was computed ahead; None if it was not."""
         if not self.steps:
             return None
         expected, outputs = self.steps[0]
@@ -35,7 +35,7 @@ class MultiStep:
         return found
 
     def drop(self) -> None:
-        """It is not needed. Next time they go less far."""
+        """Drop the steps computed ahead. The next call computes fewer."""
         if self.steps:
             self.steps.clear()
             self.most = 0
@@ -64,7 +64,7 @@ class MultiStep:
 
 
 def _is_same(expected: ScheduledRequest | None, asked: ScheduledRequest) -> bool:
-    """Whether what was computed is what is asked for; more blocks may stand behind those of before."""
+    """Whether the computed part of a step is the part asked for; the block table may have grown since."""
     if expected is None:
         return False
     blocks = expected.segment.block_ids
@@ -73,7 +73,7 @@ def _is_same(expected: ScheduledRequest | None, asked: ScheduledRequest) -> bool
 
 
 def _of(kept: set[int], computed: Iterable[int], output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """The output of those that are still asked for, of those that were computed."""
+    """A rank's output, reduced to the sequences in ``kept``, out of the ``computed`` ones."""
     tokens = {number: token for number, token in output.sampled_token_ids.items() if number in kept}
     logprobs = {number: found for number, found in output.logprobs.items() if number in kept}
     slots = output.slots and [slots for number, slots in zip(computed, output.slots, strict=True) if number in kept]

@@ -32,7 +32,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what came of it."""
+    """A request and its result."""
 
     request_id: int  # the engine's number for it
     prompt: str | None  # the text, if it was given as text

@@ -16,7 +16,7 @@ class Progress:
         return self
 
     def show(self, tokens: int, finished: int) -> None:
-        """A step is done: so many new tokens, so many requests that ended with it."""
+        """Count a step's new tokens and the requests that ended with it."""
         self.tokens += tokens
         self.finished += finished
         late = time.perf_counter() - self.begin > BAR_AFTER

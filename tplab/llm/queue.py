@@ -1,4 +1,4 @@
-"""``RequestQueue``: the one place that owns an LLM's requests, of all callers."""
+"""``RequestQueue``: the requests of an LLM, of all its callers."""
 
 import threading
 from collections import deque
@@ -10,15 +10,15 @@ from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, RequestError
 from tplab.llm.requests import Request
 
-Inbox = dict[Request, int]  # requests that changed since their caller looked last → how many tokens they got
+Inbox = dict[Request, int]  # requests that changed since their caller last fetched them → how many tokens they got
 
 
 class RequestQueue:
     """All requests of an engine, and an inbox for each of their callers.
 
-    A call of ``generate``, a stream, and ``LLM.step`` are callers. A step that any of them makes advances everybody's
-    requests, and puts each one that changed into the inbox of the caller that added it. So no caller misses a token, or
-    the end, that came in another caller's step.
+    A call of ``generate``, a stream, and ``LLM.step`` are callers. A step of any caller advances the requests of all
+    callers, and puts each request that changed into the inbox of the caller that added it. So no caller misses a
+    token, or an end, that came in another caller's step.
 
     Everything but :meth:`abandon` happens while :meth:`locked`.
     """
@@ -52,26 +52,26 @@ class RequestQueue:
             self._lock.release()
 
     def add(self, request: Request, inbox: Inbox) -> None:
-        """Queue a request; what becomes of it is reported to ``inbox``."""
+        """Queue a request; its changes are reported to ``inbox``."""
         request.sequence = self.engine.add(request.prompt_token_ids, request.params)
         self.unfinished[request.request_id], self._inboxes[request.request_id] = request, inbox
         self.ranks_may_be_stale = True
 
     def step(self) -> None:
-        """One step for everybody's requests. Errors as in :meth:`Engine.step`; no token is lost by them."""
+        """One step for all requests. Errors as in :meth:`Engine.step`; an error loses no token."""
         self.ranks_may_be_stale = True
         try:
             self.engine.step()
             self.ranks_may_be_stale = False
         finally:
-            # Also when it failed: in its last check, say, after the tokens had been taken in.
+            # Also when the step failed: the tokens may have been applied before, as when its last check fails.
             for request in list(self.unfinished.values()):
                 tokens = request.advance(self.engine)
                 if tokens or request.finished:
                     self._report(request, tokens)
 
     def abort(self, number: int) -> Request:
-        """End a request now, of whichever caller. Raises RequestError if no unfinished one has this number."""
+        """End a request of any caller now. Raises RequestError if no unfinished request has this number."""
         found = whole_number(number)
         request = None if found is None else self.unfinished.get(found)
         if request is None:
@@ -82,10 +82,10 @@ class RequestQueue:
         return request
 
     def abandon(self, requests: Iterable[Request]) -> None:
-        """Their caller has gone: end those that are unfinished.
+        """End the unfinished ones: their caller no longer reads them.
 
-        It never raises and never waits, since a stream can be thrown away at any moment, by the garbage collector in
-        the middle of another caller's step too: then they end when the lock is taken next.
+        It never raises and never waits, since a stream can be dropped at any moment, even by the garbage collector in
+        the middle of another caller's step. In that case they end when the lock is taken next.
         """
         self._abandoned.extend(requests)
         if self._owner != threading.get_ident() and self._lock.acquire(blocking=False):
@@ -95,7 +95,7 @@ class RequestQueue:
                 self._lock.release()
 
     def clear(self) -> None:
-        """End all requests and forget what was not fetched."""
+        """End all requests; outputs that were not fetched are dropped."""
         for request in self.unfinished.values():
             self.engine.finish(request.sequence, "abort")
         for requests in (self.unfinished, self._inboxes, self.for_step):

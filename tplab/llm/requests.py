@@ -1,4 +1,4 @@
-"""Requests as the user states them: prompts and parameters sorted out, text kept beside the token ids."""
+"""Requests: prompts and parameters as the user gives them, checked; text kept beside the token ids."""
 
 import warnings
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ def _is_ids(prompt) -> bool:
 
 
 def parse_prompt(prompt):
-    """``prompt`` itself, a text or a list of token ids. Raises RequestError if it has another form, or is one already
-    (a conversation that could not be written)."""
+    """``prompt`` itself, a text or a list of token ids. Raises RequestError for anything else. A ``prompt`` that is a
+    RequestError (a conversation that could not be written) is raised."""
     if isinstance(prompt, RequestError):
         raise prompt
     if not isinstance(prompt, str | list | tuple):
@@ -27,9 +27,9 @@ def parse_prompt(prompt):
 
 
 def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
-    """Pairs of prompt and parameters; whether a prompt can run is not decided here.
+    """Pairs of prompt and parameters; whether a prompt can run is decided later.
 
-    Raises RequestError if there is no prompt at all, or if there are not as many parameters as prompts.
+    Raises RequestError if there is no prompt, or if the number of parameters is not that of the prompts.
     """
     prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
     if not isinstance(prompts, list | tuple) or not prompts:
@@ -45,7 +45,7 @@ def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
 
 
 def parse_messages(messages) -> list[list[dict]]:
-    """One conversation or several → a list of conversations; RequestError says of which form they must be."""
+    """One conversation or several → a list of conversations; RequestError says which form they must have."""
     single = isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict)
     conversations = [messages] if single else messages
     good = isinstance(conversations, list | tuple) and conversations and all(
@@ -58,7 +58,7 @@ def parse_messages(messages) -> list[list[dict]]:
 
 
 class Request:
-    """One prompt on its way: its sequence of tokens and its text. Raises RequestError if it cannot run."""
+    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run."""
 
     def __init__(self, llm, prompt, params: SamplingParams):
         self.prompt = prompt if isinstance(parse_prompt(prompt), str) else None
@@ -91,7 +91,7 @@ class Request:
         return self.sequence and self.sequence.error
 
     def advance(self, engine) -> int:
-        """Take in the tokens that the sequence got since the last time; returns how many."""
+        """Process the tokens that the sequence got since the last call; returns how many."""
         sequence, stop = self.sequence, None
         new = sequence.num_tokens - sequence.num_prompt_tokens - self._taken
         for token in sequence.token_ids[sequence.num_tokens - new:]:
@@ -107,7 +107,7 @@ class Request:
         if stop is None and self.finished and self.detokenizer is not None:
             stop = self.detokenizer.finish()
         if stop is not None:
-            # A stop text completed by the last allowed token counts as one.
+            # A stop text that the last allowed token completes counts as "stop", not "length".
             engine.finish(sequence, "stop")
             sequence.finish_reason, sequence.stop_reason = "stop", stop
         return new
@@ -148,9 +148,9 @@ class RejectedRequest:
 
 
 def raise_or_warn(requests: list, new: list, what: str) -> None:
-    """The errors of a call's requests, one of which does not take its neighbours down: raised only if all failed.
+    """Raise the first error if all of a call's requests failed; otherwise warn of each, so that the others can go on.
 
-    ``new``: those whose errors have not been reported yet. ``what`` became of them.
+    ``new``: requests whose errors were not reported yet. ``what``: the end of the warning's sentence.
     """
     failed = [request.error for request in requests if request.error]
     if len(failed) == len(requests):

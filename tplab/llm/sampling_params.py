@@ -14,19 +14,18 @@ class SamplingParams:
     """vLLM's names and meanings.
 
     Attributes:
-        temperature: 0 takes the most probable token, and so does what is no further from it than 1e-200; higher is
-            bolder.
+        temperature: 0 (or less than 1e-200) takes the most probable token; a higher one makes other tokens more likely.
         top_k: only the ``k`` most probable tokens; 0 or -1 is all of them.
         top_p: only the most probable tokens that together reach this probability.
         min_p: only tokens at least this fraction as probable as the most probable one.
         max_tokens: at most so many new tokens; None: until the model's length is reached.
         stop: a text or texts that end the output; they are not part of it.
         stop_token_ids: token ids that end the output, beside the model's own end of text.
-        ignore_eos: go on behind the end of text.
-        seed: the noise that is drawn with depends on it alone, not on the batch nor on the ranks. So in float64 does
-            the text, and in float32, unless two tokens come within rounding of each other (1e-5). In bfloat16 partial
-            sums are rounded to 8 bits, so another number of ranks or another batch may lead to another text; the same
-            prompts on as many ranks give the same text in every dtype.
+        ignore_eos: go on after the end-of-text token.
+        seed: it alone determines the noise, whatever the batch and the number of ranks. So in float64 the text is the
+            same for any batch and any number of ranks; in float32 too, unless two tokens' scores are within rounding of
+            each other (1e-5). In bfloat16 partial sums are rounded to 8 bits, so another batch or another number of
+            ranks can give another text. The same prompts on the same number of ranks give the same text in every dtype.
         logprobs: return the log probability of each token and of this many most probable ones.
 
     Raises:
@@ -69,7 +68,7 @@ class SamplingParams:
         return self.temperature < COLDEST
 
     def _make_plain(self, name, kind, low, high, optional=False, above=False):
-        """Put Python's own number in the place of numpy's: it goes to the ranks as JSON."""
+        """Replace numpy's numbers by Python's own: they are sent to the ranks as JSON."""
         value = getattr(self, name)
         if optional and value is None:
             return

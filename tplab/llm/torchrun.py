@@ -1,7 +1,7 @@
 """The engine on ranks that torchrun has made, also across machines.
 
-Every process runs the same command and loads its own part. Rank 0 has the scheduler; before each step it sends the
-step's description to the others, as JSON in a tensor, and all of them carry it out.
+Every process runs the same command and loads its own part. Rank 0 has the scheduler; before each step it sends the step
+to the other ranks, as JSON in a tensor, and all ranks compute it.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class TorchrunExecutor:
         return [load_for(ModelRunner, self.key, [], *arguments)]
 
     def loaded(self) -> bool:
-        """A process of torchrun's that was lost takes all others with it."""
+        """True: when torchrun loses one process, it ends all others."""
         return True
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
@@ -40,12 +40,12 @@ class TorchrunExecutor:
         return [execute_model(self.key, scheduler_output)]
 
     def follow(self) -> None:
-        """On the other ranks: carry out what rank 0 sends, until it sends nothing."""
+        """On the other ranks: compute the steps that rank 0 sends, until it sends an empty message."""
         while data := _receive():
             execute_model_from_json(self.key, data)
 
     def close(self) -> None:
-        """On rank 0: let the others go."""
+        """On rank 0: send the other ranks the message that ends :meth:`follow`."""
         if rank() == 0:
             _send(b"")
 
@@ -63,9 +63,9 @@ def _receive() -> bytes:
 
 @contextmanager
 def open_llm(model: str, tensor_parallel_size: int, dtype: str = "float32", **options) -> Iterator[LLM | None]:
-    """An :class:`LLM` on a pool of its own; under torchrun, on torchrun's ranks, however many these are.
+    """An :class:`LLM` on a pool of its own; under torchrun, on all of torchrun's ranks.
 
-    It is None on a rank of torchrun's that only follows, whose work is done by then.
+    Under torchrun, ranks other than 0 get None, after they have computed all steps.
     """
     if not under_torchrun():
         with LLM(model, tensor_parallel_size, dtype, **options) as llm:

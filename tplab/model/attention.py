@@ -1,8 +1,8 @@
-"""Tensor-parallel attention: each rank computes the heads it owns; one all-reduce, behind ``o_proj``.
+"""Tensor-parallel attention: each rank computes its own heads; one all-reduce, after ``o_proj``.
 
 The arithmetic is that of Hugging Face's eager attention, casts included: scores in the working dtype, softmax in
-float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a group are laid below
-each other and meet their KV head in one product.
+float32, cast back, weighted sum. K and V are never repeated for grouped queries: the queries of a group are stacked and
+multiplied with their KV head in one product.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class AttentionContext(Protocol):
     lengths: list[int] | list[tuple[int, int]]  # as :class:`tplab.model.rope.Rotary` takes them
 
     def batches(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[AttentionBatch]:
-        """Take the new ``[tokens, kv heads here, head_dim]`` keys and values in, give the batches out."""
+        """Store the new ``[tokens, kv heads here, head_dim]`` keys and values; yield the batches."""
 
 
 def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
@@ -50,9 +50,9 @@ def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def within_window(mask: torch.Tensor, window: int) -> torch.Tensor:
-    """Hide, too, what stands ``window`` tokens or more before a query: the last key that it sees is itself.
+    """Also hide the keys ``window`` tokens or more before a query; its own key is the first of the window.
 
-    From a causal mask ``[batch, 1, queries, keys]``, whatever of the sequence is cached.
+    ``mask`` is causal, ``[batch, 1, queries, keys]``, with any part of the sequence cached.
     """
     seen = (~mask).sum(-1, keepdim=True)
     return mask | (torch.arange(mask.shape[-1], device=mask.device) < seen - window)
@@ -84,7 +84,7 @@ def softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The same where each head has a sink besides: a score that takes its part of the sum, and leads to no value."""
+    """The same with one sink per head: a score that counts in the softmax's sum and has no value (gpt-oss)."""
     column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     every = torch.cat([scores, column], dim=-1)
     return torch.softmax(every - every.amax(-1, keepdim=True), dim=-1)[..., :-1]  # in the working dtype
@@ -193,5 +193,5 @@ class TensorParallelAttention(nn.Module):
         return attend(q, k, v, mask, self.scaling, **self.options_of(heads))
 
     def options_of(self, heads: range) -> dict:
-        """What these heads have beyond a plain softmax; most models nothing."""
+        """Options of :func:`attend` for these heads: sinks and a cap, where the model has them."""
         return self.options if self.sinks is None else {"sinks": self.sinks[heads.start:heads.stop], **self.options}

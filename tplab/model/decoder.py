@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, final norm, LM head. Nothing here knows about processes or caches."""
+"""The decoder: embedding, layers, final norm, LM head. It does not depend on processes or caches."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from tplab.shard import ParallelLMHead, ShardPlan, VocabParallelEmbedding
 class DecoderLayer(nn.Module):
     """Attention and MLP with norms and residuals, in Hugging Face's order of additions.
 
-    Norms can stand before a block, behind it, or both; where a model has none, nothing happens. The names of the four
-    places are GLM-4's, the only model in which each says where it is.
+    A norm can stand before a block, after it, or both; where a model has none, an Identity stands there. The names of
+    the four places are GLM-4's, since only there does each name say its place.
     """
 
     input_layernorm: nn.Module
@@ -51,14 +51,14 @@ class DecoderLayer(nn.Module):
         return hidden
 
     def normed(self, name: str, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What a norm makes of it: a point where the model has one."""
+        """``x`` after ``norm``; it is a trace point unless the norm is an Identity."""
         out = norm(x)
         if not isinstance(norm, nn.Identity):
             point(f"layers.{self.layer}.{name}", out)
         return out
 
     def scaled(self, branch: torch.Tensor) -> torch.Tensor:
-        """What a block puts out, as it is added to the residual stream."""
+        """A block's output, scaled as it is added to the residual stream."""
         return branch if self.residual_multiplier == 1 else branch * self.residual_multiplier
 
 
@@ -73,7 +73,7 @@ class TensorParallelCausalLM(nn.Module):
         vocab = [shard.vocab for shard in plan.ranks]
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parts=vocab, dtype=dtype)
         factor = config.embedding_multiplier
-        # Gemma's is a number of the weights' dtype: the root of 3072 is 55.5 in bfloat16.
+        # Gemma rounds it to the weights' dtype: the square root of 3072 is 55.5 in bfloat16.
         self.embedding_multiplier = torch.tensor(factor, dtype=dtype).item() if config.rounds_multiplier else factor
         self.rotary = Rotary(config.hf)
         self.rope_layer_types: list[tuple[str, ...]] = [
@@ -117,7 +117,7 @@ class TensorParallelCausalLM(nn.Module):
         return logits
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scaled and capped, number by number: so each rank does it with its own."""
+        """Scale and cap the logits, element by element, so each rank can do it with its own."""
         logits = logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
         cap = self.config.final_logit_softcapping
         return logits if cap is None else soft_cap(logits, cap)

@@ -1,8 +1,8 @@
 """Mixture of experts (arXiv:1701.06538): every token goes to the few experts that a router chooses for it.
 
-Router and gates are whole on every rank, so all ranks choose alike. Of the experts, a rank holds some columns each
-(tensor parallel) or some of them whole (expert parallel, arXiv:2006.16668); either way it computes a summand of the
-block's output, and one all-reduce adds the summands up. Names are those of vLLM's ``FusedMoE``.
+Router and gates are replicated, so all ranks choose the same experts. A rank holds some columns of every expert (tensor
+parallel) or some experts whole (expert parallel, arXiv:2006.16668). In both cases it computes a summand of the block's
+output, and one all-reduce adds the summands. Names are those of vLLM's ``FusedMoE``.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def top_k_then_softmax(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
 
 
 def routed_by(moe) -> Route:
-    """How the models of an :class:`tplab.checkpoint.traits.ExpertsConfig` choose."""
+    """The routing function that an :class:`tplab.checkpoint.traits.ExpertsConfig` describes."""
     def route(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = (softmax_then_top_k(logits, moe.top_k, moe.renormalize) if moe.softmax_first
                         else top_k_then_softmax(logits, moe.top_k))
@@ -79,7 +79,7 @@ class FusedMoE(nn.ModuleDict):
 
 
 class SparseMoeBlock(nn.Module):
-    """A layer's experts in the place of an MLP; the shared expert, where there is one, has a gate of its own."""
+    """The experts of a layer, instead of an MLP. A shared expert, if the model has one, has its own gate."""
 
     def __init__(self, config, plan: ShardPlan, layer: int, dtype: torch.dtype):
         super().__init__()

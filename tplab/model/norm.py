@@ -56,7 +56,7 @@ def make_norm(config, size: int, dtype: torch.dtype) -> RMSNorm:
 
 def norm_each_head(q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
                    ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k ``[tokens, heads here, head_dim]`` normalised head by head (Qwen3): nothing that other ranks know."""
+    """q and k ``[tokens, heads here, head_dim]`` normalised head by head (Qwen3); it needs nothing from other ranks."""
     return q_norm(q), k_norm(k)
 
 

@@ -53,8 +53,8 @@ class Rotary:
 
     def _table(self, x: torch.Tensor, positions: torch.Tensor, length: int | None, *layer_type: str
                ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The module reads the length off the largest position, so it is shown the sequence's last position too. It
-        # also remembers the longest sequence it has met, so each part gets a new module.
+        # The module reads the length off the largest position, so the sequence's last position is given too. It
+        # also keeps the longest length it was called with, so each part gets a new module.
         last = positions.max() if length is None else positions.new_tensor(length - 1)
         cos, sin = self.make(self.config)(x, torch.cat([positions, last[None]])[None], *layer_type)
         return cos[:, :-1], sin[:, :-1]
@@ -66,5 +66,5 @@ def rotate(model_type: str):
 
 
 def leave(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands in the place of a rotation in layers without one."""
+    """The rotation of layers that have none (SmolLM3's NoPE layers)."""
     return q, k

@@ -1,4 +1,4 @@
-"""Trace points: named places in the forward pass where a tensor can be looked at.
+"""Trace points: named places in the forward pass where a tensor can be recorded.
 
 A point costs one attribute look-up while nothing is recorded. Its names are those of ``tplab.align.points``.
 """

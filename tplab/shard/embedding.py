@@ -19,7 +19,7 @@ def local_ids(input_ids: torch.Tensor, rows: range) -> tuple[torch.Tensor, torch
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are dealt out: each token is looked up by its owner, zeros elsewhere, then summed.
+    """An embedding whose rows are dealt out: the rank that holds a token looks it up, others have zeros; then summed.
 
     Adding zeros is exact, so the result equals the unsharded lookup bit for bit. ``num_embeddings`` is **global**, any
     number, without padding; ``parts`` are one range of rows per rank, even cuts if not given.

@@ -2,7 +2,7 @@
 
 A weight is ``[out_features, in_features]``, as in ``torch.nn.Linear`` and in every Hugging Face checkpoint. Column
 parallel keeps some *rows* of it (dim 0: output features), row parallel some *columns* (dim 1: input features). A
-column layer needs no communication; the row layer behind it needs one all-reduce.
+column-parallel layer needs no communication; the row-parallel layer after it needs one all-reduce.
 
 A *source* is anything with ``.shape`` whose slices are tensors: a tensor, or a checkpoint slice that reads from disk
 only what is asked for.
@@ -30,7 +30,7 @@ def row_shard(source, columns: range) -> torch.Tensor:
 
 
 def merged_shard(sources: Sequence, ranges: Sequence[range]) -> torch.Tensor:
-    """This rank's rows of several column-parallel weights, one below the other. Each is cut by itself, then stacked."""
+    """This rank's rows of several column-parallel weights: each weight is cut separately, then they are stacked."""
     return torch.cat([column_shard(source, rows) for source, rows in zip(sources, ranges, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""Parameters that say which slices of a checkpoint they are, and that fill themselves with them."""
+"""Parameters that know which slices of a checkpoint they hold, and can load them."""
 
 import weakref
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from torch import nn
 
 def sharded_parameter(layer: nn.Module, kind: str, data: torch.Tensor, ranges: Sequence[range], dim: int = 0
                       ) -> nn.Parameter:
-    """A parameter for ``layer``, as yet unfilled, that stacks ``ranges`` of as many checkpoint tensors along ``dim``.
+    """An empty parameter of ``layer`` that stacks one of ``ranges`` of each of its checkpoint tensors along ``dim``.
 
     ``parameter.weight_loader(*sources)`` fills it, as in vLLM: it is ``layer.load(kind, *sources)``.
     """
     made: Any = nn.Parameter(data, requires_grad=False)
-    owner = weakref.proxy(layer)  # the layer itself would be a circle: weights that only the garbage collector frees
+    owner = weakref.proxy(layer)  # the layer itself would be a reference cycle, which only the garbage collector frees
     made.ranges, made.shard_dim, made.weight_loader = tuple(ranges), dim, lambda *sources: owner.load(kind, *sources)
     return made

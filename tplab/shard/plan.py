@@ -11,7 +11,7 @@ from tplab.errors import TplabError
 
 
 class ShardPlanError(TplabError):
-    """The model cannot be dealt out over that many ranks; the message names sizes that work."""
+    """The model cannot be sharded over that many ranks; the message names sizes that work."""
 
 
 def split_evenly(total: int, parts: int) -> tuple[range, ...]:
@@ -71,7 +71,7 @@ class ShardPlan:
 
     Attributes:
         kind: ``"partition"`` (each KV head on one rank, all ranks alike), ``"replication"`` (fewer KV heads than
-            ranks, all ranks alike) or ``"uneven"`` (ranks hold different head counts, or read across a group's edge).
+            ranks, all ranks alike) or ``"uneven"`` (ranks hold different head counts, or read KV heads of two groups).
         ranks: one :class:`RankShard` per rank.
         num_experts, expert_intermediate_size, shared_intermediate_size: of a mixture of experts; 0 without one.
         enable_expert_parallel: whole experts are dealt out; otherwise each expert is cut over all ranks.
@@ -174,7 +174,7 @@ class ShardPlan:
         return "\n".join(lines)
 
     def experts_of(self, shard: RankShard) -> str:
-        """What a rank holds of the experts, in words; nothing where there are none."""
+        """What a rank holds of the experts, in words; ``""`` for a model without experts."""
         if not self.num_experts:
             return ""
         shared = f"columns {_span(shard.shared_mlp)} of the shared one, " if self.shared_intermediate_size else ""
@@ -183,7 +183,7 @@ class ShardPlan:
         return f"columns {_span(shard.expert_mlp)} of each of {self.num_experts} experts, {shared}"
 
     def _repr_html_(self) -> str:
-        import tplab  # its face knows the drawing, which stands in a room above this one
+        import tplab  # the drawing is in a room above this one; the package itself offers it
 
         return tplab.plan_html(self)
 
