@@ -6,6 +6,10 @@ import sys
 import textwrap
 
 import pytest
+from filelock import FileLock, Timeout
+from numba.core import caching
+
+from tplab.fast import compiled
 
 MODULE = """
     from tplab.fast.compiled import entry, inner
@@ -68,6 +72,20 @@ def test_damaged_files_are_compiled_anew(start, tmp_path):
     assert said(start()) == "42 1 0"  # and they are whole again
 
 
+def test_processes_write_the_index_one_after_the_other(monkeypatch):
+    """Two that save code for different types at the same time must not take the same file for it."""
+    def is_alone(*_):
+        with pytest.raises(Timeout), FileLock(compiled._folder() / "index.lock", timeout=0):
+            pass
+        seen.append(1)
+
+    seen, cache = [], compiled.entry(lambda x: x)._cache
+    for name in ("load_overload", "save_overload"):
+        monkeypatch.setattr(caching.FunctionCache, name, is_alone)
+        getattr(cache, name)("types", "code")
+    assert len(seen) == 2
+
+
 @pytest.mark.slow
 def test_code_of_another_processor_is_not_used(start, tmp_path):
     """NUMBA_CPU_FEATURES stands for another processor: the cache has a folder for each."""
@@ -106,7 +124,7 @@ def test_what_cannot_be_compiled_is_said(tmp_path, start):
 
 @pytest.mark.slow
 def test_a_rank_alone_imports_numba():
-    """Whoever imports tplab, or makes an engine, waits for no compiler."""
+    """Importing tplab or making an engine does not import the compiler."""
     code = ("import sys, tplab; tplab.LLM('fable').close(); print('numba' in sys.modules, 'llvmlite' in sys.modules)")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout == "False False\n", found.stderr

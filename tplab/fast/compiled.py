@@ -1,7 +1,7 @@
-"""Functions that numba compiles for this processor, and keeps in the user's cache folder.
+"""Functions that numba compiles for this processor, kept in the user's cache folder.
 
-To compile a step takes a process some ten seconds and a few hundred megabytes. So one process of a machine does it, in
-a child process, and the others load what it left there.
+To compile a step takes about ten seconds and a few hundred megabytes. So one process of a machine does it, in a child
+process, and the others load the result.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from tplab.fast import cpu
 from tplab.pool import control_block
 from tplab.ranks import oplog
 
-# Sums may be added up in another order, so that loops become vectors; NaN and infinity mean what they always do.
+# The compiler may reorder sums, so that loops become vectors; NaN and infinity keep their meaning.
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
-# Without reference counts (_nrt): the caller of an entry holds its arrays, and a count of each slice costs more than a
-# row of numbers does.
+# Without reference counts (_nrt): the caller of an entry holds its arrays, and counting each slice costs more than
+# computing a row.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
-in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums are added up as they are written
+in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums keep the order in which they are written
 
 
 @cache
 def _folder() -> Path:
-    """A folder per version of all that the compiled code depends on: numba itself looks at one file's date only."""
+    """A folder for each version of the sources: numba compares only the function's own file, not its imports."""
     version = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {cpu.form()} {config.CPU_NAME} "
                              f"{config.CPU_FEATURES} {__file__}".encode())
     for source in [*sorted(Path(__file__).parent.glob("*.py")), control_block.__file__, oplog.__file__]:
@@ -42,25 +42,30 @@ def _folder() -> Path:
 
 
 class _Cache(caching.FunctionCache):
-    """numba's cache on disk, of which nothing may be there: it is quicker with it, and right without."""
+    """numba's cache on disk. It only saves time: a file that is missing or damaged is compiled again.
+
+    An index says which file holds the code for which types. Without a lock around it, two processes that save at the
+    same time can both take one file name, and then one of them runs code that was made for other types.
+    """
 
     def load_overload(self, sig, target_context):
         try:
-            return super().load_overload(sig, target_context)
+            with _lock("index"):
+                return super().load_overload(sig, target_context)
         except Exception:  # a damaged file: pickle, LLVM and numba each raise errors of their own
             with suppress(OSError):
                 self.flush()
             return None
 
     def save_overload(self, sig, data):
-        with suppress(OSError):  # a full or read-only disk
+        with suppress(OSError), _lock("index"):  # OSError: a full or read-only disk
             super().save_overload(sig, data)
 
 
 def entry(function, compiled=inner):
-    """A compiled function that Python calls. What it calls in turn is ``compiled``, too, and becomes a part of it."""
+    """A compiled function that Python calls. The functions that it calls are compiled into it."""
     made = compiled(function)
-    with suppress(OSError, RuntimeError):  # nowhere to write: compiled anew in each process
+    with suppress(OSError, RuntimeError):  # no folder to write to: each process compiles
         _folder().mkdir(parents=True, exist_ok=True)
         config.CACHE_DIR = str(_folder())
         made._cache = _Cache(function)
@@ -71,24 +76,24 @@ def compile_ahead(function, *arguments) -> None:
     """Compile an ``entry`` for arguments of these types before it is called, or load what is in the cache folder.
 
     Raises:
-        RuntimeError: numba does not get it compiled on this machine; with the end of what it said.
+        RuntimeError: numba cannot compile it on this machine; with the end of numba's message.
     """
     signature = tuple(map(numba.typeof, arguments))
     done = _folder() / f"{function.__name__}-{hashlib.sha256(str(signature).encode()).hexdigest()[:16]}.done"
-    with _lock():
+    with _lock("compile"):
         if not done.exists() and _is_writable():
             _compile_in_child(function.__module__, function.__name__, signature)
             done.touch()
-    function.compile(signature)  # from the folder; where nothing can be kept there, in this process
+    function.compile(signature)  # loads from the folder; compiles in this process if nothing can be kept there
 
 
-def _lock():
-    return FileLock(_folder() / "lock") if _is_writable() else nullcontext()
+def _lock(name: str):
+    return FileLock(_folder() / f"{name}.lock") if _is_writable() else nullcontext()
 
 
 def _is_writable() -> bool:
     try:
-        (_folder() / "lock").touch()
+        (_folder() / "compile.lock").touch()
     except OSError:
         return False
     return True
