@@ -1,7 +1,7 @@
-"""The all-reduce of a pool's ranks from compiled code, by the rules of :mod:`tplab.pool.shared_memory`.
+"""The all-reduce of a pool's ranks in compiled code, by the protocol of :mod:`tplab.pool.shared_memory`.
 
 Each rank has two slots of shared memory, used in turn: a rank that has published step n + 1 has read step n. It writes
-its op log as Python does, so that mismatched collectives are found, and both sides can be shown.
+the op log as Python does, so that mismatched collectives are found and both sides can be shown.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from tplab.fast.simd import load_acquire, nap, pause, store_release
 from tplab.pool.control_block import ABANDONED, SLOT_BYTES
 from tplab.ranks.oplog import ENTERED, LEFT, RECORD_BYTES, RECORDS, RING_AT
 
-_NAP = 50  # microseconds; ranks wait so long only where cores are short or work is uneven
+_NAP = 50  # microseconds; ranks wait this long only if cores are short or work is uneven
 _SLOT = SLOT_BYTES // 4
 LINE, STATE, SAME, SHAPE = 1, 2, 3, 5  # int64 words of a record; from SAME on, ranks must agree
 RECORD_WORDS = 13
@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
         slots: for each rank its two slots, as indices of ``numbers``.
         logs: for each rank, at which word its op log begins.
         record: what stands in the log for each all-reduce.
-        state: the last step; the last collective's number; the epoch; how often to look before a nap; what went wrong.
+        state: the last step; the last collective's number; the epoch; how often to look before a nap; what failed.
         arrivals: for each thread, 8 words of which the first counts the barriers that it came to.
     """
 
@@ -48,7 +48,7 @@ class Ranks(NamedTuple):
 
 @inner
 def _wait(words, at, value, ranks):
-    """Until ``words[at]`` is ``value`` or more. False: the run is over, or another thread has found a mismatch."""
+    """Wait until ``words[at]`` is ``value`` or more. False: the run was ended, or another thread found a mismatch."""
     looks = ranks.state[3]
     while load_acquire(words, at) < value:
         if load_acquire(ranks.words, ABANDONED) >= ranks.state[2] or load_acquire(ranks.state, 4) != DONE:
@@ -63,7 +63,7 @@ def _wait(words, at, value, ranks):
 
 @inner
 def barrier(thread, ranks):
-    """All threads of this rank. False as in ``_wait``."""
+    """Wait for all threads of this rank. False as in ``_wait``."""
     threads = len(ranks.arrivals) // 8
     if threads > 1:
         count = ranks.arrivals[8 * thread] + 1
@@ -76,7 +76,7 @@ def barrier(thread, ranks):
 
 @inner
 def _enter(seq, rows, ranks):
-    """Write what follows into this rank's op log. A record's number is 0 while the rest of it is written."""
+    """Write this all-reduce into the rank's op log. A record's number is 0 while the rest of it is written."""
     log = ranks.logs[ranks.rank]
     at = log + (RING_AT + seq % RECORDS * RECORD_BYTES) // 8
     store_release(ranks.words, at, 0)
@@ -102,10 +102,10 @@ def _all_do_the_same(at, ranks):
 
 @inner
 def all_reduce(partial, partial_row, rows, hidden, step, seq, thread, ranks):
-    """``hidden[row]`` grows by the sum of all ranks' ``partial[row]``, in rank order. All threads of a rank call it.
+    """Add the sum of all ranks' ``partial[row]``, in rank order, to ``hidden[row]``. All threads of a rank call it.
 
     ``partial`` is flat, its rows ``partial_row`` numbers apart; ``hidden`` is ``[rows, size]``. Returns the number of
-    the last step, or -1: the run is over, or another rank does something else (``state`` says which).
+    the last step, or -1: the run was ended, or another rank is in another collective (``state`` says which).
     """
     size, threads = hidden.shape[1], len(ranks.arrivals) // 8
     if ranks.size == 1:

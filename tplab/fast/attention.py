@@ -1,8 +1,8 @@
 """Attention over a paged cache (PagedAttention, arXiv:2309.06180): keys and values are read where the cache holds them.
 
 The cache of a layer is flat, ``[slots, kv_heads, head_dim]``; ``table`` says which blocks a sequence has. Sequences
-with one new token are read in place; for longer parts of a prompt, keys and values become packed weights, and attention
-is two products with a softmax in between, for ``TILE`` positions at a time.
+with few new tokens are read in place. For longer parts of a prompt, keys and values are packed like weights, and
+attention is two products with a softmax between them, for ``TILE`` positions at a time.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ TILE = 16  # positions whose queries attend together
 
 @inner
 def ask_for_next_block(cache, table, block, block_size, keys, row, at, head_dim):
-    """Prefetch one head of the block after ``block``: a head's rows are too far apart for the processor to guess."""
+    """Prefetch one head of the block after ``block``: a head's rows are too far apart for the processor to prefetch them."""
     if (block + 1) * block_size < keys:
         slot = table[block + 1] * block_size * row + at
         for key in range(block_size):
@@ -39,9 +39,9 @@ def ask_for_next_block(cache, table, block, block_size, keys, row, at, head_dim)
 
 @inner
 def products(q, k, slot, key, block_size, row):
-    """The products of a query with key number ``key`` of a block, in a vector whose sum is wanted.
+    """The products of a query with key number ``key`` of a block, in a vector that is still to be summed.
 
-    Behind the block's end it is the last key.
+    Beyond the block's end, the last key is taken.
     """
     at, sums = slot + min(key, block_size - 1) * row, spread(np.float32(0))
     for d in range(0, len(q) // LANES * LANES, LANES):
@@ -84,11 +84,11 @@ def add_values(weights, rows, v, slot, count, row, head_dim, y, to, is_first):
 
 @inner
 def paged_attention(q, k, v, kv_heads, kv_head, table, block_size, keys, scaling, scores):
-    """One position: the queries that share a KV head, ``q [group, head_dim]`` in float32, meet its first ``keys`` keys
-    and values. ``q`` is overwritten by what comes out; ``scores`` is memory for ``2 * group * (keys + 8)`` numbers.
+    """One position: the queries that share a KV head, ``q [group, head_dim]`` in float32, attend to its first ``keys``
+    keys and values. The result overwrites ``q``; ``scores`` is memory for ``2 * group * (keys + 8)`` numbers.
     """
     group, head_dim = q.shape
-    row, longest = kv_heads * head_dim, keys + 8  # of a row of scores; what stands behind its keys is not read
+    row, longest = kv_heads * head_dim, keys + 8  # of a row of scores; the numbers after its keys are not read
     for block in range((keys + block_size - 1) // block_size):
         first = block * block_size
         slot = table[block] * block_size * row + kv_head * head_dim
@@ -98,7 +98,7 @@ def paged_attention(q, k, v, kv_heads, kv_head, table, block_size, keys, scaling
     weights, y = scores[group * longest:], q.reshape(group * head_dim)
     for g in range(group):
         own = slice(g * longest, g * longest + keys)
-        scores[own.stop] = softmax(scores[own], scaling, weights[own])  # the factor of what comes out
+        scores[own.stop] = softmax(scores[own], scaling, weights[own])  # the factor of the result
     for block in range((keys + block_size - 1) // block_size):
         first, g = block * block_size, 0
         slot, count = table[block] * block_size * row + kv_head * head_dim, min(keys - first, block_size)
@@ -169,7 +169,7 @@ def tiled_attention(q, first_head, group, start, first, last, k_packed, v_packed
     width = steps * per_word
     for r in range(rows):
         seen = scores[r * row:r * row + first + r // group + 1]
-        # The factor waits where its row will be.
+        # The factor is kept where its row will be.
         y[first - start + r // group, first_head + r % group, 0] = softmax(seen, scaling, x[r * width:(r + 1) * width])
     panels = (head_dim + WIDTH - 1) // WIDTH
     row = panels * WIDTH

@@ -1,4 +1,4 @@
-"""What this processor can do, and what numba is told about it.
+"""The features of this processor, and numba's settings for it.
 
 Import this before anything that numba compiles: the settings hold for the whole process, which is a rank's.
 """
@@ -34,7 +34,7 @@ HAS_BF16_DOT = HAS.get("avx512bf16", False) and HAS_AVX512
 HAS_TILES = HAS_BF16_DOT and HAS.get("amx-bf16", False) and _may_use_tiles()
 PAUSES = platform.machine() in ("x86_64", "AMD64")
 
-if HAS_AVX512 and config.CPU_FEATURES is None:  # LLVM would rather use half registers
+if HAS_AVX512 and config.CPU_FEATURES is None:  # without it, LLVM uses half registers
     config.CPU_NAME = llvm.get_host_cpu_name()
     config.CPU_FEATURES = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 

@@ -1,9 +1,9 @@
 """``x @ weight.T`` by panels: the product of every linear layer, and of attention's two.
 
-A packed weight lies in the order in which it is read. ``WIDTH`` outputs make a *panel*, ``[steps, WIDTH]``; a step is
-one input in float32, and a pair of inputs in bfloat16, side by side in one 32-bit word (so bfloat16 products and AMX
-want it). Rows of ``x`` meet a panel in fours, whose sums stay in registers. With many rows, a panel is cut into pieces
-that stay in the processor's first cache (GotoBLAS, doi:10.1145/1356052.1356053).
+A packed weight is stored in the order in which it is read. ``WIDTH`` outputs make a *panel*, ``[steps, WIDTH]``; a step
+is one input in float32, and a pair of inputs in bfloat16, side by side in one 32-bit word (the format of bfloat16
+products and of AMX). A panel is multiplied with four rows of ``x`` at a time, whose sums stay in registers. With many
+rows, a panel is cut into pieces that stay in the processor's first-level cache (GotoBLAS, doi:10.1145/1356052.1356053).
 """
 
 import numpy as np
@@ -28,13 +28,13 @@ from tplab.fast.simd import (
     zero_tile,
 )
 
-PIECE = 128  # steps of a panel that many rows meet one after the other: 32 KB at most
-ROWS = 512  # of x that meet a panel while it stays in the first cache; x itself comes from the second
-LINE = 16  # words that come from memory together
+PIECE = 128  # steps of a panel that are multiplied with all rows before the next steps: 32 KB at most
+ROWS = 512  # of x that are multiplied with a panel in the first-level cache; x itself comes from the second level
+LINE = 16  # words of a cache line
 
 
 def per_word(dtype: torch.dtype) -> int:
-    """How many inputs stand in a 32-bit word."""
+    """How many inputs a 32-bit word holds."""
     return {torch.float32: 1, torch.bfloat16: 2}[dtype]
 
 
@@ -45,7 +45,7 @@ def padded(inputs: int, dtype: torch.dtype) -> int:
 
 
 def panels(outputs: int) -> int:
-    """How many panels hold so many outputs; the last one is filled up with zeros."""
+    """How many panels ``outputs`` need; the last one is filled up with zeros."""
     return -(-outputs // WIDTH)
 
 
@@ -116,9 +116,9 @@ def linear_by_vectors(x, x_row, rows, steps, weight, at, panel, first, last, by,
 
 @inner
 def _block(x, x_rows, first, end, weight, at, ahead, line, by_line, y, y_rows, column):
-    """Some rows meet steps ``first`` to ``end`` of a panel, and prefetch lines of the panel that lies ``ahead``.
+    """Multiply some rows with steps ``first`` to ``end`` of a panel; prefetch lines of the panel that is ``ahead``.
 
-    Of each step, that is the line at ``line`` and every one ``by_line`` after it.
+    Of each step, these are the line at ``line`` and every one ``by_line`` after it.
     """
     alone, twice = by_line == LINE, line + by_line < WIDTH
     sums = zero_sums(y_rows)

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer, row by row in float32: plain loops, of which LLVM makes vectors."""
+"""The operations between the products of a layer, row by row in float32: plain loops that LLVM vectorises."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def exp(x):
 
 @inner
 def copy(x, y):
-    """``y = x``, in the format of ``y``; what ``y`` has beyond becomes zero."""
+    """``y = x``, in the format of ``y``; the rest of ``y`` becomes zero."""
     for i in range(len(x)):
         y[i] = rounded(y, widened(x[i]))
     y[len(x):] = 0
@@ -38,7 +38,7 @@ def add(x, y):
 
 @inner
 def rms_norm(x, weight, eps, y):
-    """``y = weight * x / rms(x)`` (arXiv:1910.07467); what ``y`` has beyond becomes zero."""
+    """``y = weight * x / rms(x)`` (arXiv:1910.07467); the rest of ``y`` becomes zero."""
     squares = np.float32(0)
     for i in range(len(x)):
         squares += x[i] * x[i]
@@ -60,7 +60,7 @@ def apply_rotary_pos_emb(head, cos, sin, y):
 
 @inner
 def silu_and_mul(gate, up, y):
-    """``y = silu(gate) * up``; what ``y`` has beyond becomes zero."""
+    """``y = silu(gate) * up``; the rest of ``y`` becomes zero."""
     for i in range(len(gate)):
         y[i] = rounded(y, gate[i] / (np.float32(1) + exp(-gate[i])) * up[i])
     y[len(gate):] = 0
@@ -70,7 +70,7 @@ def silu_and_mul(gate, up, y):
 def softmax(scores, scaling, y):
     """``y = softmax(scores * scaling)``, but for a factor, the same for all, which is returned.
 
-    ``scaling`` is positive; what ``y`` has beyond becomes zero.
+    ``scaling`` is positive; the rest of ``y`` becomes zero.
     """
     most, total = np.float32(-np.inf), np.float32(0)
     for i in range(len(scores)):
@@ -85,7 +85,7 @@ def softmax(scores, scaling, y):
 
 @inner
 def scale(x, factor, y):
-    """``y = x * factor``; what ``y`` has beyond becomes zero."""
+    """``y = x * factor``; the rest of ``y`` becomes zero."""
     for i in range(len(x)):
         y[i] = rounded(y, x[i] * factor)
     y[len(x):] = 0

@@ -198,7 +198,7 @@ def store_lane_sums(typing, array, index, vectors):
 
 @intrinsic
 def prefetch(typing, array, index):
-    """``array[index]`` will be needed soon. It may lie behind the end."""
+    """Prefetch ``array[index]``, which may be beyond the end."""
     def code(context, builder, signature, args):
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [
             _address(context, builder, array, *args, _BYTE), *(ir.Constant(_INT, n) for n in (0, 3, 1))])
@@ -265,7 +265,7 @@ def load_acquire(typing, words, index):
 
 @intrinsic
 def pause(typing):
-    """Tell the processor that this thread looks at a word again and again."""
+    """Tell the processor that this thread reads a word in a loop."""
     def code(context, builder, signature, args):
         if PAUSES:
             _call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
@@ -275,7 +275,7 @@ def pause(typing):
 
 @intrinsic
 def nap(typing, microseconds):
-    """Let other processes have this core for a while (C's ``usleep``)."""
+    """Leave this core to other processes for some microseconds (C's ``usleep``)."""
     def code(context, builder, signature, args):
         _call(builder, "usleep", _INT, [builder.trunc(args[0], _INT)])
         return context.get_dummy_value()
@@ -304,7 +304,7 @@ def _tile(name):
     return code
 
 
-TILE_SHAPES = np.zeros(64, np.uint8)  # what AMX is told: all eight tiles are of 16 rows of 64 bytes
+TILE_SHAPES = np.zeros(64, np.uint8)  # AMX's configuration: all eight tiles have 16 rows of 64 bytes
 TILE_SHAPES[0], TILE_SHAPES[16:32].view(np.uint16)[:], TILE_SHAPES[48:56] = 1, 64, 16
 
 
@@ -316,7 +316,7 @@ def configure_tiles(typing, shapes):
 
 @intrinsic
 def release_tiles(typing):
-    """Give the tiles back: the system need not save them any more."""
+    """Release the tiles, so that the system need not save them."""
     return types.void(), _tile("tilerelease")
 
 
