@@ -29,7 +29,7 @@ TILE = 16  # positions whose queries attend together
 
 @inner
 def ask_for_next_block(cache, table, block, block_size, keys, row, at, head_dim):
-    """Prefetch one head of the block after ``block``: a head's rows are too far apart for the processor to prefetch them."""
+    """Prefetch one head of the block after ``block``; a head's rows are too far apart for the processor's prefetch."""
     if (block + 1) * block_size < keys:
         slot = table[block + 1] * block_size * row + at
         for key in range(block_size):
