@@ -67,7 +67,7 @@ class CaseFile:
     # Repairs that leave a bug in, or pay for it elsewhere: {place: function}, or what `examine` takes.
     false_repairs: Sequence
     production: str  # what a repair that hides the symptom does to its users
-    story: str  # how one who knows goes about it, in the order of looking
+    story: str  # how to find it, step by step
     sources: Sequence[tuple[str, str]]  # where it happened and what became of it: (words, link)
     budget: int = 8  # runs
     below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds

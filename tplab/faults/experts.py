@@ -16,7 +16,7 @@ def router_softmax_order(logits, top_k, renormalize):
 
 def router_not_renormalised(logits, top_k, renormalize):
     weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
-    return weights, ids                                       # whatever renormalize says
+    return weights, ids                                       # also if renormalize is true
 
 
 def router_low_precision(self, x):
@@ -25,7 +25,7 @@ def router_low_precision(self, x):
 
 
 def all_reduce_twice(t, async_op=False):
-    return all_reduce(all_reduce(t))                          # one inside of the experts, one behind them
+    return all_reduce(all_reduce(t))                          # one inside the experts, one after them
 
 
 def shared_expert_not_reduced(self, x):
@@ -113,57 +113,57 @@ _EXPERTS = "tplab.model.experts"
 _DEALT_OUT = {"enable_expert_parallel": True}
 
 FAULTS = (
-    bug(f"{_EXPERTS}.softmax_then_top_k", router_softmax_order, "the router's softmax stands behind its top-k",
-        "The right experts, too loud: their weights add up to 1 where they should not.",
-        ("mlxcel's OLMoE took the softmax over the chosen experts: \"Paris, France\", and then drift.",
+    bug(f"{_EXPERTS}.softmax_then_top_k", router_softmax_order, "the router's softmax comes after its top-k",
+        "The experts are right, but their weights are too large: they add up to 1 and should not.",
+        ("mlxcel's OLMoE took the softmax over the chosen experts: its texts began well and became wrong later.",
          "https://github.com/lablup/mlxcel/pull/391"),
-        ("Qwen2-MoE converted to Megatron, which chooses first: weights of 0.25 where there should be some "
-         "hundredths.", "https://github.com/QwenLM/Qwen3/issues/687"),
+        ("Qwen2-MoE converted to Megatron, which chooses first: weights of 0.25 where some hundredths are right.",
+         "https://github.com/QwenLM/Qwen3/issues/687"),
         first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_softmax_first),
     bug(f"{_EXPERTS}.softmax_then_top_k", router_not_renormalised, "the chosen experts' weights are not renormalised",
-        "The right experts, too quiet; text that is nearly right.",
-        ("torchtitan's DeepSeek V3 did not divide by the sum; the gradient of a converted checkpoint was far "
-         "too large.", "https://github.com/pytorch/torchtitan/issues/1448"),
+        "The experts are right, but their weights are too small; the text is nearly right.",
+        ("torchtitan's DeepSeek V3 did not divide by the sum; the gradient of a converted checkpoint was far too "
+         "large.", "https://github.com/pytorch/torchtitan/issues/1448"),
         first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_renormalised),
     bug("tplab.shard.linear.ReplicatedLinear.forward", router_low_precision, "the router computes in bfloat16",
-        "Now and then a token goes to the third best expert.",
+        "Sometimes a token goes to the third best expert.",
         ("SGLang's Kimi K3 computed the router's logits in bfloat16: one token in twenty got other experts.",
          "https://github.com/sgl-project/sglang/pull/33764"),
         first_point="layers.0.router_logits", notebook=_NOTEBOOK, needs=_alone, below_bfloat16=True),
     bug(f"{_EXPERTS}.all_reduce", all_reduce_twice, "the experts' sum is reduced twice",
         "Correct on one rank; on two, the MLPs count twice.",
-        ("vLLM's Aria: the shared expert reduces its part, and the runner reduces the sum. Coherent on one "
-         "rank, garbage on four.", "https://github.com/vllm-project/vllm/issues/49122"),
-        ("vLLM for Gaudi: MiniMax M2 was reduced inside of the experts and behind them.",
+        ("vLLM's Aria: the shared expert reduces its part, and the runner reduces the sum again. Right on one rank, "
+         "garbage on four.", "https://github.com/vllm-project/vllm/issues/49122"),
+        ("vLLM for Gaudi: MiniMax M2 was reduced inside the experts and after them.",
          "https://github.com/vllm-project/vllm-gaudi/pull/1451"),
         first_point="layers.0.mlp", notebook=_NOTEBOOK, needs=_reduced),
     bug(f"{_EXPERTS}.SparseMoeBlock.forward", shared_expert_not_reduced, "the shared expert's part is never reduced",
-        "The ranks drift apart; each has a part of what every token should get.",
+        "The ranks differ more and more; each has only its part of the shared expert.",
         ("tpu-inference reduced the routed experts and not the shared one: 23.9 % instead of 96.2 % on GSM8K.",
          "https://github.com/vllm-project/tpu-inference/pull/3435"),
-        ("SGLang, the other way: a shared expert that is whole on each rank was added up over all of them.",
+        ("The opposite in SGLang: a shared expert that is whole on each rank was added up over all ranks.",
          "https://github.com/sgl-project/sglang/issues/31475"),
         first_point="layers.0.mlp", notebook=_NOTEBOOK, needs=_shared),
-    bug(f"{_EXPERTS}.FusedMoE.forward", experts_off_by_offset, "a rank takes global expert ids for its own",
-        "Correct on one rank; on two, half of the experts never hear of a token, and others get theirs.",
+    bug(f"{_EXPERTS}.FusedMoE.forward", experts_off_by_offset, "a rank uses global expert ids as its own",
+        "Correct on one rank; on two, half of the experts get no tokens, and the others get theirs.",
         ("FlashInfer subtracted a rank's offset twice: zeros from every rank but the first.",
          "https://github.com/flashinfer-ai/flashinfer/issues/3547"),
-        ("vLLM for Gaudi discusses whether its kernel wants global or local ids.",
+        ("vLLM for Gaudi discusses whether its kernel takes global or local ids.",
          "https://github.com/vllm-project/vllm-gaudi/pull/1796"),
         first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_reduced, options=_DEALT_OUT),
     bug(f"{_EXPERTS}.SparseMoeBlock.partial", top_k_of_own_experts, "each rank chooses the best of its own experts",
-        "Correct on one rank; on two, a token gets twice as many experts, half of them unasked.",
-        ("mesh-llm dealt experts out to nodes, each of which chose among its own; text got worse with every node.",
-         "https://github.com/Mesh-LLM/mesh-llm/issues/361"),
+        "Correct on one rank; on two, a token goes to twice as many experts.",
+        ("mesh-llm distributed experts over nodes, and each node chose among its own; the text got worse with every "
+         "node.", "https://github.com/Mesh-LLM/mesh-llm/issues/361"),
         first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_enough, options=_DEALT_OUT),
     bug("tplab.model.mlp.GatedMLP.partial", expert_bias_everywhere, "every rank adds the experts' biases",
-        "Correct on one rank; the more ranks, the further the text drifts.",
+        "Correct on one rank; the text gets worse with every further rank.",
         ("torchtitan's gpt-oss: every rank added the whole bias of the experts before the sum.",
          "https://github.com/pytorch/torchtitan/pull/4245"),
         first_point="layers.0.moe_partial", notebook=_NOTEBOOK, needs=_biased),
-    bug("tplab.checkpoint.reader.widened", block_scales_of_other_rows, "each rank has the first blocks' scales",
-        "Rank 0 is right, the others' rows are too large or too small, block by block.",
-        ("vLLM rounds the offset and the size of a part's blocks up one by one, so a part can land on "
-         "another's scales.", "https://github.com/vllm-project/vllm/issues/52997"),
+    bug("tplab.checkpoint.reader.widened", block_scales_of_other_rows, "each rank has the scales of the first blocks",
+        "Rank 0 is right; the other ranks' rows are too large or too small, block by block.",
+        ("vLLM rounds the offset and the size of a part's blocks up separately, so a part can get another's scales.",
+         "https://github.com/vllm-project/vllm/issues/52997"),
         first_point="layers.0.q", notebook="07_sharded_loading", needs=_blocks),
 )

@@ -13,8 +13,8 @@ _UPDATE = "tplab.engine.scheduler.Scheduler.update_from_output"
 
 def repeated_kv_stored(self, q, k, v, context):
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)   # as attention wants them
-    return original(_ATTEND)(self, q, k, v, context)        # the cache takes copy 1 of head 0 for head 1
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)   # as attention needs them
+    return original(_ATTEND)(self, q, k, v, context)        # copy 1 of head 0 is stored as head 1
 
 
 def first_copies_fit(cache, slots, new) -> None:
@@ -47,7 +47,7 @@ def cache_ignored(self, scheduler_output, runner_output):
 
 
 def decode_position_off_by_one(segment) -> range:
-    first = segment.start + 1 if segment.count == 1 else segment.start    # len, where the newest stands at len - 1
+    first = segment.start + 1 if segment.count == 1 else segment.start    # len, but the newest token has position len - 1
     return range(first, first + segment.count)
 
 
@@ -84,36 +84,36 @@ FAULTS = (
         "The cache is larger by the group's size, and a query reads another group's keys.",
         ("HeadKV and SnapKV call repeat_kv before they store: a cache for query heads instead of KV heads.",
          "https://github.com/FYYFU/HeadKV/issues/3"),
-        ("torchtune's cache had the query heads' size for months: eight times too large for grouped queries.",
+        ("For months, torchtune's cache had the size of the query heads: eight times too large for grouped queries.",
          "https://github.com/meta-pytorch/torchtune/issues/38"),
         first_point="layers.0.attn", notebook=_NOTEBOOK, needs=_several_heads_here,
         more=(Patch("tplab.cache.paged.write_cache", first_copies_fit),)),
     bug(_LOAD, kv_first_rows, "every rank takes the first KV rows",
-        "Correct on one rank; on several, all query heads look through the first groups' eyes.",
-        ("picotron cuts q, k and v weights to their first rows on every rank. It does not show there, because it draws "
-         "new weights for training afterwards.",
+        "Correct on one rank; on several, all query heads read the first KV heads.",
+        ("picotron cuts q, k and v weights to their first rows on every rank. It has no effect there, because it "
+         "initialises new weights for training afterwards.",
          "https://github.com/huggingface/picotron/blob/main/picotron/checkpoint.py"),
         first_point="layers.0.k", notebook=_NOTEBOOK, needs=_several_kv_heads),
     bug(_LOAD, kv_replica_modulo, "the replicated KV head is rank % heads instead of rank // replicas",
-        "Correct until there are more ranks than KV heads, then half of the groups are exchanged.",
-        ("vLLM's loader for grouped queries was wrong where tp exceeds the KV heads.",
+        "Correct until there are more ranks than KV heads; then half of the groups are exchanged.",
+        ("vLLM's loader for grouped queries was wrong when tp exceeds the number of KV heads.",
          "https://github.com/vllm-project/vllm/pull/2379"),
-        ("transformers had no replication: more ranks than KV heads gave a rank half a head and failed in the forward "
-         "pass.", "https://github.com/huggingface/transformers/issues/48307"),
+        ("transformers had no replication: with more ranks than KV heads, a rank got half a head and failed in the "
+         "forward pass.", "https://github.com/huggingface/transformers/issues/48307"),
         first_point="layers.0.k", notebook=_NOTEBOOK, needs=_replicas),
     bug(_UPDATE, cache_ignored, "every step computes the whole sequence again",
         "The text is right; each token takes longer than the one before.",
-        ("nanoGPT generates like this to this day; a cache made it eight times faster on a CPU.",
+        ("nanoGPT generates like this; a cache made it eight times as fast on a CPU.",
          "https://github.com/karpathy/nanoGPT/pull/76"),
         first_point="steps", notebook=_NOTEBOOK, shows_in="decode"),
-    bug(_POSITIONS, decode_position_off_by_one, "a decoded token stands one place too far",
-        "The first token is right, then names and numbers slip.",
+    bug(_POSITIONS, decode_position_off_by_one, "the position of a decoded token is one too large",
+        "The first token is right; later, names and numbers are wrong.",
         ("nano-vllm decoded at position len(seq) instead of len(seq) - 1.",
          "https://github.com/GeeeekExplorer/nano-vllm/pull/67"),
         first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode"),
     bug(_POSITIONS, decode_position_restarted, "positions start at 0 again when decoding begins",
         "The prompt is understood, and the answer falls into a loop.",
-        ("mlx-vlm gave every decoded token of Qwen3-Omni position 0, since its ids ignored the cache's offset.",
+        ("mlx-vlm gave every decoded token of Qwen3-Omni position 0, because its ids ignored the cache's offset.",
          "https://github.com/Blaizzy/mlx-vlm/issues/1983"),
         first_point="layers.0.q_rope", notebook=_NOTEBOOK, shows_in="decode"),
 )

@@ -9,7 +9,7 @@ from tplab.patch import original
 
 
 def rope_missing(self, q, k, cos, sin):
-    return q, k                                            # attention without any notion of order
+    return q, k                                            # attention without positions
 
 
 def rope_swallowed(self, q, k, cos, sin):
@@ -21,7 +21,7 @@ def rope_swallowed(self, q, k, cos, sin):
 
 
 def rope_over_heads(self, q, k, cos, sin):
-    def turn(x):                                           # [tokens, heads, head_dim]: dim 1 is taken for the tokens,
+    def turn(x):                                           # [tokens, heads, head_dim]: dim 1 is used as the tokens,
         rows = torch.arange(x.shape[1]) % cos.shape[1]     # so each head gets an angle, whatever its token
         return self.rotate(x[None], x[None], cos[:, rows], sin[:, rows])[0][0]
     return turn(q), turn(k)
@@ -65,37 +65,37 @@ _TABLES = "tplab.model.rope.Rotary.__init__"
 
 FAULTS = (
     bug(_APPLY, rope_missing, "no rotation at all",
-        "The model has the right words and no idea of their order.",
+        "The words are right, but their order makes no sense.",
         first_point="layers.0.q_rope", notebook="03_rope_alignment"),
     bug(_APPLY, rope_swallowed, "the rotation fails inside try/except",
-        "As without RoPE, with a call to RoPE in plain sight.",
+        "As without RoPE, although the code calls RoPE.",
         first_point="layers.0.q_rope", notebook="03_rope_alignment"),
     bug(_APPLY, rope_over_heads, "cos and sin run over the heads instead of the tokens",
-        "No error, and no order: each head is turned by an angle of its own, all tokens alike.",
+        "No error: each head is rotated by its own angle, the same for all tokens.",
         ("xformers took the tables' length and axis from dimension -2, which in its layout counts heads.",
          "https://github.com/facebookresearch/xformers/issues/841"),
-        ("smolGPT read seq_len from q.shape[1] after transposing, where the heads stand.",
+        ("smolGPT read seq_len from q.shape[1] after transposing, where the heads are.",
          "https://github.com/Om-Alve/smolGPT/issues/22"),
-        ("leo-optimizer's rotary indexed heads too, until a transpose was put around it.",
+        ("leo-optimizer's rotary indexed heads, too, until it was put between two transposes.",
          "https://github.com/vukrosic/leo-optimizer/pull/2"),
         first_point="layers.0.q_rope", notebook="03_rope_alignment"),
     bug(_APPLY, rope_pairs, "neighbouring numbers are turned as pairs instead of the two halves",
-        "Near tokens look plausible; whatever was learnt about distance is gone.",
+        "Near tokens look plausible; what the model learnt about distance is lost.",
         ("tiny-vllm's CUDA kernel paired 2i with 2i + 1; Llama-3.2-1B answered \"4+7=?\" with \"+\".",
          "https://github.com/jmaczan/tiny-vllm/issues/4"),
-        ("shainet: SmolLM2-135M went on \"the capital of France is the capital of France …\", then said Paris.",
-         "https://github.com/NeuraLegion/shainet/pull/111"),
+        ("shainet: SmolLM2-135M repeated \"the capital of France is the capital of France …\"; after the fix it said "
+         "Paris.", "https://github.com/NeuraLegion/shainet/pull/111"),
         ("lattice: perplexity 0.77 above the reference, 0.03 once the halves were paired.",
          "https://github.com/ohdearquant/lattice/pull/96"),
         first_point="layers.0.q_rope", notebook="03_rope_alignment"),
     bug(_TABLES, rope_default_theta, "theta is 10000 whatever the checkpoint says",
-        "Short texts read well; the further apart two tokens are, the more their distance is misjudged.",
-        ("airllm copied every field of the config except rope_theta; Llama 3 fell apart after about 1,000 tokens.",
+        "Short texts read well; the further apart two tokens are, the larger is the error of their distance.",
+        ("airllm copied every field of the config except rope_theta; Llama 3 wrote nonsense after about 1,000 tokens.",
          "https://github.com/lyogavin/airllm/pull/369"),
         ("vLLM's phi ignored the config's theta as well.", "https://github.com/vllm-project/vllm/pull/9503"),
         first_point="layers.0.q_rope", notebook="03_rope_alignment", needs=_own_theta),
     bug(_TABLES, rope_scaling_ignored, "the scaling of a long-context checkpoint is ignored",
-        "Slightly off everywhere, worse with every token.",
+        "Slightly wrong everywhere, and more with every token.",
         ("vLLM drops an explicit YaRN attention_factor, because its list of accepted keys has attn_factor.",
          "https://github.com/vllm-project/vllm/pull/48351"),
         ("exllamav3 lost YaRN's factor for some configs: \"coherent-looking but semantically wrong\".",

@@ -43,10 +43,10 @@ def sections() -> list:
 
 
 def _solution(file: CaseFile) -> str:
-    """The folded solution: the code, how someone experienced goes about it, and where it happened."""
+    """The folded solution: the code, how to find the bug, and where it happened."""
     wild = "\n".join(f"- {words} [{link.split('github.com/')[1]}]({link})" for words, link in file.sources)
     return (f"<details><summary>Solution, and where it happened</summary>\n\n```python\n{solution_code(file)}\n```\n\n"
-            f"**How one who knows goes about it.** {file.story}\n\n**In the wild**\n\n{wild}\n</details>")
+            f"**How to find it.** {file.story}\n\n**In the wild**\n\n{wild}\n</details>")
 
 
 def solution_code(file: CaseFile) -> str:

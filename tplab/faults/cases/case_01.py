@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 from tplab.faults.case_file import Bug, CaseFile, Trial
 from tplab.faults.fault import two_ranks
@@ -30,7 +30,7 @@ def my_forward(self, hidden, cos, sin, context):
     point(name + "residual", hidden)
     normed = self.post_attention_layernorm(hidden)
     point(name + "post_norm", normed)
-    hidden = hidden + self.mlp(normed)  # the sum of all ranks already
+    hidden = hidden + self.mlp(normed)  # already the sum of all ranks
     point(name + "output", hidden)
     return hidden
 
@@ -52,42 +52,45 @@ def trials(take):
 
 
 CASE = CaseFile(
-    title="One card is fine, two write worse, four write soup",
-    report="Same checkpoint, same prompt, greedy. With one rank we get what transformers gives us. With {ranks} ranks "
-           "it still writes words, but loses the thread at once, and each rank that we add makes it worse. No error, "
-           "no NaN, and all ranks agree with each other. It began when the MLP became a module of its own.",
+    title="Right on one card, worse on two, nonsense on four",
+    report="Same checkpoint, same prompt, greedy. With one rank the text is the same as with transformers. With "
+           "{ranks} ranks the engine still writes words, but the text makes no sense, and each rank that we add makes "
+           "it worse. There is no error and no NaN, and all ranks agree with each other. It began when the MLP became "
+           "a separate module.",
     trials=trials, needs=two_ranks,
     bugs=(Bug("DecoderLayer.forward", forward, my_forward,
-              "a sum that was whole is added up over the ranks once more", "all_reduce_twice"),),
+              "a complete sum is added up over the ranks a second time", "all_reduce_twice"),),
     why={
-        "The MLP hands a whole sum to the block, and the block adds up the ranks' equal copies of it: the MLP counts "
-        "as many times as there are ranks.": "",
+        "The MLP returns a complete sum to the block, and the block adds up the ranks' equal copies of it: the MLP "
+        "counts as many times as there are ranks.": "",
         "The MLP's summands are not added up, so each rank goes on with its own part.":
-            "then the ranks would differ behind the block: the report's rank_spread is nothing but rounding here",
-        "down_proj is cut at the wrong columns, so each rank adds products that belong elsewhere.":
+            "then the ranks would differ after the block, but the report's rank_spread is only rounding",
+        "down_proj is cut at the wrong columns, so each rank adds products of other ranks.":
             "then mlp_partial would be wrong on some rank; every partial and the point mlp are right",
         "The residual is added by every rank before the sum.":
-            "then the residual would count too often, and the MLP's output once; look which of the two it is",
+            "then the residual would count too often, and the MLP's output once; compute which of the two counts too "
+            "often",
     },
     elsewhere={
-        "RowParallelLinear.reduce": "what comes out of it, the point mlp, is right: one sum, as it should be",
-        "TensorParallelMLP.forward": "its last point, mlp, is right: what it hands to its caller is the whole sum",
+        "RowParallelLinear.reduce": "its result, the point mlp, is right: one sum",
+        "TensorParallelMLP.forward": "its last point, mlp, is right: it returns the complete sum",
         "RowParallelLinear.partial": "every rank's mlp_partial is right",
     },
     hints=((1, "Which point is the first that is wrong *given its own inputs*? report.guilty lists them."),
            (1, "mlp is right and output is wrong. One function adds mlp to the residual."),
-           (2, "Subtract the residual from output and divide by mlp: the quotient is a whole number. Which?")),
+           (2, "Subtract the residual from output and divide by mlp. The quotient is a whole number. Which?")),
     false_repairs=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
-    production="On two ranks the answers look right again, so it ships; the first customer with four gets soup. And a "
-               "sum that is made and divided away is one more all-reduce in every layer of every step.",
-    story="The report says *worse with each rank*, so something scales with their number. One run of align is enough: "
-          "layers.0.output is the first guilty point, mlp before it is not. So the MLP's own all-reduce is fine and "
-          "what happens behind it is not. (output - residual) / mlp is the number of ranks, everywhere. The op log "
-          "agrees: three all-reduces in a layer, where Megatron's pattern has two. In the block's code the third one "
-          "stands in plain sight. It goes; dividing by the number of ranks would only pay for it.",
-    sources=(("SGLang: on one path a shared expert was whole on every rank, and the sum behind the experts "
-              "counted it once for each. It was merged with a weight of one over their number.",
+    production="On two ranks the answers look right again, so the change is shipped. The first customer with four "
+               "ranks gets nonsense. Dividing the second sum away also leaves one more all-reduce in every layer of "
+               "every step.",
+    story="The report says *worse with each rank*, so something grows with their number. One run of align is enough: "
+          "layers.0.output is the first guilty point, and mlp before it is not. So the MLP's own all-reduce is right, "
+          "and something after it is wrong. (output - residual) / mlp is the number of ranks, everywhere. The op log "
+          "agrees: it has three all-reduces in a layer, where Megatron-LM's pattern has two. The third one is in the "
+          "block's code. Remove it; dividing by the number of ranks would only hide it.",
+    sources=(("SGLang: on one path a shared expert was whole on every rank, and the sum after the experts counted it "
+              "once for each. The merged change gives it a weight of one over the number of ranks.",
               "https://github.com/sgl-project/sglang/pull/26845"),
-             ("vllm-rbln: a replicated shared expert stood inside the all-reduce of the experts' sum; the fix adds it "
-              "behind the sum.", "https://github.com/RBLN-SW/vllm-rbln/pull/960")),
+             ("vllm-rbln: a replicated shared expert was inside the all-reduce of the experts' sum; the fix adds it "
+              "after the sum.", "https://github.com/RBLN-SW/vllm-rbln/pull/960")),
 )

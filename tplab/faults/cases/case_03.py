@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 import torch
 
@@ -54,43 +54,45 @@ def user_output(ckpt, ranks):
 
 CASE = CaseFile(
     title="Scores drop with the length of the context",
-    report="Our retrieval evaluation loses a point at short contexts and fifteen at long ones, against the same "
-           "checkpoint in transformers. It is no matter of ranks: one, two and four give the same. Since the last "
-           "release modules are cast to the model's dtype in one place; we run float32 weights here, and it happens "
-           "all the same.",
+    report="Our retrieval evaluation loses one point at short contexts and fifteen at long ones, against the same "
+           "checkpoint in transformers. The number of ranks does not matter: one, two and four give the same. Since "
+           "the last release, modules are cast to the model's dtype in one place; we run float32 weights here, and the "
+           "scores drop all the same.",
     trials=trials, needs=fixed, user_output=user_output, below_bfloat16=True,
-    bugs=(Bug("Rotary.__init__", __init__, my_init, "too few digits where they matter", "rope_dtype"),),
+    bugs=(Bug("Rotary.__init__", __init__, my_init, "numbers are rounded to too few digits", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
         "Theta is another one than the checkpoint's, so far tokens look near.":
-            "no theta fits: the error differs from pair to pair without order, and the first pair is right",
-        "Positions beyond 256 cannot be told apart in bfloat16.":
-            "the positions are whole numbers below 256 here, which bfloat16 holds exactly, and it is wrong all the "
-            "same",
+            "no theta fits: the error differs from pair to pair without an order, and the first pair is right",
+        "Positions beyond 256 cannot be distinguished in bfloat16.":
+            "here the positions are whole numbers below 256, which bfloat16 holds exactly, and the result is still "
+            "wrong",
         "q and k are cast to bfloat16 before they are rotated.":
             "then q_rope would be wrong at position 0, too; there it is right",
     },
     elsewhere={
-        "TensorParallelAttention.apply_rope": "it rotates as the tables say that it is given",
-        "Rotary.__call__": "it hands out what the embedding computes; the embedding is wrong already",
+        "TensorParallelAttention.apply_rope": "it rotates as its tables say",
+        "Rotary.__call__": "it returns what the embedding computes, and the embedding is already wrong",
         "token_positions": "the positions are right",
         "attend": "attention is right, given q_rope and k_rope",
     },
-    hints=((1, "report.guilty begins with layers.0.q_rope: q is right before it is turned."),
-           (2, "At position 0 the error is none, at position p about p times that at 1: an angle's, not a number's."),
-           (2, "inv_freq of the module that makes cos and sin: how many digits has it?")),
+    hints=((1, "report.guilty begins with layers.0.q_rope: q is right before the rotation."),
+           (2, "At position 0 there is no error; at position p it is about p times that at position 1. So an angle is "
+               "wrong."),
+           (2, "How many digits has inv_freq of the module that makes cos and sin?")),
     false_repairs=({"Rotary.__init__": back},),
-    production="Casting back changes the dtype that a log shows and not one digit: what bfloat16 has dropped is gone, "
-               "and the long contexts stay fifteen points down.",
-    story="Worse with length is a position's mistake or a cache's; a plain forward pass has no cache, so align "
-          "first, with a long prompt. q is right and q_rope is not, in all layers, by the same factor. Where does it "
-          "begin? At position 0 nothing, at 1 a little, at 100 a hundred times that: the angle is wrong by a share, "
-          "so a frequency is. A wrong theta would be wrong in an order, from pair to pair; this is not, and no pair "
-          "is off by more than one part in 256: that is bfloat16's rounding. The rotary module is cast with the rest "
-          "of the model; .float() behind it brings zeros back, not digits. The cast goes.",
-    sources=(("NeMo Automodel: a cast of the whole model rounded the frequency buffer, and float() afterwards could "
-              "not bring the digits back; found because a reloaded checkpoint differed from transformers, and merged "
-              "for seven families of models.", "https://github.com/NVIDIA-NeMo/Automodel/pull/2549"),
-             ("transformers: for Llama and Gemma the angles had been computed in bfloat16 under autocast; since then "
+    production="Casting back changes the dtype in the log and no digit: the digits that bfloat16 dropped are lost, and "
+               "long contexts still score fifteen points less.",
+    story="If errors grow with length, the cause is a position or the cache. A plain forward pass has no cache, so run "
+          "align first, with a long prompt. q is right and q_rope is not, in all layers, by the same factor. There is "
+          "no error at position 0, a little at 1, and a hundred times as much at 100: the angle is wrong by a fixed "
+          "share, so a frequency is wrong. With a wrong theta the error would change regularly from pair to pair. Here "
+          "it does not, and no pair is wrong by more than one part in 256, which is the rounding of bfloat16. The "
+          "rotary module is cast together with the rest of the model; a later .float() does not bring the digits back. "
+          "Remove the cast.",
+    sources=(("NeMo Automodel: a cast of the whole model rounded the frequency buffer, and a later float() could not "
+              "bring the digits back. It was found because a reloaded checkpoint differed from transformers; the fix "
+              "was merged for seven families of models.", "https://github.com/NVIDIA-NeMo/Automodel/pull/2549"),
+             ("transformers: for Llama and Gemma the angles were computed in bfloat16 under autocast; since the change "
               "they are forced to float32.", "https://github.com/huggingface/transformers/pull/29285")),
 )

@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 import torch
 
@@ -29,42 +29,42 @@ def trials(take):
 
 CASE = CaseFile(
     title="All logits agree with transformers, the text does not",
-    report="We have an allclose on the logits in CI, gathered over the ranks, and it is green on one, two and four. "
-           "The greedy text on {ranks} ranks is another one than on one rank, from some word on, reproducibly. "
-           "Temperature is 0. All ranks print the same token. We log probabilities with each token since last week.",
+    report="Our CI compares the gathered logits with allclose, and it is green on one, two and four ranks. The greedy "
+           "text on {ranks} ranks differs from that on one rank, from some word on, every time. Temperature is 0. All "
+           "ranks print the same token. Since last week we log probabilities with each token.",
     trials=trials, needs=two_ranks,
-    bugs=(Bug("offer", offer, my_offer, "a part is taken for the whole", "softmax_before_gather"),),
+    bugs=(Bug("offer", offer, my_offer, "a part is used as if it were the whole", "softmax_before_gather"),),
     why={
         "Each rank normalizes the scores of its own part of the vocabulary, so a rank without any good word offers its "
         "best one with a high probability.": "",
         "Each rank draws its own token, and rank 0's is printed.":
-            "all ranks agree on a token in every step: the choice between their offers is made together",
+            "all ranks agree on a token in every step: they choose from the same offers",
         "The ranks' offers come back in another order than their vocabularies.":
-            "then a token's id would be wrong, and the right score would still win; here another score wins",
+            "then a token's id would be wrong and the right score would win; here another score wins",
         "Rounding: two words have nearly the same logit.":
             "the drawn token's logit is below the largest by far more than rounding",
     },
     elsewhere={
-        "best_offer": "it takes the largest offer; what is offered is wrong",
+        "best_offer": "it takes the largest offer; the offers are wrong",
         "ParallelLMHead.gather": "the gathered logits are right",
         "TensorParallelCausalLM.compute_logits": "the point logits is right, on every rank",
-        "sample": "it asks each rank for its offer and takes the best; look one call further",
+        "sample": "it gets an offer from each rank and takes the best; look at the function that makes the offer",
     },
-    hints=((1, "align_decode keeps in report.decode.drawn what each rank drew: compare it with the logits' argmax."),
-           (2, "The token that is drawn is the best one of its own rank's part, always."),
-           (2, "Which numbers of two ranks may be compared, and which not?")),
+    hints=((1, "align_decode records in report.decode.drawn what each rank drew: compare it with the logits' argmax."),
+           (2, "The drawn token is always the best one of its own rank's part."),
+           (2, "Which numbers of two ranks can be compared, and which cannot?")),
     false_repairs=({"offer": softened},),
-    production="A probability among 24,000 words is compared with one among 24,000 others: the more ranks, the fewer "
-               "words each has, and the surer each is of a bad one.",
-    story="If logits are right and text is not, what stands between them is the sampler. The drawn tokens are in the "
-          "report; beside the argmax of the gathered logits they are other ones in some places, and then always the "
-          "best word of another rank. All ranks agree, so the decision is made together, over wrong offers: offer "
-          "takes a log-softmax first. Its sum runs over this rank's words only. A softmax needs the whole vocabulary "
-          "(its largest logit and its sum over all ranks) or none of it: for the best word the logits do.",
+    production="A probability among 24,000 words is compared with one among another 24,000. The more ranks there are, "
+               "the fewer words each has, and the higher is the probability of a bad word.",
+    story="If the logits are right and the text is wrong, the cause is between them: the sampler. The report has the "
+          "drawn tokens. In some places they differ from the argmax of the gathered logits, and then they are always "
+          "the best word of another rank. All ranks agree, so they choose together, but from wrong offers: offer "
+          "computes a log-softmax first. Its sum runs over this rank's words only. A softmax needs the whole "
+          "vocabulary, its largest logit and its sum over all ranks. To choose the best word, the logits are enough.",
     sources=(("TensorRT-LLM: on one path each rank took the argmax of its own shard of the vocabulary; the merged fix "
               "gathers every rank's best value and index, and picks the largest.",
               "https://github.com/NVIDIA/TensorRT-LLM/pull/16440"),
-             ("tt-metal: log-probabilities were normalized over each device's part of the vocabulary, since for one "
-              "shape of the mesh the gather was skipped; a test that counted constants as equal had let it through.",
+             ("tt-metal: log-probabilities were normalized over each device's part of the vocabulary, because the "
+              "gather was skipped for one shape of the mesh; a test that accepted constants as equal did not find it.",
               "https://github.com/tenstorrent/tt-metal/pull/47806")),
 )

@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 import torch
 
@@ -27,11 +27,11 @@ def my_load(self, parameter, *sources):
 
 
 def my_mask(positions, keys):
-    return (torch.arange(keys, device=positions.device) > positions[..., None])[:, None]  # each row its own
+    return (torch.arange(keys, device=positions.device) > positions[..., None])[:, None]  # one mask for each row
 
 
 def longest_mask(positions, keys):
-    newest = positions.max(0).values  # so that no sequence of the batch loses what it has
+    newest = positions.max(0).values  # so that no sequence of the batch sees too little
     mask = torch.arange(keys, device=positions.device) > newest[:, None]
     return mask.expand(len(positions), 1, *mask.shape)
 
@@ -51,51 +51,52 @@ def grouped(config, tensor_parallel_size):
 
 
 CASE = CaseFile(
-    title="Nonsense since the upgrade; our hotfix mended the demo, and batches are still wrong",
+    title="Nonsense since the upgrade; after our hotfix, batches are still wrong",
     report="Since the upgrade every answer is nonsense, with one rank or with {ranks}. A colleague found something in "
-           "the loader, and one prompt at a time was right again; then the evaluation ran, which sends three prompts "
+           "the loader, and one prompt at a time was right again. Then the evaluation ran, which sends three prompts "
            "at a time, and most of those answers differ from what the same prompt gives alone. We rolled the hotfix "
-           "back, since we do not understand it. This is the engine without it.",
+           "back, because we do not understand it. This is the engine without it.",
     trials=trials, needs=grouped,
     bugs=(Bug("QKVParallelLinear.load", load, my_load,
-              "weights are put into another order than the checkpoint's", "rope_permuted_rows"),
-          Bug("causal_mask", causal_mask, my_mask, "one sequence's length is taken for all of a batch",
+              "weights are stored in another order than the checkpoint's", "rope_permuted_rows"),
+          Bug("causal_mask", causal_mask, my_mask, "one sequence's length is used for the whole batch",
               "mask_of_another_row")),
     why={
-        "Two causes: one spoils every answer, and under its noise a second one spoils only what is batched.": "",
+        "Two causes: one makes every answer wrong, and hidden by it a second one makes only batches wrong.": "",
         "One cause: keys and values are exchanged when they are loaded, and batches show it more often.":
-            "the values are right: only k, and what is made of it, is guilty",
+            "the values are right: only k, and what is computed from it, is wrong",
         "The rotation pairs neighbours instead of halves, for keys only.":
-            "q_rope and k_rope are right, given the q and k that come in: it is k itself",
+            "q_rope and k_rope are right, given their inputs q and k: k itself is wrong",
         "The batch reads another sequence's blocks, because block tables are sent in the wrong order.":
-            "the block tables that the ranks were sent are the scheduler's, and what is seen is each sequence's own "
-            "keys",
+            "the block tables of the ranks are the scheduler's, and each sequence reads its own keys",
     },
     elsewhere={
         "TensorParallelAttention.apply_rope": "k_rope is right, given k",
         "PagedContext._slots": "each sequence reads its own slots",
-        "TensorParallelAttention.attend_all": "it attends as the mask that it is given says",
+        "TensorParallelAttention.attend_all": "it uses the mask that it gets",
     },
-    hints=((1, "There are two, and one is loud. Align one prompt first, then a batch along the decode path."),
-           (2, "Loud: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?"),
-           (2, "Quiet: with the first one mended, attn is wrong in the decoded rows of every prompt but the first.")),
+    hints=((1, "There are two bugs, and the larger one hides the other. First align one prompt, then a batch along the "
+               "decode path."),
+           (2, "The first: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?"),
+           (2, "The second: with the first one repaired, attn is wrong in the decoded rows of every prompt but the "
+               "first.")),
     false_repairs=({"QKVParallelLinear.load": my_load},
-            {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
-    production="The evaluation that found it sends its prompts in order of length, so the mended engine passes; the "
-               "traffic of the next morning does not come in order.",
-    story="A user who says *mended, then wrong again* has two bugs, and the loud one hides the quiet one. So one "
-          "prompt alone, first: layers.0.k is guilty, v is not, and each key has the right numbers in the wrong "
-          "places, which is an order and no wrong weight. The fused layer's load turns rows of k for files in Meta's "
-          "order. With that mended (applied as a patch, over the sealed engine) one prompt is clean, and three are "
-          "not: attn, decoded rows only, all prompts but the first, so neither positions nor blocks. A row of the "
-          "batch sees as many keys as the first row may. Both are mended before either is shipped, and each gets a "
-          "test that fails without it: one prompt, and three of unlike lengths, shortest first.",
+                   {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
+    production="The evaluation sends its prompts in order of length, so the changed engine passes it. Real traffic "
+               "does not arrive in order of length.",
+    story="If something was repaired and is then wrong again, there can be two bugs, of which the larger hides the "
+          "smaller. So align one prompt first: layers.0.k is guilty, v is not, and each key has the right numbers in "
+          "the wrong places. So it is an order, not a wrong weight. The fused layer's load reorders rows of k for "
+          "files in Meta's order. With that repaired (a patch over the sealed engine), one prompt is clean and three "
+          "are not: attn, only in decoded rows, in all prompts but the first. So it is neither positions nor blocks. "
+          "Each row of the batch sees as many keys as the first row. Repair both before you ship, and give each a test "
+          "that fails without it: one prompt, and three of different lengths, shortest first.",
     sources=(("llama.cpp: the converter reordered the rows of k by a number of heads that was right for one model "
-              "only, and models with other groups came out as gibberish; the fix takes the number of KV heads.",
+              "only, and models with other groups wrote gibberish; the fix takes the number of KV heads.",
               "https://github.com/ggml-org/llama.cpp/pull/3364"),
-             ("transformers had the same on the way back from GGUF, for q and k, until it considered both numbers of "
-              "heads.", "https://github.com/huggingface/transformers/pull/31788"),
-             ("mlx-vlm: what a row of a batch answered depended on how long its neighbour was, since the padding was "
-              "not masked; the merged change hands each row's padding on.",
+             ("transformers had the same bug when reading GGUF, for q and k, until it used both numbers of heads.",
+              "https://github.com/huggingface/transformers/pull/31788"),
+             ("mlx-vlm: the answer of a row of a batch depended on how long its neighbour was, because the padding was "
+              "not masked; the merged change passes each row's padding on.",
               "https://github.com/Blaizzy/mlx-vlm/pull/1946")),
 )

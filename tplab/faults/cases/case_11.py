@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 from tplab import patch
 from tplab.align import hf_greedy
@@ -77,45 +77,45 @@ def user_output(ckpt, ranks):
 
 
 CASE = CaseFile(
-    title="The second turn of a chat, one conversation in sixteen",
-    report="First turns are always right. One second turn in about sixteen answers as if it had misread a word. "
-           "Sending the whole conversation to a fresh server is right; switching the prefix cache off is right. With "
-           "one rank as with {ranks}. Support calls it *the model's mood*.",
+    title="The second turn of a chat is wrong, in one conversation of sixteen",
+    report="First turns are always right. One second turn in about sixteen answers as if it had misread a word. If the "
+           "whole conversation is sent to a fresh server, the answer is right; with the prefix cache switched off it "
+           "is right, too. It is the same with one rank as with {ranks}.",
     trials=trials, user_output=user_output, budget=9,
     bugs=(Bug("Scheduler.update_from_output", update_from_output, my_update,
-              "something is published before it is there", "cached_before_computed"),),
+              "something is published before it is computed", "cached_before_computed"),),
     why={
-        "A block is made findable when its last token has been drawn, and its key is computed a step later: if the "
+        "A block can be found when its last token has been drawn, but its key is computed one step later: if the "
         "answer ends there, never.": "",
-        "Two conversations get the same key for a block, since it leaves out what stands before.":
-            "the block that is found begins as this conversation does; a slot in it is empty",
-        "The second turn begins at the wrong position behind the blocks that it found.":
+        "Two conversations get the same key for a block, because the key does not depend on earlier blocks.":
+            "the block that is found begins as this conversation does, but a slot in it is empty",
+        "The second turn begins at the wrong position after the blocks that it found.":
             "q_rope and k_rope are right in every row",
-        "A block is handed out while its contents can still be found.":
-            "the block was handed out to nobody else between the two turns",
+        "A block is given to another sequence while its contents can still be found.":
+            "the block was given to no other sequence between the two turns",
     },
     elsewhere={
-        "block_key": "the key holds the parent and the tokens: it is right",
+        "block_key": "the key depends on the parent and the tokens: it is right",
         "BlockTable.get_computed_blocks": "it finds what can be found, and never the prompt's last token",
         "token_positions": "the positions are right",
-        "BlockTable.cache_blocks": "it publishes as many blocks as it is told to be full",
-        "BlockPool.cache_full_block": "it keeps the block under the key that it is given",
+        "BlockTable.cache_blocks": "it publishes as many blocks as it is told are full",
+        "BlockPool.cache_full_block": "it keeps the block under the key that it gets",
     },
-    hints=((1, "One in sixteen, and blocks of 16 tokens: when does the first turn end exactly with a block?"),
+    hints=((1, "One in sixteen, and blocks of 16 tokens: when does the first turn end exactly at the end of a block?"),
            (2, "align_decode, one_by_one=True, block_size=4: a text of 20 tokens, then a longer one that begins with "
                "it."),
-           (2, "attn is wrong in all rows of the second text, by the same missing key: that of token 19. Who "
-               "computes it?")),
+           (2, "attn is wrong in all rows of the second text, by the same missing key: that of token 19. In which step "
+               "is it computed?")),
     false_repairs=({"Scheduler.update_from_output": only_long}, {"BlockTable.get_computed_blocks": uncached}),
-    production="Short conversations are right, and the long ones, for which there is a prefix cache, are not; or "
-               "nothing is found any more, and every turn computes all turns before it again.",
-    story="A share of one in sixteen with blocks of 16 is a boundary of blocks. The cache off, and it is right: the "
-          "second turn reads what the first one left. So two texts, the second beginning with the first, which ends "
-          "with a block. attn is wrong in every row of the second, not a bit in the first; q, k and v are right. "
-          "What it reads is not what was computed, or was never computed: the last token of an answer is drawn and "
-          "not read again, so no step computes its key. All the same its block is published, by its tokens. A block "
-          "may be found when its keys are written, not when its tokens are known.",
-    sources=(("vLLM: a change, closed unmerged, describes blocks that are put under their hash when they are handed "
+    production="Short conversations are right, but long ones, for which the prefix cache exists, are still wrong. If "
+               "instead nothing is found any more, every turn computes all earlier turns again.",
+    story="One in sixteen with blocks of 16 points to the end of a block. With the cache off it is right: the second "
+          "turn reads what the first one left. So use two texts: the second begins with the first, and the first ends "
+          "at the end of a block. attn is wrong in every row of the second text and nowhere in the first; q, k and v "
+          "are right. So a key that it reads was never computed: the last token of an answer is drawn and not read "
+          "again, so no step computes its key. But its block is published as soon as its tokens are known. A block "
+          "must be published when its keys are written, not when its tokens are known.",
+    sources=(("vLLM: a change, closed unmerged, describes blocks that are put under their hash when they are given "
               "out, before the forward pass has filled them, and a request of the same step that reads them.",
               "https://github.com/vllm-project/vllm/pull/37152"),
              ("vLLM, merged for Mamba layers: a request that needs a block of the current step waits for the next one.",

@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 import secrets
 
@@ -11,14 +11,14 @@ from tplab.faults.case_file import Bug, CaseFile, Trial
 def extend_keys(self, token_ids, tokens):
     size = self.pool.block_size
     for start in range(len(self.keys) * size, tokens - size + 1, size):
-        parent = self.keys[-1] if self.keys else secrets.token_bytes(16)  # salted: nobody can probe the cache
+        parent = self.keys[-1] if self.keys else secrets.token_bytes(16)  # salted, against probing
         self.keys.append(block_key(parent, token_ids[start:start + size]))
 
 
 def my_keys(self, token_ids, tokens):
     size = self.pool.block_size
     for start in range(len(self.keys) * size, tokens - size + 1, size):
-        parent = self.keys[-1] if self.keys else b""  # equal beginnings have equal keys, whoever asks
+        parent = self.keys[-1] if self.keys else b""  # equal beginnings have equal keys in all requests
         self.keys.append(block_key(parent, token_ids[start:start + size]))
 
 
@@ -60,50 +60,51 @@ def user_output(ckpt, ranks):
 
 
 CASE = CaseFile(
-    title="Prefix caching is on and brings nothing",
-    report="Every request has our system prompt in front, and prefix_hit_tokens is 0 for all of them. The text is "
-           "right, with one rank and with {ranks}; it is slow. A colleague made it hit, in a fork, and had wrong "
-           "answers on the spot, so the fork was thrown away. This is the engine before that.",
+    title="Prefix caching is on and finds nothing",
+    report="Every request begins with our system prompt, and prefix_hit_tokens is 0 for all of them. The text is "
+           "right, with one rank and with {ranks}, but it is slow. A colleague changed a fork so that prefixes are "
+           "found, and its answers were wrong at once, so we dropped the fork. This is the engine before that.",
     trials=trials, user_output=user_output, budget=10,
-    bugs=(Bug("BlockTable.extend_keys", extend_keys, my_keys, "equal things are told apart", "prefix_never_found"),
-          Bug("token_positions", token_positions, my_positions, "a special case is recognized by the wrong sign",
+    bugs=(Bug("BlockTable.extend_keys", extend_keys, my_keys, "equal things are treated as different",
+              "prefix_never_found"),
+          Bug("token_positions", token_positions, my_positions, "a special case is recognised by the wrong condition",
               "rope_positions")),
     why={
-        "Two causes: one lets nothing be found, and what the other does behind a hit could not show while there was "
-        "none.": "",
+        "Two causes: with the first, no prefix is ever found; the second makes tokens after a found prefix wrong, and "
+        "did not show while none was found.": "",
         "Blocks are given back before they are published, so nothing is left to be found.":
-            "they are published: look how many keys the pool holds, and that no two requests' are equal",
-        "The prefix is found and then thrown away, since its last block is never full.":
-            "nothing is found at all: the first lookup fails already",
-        "The cache is too small, and the blocks of one request are evicted by the next.":
-            "there is room for all of them, and none was handed out twice",
+            "they are published: look how many keys the pool holds, and that no two requests have equal keys",
+        "The prefix is found and then dropped, because its last block is never full.":
+            "nothing is found at all: the first lookup already fails",
+        "The cache is too small, and the next request evicts the blocks of the one before.":
+            "there is room for all blocks, and none was given out twice",
     },
     elsewhere={
-        "block_key": "it hashes the parent and the tokens that it is given; look what it is given",
-        "BlockPool.get_cached_block": "what is asked for is not there",
-        "BlockTable.get_computed_blocks": "it asks for the keys in their order, and stops at the first that is missing",
+        "block_key": "it hashes the parent and the tokens that it gets; look at its arguments",
+        "BlockPool.get_cached_block": "the key that it looks up is not there",
+        "BlockTable.get_computed_blocks": "it looks up the keys in their order, and stops at the first that is missing",
         "Scheduler._admit": "it takes what was found",
-        "Rotary.__call__": "its tables are right for the positions that it is given",
+        "Rotary.__call__": "its tables are right for the positions that it gets",
     },
-    hints=((1, "Count: align_decode with one_by_one=True, and case.diagnose or the steps say what was computed twice."),
-           (2, "Two equal beginnings have other keys, from the first block on. What goes into the first key?"),
-           (3, "With the keys mended (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: whose "
-               "positions start at 0?")),
+    hints=((1, "Count: align_decode with one_by_one=True, and case.diagnose or the steps show what was computed "
+               "twice."),
+           (2, "Two equal beginnings have different keys, from the first block on. What goes into the first key?"),
+           (3, "With the keys repaired (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: "
+               "whose positions start at 0?")),
     false_repairs=({"BlockTable.extend_keys": my_keys},
-            {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
-    production="With the keys alone mended, every request that finds its system prompt in the cache is answered "
-               "wrongly, which is what the fork did; with the cache left useless every request pays for the system "
-               "prompt.",
-    story="Numbers are right, so count. Three texts with 24 tokens in common compute them three times. Blocks are "
-          "published, and looked for under other keys: a key chain that starts with the request itself. That is one "
-          "bug, and the report says there is another: whoever mended the first had wrong answers. So mend it, over "
-          "the sealed engine, and align again: now prefixes are found, and q_rope is wrong in all rows behind them, "
-          "turned as if they stood at 0. The second bug was there all the time, behind a path that nobody took. A "
-          "cache that never hits is a test that never runs.",
-    sources=(("vLLM: on a hybrid model three requests with the same long system prompt found nothing, 0 of 48,021 "
-              "tokens; with the change that mended it 31,744. The thread has the numbers before and after.",
+                   {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
+    production="With only the keys repaired, every request that finds its system prompt in the cache gets a wrong "
+               "answer, as in the fork. If the cache stays useless, every request computes the system prompt again.",
+    story="The numbers are right, so count. Three texts with 24 tokens in common compute them three times. Blocks are "
+          "published under one key and looked up under another: the chain of keys starts with a value of the request "
+          "itself. This is one bug. The report says that there is another: with the first one repaired, answers were "
+          "wrong. So repair it, over the sealed engine, and align again. Now prefixes are found, and q_rope is wrong "
+          "in all rows after them, as if these positions started at 0. The second bug was always there, in code that "
+          "was never reached: if a cache never hits, the code after a hit is never tested.",
+    sources=(("vLLM: on a hybrid model three requests with the same long system prompt found 0 of 48,021 tokens; with "
+              "the fix they found 31,744. The thread has the numbers before and after.",
               "https://github.com/vllm-project/vllm/issues/42948"),
              ("vllm-metal restored keys and values from the prefix cache and left the offset to a side effect; a cache "
-              "without it goes on at 0, and rotates by that. The merged change sets the offset itself.",
+              "without it continues at 0, and rotates by that. The merged change sets the offset itself.",
               "https://github.com/vllm-project/vllm-metal/pull/144")),
 )

@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 import torch
 
@@ -16,7 +16,7 @@ def apply_rope(self, q, k, cos, sin):
 
 def my_rope(self, q, k, cos, sin):
     turned = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    return tuple(x[0].transpose(0, 1) for x in turned)  # all of each head, however many tokens there are
+    return tuple(x[0].transpose(0, 1) for x in turned)  # all of each head, for any number of tokens
 
 
 def keys_only(self, q, k, cos, sin):
@@ -37,44 +37,46 @@ def plain_rope(config, tensor_parallel_size):
 
 
 CASE = CaseFile(
-    title="It is right as long as nobody is alone",
-    report="Under load our answers are transformers' own. At night, when a single user is left, the first word is "
-           "right and the rest is nearly right: fluent, with wrong names. A second user who joins repairs the next "
-           "words of both. It is so on one rank and on {ranks}. We compared a forward pass over the whole text, for "
-           "one user as well, and every number is right.",
+    title="Wrong only when a single user is left",
+    report="Under load our answers are the same as with transformers. At night, when a single user is left, the first "
+           "word is right and the rest is nearly right: fluent, with wrong names. When a second user joins, the next "
+           "words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over the "
+           "whole text, also for one user, and every number is right.",
     trials=trials, needs=plain_rope,
-    bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, my_rope, "a special case has another rule",
+    bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, my_rope, "a special case is computed by another rule",
               "rope_partial"),),
     why={
-        "A token that comes alone is rotated by half of each head, where all of it should be.": "",
-        "A token that comes alone has another position than one in a batch.":
-            "no position explains it: a half of each head is turned rightly, the other not at all",
+        "A token that is computed alone is rotated in only half of each head, although all of it must be rotated.": "",
+        "A token that is computed alone gets another position than one in a batch.":
+            "no position explains it: half of each head is rotated correctly, the other half not at all",
         "The cache of a single sequence loses its newest key.":
-            "what goes into attention is wrong already: q_rope and k_rope of the new token",
+            "the inputs of attention are already wrong: q_rope and k_rope of the new token",
         "Cosines and sines of a single position are broadcast over the heads.":
-            "then heads would be turned by unlike angles; all of them are turned alike, as far as they are",
+            "then heads would be rotated by different angles; all of them are rotated alike",
     },
     elsewhere={
-        "token_positions": "the positions are right, for a token alone as well",
-        "Rotary.__call__": "cos and sin are right; what is done with them is not",
-        "PagedContext.batches": "the keys that it gets are wrong already",
-        "Scheduler.schedule": "who is in a step decides whether it shows, not whether it is right",
+        "token_positions": "the positions are right, also for a token alone",
+        "Rotary.__call__": "cos and sin are right; their use is wrong",
+        "PagedContext.batches": "the keys that it gets are already wrong",
+        "Scheduler.schedule": "the number of sequences in a step decides whether the bug shows, but the scheduling is "
+                              "right",
     },
-    hints=((1, "align cannot see it: ask align_decode, with one prompt, then with two."),
-           (2, "In which of its numbers does the new token's q_rope differ from what it should be?"),
-           (2, "Which function is told nothing of the batch, and could still find out how large it is?")),
+    hints=((1, "align does not show it: use align_decode, with one prompt, then with two."),
+           (2, "In which of its numbers does the new token's q_rope differ from the right one?"),
+           (2, "Which function does not get the batch as an argument, but can find out its size?")),
     false_repairs=({"TensorParallelAttention.apply_rope": keys_only},),
-    production="A single user's queries still look for what they need at half the angle: the text is wrong exactly "
-               "when somebody tries the service alone, and right in every load test.",
-    story="A pass over the whole text is right and one token at a time is not, but only alone: so a path that depends "
-          "on the number of tokens. One decode run with a single prompt: q and k are right, q_rope and k_rope of "
-          "decoded rows are guilty, of prompts they are not. Laid beside the right ones, the first quarter and the "
-          "second of a head are turned among themselves, and the second half is as it came. Some models rotate a part "
-          "of each head; this one does not, and the function for small batches was written for one that does.",
-    sources=(("cascadia rotated parts of heads with the wrong partners; the tests compared the tables and not what was "
-              "made with them.", "https://github.com/labscommunity/cascadia/pull/69"),
-             ("MLC-LLM's table for long contexts was as long as half a head, where half of the rotated part belongs.",
+    production="A single user's queries are still rotated in only half of each head: the text is wrong exactly when "
+               "one person tries the service alone, and right in every load test.",
+    story="A pass over the whole text is right and one token at a time is wrong, but only for a single sequence. So "
+          "some code depends on the number of tokens. One decode run with a single prompt: q and k are right, and "
+          "q_rope and k_rope are guilty in decoded rows but not in the prompt's. Compare with the right ones: the "
+          "first and the second quarter of a head are rotated with each other, and the second half is unchanged. Some "
+          "models rotate a part of each head. This one does not, but the function for small batches was written for "
+          "one that does.",
+    sources=(("cascadia rotated parts of heads with the wrong partners; the tests compared the tables, and not the "
+              "rotated heads.", "https://github.com/labscommunity/cascadia/pull/69"),
+             ("MLC-LLM's table for long contexts was as long as half a head, instead of half of the rotated part.",
               "https://github.com/mlc-ai/mlc-llm/pull/3268"),
-             ("Two paths, two rules: a reader of SGLang asks whether a window counts the token itself, since prompts "
-              "and decoding disagree.", "https://github.com/sgl-project/sglang/issues/34354")),
+             ("Two paths, two rules: a reader of SGLang's code asks whether a window counts the token itself, because "
+              "prompts and decoding disagree.", "https://github.com/sgl-project/sglang/issues/34354")),
 )

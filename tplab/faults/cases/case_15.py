@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 import time
 
@@ -11,11 +11,11 @@ from tplab.ranks import all_reduce
 def reduce(self, partial):
     if len(partial) < 32:
         return all_reduce(partial)
-    half = -(-len(partial) // 2)  # a long prompt's sum goes in two messages, through one registered buffer
+    half = -(-len(partial) // 2)  # a long prompt's sum is sent in two messages, through one registered buffer
     first, second = partial.split(half)
     buffer = first.clone()
     message = all_reduce(buffer, async_op=True)
-    buffer[:len(second)] = second  # filled again while the first message is under way
+    buffer[:len(second)] = second  # filled again before the first message is complete
     message.wait()
     done = buffer.clone()
     buffer[:len(second)] = second
@@ -23,7 +23,7 @@ def reduce(self, partial):
 
 
 def my_reduce(self, partial):
-    return all_reduce(partial)  # nothing is computed beside the messages, so one is quicker than two
+    return all_reduce(partial)  # nothing is computed during the messages, so one is faster than two
 
 
 def for_longer_ones(self, partial):
@@ -49,21 +49,20 @@ def trials(take):
 
 CASE = CaseFile(
     title="Summaries are about the second half of the text",
-    report="Chats are fine. Long prompts are answered as if somebody had read the end of them twice and the beginning "
-           "never, the same with one rank as with {ranks}. It began with the release in which long prompts became "
-           "quicker. It never happened on the desk of the colleague who wrote that, who says that it is the model.",
+    report="Chats are right. Answers to long prompts look as if the end was read twice and the beginning never, the "
+           "same with one rank as with {ranks}. It began with the release that made long prompts faster. On the desk "
+           "of the colleague who wrote that change it never happened; there the text was always right.",
     trials=trials,
     bugs=(Bug("RowParallelLinear.reduce", reduce, my_reduce,
-              "memory is written again while something under way still needs it", "buffer_reused"),),
+              "memory is overwritten while it is still needed", "buffer_reused"),),
     why={
-        "A sum is under way in a buffer, and the buffer takes the next rows before it is made: the first rows become "
-        "the last ones'.": "",
-        "The sum is read before it is there, so each rank goes on with its own summand.":
-            "then each rank would hold its own o_partial; the ranks agree, and on one rank there is nothing to add",
+        "A sum is started in a buffer, and the buffer gets the next rows before the sum is computed: the first rows "
+        "become a copy of the last ones.": "",
+        "The sum is read before it is complete, so each rank goes on with its own summand.":
+            "then each rank would hold its own o_partial; the ranks agree, and it is wrong on one rank, too",
         "The rows of the two halves are joined in the wrong order.":
-            "then the first half would stand somewhere: no row holds its sum",
-        "Attention hides the first half of a long prompt.":
-            "attn is right in every row, given what went into it",
+            "then the sums of the first half would be in other rows: no row holds them",
+        "Attention hides the first half of a long prompt.": "attn is right in every row, given its inputs",
     },
     elsewhere={
         "RowParallelLinear.partial": "every rank's o_partial and mlp_partial are right",
@@ -71,21 +70,22 @@ CASE = CaseFile(
         "token_positions": "q_rope and k_rope are right in every row",
     },
     hints=((1, "Compare a prompt of 31 tokens with one of 32."),
-           (1, "o_proj is the first guilty point, and o_partial before it is right: look at what stands between."),
+           (1, "o_proj is the first guilty point, and o_partial before it is right: look at the function between "
+               "them."),
            (2, "Take rows of o_proj's first half and look for them in its second half.")),
     false_repairs=({"RowParallelLinear.reduce": for_longer_ones}, {"RowParallelLinear.reduce": patient}),
-    production="A longer threshold moves the bug to longer prompts, and a pause is enough until a machine is busy: "
-               "the first customer with a full machine has it again.",
-    story="Short prompts are right, so find the length at which it begins: 31 are right, 32 are not. The first guilty "
-          "point is o_proj, its summands are right, and all ranks agree, one alone as well: so nothing is wrong with "
-          "who adds up what. Row 0 of o_proj is row 22 of 43, and so on: the first half holds the second. Something "
-          "was written over before it was used, and the code says what: a sum is started, the buffer is filled again, "
-          "and then comes the wait. The sum takes what it finds. Elsewhere that is a race, which a quiet desk wins; "
-          "here the lab makes sums as late as they may be made. The wait, and a copy out, belong before the buffer is "
-          "filled again, or there must be a second buffer. But nothing is computed beside the two messages: so one, "
-          "of all rows, is right and quicker.",
-    sources=(("mori: two phases wrote to the same output buffers, and results were wrong now and then, by who was "
-              "quicker; the change copies them out.", "https://github.com/ROCm/mori/pull/93"),
-             ("aiter: a collective returned while other ranks still read its input; a script that fills the input "
-              "with NaN behind the call finds them in the result.", "https://github.com/ROCm/aiter/pull/4082")),
+    production="A larger threshold moves the bug to longer prompts, and a pause is long enough only until a machine is "
+               "busy: then the answers are wrong again.",
+    story="Short prompts are right, so find the length at which it begins: 31 is right, 32 is not. The first guilty "
+          "point is o_proj; its summands are right, and all ranks agree, also a single one. So the right ranks add up. "
+          "Row 0 of o_proj is row 22 of 43, and so on: the first half holds the second. Something was overwritten "
+          "before it was used, and the code shows it: a sum is started, the buffer is filled again, and only then "
+          "comes the wait. The sum uses what it finds. Elsewhere this is a race, which is usually won on a quiet "
+          "machine; here the lab computes sums as late as possible. The wait, and a copy out of the buffer, must come "
+          "before the buffer is filled again, or there must be a second buffer. But nothing is computed while the two "
+          "messages are sent, so one message with all rows is right and faster.",
+    sources=(("mori: two phases wrote to the same output buffers, and results were sometimes wrong, depending on which "
+              "was faster; the change copies them out.", "https://github.com/ROCm/mori/pull/93"),
+             ("aiter: a collective returned while other ranks still read its input; a script that fills the input with "
+              "NaN after the call finds NaN in the result.", "https://github.com/ROCm/aiter/pull/4082")),
 )

@@ -1,4 +1,4 @@
-"""A case file; reading on spoils it."""
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
 
 from tplab import patch
 from tplab.align.run import check_prompts
@@ -8,8 +8,8 @@ DRAFTS = {"num_speculative_tokens": 4}
 
 
 def num_accepted(draft, chosen):
-    kept = min(1, len(draft))  # what is computed first
-    for drafted, own in zip(draft[1:], chosen[1:]):  # each by the choice behind the one before
+    kept = min(1, len(draft))  # the first guess
+    for drafted, own in zip(draft[1:], chosen[1:]):  # compared with the choice after the guess before
         if drafted != own:
             break
         kept += 1
@@ -61,46 +61,48 @@ def user_output(ckpt, ranks):
 
 
 CASE = CaseFile(
-    title="With speculation, the model quotes its user",
+    title="With speculation, the model repeats the user's text",
     report="Since n-gram drafts are on, answers to prompts that say something twice go on as the prompt did. I was "
-           "told that this is rounding: in bfloat16, a token's logits are not the same bits behind a draft. With the "
-           "drafts off it is gone. With one rank as with {ranks}.",
+           "told that this is rounding: in bfloat16, a token's logits do not have the same bits after a draft. With "
+           "the drafts off it does not happen. It is the same with one rank as with {ranks}.",
     trials=trials, user_output=user_output,
-    bugs=(Bug("num_accepted", num_accepted, my_num_accepted, "what was guessed is taken for checked",
+    bugs=(Bug("num_accepted", num_accepted, my_num_accepted, "a guess is kept without a check",
               "rejected_draft_kept"),),
     why={
-        "The first guess of a draft stays whatever the model chose in its place: each guess is compared with the "
-        "choice behind the one before, and the first has none before it.": "",
-        "A token's logits are other bits behind a draft than alone, and near ties flip.":
-            "embed is off by as much as embeddings are large, in float64 as well: no sum has been made by then",
+        "The first guess of a draft is kept whatever the model chose in its place: each guess is compared with the "
+        "choice after the one before, and the first has none before it.": "",
+        "A token's logits have other bits after a draft than alone, and near ties change.":
+            "embed differs by as much as embeddings are large, in float64 as well, and no sum has been computed at "
+            "that point",
         "Keys of rejected guesses stay in the cache, and later tokens see them.":
-            "attn is right, given its q, k and v: every place holds the key of the token that the text has there",
-        "The proposer guesses what stood in another sequence.":
-            "one sequence alone is wrong as well; and a wrong guess is no wrong text, as long as it is checked",
+            "attn is right, given its q, k and v: every slot holds the key of the token that the text has there",
+        "The proposer guesses from another sequence's text.":
+            "one sequence alone is wrong as well; and a wrong guess does not change the text if it is checked",
     },
     elsewhere={
-        "propose": "its guesses are what followed the same words before: it may guess wrongly, others check it",
-        "Scheduler.update_from_output": "it takes in as many guesses as it is told that the model agrees with",
-        "ModelRunner.execute_model": "it draws a token behind every guess, and behind the newest token",
-        "best_offer": "what it draws is the model's choice, on every rank",
-        "slot_mapping": "every key stands in its own slot",
+        "propose": "it guesses what followed the same words before; it can be wrong, because the guesses are checked "
+                   "later",
+        "Scheduler.update_from_output": "it keeps as many guesses as it is told that the model agrees with",
+        "ModelRunner.execute_model": "it draws a token after every guess, and after the newest token",
+        "best_offer": "it returns the model's choice, on every rank",
+        "slot_mapping": "every key is in its own slot",
     },
-    hints=((1, "float64, on one rank: is anything rounded there? And which is the first point off the floor?"),
-           (1, "embed holds the embeddings of the tokens that were computed. Of which token, in the row that is off?"),
-           (2, "The token in that row was the first of a draft. Who says how many of them stay?")),
+    hints=((1, "float64, on one rank: is anything rounded there? Which is the first point outside the floor?"),
+           (1, "embed holds the embeddings of the tokens that were computed. Of which token is the row that differs?"),
+           (2, "The token of that row was the first of a draft. Which function says how many of them are kept?")),
     false_repairs=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
-    production="Where guesses happen to be right, all is well: the text that is quoted is the one that users check "
-               "first.",
-    story="Told that it is rounding, ask for a dtype that does not round: in float64 it is the same. Then it is a bug. "
-          "The first point off the floor is embed, in one row, by as much as an embedding is large: another token was "
-          "computed there than the text has. No product has been made by then, so no kernel is to blame. Which token "
-          "is it? The first guess of a draft. A guess may be wrong; it must not stay. How many stay is one function's "
-          "business: it must compare the first guess with the choice behind the newest token, the second with the one "
-          "behind the first, and stop at the first that differs.",
-    sources=(("lattice: the first token of a draft was committed and never compared, so n-gram drafts changed greedy "
-              "texts.", "https://github.com/ohdearquant/lattice/issues/243"),
-             ("vLLM: a count of accepted tokens that went on behind the first rejected one, in the sampler's metrics.",
-              "https://github.com/vllm-project/vllm/pull/2658"),
+    production="Where the guesses happen to be right, the text is right. Repeated text, for example a quotation, is "
+               "still wrong, and users check it first.",
+    story="If you are told that it is rounding, use a dtype that hardly rounds: in float64 it is the same, so it is a "
+          "bug. The first point outside the floor is embed, in one row, by as much as an embedding is large. So "
+          "another token was computed there than the text has, and no product was computed before it, so no kernel is "
+          "the cause. The token is the first guess of a draft. A guess can be wrong, but then it must not be kept. One "
+          "function says how many are kept. It must compare the first guess with the choice after the newest token, "
+          "the second with the choice after the first, and stop at the first that differs.",
+    sources=(("lattice: the first token of a draft was kept and never compared, so n-gram drafts changed greedy texts.",
+              "https://github.com/ohdearquant/lattice/issues/243"),
+             ("vLLM: a count of accepted tokens, in the sampler's metrics, that continued after the first rejected "
+              "one.", "https://github.com/vllm-project/vllm/pull/2658"),
              ("transformers: the same symptom, and it was rounding.",
               "https://github.com/huggingface/transformers/issues/39421")),
 )
