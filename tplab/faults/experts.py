@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from tplab.faults.fault import bug, two_ranks
+from tplab.faults.fault import bug, only_if, two_ranks
 from tplab.model.trace import point
 from tplab.patch import original
 from tplab.ranks import all_reduce
@@ -64,48 +64,23 @@ def block_scales_of_other_rows(piece, index, scale, take):
     return original("tplab.checkpoint.reader.widened")(piece, first, scale, take)
 
 
-def _experts(config, tensor_parallel_size: int) -> str:
-    return "" if config.experts and config.experts.layers[0] else "the first layer has no experts"
-
-
-def _softmax_first(config, tensor_parallel_size: int) -> str:
-    return _experts(config, tensor_parallel_size) or (
-        "" if config.experts.softmax_first and not config.experts.renormalize else
-        "the weights are shares of the chosen experts here, and so they come out the same")
-
-
-def _renormalised(config, tensor_parallel_size: int) -> str:
-    return _experts(config, tensor_parallel_size) or (
-        "" if config.experts.softmax_first and config.experts.renormalize else "this router does not renormalise")
-
-
-def _reduced(config, tensor_parallel_size: int) -> str:
-    return _experts(config, tensor_parallel_size) or two_ranks(config, tensor_parallel_size)
-
-
-def _shared(config, tensor_parallel_size: int) -> str:
-    return _reduced(config, tensor_parallel_size) or (
-        "" if config.experts.shared_intermediate_size else "there is no shared expert")
-
-
-def _alone(config, tensor_parallel_size: int) -> str:
-    return _experts(config, tensor_parallel_size) or (
-        "the shared expert's gate would compute so as well" if config.experts.shared_intermediate_size else "")
+_experts = only_if(lambda c: c.experts and c.experts.layers[0], "the first layer has no experts")
+_reduced = only_if(lambda c: c.experts and c.experts.layers[0], "the first layer has no experts", two_ranks)
+_softmax_first = only_if(lambda c: c.experts.softmax_first and not c.experts.renormalize,
+                         "this router's weights are shares among the chosen experts, so they are the same", _experts)
+_renormalised = only_if(lambda c: c.experts.softmax_first and c.experts.renormalize,
+                        "this router does not renormalise", _experts)
+_shared = only_if(lambda c: c.experts.shared_intermediate_size, "there is no shared expert", _reduced)
+_alone = only_if(lambda c: not c.experts.shared_intermediate_size,
+                 "the shared expert's gate would compute in bfloat16, too", _experts)
+_biased = only_if(lambda c: c.experts.bias, "the experts have no biases", _reduced)
+_blocks = only_if(lambda c: c.scale_block, "the weights have no scales", two_ranks)
 
 
 def _enough(config, tensor_parallel_size: int) -> str:
     return _reduced(config, tensor_parallel_size) or (
         "" if config.experts.num_experts // tensor_parallel_size >= config.experts.top_k else
         f"a rank has too few experts to choose {config.experts.top_k} of its own")
-
-
-def _biased(config, tensor_parallel_size: int) -> str:
-    return _reduced(config, tensor_parallel_size) or ("" if config.experts.bias else "the experts have no biases")
-
-
-def _blocks(config, tensor_parallel_size: int) -> str:
-    return two_ranks(config, tensor_parallel_size) or (
-        "" if config.scale_block else "the weights have no scales beside them")
 
 
 _NOTEBOOK = "12_experts"

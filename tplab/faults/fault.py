@@ -18,6 +18,15 @@ def two_ranks(config, tensor_parallel_size: int) -> str:
     return "" if tensor_parallel_size > 1 else "one rank holds everything, so nothing can be cut or added up wrongly"
 
 
+def only_if(holds: Callable[[object], object], otherwise: str, after: Callable[[object, int], str] = anywhere
+            ) -> Callable[[object, int], str]:
+    """A condition on the configuration, checked after another condition; ``otherwise`` says why the fault cannot show.
+    """
+    def why_not(config, tensor_parallel_size: int) -> str:
+        return after(config, tensor_parallel_size) or ("" if holds(config) else otherwise)
+    return why_not
+
+
 @dataclass(frozen=True)
 class Fault:
     """One bug of the museum: its key, and a few words for a table or a checkbox."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from tplab.faults.fault import bug, two_ranks
+from tplab.faults.fault import bug, only_if, two_ranks
 from tplab.patch import Patch
 from tplab.ranks import rank
 
@@ -35,10 +35,7 @@ def full_copy_of_columns(source, columns: range) -> torch.Tensor:
     return source[:][:, columns.start:columns.stop]
 
 
-def _tied(config, tensor_parallel_size: int) -> str:
-    return "" if config.tie_word_embeddings else "this model's head is not tied to its embedding"
-
-
+_tied = only_if(lambda c: c.tie_word_embeddings, "this model's head is not tied to its embedding")
 _HEAD = "tplab.shard.embedding.ParallelLMHead"
 
 FAULTS = (

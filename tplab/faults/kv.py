@@ -1,6 +1,6 @@
 """Faults of KV heads, of what a cache holds, and of where a decoded token stands."""
 
-from tplab.faults.fault import bug, two_ranks
+from tplab.faults.fault import bug, only_if, two_ranks
 from tplab.patch import Patch, original
 from tplab.ranks import rank, world_size
 from tplab.shard import ShardPlan
@@ -47,7 +47,7 @@ def cache_ignored(self, scheduler_output, runner_output):
 
 
 def decode_position_off_by_one(segment) -> range:
-    first = segment.start + 1 if segment.count == 1 else segment.start    # len, but the newest token has position len - 1
+    first = segment.start + 1 if segment.count == 1 else segment.start    # the newest has position len - 1, not len
     return range(first, first + segment.count)
 
 
@@ -63,11 +63,6 @@ def _several_heads_here(config, tensor_parallel_size: int) -> str:
     return "" if several else "no rank repeats several KV heads here: all copies are the same, only the cache grows"
 
 
-def _several_kv_heads(config, tensor_parallel_size: int) -> str:
-    return two_ranks(config, tensor_parallel_size) or (
-        "" if config.num_kv_heads > 1 else "there is one KV head, which every rank holds")
-
-
 def _replicas(config, tensor_parallel_size: int) -> str:
     plan = ShardPlan.from_config(config, tensor_parallel_size)
     if tensor_parallel_size <= config.num_kv_heads:
@@ -76,6 +71,7 @@ def _replicas(config, tensor_parallel_size: int) -> str:
     return "" if moved else "with this many heads and ranks either rule gives the same head"
 
 
+_several_kv_heads = only_if(lambda c: c.num_kv_heads > 1, "there is one KV head, which every rank holds", two_ranks)
 _NOTEBOOK = "04_gqa_cache"
 _POSITIONS = "tplab.engine.runner.token_positions"
 

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from tplab.faults.fault import bug
+from tplab.faults.fault import bug, only_if
 from tplab.patch import original
 
 
@@ -49,17 +49,14 @@ def rope_scaling_ignored(self, config):
     original("tplab.model.rope.Rotary.__init__")(self, config)
 
 
-def _own_theta(config, tensor_parallel_size: int) -> str:
-    theta = config.hf.rope_parameters["rope_theta"]
-    return "the model's own theta is 10000, the default" if theta == 10000.0 else ""
-
-
 def _scaled(config, tensor_parallel_size: int) -> str:
     idle = {"default": "the model's RoPE is not scaled",
             "dynamic": f"dynamic scaling begins beyond {config.max_position_embeddings} tokens"}
     return idle.get(config.hf.rope_parameters["rope_type"], "")
 
 
+_own_theta = only_if(lambda c: c.hf.rope_parameters["rope_theta"] != 10000.0,
+                     "the model's own theta is 10000, the default")
 _APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
 _TABLES = "tplab.model.rope.Rotary.__init__"
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from tplab.faults.fault import bug, two_ranks
+from tplab.faults.fault import bug, only_if, two_ranks
 from tplab.ranks import all_reduce, rank, world_size
 
 
@@ -52,10 +52,7 @@ def all_reduce_dropped(self, partial: torch.Tensor) -> torch.Tensor:
     return partial
 
 
-def _row_bias(config, tensor_parallel_size: int) -> str:
-    return two_ranks(config, tensor_parallel_size) or ("" if config.o_bias else "o_proj has no bias in this model")
-
-
+_row_bias = only_if(lambda c: c.o_bias, "o_proj has no bias in this model", two_ranks)
 _COLUMN = "tplab.shard.linear.column_shard"
 _NOTEBOOK = "02_dim0_sharding"
 

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from tplab.faults.fault import bug, two_ranks
+from tplab.faults.fault import bug, only_if, two_ranks
 from tplab.model.attention import mask_scores, soft_cap, softmax
 from tplab.patch import original
 from tplab.ranks import world_size
@@ -48,7 +48,7 @@ def capped_after_mask(q, k, v, mask, scaling, *, softcap=None, sinks=None):
 def logits_capped_twice(self, logits):
     cap = self.config.final_logit_softcapping
     logits = logits / self.config.logits_scaling
-    return soft_cap(soft_cap(logits, cap), cap) if cap else logits   # on each rank, and again after the parts are joined
+    return soft_cap(soft_cap(logits, cap), cap) if cap else logits   # on each rank, and again once they are joined
 
 
 def qk_norm_own_heads(self, q_norm, k_norm, q, k):
@@ -85,47 +85,16 @@ def rope_whole_head(self, config):
     original("tplab.model.rope.Rotary.__init__")(self, config)
 
 
-def _sliding(config, tensor_parallel_size: int) -> str:
-    return "" if config.windows[0] else "the first layer has no sliding window"
-
-
-def _some_sliding(config, tensor_parallel_size: int) -> str:
-    return "" if config.windows[0] != config.windows[1 % config.num_layers] else "the first two layers see equally far"
-
-
-def _sinks(config, tensor_parallel_size: int) -> str:
-    return two_ranks(config, tensor_parallel_size) or ("" if config.sinks else "this model has no sinks")
-
-
-def _capped_scores(config, tensor_parallel_size: int) -> str:
-    return "" if config.attn_logit_softcapping else "this model's scores have no cap"
-
-
-def _capped_logits(config, tensor_parallel_size: int) -> str:
-    return "" if config.final_logit_softcapping else "this model's logits have no cap"
-
-
-def _full_width(config, tensor_parallel_size: int) -> str:
-    return two_ranks(config, tensor_parallel_size) or (
-        "" if config.full_width_qk_norm else "no norm of this model goes over all heads")
-
-
-def _plus_one(config, tensor_parallel_size: int) -> str:
-    return "" if config.norm == "GemmaRMSNorm" else "this model's norms multiply with the weight itself"
-
-
-def _scaled_embedding(config, tensor_parallel_size: int) -> str:
-    return "" if config.embedding_multiplier != 1 else "this model's embedding is not scaled"
-
-
-def _unturned(config, tensor_parallel_size: int) -> str:
-    return "" if config.num_layers > 1 and not config.rotates[1] else "the second layer rotates q and k"
-
-
-def _part_of_a_head(config, tensor_parallel_size: int) -> str:
-    return "" if config.partial_rotary_factor != 1 else "all of a head is rotated"
-
-
+_sliding = only_if(lambda c: c.windows[0], "the first layer has no sliding window")
+_some_sliding = only_if(lambda c: c.windows[0] != c.windows[1 % c.num_layers], "the first two layers see equally far")
+_sinks = only_if(lambda c: c.sinks, "this model has no sinks", two_ranks)
+_capped_scores = only_if(lambda c: c.attn_logit_softcapping, "this model's scores have no cap")
+_capped_logits = only_if(lambda c: c.final_logit_softcapping, "this model's logits have no cap")
+_full_width = only_if(lambda c: c.full_width_qk_norm, "this model has no norm over all heads", two_ranks)
+_plus_one = only_if(lambda c: c.norm == "GemmaRMSNorm", "this model's norms multiply by the weight itself")
+_scaled_embedding = only_if(lambda c: c.embedding_multiplier != 1, "this model's embedding is not scaled")
+_unturned = only_if(lambda c: c.num_layers > 1 and not c.rotates[1], "the second layer rotates q and k")
+_part_of_a_head = only_if(lambda c: c.partial_rotary_factor != 1, "the whole head is rotated")
 _NOTEBOOK = "12_experts"
 _ATTENTION = "tplab.model.attention"
 
@@ -201,7 +170,7 @@ FAULTS = (
         ("ExecuTorch reads the interval from SmolLM3's config and does not use it: \"what what what what\".",
          "https://github.com/pytorch/executorch/issues/22043"),
         first_point="layers.1.q_rope", notebook=_NOTEBOOK, needs=_unturned),
-    bug("tplab.model.rope.Rotary.__init__", rope_whole_head, "all of a head is rotated, where a part should be",
+    bug("tplab.model.rope.Rotary.__init__", rope_whole_head, "the whole head is rotated instead of a part",
         "Fluent, but wrong about earlier text: numbers that carry no position are rotated.",
         ("mlx-lm rotated all 128 numbers of GLM-4's heads, where 64 is right.",
          "https://github.com/ml-explore/mlx-lm/pull/1698"),
