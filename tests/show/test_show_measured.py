@@ -75,7 +75,7 @@ def test_a_bar_says_three_digits_or_whole_numbers_and_has_room_for_them(value, s
     figure = show.bars_figure({"r": {"a": value}}, "s", "t", "d")
     ax = figure.axes[0]
     assert not figure.legends, "one series needs no legend"
-    assert [text.get_text() for text in ax.texts] == [said] and ax.get_xlim() == (0, pytest.approx(1.18 * value))
+    assert [text.get_text() for text in ax.texts] == [said] and ax.get_xlim() == (0, pytest.approx(1.22 * value))
     with pytest.raises(show.ShowError, match="nothing to draw"):
         show.bars_figure({"r": {}}, "s", "t", "d")
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-import matplotlib
-
-from tplab.show.figures.style import RC, Picture, looks, picture, set_title
+from tplab.show.figures.style import Picture, looks, picture, styled
 from tplab.show.phrases import ShowError
 
 
+@styled
 def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, drawn: str) -> Picture:
     """Horizontal bars of ``{group: {label: value}}``, each with its number and ``unit``.
 
@@ -22,25 +21,23 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
     colours = looks(labels)
     count = sum(map(len, groups.values()))
     figure, ax = picture(9.0, 1.5 + 0.36 * count + 0.2 * len(groups))
-    with matplotlib.rc_context(RC):
-        y, ticks, longest = 0.0, {}, max(value for group in groups.values() for value in group.values()) or 1
-        for name, group in groups.items():
-            first = y
-            for label, value in group.items():
-                ax.barh(y, value, height=0.8, color=colours[label].color)
-                number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-                ax.annotate(f"{number} {unit}", (value, y), xytext=(5, 0), textcoords="offset points", va="center")
-                y += 1
-            ticks[(first + y - 1) / 2] = name
-            y += 0.7
-        for label in labels:
-            ax.barh(0, 0, color=colours[label].color, label=label)
-        ax.set_yticks(list(ticks), list(ticks.values()))
-        ax.set_xlim(0, longest * 1.18)
-        ax.set_xlabel(unit)
-        ax.invert_yaxis()
-        set_title(figure, title)
-        if len(labels) > 1:
-            figure.legend(loc="outside lower left", ncols=3)
-    figure.alt_text = f"Figure: {drawn}: {', '.join(groups)}; bars for {', '.join(labels)}."
-    return figure
+    y, ticks, longest = 0.0, {}, max(value for group in groups.values() for value in group.values()) or 1
+    for name, group in groups.items():
+        first = y
+        for label, value in group.items():
+            ax.barh(y, value, height=0.8, color=colours[label].color)
+            number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+            ax.annotate(f"{number} {unit}", (value, y), xytext=(5, 0), textcoords="offset points", va="center",
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # over a line of the caller's
+            y += 1
+        ticks[(first + y - 1) / 2] = name
+        y += 0.7
+    for label in labels:
+        ax.barh(0, 0, color=colours[label].color, label=label)
+    ax.set_yticks(list(ticks), list(ticks.values()))
+    ax.set_xlim(0, longest * 1.22)
+    ax.xaxis.get_major_locator().set_params(integer=longest >= 5)
+    ax.set_xlabel(unit)
+    ax.invert_yaxis()
+    return figure.finished(title, f"{drawn}: {', '.join(groups)}; bars for {', '.join(labels)}.",
+                           columns=3 * (len(labels) > 1))

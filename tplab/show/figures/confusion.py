@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from tplab.show.figures.style import BLUE, FAINT, RED, Picture, picture, set_title
+from tplab.show.figures.style import BLUE, FAINT, RED, Picture, picture, styled
 
 HEALTHY, NAMELESS = "(healthy)", "(no name)"
 
 
+@styled
 def confusion_figure(score) -> Picture:
     """Rows: what was wrong with the engine; columns: what the diagnosis said; how often, on the diagonal in blue.
 
@@ -41,11 +42,10 @@ def confusion_figure(score) -> Picture:
     axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(len(rows) - 0.4, -0.6), xlabel="what the diagnosis said",
              ylabel="what was wrong")
     axes.tick_params(length=0)
-    set_title(figure, "Nothing is taken for anything else" if score.ok else "Red: taken for something else")
     off = "; ".join(f"{row} as {column} {count} times" for (row, column), count in counts.items() if row != column)
-    figure.alt_text = (f"Figure: {len(rows)} kinds of engines and what the diagnosis said of each. Off the diagonal: "
-                       f"{off or 'nothing'}.")
-    return figure
+    return figure.finished("Nothing is taken for anything else" if score.ok else "Red: taken for something else", (
+        f"{len(rows)} kinds of engines and what the diagnosis said of each. Off the diagonal: "
+        f"{off or 'nothing'}."))
 
 
 def _square(x: float, y: float, colour: str):

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 
-import matplotlib
-
 from tplab.show.figures.scale import DifferenceAxis
-from tplab.show.figures.style import RC, STAGES, Picture, looks, picture, set_title
+from tplab.show.figures.style import STAGES, Picture, looks, picture, styled
 from tplab.show.phrases import ShowError, describe, distance, dtype_name
 
 ENDS = ("embed", "output", "norm", "logits")
 
 
+@styled
 def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     """The difference from Hugging Face after every layer, one line per report, with the rounding floor as a band.
 
@@ -23,14 +22,13 @@ def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     names = _shared_points(reports)
     values = {label: [distance(report[name]) for name in names] for label, report in reports.items()}
     figure, ax = picture(9.0, 4.3 + 0.18 * len(reports))
-    with matplotlib.rc_context(RC):
-        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()}, _lost(reports, names))
-        axis.draw(looks(reports, [r.ok for r in reports.values()]),
-                  {label: f"{label}: {_first(report)}" for label, report in reports.items()})
-        _layer_ticks(ax, names)
-        finish(figure, ax, title or finding(reports), reports, ncols=1 if len(reports) < 3 else 2)
-    figure.alt_text = f"Figure: {_what(reports)} after every layer. {describe(reports)}."
-    return figure
+    axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()}, _lost(reports, names))
+    axis.draw(looks(reports, [r.ok for r in reports.values()]),
+              {label: f"{label}: {_first(report)}" for label, report in reports.items()})
+    _layer_ticks(ax, names)
+    label_differences(ax, reports)
+    return figure.finished(title or finding(reports), f"{_what(reports)} after every layer. {describe(reports)}.",
+                           columns=1 if len(reports) < 3 else 2)
 
 
 def staircase(reports: Mapping, title: str | None = None) -> Picture:
@@ -70,14 +68,12 @@ def _layer_ticks(ax, names) -> None:
     ax.set_xlabel("where it is measured: embedding, each layer's output, final norm, logits")
 
 
-def finish(figure: Picture, ax, title: str, reports: Mapping, ncols: int) -> None:
-    """What stands around the lines of every figure of differences: the vertical axis's name, grid, title, legend."""
+def label_differences(ax, reports: Mapping) -> None:
+    """The vertical axis's name and grid, in every figure of differences."""
     engines = {report.engine for report in reports.values()}
     ax.set_ylabel(f"largest |{engines.pop() if len(engines) == 1 else 'engine'} − HF|,\n"
                   "relative to HF's largest value")
-    ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-    set_title(figure, title)
-    figure.legend(loc="outside lower left", ncols=ncols)
+    ax.grid(axis="y", zorder=0.5)
 
 
 def _lost(reports, names) -> str:

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib
-
 from tplab.show.drawings.svg import colour
-from tplab.show.figures.style import RC, RED, Picture, picture, set_title
+from tplab.show.figures.style import RED, Picture, picture, styled
 from tplab.show.phrases import ShowError
 
 ALIKE = 1e-3  # relative to the whole's largest number
 
 
+@styled
 def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) -> Picture:
     """Hugging Face's heads, and beside them what each rank holds: tokens across, a head's numbers down.
 
@@ -26,26 +25,24 @@ def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) 
                         for here in range(x.shape[1])] for label, ranks in held.items()}
     rows, low, high = max(map(len, columns.values())), whole.min().item(), whole.max().item()
     figure, axes = picture(2.4 * len(columns), 1.15 * rows + 0.9, nrows=rows, ncols=len(columns), squeeze=False)
-    with matplotlib.rc_context(RC):
-        for column, (label, pictures) in enumerate(columns.items()):
-            for row in range(rows):
-                ax = axes[row][column]
-                if row >= len(pictures):
-                    ax.set_axis_off()
-                    continue
-                who, head, numbers = pictures[row]
-                ax.imshow(numbers.T.float().numpy(), cmap="cividis", vmin=low, vmax=high, aspect="auto")
-                ax.set(xticks=[], yticks=[])
-                for spine in ax.spines.values():
-                    spine.set(visible=True, lw=4, color=RED if head is None else colour(head)[0])
-                ax.set_title(who + _named(head), fontsize=10, fontweight="normal", pad=5)
-            axes[0][column].set_title(f"{label}\n{axes[0][column].get_title(loc='left')}", fontsize=10,
-                                      fontweight="normal", pad=5)
-        set_title(figure, title or "What each rank holds, in the colour of the head that it is")
-    figure.alt_text = "Figure: what each rank holds of the KV heads. " + "; ".join(
+    for column, (label, pictures) in enumerate(columns.items()):
+        for row in range(rows):
+            ax = axes[row][column]
+            if row >= len(pictures):
+                ax.set_axis_off()
+                continue
+            who, head, numbers = pictures[row]
+            ax.imshow(numbers.T.float().numpy(), cmap="cividis", vmin=low, vmax=high, aspect="auto")
+            ax.set(xticks=[], yticks=[])
+            for spine in ax.spines.values():
+                spine.set(visible=True, lw=4, color=RED if head is None else colour(head)[0])
+            ax.set_title(who + _named(head), fontsize=10, fontweight="normal", pad=5)
+        axes[0][column].set_title(f"{label}\n{axes[0][column].get_title(loc='left')}", fontsize=10,
+                                  fontweight="normal", pad=5)
+    return figure.finished(title or "What each rank holds, in the colour of the head that it is", (
+        "what each rank holds of the KV heads. " + "; ".join(
         f"{label}: " + ", ".join(who.replace(":", "") + _named(head) for who, head, _ in pictures)
-        for label, pictures in columns.items()) + "."
-    return figure
+        for label, pictures in columns.items()) + "."))
 
 
 def _same(x, whole) -> int | None:

@@ -2,45 +2,42 @@
 
 from collections.abc import Mapping
 
-import matplotlib
-
-from tplab.show.figures.style import FAINT, GREEN, INK, RC, RED, Picture, picture, set_title
+from tplab.show.figures.style import FAINT, GREEN, INK, RED, Picture, picture, styled
 
 _LEFT = 1e-3  # where the axis of seconds begins
 
 
+@styled
 def incidents_figure(happened: Mapping, gives_up_after: float | None = None, title: str | None = None) -> Picture:
     """``happened``: by name, each with ``seconds``, ``within``, ``in_time``; ``gives_up_after`` is drawn as a line."""
     first = next(iter(happened.values()))
     figure, ax = picture(9.0, 1.5 + 0.36 * len(happened))
-    with matplotlib.rc_context(RC):
-        for y, incident in enumerate(happened.values()):
-            color = GREEN if incident.in_time else RED
-            ax.plot([_LEFT, incident.seconds], [y, y], color=color, lw=2, zorder=1)
-            ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)
-            ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
-            ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6),
-                        textcoords="offset points", fontsize=9, ha="center", va="bottom")
-        ax.annotate("bound", (first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
-                    va="bottom", fontsize=9.5)
-        ax.set_xscale("log")
-        ax.set_xlim(_LEFT, 4 * max(gives_up_after or 1.0, *(incident.within for incident in happened.values())))
-        ax.set_ylim(len(happened) - 0.4, -0.95)
-        if gives_up_after:
-            ax.axvline(gives_up_after, color=FAINT, lw=1.5, ls="--")
-            ax.annotate(f"torch.distributed\ngives up after\n{gives_up_after / 60:g} minutes",
-                        (gives_up_after, (len(happened) - 1) / 2), (-6, 0),
-                        textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
-        ax.set_yticks(range(len(happened)), list(happened))
-        ax.tick_params(axis="y", length=0)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        ax.set_xlabel("seconds from the call until the error")
-        set_title(figure, title or "How long it took to be reported")
+    for y, incident in enumerate(happened.values()):
+        color = GREEN if incident.in_time else RED
+        ax.plot([_LEFT, incident.seconds], [y, y], color=color, lw=2, zorder=1)
+        ax.plot(incident.seconds, y, "o" if incident.in_time else "X", color=color, ms=9, mec="white", zorder=3)
+        ax.plot([incident.within] * 2, [y - 0.32, y + 0.32], color=INK, lw=2.5, zorder=2)
+        ax.annotate(_seconds(incident.seconds), (max(incident.seconds, 2 * _LEFT), y), (-4, 6),
+                    textcoords="offset points", fontsize=9, ha="center", va="bottom")
+    ax.annotate("bound", (first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
+                va="bottom", fontsize=9.5)
+    ax.set_xscale("log")
+    ax.set_xlim(_LEFT, 4 * max(gives_up_after or 1.0, *(incident.within for incident in happened.values())))
+    ax.set_ylim(len(happened) - 0.4, -0.95)
+    if gives_up_after:
+        ax.axvline(gives_up_after, color=FAINT, lw=1.5, ls="--")
+        ax.annotate(f"torch.distributed\ngives up after\n{gives_up_after / 60:g} minutes",
+                    (gives_up_after, (len(happened) - 1) / 2), (-6, 0),
+                    textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
+    ax.set_yticks(range(len(happened)), list(happened))
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set_xlabel("seconds from the call until the error")
     late = [name for name, incident in happened.items() if not incident.in_time]
     verdict = "each one came within its bound" if not late else f"too late: {', '.join(late)}"
     bounds = ", ".join(f"{name} ({incident.within:g} s)" for name, incident in happened.items())
-    figure.alt_text = f"Figure: seconds until each failure was reported, and its bound: {bounds}; {verdict}."
-    return figure
+    return figure.finished(title or "How long it took to be reported", (
+        f"seconds until each failure was reported, and its bound: {bounds}; {verdict}."))
 
 
 def _seconds(value: float) -> str:

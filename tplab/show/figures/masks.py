@@ -6,10 +6,11 @@ import matplotlib
 import matplotlib.lines
 import matplotlib.patches
 
-from tplab.show.figures.style import FAINT, RC, RED, Picture, picture, set_title
+from tplab.show.figures.style import FAINT, RED, Picture, picture, styled
 from tplab.show.phrases import ShowError
 
 
+@styled
 def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: str = "score") -> Picture:
     """Scores (or softmax weights) of one head, one panel per entry: numbers as shades, the rest as marks.
 
@@ -28,18 +29,16 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
     finite = torch.cat([table[torch.isfinite(table)] for table in tables.values()])
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
     figure, axes = picture(9.0 if len(tables) > 1 else 6.0, 4.4, ncols=len(tables), squeeze=False)
-    with matplotlib.rc_context(RC):
-        for ax, (label, table) in zip(axes[0], tables.items()):
-            shades = _draw(ax, table, low, high, tokens)
-            ax.set_title(label, fontsize=11, fontweight="normal")
-        axes[0][0].set_ylabel("query")
-        if finite.numel():
-            figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
-        figure.legend(handles=_legend(tables), loc="outside lower left", ncols=3)
-        set_title(figure, title or _finding(tables))
-    figure.alt_text = f"Figure: attention {what}s, queries down, keys across. " + " ".join(
-        f"{label}: {_describe(table)}." for label, table in tables.items())
-    return figure
+    for ax, (label, table) in zip(axes[0], tables.items()):
+        shades = _draw(ax, table, low, high, tokens)
+        ax.set_title(label, fontsize=11, fontweight="normal")
+    axes[0][0].set_ylabel("query")
+    if finite.numel():
+        figure.colorbar(shades, ax=axes, shrink=0.75, label=what)
+    figure.legend(handles=_legend(tables), loc="outside lower left", ncols=3)
+    return figure.finished(title or _finding(tables), (
+        f"attention {what}s, queries down, keys across. " + " ".join(
+        f"{label}: {_describe(table)}." for label, table in tables.items())))
 
 
 def _draw(ax, table, low, high, tokens):

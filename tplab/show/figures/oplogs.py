@@ -5,10 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import matplotlib
 from matplotlib.patches import ConnectionPatch, FancyBboxPatch
 
-from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, RC, RED, Picture, picture, set_title
+from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, RED, Picture, picture, styled
 from tplab.show.phrases import ShowError
 
 _AGREES, _BAND = "#eef3f0", "#fbe3d6"
@@ -39,6 +38,7 @@ class _FailedRun:
         return range(max(min(numbers), last - _BEFORE), last + 1)
 
 
+@styled
 def op_logs(errors, title: str | None = None) -> Picture:
     """What each rank did before a run failed: its collectives downwards, the first difference on a tint, and who waits.
 
@@ -56,17 +56,15 @@ def op_logs(errors, title: str | None = None) -> Picture:
     tall = [max(len(run.rows) for _, run in line) for line in lines]
     figure, axes = picture(max(7.0, 1.75 * ranks * across + 0.6), sum(0.64 * rows + 0.72 for rows in tall) + 0.75,
                            nrows=len(lines), ncols=across, squeeze=False, height_ratios=[rows + 1.05 for rows in tall])
-    with matplotlib.rc_context(RC):
-        for ax in axes.flat:
-            ax.set_axis_off()
-        for line, rows, places in zip(lines, tall, axes):
-            for ax, (name, run) in zip(places, line):
-                _draw(ax, name, run, rows, ranks)
-        set_title(figure, title or "Collectives in order, and where the ranks part")
-        figure.supxlabel(_KEY, fontsize=9, x=0.01, ha="left", color="#555555")
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for line, rows, places in zip(lines, tall, axes):
+        for ax, (name, run) in zip(places, line):
+            _draw(ax, name, run, rows, ranks)
+    figure.supxlabel(_KEY, fontsize=9, x=0.01, ha="left", color="#555555")
     details = ". ".join(f"{name}: {_describe(run)}".removeprefix(": ") for name, run in runs.items())
-    figure.alt_text = f"Figure: the collectives of each rank, in order. {details}."
-    return figure
+    return figure.finished(title or "Collectives in order, and where the ranks part", (
+        f"the collectives of each rank, in order. {details}."))
 
 
 def _rank_error(error):

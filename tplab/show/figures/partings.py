@@ -1,21 +1,21 @@
-"""Two answers to one prompt, as pictures: where the texts part, and how sure the model was there.
+"""Two answers to one prompt, as pictures: where the texts first differ, and the margins there.
 
-Which tokens flip depends on the processor, so nothing of it stands in the text alternatives.
+Which tokens change depends on the processor, so the text alternatives do not say it.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
-import matplotlib
 import torch
 from matplotlib.ticker import NullLocator
 
-from tplab.show.figures.style import INK, RC, RED, Picture, looks, picture, set_title
+from tplab.show.figures.style import INK, RED, Picture, looks, picture, styled
 from tplab.show.phrases import ShowError
 
 _WIDE, _SIZE = 110, 10  # characters of a line, points of a character
 
 
+@styled
 def texts_figure(texts: Mapping[str, Sequence[str]], title: str) -> Picture:
     """Texts below each other, ``{label: its tokens}``; behind the first difference from the first one, in another ink.
 
@@ -39,53 +39,49 @@ def texts_figure(texts: Mapping[str, Sequence[str]], title: str) -> Picture:
     figure, ax = picture(_WIDE * 0.602 * _SIZE / 72, high)  # as wide as so many characters of this font
     figure.set_layout_engine("none")
     ax.set_position((0.01, 0, 0.99, (high - 0.4) / high))
-    with matplotlib.rc_context(RC):
-        for x, y_, text, ink, bold in places:
-            ax.text(x, y_, text, color=ink, family="DejaVu Sans Mono", fontsize=_SIZE, va="top",
-                    fontweight="bold" if bold else "normal")
-        ax.set(xlim=(0, _WIDE), ylim=(y, -0.2))
-        ax.axis("off")
-        set_title(figure, title)
-    figure.alt_text = (f"Figure: a text for each of {', '.join(texts)}; what follows the first token that differs from "
-                       "the first text is in another colour. The texts are this machine's.")
-    return figure
+    for x, y_, text, ink, bold in places:
+        ax.text(x, y_, text, color=ink, family="DejaVu Sans Mono", fontsize=_SIZE, va="top",
+                fontweight="bold" if bold else "normal")
+    ax.set(xlim=(0, _WIDE), ylim=(y, -0.2))
+    ax.axis("off")
+    return figure.finished(title, (
+        f"a text for each of {', '.join(texts)}; what follows the first token that differs from "
+        "the first text is in another colour. The texts are this machine's."))
 
 
+@styled
 def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title: str) -> Picture:
-    """How sure a run was of each token, against how far another run moved just that, on log axes.
+    """For each token its margin in a run, against how much another run changed the margin, on log axes.
 
-    ``runs``: ``{dtype: (logits, the other run's)}``, both ``[tokens, vocabulary]``. A point is a token: to the right,
-    its logit minus its rival's, which is the second run's choice, or else the second largest; upwards, by how much the
-    second run moved that difference. Tokens that flip stand on or above the diagonal.
+    ``runs``: ``{dtype: (logits, the other run's)}``, both ``[tokens, vocabulary]``. The margin of a token is its logit
+    minus that of the second run's choice, or minus the second largest if both runs chose the token. Tokens that change
+    are on or above the diagonal.
 
-        >>> show.margins_figure({"bfloat16": (one.tp_logits, other.tp_logits)}, "Near ties flip")
+        >>> show.margins_figure({"bfloat16": (one.tp_logits, other.tp_logits)}, "Only near ties change")
     """
     figure, ax = picture(9.0, 5.0)
     points = {name: _margins(*(logits.double() for logits in pair)) for name, pair in runs.items()}
     values = torch.cat([torch.cat(found[:2]) for found in points.values()])
     low, high = values[values > 0].min().item() / 4, values.max().item() * 2  # exact zeros are drawn at the edge
-    with matplotlib.rc_context(RC):
-        for (name, (margin, moved, flips)), (ink, marker) in zip(points.items(), looks(points).values()):
-            at = margin.clamp(min=low), moved.clamp(min=low)
-            ax.plot(*(one[~flips] for one in at), ls="", marker=marker, color=ink, ms=4.5, alpha=0.55, label=name)
-            if flips.any():
-                ax.plot(*(one[flips] for one in at), ls="", marker="X", color=RED, ms=9, mec="white",
-                        label=f"{name}: another token")
-        ax.plot([low, high], [low, high], color=INK, lw=1, ls="--", zorder=0)
-        ax.set(xscale="log", yscale="log", xlim=(low / 1.5, high), ylim=(low / 1.5, high),
-               xlabel="how sure the first run was: its choice's logit minus the rival's",
-               ylabel="how far the second run moved that")
-        for axis in (ax.xaxis, ax.yaxis):
-            ticks = [10.0 ** n for n in range(-12, 4) if low * 3 < 10.0 ** n < high]
-            axis.set_ticks([low, *ticks], ["0", *(f"$10^{{{round(math.log10(tick))}}}$" for tick in ticks)])
-            axis.set_minor_locator(NullLocator())
-        ax.grid(color="#dddddd", lw=0.6)
-        figure.legend(loc="outside lower left", ncols=4)
-        set_title(figure, title)
-    figure.alt_text = ("Figure: for every token how sure the first run was (its logit minus its rival's) and how far "
-                       f"the second run moved that difference, on log axes; points for {', '.join(runs)}; on or above "
-                       "the diagonal the second run can choose another token. The points are this machine's.")
-    return figure
+    for (name, (margin, moved, flips)), (ink, marker) in zip(points.items(), looks(points).values()):
+        at = margin.clamp(min=low), moved.clamp(min=low)
+        ax.plot(*(one[~flips] for one in at), ls="", marker=marker, color=ink, ms=4.5, alpha=0.55, label=name)
+        if flips.any():
+            ax.plot(*(one[flips] for one in at), ls="", marker="X", color=RED, ms=9, mec="white",
+                    label=f"{name}: another token")
+    ax.plot([low, high], [low, high], color=INK, lw=1, ls="--", zorder=0)
+    ax.set(xscale="log", yscale="log", xlim=(low / 1.5, high), ylim=(low / 1.5, high),
+           xlabel="margin in the first run: its choice's logit minus the next one",
+           ylabel="how much the second run changed it")
+    for axis in (ax.xaxis, ax.yaxis):
+        ticks = [10.0 ** n for n in range(-12, 4) if low * 3 < 10.0 ** n < high]
+        axis.set_ticks([low, *ticks], ["0", *(f"$10^{{{round(math.log10(tick))}}}$" for tick in ticks)])
+        axis.set_minor_locator(NullLocator())
+    ax.grid()
+    return figure.finished(title, (
+        "for every token its margin in the first run (its logit minus the next one) and how much the second run "
+        f"changed it, on log axes; points for {', '.join(runs)}; on or above the diagonal the second run can choose "
+        "another token. The points are this machine's."), columns=4)
 
 
 def _margins(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 
-import matplotlib
-
 from tplab.align.check.match import span
-from tplab.show.figures.diffs import finish
+from tplab.show.figures.diffs import label_differences
 from tplab.show.figures.scale import DifferenceAxis
-from tplab.show.figures.style import RC, STAGES, Picture, looks, picture
+from tplab.show.figures.style import STAGES, Picture, looks, picture, styled
 from tplab.show.phrases import ShowError, describe_point, distance, dtype_name
 
 
+@styled
 def points_figure(reports, layer: int | None = None, title: str | None = None) -> Picture:
     """All trace points of one layer, so that "K differs while V matches" can be seen.
 
@@ -31,14 +30,13 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
         raise ShowError(f"there is no layer {layer!r}; {there}")
     names = [p.name.rpartition(".")[2] for p in next(iter(points.values()))]
     figure, ax = picture(9.0, 4.3)
-    with matplotlib.rc_context(RC):
-        _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})
-        ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
-        ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
-        finish(figure, ax, title or _finding(points, layer), reports, ncols=3)
+    _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})
+    ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+    ax.set_xlabel(f"points of layer {layer}, in the order of the computation")
+    label_differences(ax, reports)
     details = ". ".join(f"{label}: {', '.join(_groups(of_label))}" for label, of_label in points.items())
-    figure.alt_text = f"Figure: the trace points of layer {layer}, difference from Hugging Face. {details}."
-    return figure
+    return figure.finished(title or _finding(points, layer), columns=3,
+                           words=f"the trace points of layer {layer}, difference from Hugging Face. {details}.")
 
 
 def _first_layer(report) -> int:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-import matplotlib
-
-from tplab.show.figures.diffs import finish
+from tplab.show.figures.diffs import label_differences
 from tplab.show.figures.scale import DifferenceAxis
-from tplab.show.figures.style import RC, Picture, looks, picture
+from tplab.show.figures.style import Picture, looks, picture, styled
 from tplab.show.phrases import ShowError, dtype_name, magnitude
 
 
+@styled
 def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int | None = 16,
                     title: str | None = None) -> Picture:
     """The difference from Hugging Face at one point, token by token along the beginning of the prompt.
@@ -29,13 +28,12 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
     if len({len(line) for line in values.values()}) != 1:
         raise ShowError("the reports are not about the same prompt" if values else "there is no report to draw")
     figure, ax = picture(9.0, 4.4)
-    with matplotlib.rc_context(RC):
-        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
-        axis.draw(looks(values), {label: label for label in values})
-        ax.set_xlabel("position of the token in the prompt")
-        finish(figure, ax, title or f"{point}, token by token", reports, ncols=4)
+    axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
+    axis.draw(looks(values), {label: label for label in values})
+    ax.set_xlabel("position of the token in the prompt")
+    label_differences(ax, reports)
     details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
                         f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
                         else f"{label}: {magnitude(line[0])}" for label, line in values.items())
-    figure.alt_text = f"Figure: {point}, difference from Hugging Face token by token. {details}."
-    return figure
+    return figure.finished(title or f"{point}, token by token", columns=4,
+                           words=f"{point}, difference from Hugging Face token by token. {details}.")

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-import matplotlib
 import numpy as np
 
-from tplab.show.figures.style import FAINT, RC, Picture, looks, picture, set_title
+from tplab.show.figures.style import FAINT, Picture, looks, picture, styled
 from tplab.show.phrases import ShowError
 
 
+@styled
 def roofline_figure(points: Mapping[str, tuple[float, float]], roofs: Mapping[str, tuple[float, float]],
                     title: str | None = None) -> Picture:
     """Operations per second against operations per byte, both on log axes.
@@ -24,23 +24,20 @@ def roofline_figure(points: Mapping[str, tuple[float, float]], roofs: Mapping[st
         raise ShowError("roofline_figure takes {what: (operations per byte, operations per second)} and {whose: (bytes "
                         "per second, operations per second)}, all above 0")
     figure, ax = picture(9.0, 4.6)
-    with matplotlib.rc_context(RC):
-        ridges = [peak / bandwidth for bandwidth, peak in roofs.values()]
-        x = np.geomspace(min([intensity for intensity, _ in points.values()] + ridges) / 3,
-                         max([intensity for intensity, _ in points.values()] + ridges) * 3, 200)
-        for (label, (bandwidth, peak)), style in zip(roofs.items(), ("-", "--", ":", "-.")):
-            ax.plot(x, np.minimum(bandwidth * x, peak), color=FAINT, ls=style, lw=2,
-                    label=f"{label}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e9:,.0f} Gflop/s")
-        for (label, (intensity, speed)), look in zip(points.items(), looks(points).values()):
-            ax.plot(intensity, speed, color=look.color, marker=look.marker, ms=11, mec="white", ls="", label=label)
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        ax.set_xlabel("operations per byte that must be read")
-        ax.set_ylabel("operations per second")
-        ax.grid(color="#dddddd", lw=0.6)
-        figure.legend(loc="outside lower left", ncols=2)
-        set_title(figure, title or "What memory and arithmetic allow")
-    figure.alt_text = ("Figure: operations per second against operations per byte, on log axes. Points: "
-                       f"{', '.join(points)}. Roofs, a slope for memory and a ceiling for arithmetic: "
-                       f"{', '.join(roofs)}. The numbers are this machine's and stand in the picture only.")
-    return figure
+    ridges = [peak / bandwidth for bandwidth, peak in roofs.values()]
+    x = np.geomspace(min([intensity for intensity, _ in points.values()] + ridges) / 3,
+                     max([intensity for intensity, _ in points.values()] + ridges) * 3, 200)
+    for (label, (bandwidth, peak)), style in zip(roofs.items(), ("-", "--", ":", "-.")):
+        ax.plot(x, np.minimum(bandwidth * x, peak), color=FAINT, ls=style, lw=2,
+                label=f"{label}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e9:,.0f} Gflop/s")
+    for (label, (intensity, speed)), look in zip(points.items(), looks(points).values()):
+        ax.plot(intensity, speed, color=look.color, marker=look.marker, ms=11, mec="white", ls="", label=label)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("operations per byte that must be read")
+    ax.set_ylabel("operations per second")
+    ax.grid()
+    return figure.finished(title or "What memory and arithmetic allow", (
+        "operations per second against operations per byte, on log axes. Points: "
+        f"{', '.join(points)}. Roofs, a slope for memory and a ceiling for arithmetic: "
+        f"{', '.join(roofs)}. The numbers are this machine's and stand in the picture only."), columns=2)

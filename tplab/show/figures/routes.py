@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib
-
-from tplab.show.figures.style import RC, Picture, picture, set_title
+from tplab.show.figures.style import Picture, picture, styled
 from tplab.show.phrases import ShowError
 
 
+@styled
 def routes_figure(routes: Mapping[str, tuple], words: Sequence[str], num_experts: int, title: str) -> Picture:
     """A panel for each router: experts from top to bottom, tokens from left to right, the darker the heavier.
 
@@ -20,18 +19,16 @@ def routes_figure(routes: Mapping[str, tuple], words: Sequence[str], num_experts
     figure, axes = picture(9.6, 0.9 + len(routes) * (0.5 + 0.17 * num_experts), nrows=len(routes), sharex=True,
                            squeeze=False)
     counts = []
-    with matplotlib.rc_context(RC):
-        for ax, (label, (weights, ids)) in zip(axes.flat, routes.items()):
-            table = weights.new_zeros(len(words), num_experts).scatter(1, ids, weights).T
-            ax.imshow(table.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-            ax.set_yticks(range(num_experts), range(num_experts), fontsize=8)
-            ax.set_ylabel(f"{label}\nexpert", fontsize=9)
-            ax.set_xticks(range(len(words)), [word.strip() or "␣" for word in words], rotation=90, fontsize=8)
-            ax.set_yticks([row - 0.5 for row in range(1, num_experts)], minor=True)
-            ax.grid(axis="y", which="minor", color="#dddddd", lw=0.5)
-            ax.tick_params(which="both", length=0)
-            counts.append(f"{label}: " + ", ".join(f"{int((table[row] > 0).sum())}" for row in range(num_experts)))
-        set_title(figure, title)
-    figure.alt_text = (f"Figure: the experts of {len(words)} tokens, darker where the weight is larger. Tokens of "
-                       f"experts 0 to {num_experts - 1} in {'; '.join(counts)}.")
-    return figure
+    for ax, (label, (weights, ids)) in zip(axes.flat, routes.items()):
+        table = weights.new_zeros(len(words), num_experts).scatter(1, ids, weights).T
+        ax.imshow(table.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        ax.set_yticks(range(num_experts), range(num_experts), fontsize=8)
+        ax.set_ylabel(f"{label}\nexpert", fontsize=9)
+        ax.set_xticks(range(len(words)), [word.strip() or "␣" for word in words], rotation=90, fontsize=8)
+        ax.set_yticks([row - 0.5 for row in range(1, num_experts)], minor=True)
+        ax.grid(axis="y", which="minor")
+        ax.tick_params(which="both", length=0)
+        counts.append(f"{label}: " + ", ".join(f"{int((table[row] > 0).sum())}" for row in range(num_experts)))
+    return figure.finished(title, (
+        f"the experts of {len(words)} tokens, darker where the weight is larger. Tokens of "
+        f"experts 0 to {num_experts - 1} in {'; '.join(counts)}."))

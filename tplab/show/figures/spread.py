@@ -6,9 +6,10 @@ import matplotlib
 import matplotlib.colors
 import matplotlib.patches
 
-from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, RC, Picture, picture, set_title
+from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, Picture, picture, styled
 
 
+@styled
 def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, title: str | None = None) -> Picture:
     """Where numbers are lost to NaN: one panel per rank, tokens down.
 
@@ -22,11 +23,9 @@ def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, ti
     """
     kept = [name for name in ranks[0] if not name.startswith("layers.") or int(name.split(".")[1]) < layers]
     figure = _draw([{name: of_rank[name] for name in kept} for of_rank in ranks], tokens)
-    with matplotlib.rc_context(RC):
-        set_title(figure, title or _finding(ranks))
-    figure.alt_text = ("Figure: numbers lost to NaN, token by token, along the forward pass. "
-                       + "; ".join(f"rank {rank}: {_describe(of_rank)}" for rank, of_rank in enumerate(ranks)) + ".")
-    return figure
+    return figure.finished(title or _finding(ranks), (
+        "numbers lost to NaN, token by token, along the forward pass. "
+        + "; ".join(f"rank {rank}: {_describe(of_rank)}" for rank, of_rank in enumerate(ranks)) + "."))
 
 
 def _draw(lost, tokens) -> Picture:
@@ -37,24 +36,23 @@ def _draw(lost, tokens) -> Picture:
     figure, axes = picture(9.0, 1.5 + ranks * (0.17 * len(tokens) + 0.4 if labelled else 2.2), nrows=ranks, sharex=True,
                            squeeze=False)
     shades = matplotlib.colors.ListedColormap([NOTHING, ORANGE, INK])
-    with matplotlib.rc_context(RC):
-        for rank, (ax, of_rank) in enumerate(zip(axes[:, 0], lost)):
-            share = torch.stack([of_rank[name] for name in names], 1)
-            ax.imshow(((share > 0).int() + (share == 1).int()).numpy(), cmap=shades, vmin=0, vmax=2, aspect="auto")
-            ax.set_ylabel(f"rank {rank}")
-            if labelled:
-                ax.set_yticks(range(len(tokens)), tokens, fontsize=8)
-            ax.set_xticks([x - 0.5 for x in range(1, len(names))], minor=True)
-            ax.set_yticks([y - 0.5 for y in range(1, len(tokens))], minor=True)
-            ax.grid(which="minor", color="white", lw=0.8)
-            ax.tick_params(which="minor", length=0)
-            for x in _borders(names):
-                ax.axvline(x - 0.5, color=FAINT, lw=1.4)
-            ax.spines[:].set(visible=True, color=FAINT)
-        _name_points(axes[0, 0], axes[-1, 0], names)
-        figure.legend(handles=[matplotlib.patches.Patch(color=ORANGE, label="some of the token's numbers are NaN"),
-                               matplotlib.patches.Patch(color=INK, label="all of them are")],
-                      loc="outside lower left", ncols=2)
+    for rank, (ax, of_rank) in enumerate(zip(axes[:, 0], lost)):
+        share = torch.stack([of_rank[name] for name in names], 1)
+        ax.imshow(((share > 0).int() + (share == 1).int()).numpy(), cmap=shades, vmin=0, vmax=2, aspect="auto")
+        ax.set_ylabel(f"rank {rank}")
+        if labelled:
+            ax.set_yticks(range(len(tokens)), tokens, fontsize=8)
+        ax.set_xticks([x - 0.5 for x in range(1, len(names))], minor=True)
+        ax.set_yticks([y - 0.5 for y in range(1, len(tokens))], minor=True)
+        ax.grid(which="minor", color="white", lw=0.8)
+        ax.tick_params(which="minor", length=0)
+        for x in _borders(names):
+            ax.axvline(x - 0.5, color=FAINT, lw=1.4)
+        ax.spines[:].set(visible=True, color=FAINT)
+    _name_points(axes[0, 0], axes[-1, 0], names)
+    figure.legend(handles=[matplotlib.patches.Patch(color=ORANGE, label="some of the token's numbers are NaN"),
+                           matplotlib.patches.Patch(color=INK, label="all of them are")],
+                  loc="outside lower left", ncols=2)
     return figure
 
 

@@ -23,7 +23,9 @@ BLUE, SKY, GREEN, ORANGE, RED, PINK, BLACK = (
 RC = {"font.family": "DejaVu Sans", "font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold",
       "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
       "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK, "legend.frameon": False,
-      "legend.fontsize": 10.5, "figure.facecolor": "white", "savefig.facecolor": "white", "hatch.linewidth": 0.6}
+      "legend.fontsize": 10.5, "figure.facecolor": "white", "savefig.facecolor": "white", "hatch.linewidth": 0.6,
+      "grid.color": "#dddddd", "grid.linewidth": 0.6}
+styled = matplotlib.rc_context(RC)  # decorates a function that draws
 
 
 class Look(NamedTuple):
@@ -68,11 +70,19 @@ class Picture(Figure):
         FigureCanvasAgg(self)
         self.alt_text = ""
 
+    def finished(self, title: str, words: str, columns: int = 0) -> "Picture":
+        """Itself, with a title in as many lines as it takes, a text alternative, and a legend in so many columns."""
+        self.suptitle(fill(title, round(9 * self.get_figwidth())), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        if columns:
+            self.legend(loc="outside lower left", ncols=columns)
+        self.alt_text = f"Figure: {words}"
+        return self
+
+    @styled
     def png(self) -> bytes:
         """The picture as a PNG file's bytes."""
         buffer = BytesIO()
-        with matplotlib.rc_context(RC):
-            self.savefig(buffer, format="png")
+        self.savefig(buffer, format="png")
         return buffer.getvalue()
 
     def _ipython_display_(self):
@@ -99,14 +109,7 @@ def image_html(content: bytes, words: str, mime: str = "image/png") -> str:
             f'src="data:{mime};base64,{b64encode(content).decode()}">')
 
 
-def set_title(figure: Picture, title: str) -> None:
-    """Write the finding above a figure, in as many lines as it takes."""
-    wide = round(9 * figure.get_figwidth())
-    figure.suptitle(fill(title, wide), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
-
-
 def picture(width: float = 9.0, height: float = 4.3, **grid):
-    """A :class:`Picture` and its axes, in the lab's style. ``grid``: as ``Figure.subplots`` takes it."""
-    with matplotlib.rc_context(RC):
-        figure = Picture(width, height)
-        return figure, figure.subplots(**grid)
+    """A :class:`Picture` and its axes, for a function that is ``styled``. ``grid``: as ``Figure.subplots`` takes it."""
+    figure = Picture(width, height)
+    return figure, figure.subplots(**grid)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-import matplotlib
-
-from tplab.show.figures.style import RC, Picture, looks, picture, set_title
+from tplab.show.figures.style import Picture, looks, picture, styled
 from tplab.show.phrases import ShowError
 
 
+@styled
 def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None = None) -> Picture:
     """Tokens computed per step, one line per engine. ``histories``: ``{label: llm.scheduler.history}``.
 
@@ -17,18 +16,15 @@ def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None 
     if not counts or not all(counts.values()):
         raise ShowError("there is nothing to draw: an engine has computed no step yet")
     figure, ax = picture(9.0, 3.9)
-    with matplotlib.rc_context(RC):
-        for label, look in looks(counts).items():
-            ax.plot(range(1, len(counts[label]) + 1), counts[label], color=look.color, marker=look.marker, ms=8,
-                    mec="white", label=label)
-        ax.set_ylim(bottom=0)
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.set_xlabel("step (the first one reads the prompt)")
-        ax.set_ylabel("tokens computed")
-        ax.grid(axis="y", color="#dddddd", lw=0.6, zorder=0.5)
-        set_title(figure, title or "Tokens computed in each step")
-        figure.legend(loc="outside lower left", ncols=3)
+    for label, look in looks(counts).items():
+        ax.plot(range(1, len(counts[label]) + 1), counts[label], color=look.color, marker=look.marker, ms=8,
+                mec="white", label=label)
+    ax.set_ylim(bottom=0)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xlabel("step (the first one reads the prompt)")
+    ax.set_ylabel("tokens computed")
+    ax.grid(axis="y", zorder=0.5)
     details = "; ".join(f"{label}: {steps[0]} in the first step, {steps[-1]} in the last, {sum(steps)} in all"
                      for label, steps in counts.items())
-    figure.alt_text = f"Figure: tokens that the model computes in each step. {details}."
-    return figure
+    return figure.finished(title or "Tokens computed in each step", (
+        f"tokens that the model computes in each step. {details}."), columns=3)
