@@ -85,7 +85,7 @@ def test_a_step_by_hand_waits_for_its_slowest_rank():
     assert one.products == 2 * (240 + 90) + 40, "one row: a second per weight, of rank 0, which holds more"
     assert one.attention == 2 * 10 * 6 * 2 * 4 * 2, "decoding: by the bytes of keys and values"
     assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).attention == 3 * one.attention
-    assert one.meetings == 5 * (100 + 2 * 20) + (100 + 2 * 16) and one.python == 5000
+    assert one.collectives == 5 * (100 + 2 * 20) + (100 + 2 * 16) and one.python == 5000
     assert one.total == sum(one)
     read = step_cost(CONFIG, PLAN, [Part(0, 3)], 1, BF16, ROUND)
     assert read.attention == 2 * 0.5 * 4 * 2 * 4 * 9, "a prompt: by its operations"
@@ -123,7 +123,7 @@ def test_ranks_without_a_core_take_turns():
 def test_one_rank_meets_nobody():
     alone = ShardPlan.from_config(CONFIG, 1)
     one = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
-    assert one.meetings == 0 and one.products == 2 * (10 * 32 + 150) + 70
+    assert one.collectives == 0 and one.products == 2 * (10 * 32 + 150) + 70
 
 
 def test_time_per_weight_between_and_beyond_what_was_measured():
@@ -144,7 +144,7 @@ def test_a_prompt_in_pieces_gets_its_token_behind_the_last_one_and_nothing_is_fo
     config = replace(CONFIG, max_position_embeddings=2048, eos_token_ids=(0,))
     piece = step_cost(CONFIG, PLAN, [Part(0, 512)], 0, BF16, ROUND)
     assert piece.products == (2 * 240 + 90) * 3.0 * 512 / 5 + 90, "the last MLP computes a single row"
-    assert piece.meetings == 4 * (100 + 2 * 512 * 10 * 2) + 100 + 2 * 10 * 2
+    assert piece.collectives == 4 * (100 + 2 * 512 * 10 * 2) + 100 + 2 * 10 * 2
     ends = [step_cost(CONFIG, PLAN, [Part(512, 88)], 1, BF16, ROUND), *(
         step_cost(CONFIG, PLAN, [Part(600 + n, 1)], 1, BF16, ROUND) for n in range(2))]
     first, total = predict(config, PLAN, [600], [3], BF16, ROUND)
@@ -169,7 +169,7 @@ def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
     for name in LINKS:
         machine = linked_machine(name, 8, BF16)
         costs[name] = step_cost(config, plan, [Part(512, 1)], 1, BF16, machine)
-        assert costs[name].meetings == pytest.approx(
+        assert costs[name].collectives == pytest.approx(
             162 * LINKS[name].latency + 1.75 * (161 * 8192 * 2 + 16) / LINKS[name].bytes_per_second)
     assert costs["nvlink"].total < costs["pcie"].total < costs["ethernet"].total
     assert costs["nvlink"].products == pytest.approx(69.5e9 / 8 * 2 / 3.35e12, rel=0.01), "read once, by eight"
@@ -202,7 +202,7 @@ def test_what_plan_says_about_speed(monkeypatch):
     one, many, read = (step_cost(config, ShardPlan.from_config(config, 4), parts, len(parts), BF16, machine)
                        for parts in ([Part(512, 1)], [Part(512, 1)] * 16, [Part(0, 512)]))
     cells = [f"{1 / one.total:,.1f}", f"{16 / many.total:,.1f}", f"{512 / read.total:,.0f}",
-             f"{one.meetings / one.total:.0%}"]
+             f"{one.collectives / one.total:.0%}"]
     assert lines[4].split()[4:] == cells
     assert [line[line.index(":"):] for line in lines[6:]] == [f": {link.source}" for link in LINKS.values()]
     assert lines[0].split("  ")[0] == "predicted, 4 ranks"

@@ -42,7 +42,7 @@ def simulated(tp, cores, monkeypatch, disturbed=0.0, dtype=torch.float64):
         made = machine.Machine("by hand", cores, WEIGHT, KV_BYTE, SCORE, latency, BYTE)
         plan, found = ShardPlan.from_config(FABLE, pool.size), {}
         for kind in kinds:
-            cost = step_cost(FABLE, plan, kind.parts, 0, dtype, made)  # nothing at the head, and 2 meetings a layer
+            cost = step_cost(FABLE, plan, kind.parts, 0, dtype, made)  # nothing at the head, and 2 collectives a layer
             found[kind] = own[kind] + cost.products + cost.attention
             if pool.size > 1:
                 rows = sum(part.count for part in kind.parts)

@@ -67,18 +67,18 @@ def test_a_step_reads_the_experts_that_its_tokens_are_sent_to():
     assert many[1] == 128 * 3 * 2048 * 96 + 262_144  # all of them, once
 
 
-@pytest.mark.parametrize(("raw", "tp", "numbers", "cached", "meetings"), [
+@pytest.mark.parametrize(("raw", "tp", "numbers", "cached", "collectives"), [
     (QWEN3_30B_A3B, 8, 48 * (2_621_440 + 8 * 3 * 2048 * 96 + 262_144) + 18992 * 2048, 24_576, 2 * 48 + 2),
     (GPT_OSS_120B, 8, 36 * (2880 * 1152 + 4 * 3 * 2880 * 360 + 2880 * 128) + 25136 * 2880, 9_216, 2 * 36 + 2),
     (LLAMA_405B, 16, 126 * (16384 * 2304 + 3 * 16384 * 3328) + 8016 * 16384, 64_512, 2 * 126 + 2)], ids=IDS)
-def test_the_bound_on_tokens_per_second_as_counted_by_hand(raw, tp, numbers, cached, meetings):
-    """One token after 512: each weight that it needs and each key and value once at 3.35 TB/s, 10 µs for each meeting,
-    whose bytes are the rest."""
+def test_the_bound_on_tokens_per_second_as_counted_by_hand(raw, tp, numbers, cached, collectives):
+    """One token after 512: each weight that it needs and each key and value once at 3.35 TB/s, 10 µs for each
+    collective, whose bytes are the rest."""
     config = config_of(raw, quantised=True)
     plan = ShardPlan.from_config(config, tp)
     cost = step_cost(config, plan, [Part(512, 1)], 1, BF16, linked_machine("nvlink", tp, BF16))
-    sent = (meetings - 1) * config.hidden_size * 2 * 2 * (tp - 1) / tp / 370e9
-    assert cost.total == pytest.approx((2 * numbers + 513 * cached) / 3.35e12 + meetings * 10e-6 + sent, rel=1e-4)
+    sent = (collectives - 1) * config.hidden_size * 2 * 2 * (tp - 1) / tp / 370e9
+    assert cost.total == pytest.approx((2 * numbers + 513 * cached) / 3.35e12 + collectives * 10e-6 + sent, rel=1e-4)
 
 
 def test_deepseeks_latent_attention_as_counted_by_hand():

@@ -105,7 +105,7 @@ def last_mlp_rows(due: int) -> int:
 
 
 def messages(config, parts: Sequence[Part], due: int, dtype: torch.dtype) -> list[int]:
-    """Bytes of each meeting of a step: an all-reduce behind the embedding, two in every layer, and, where a token is
+    """Bytes of each collective of a step: an all-reduce after the embedding, two in every layer, and, where a token is
     drawn, the exchange of the ranks' best ones, of a score and a number each. A q/k norm over the full width gathers q
     and k: half of what an all-reduce of as many bytes would send.
     """

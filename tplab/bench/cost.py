@@ -1,6 +1,6 @@
 """A model of what a step costs: the counts of :mod:`tplab.bench.amounts` times what a machine takes for each.
 
-A step is a chain of phases with a meeting of all ranks behind each, so a phase takes as long as its slowest rank. Where
+A step is a chain of phases with a collective after each, so a phase takes as long as its slowest rank. Where
 there are fewer cores than ranks, the ranks take turns: a phase takes at least all ranks' work divided by the cores.
 Nothing overlaps with anything else, as in the engine.
 """
@@ -32,7 +32,7 @@ class StepCost(NamedTuple):
 
     products: float
     attention: float
-    meetings: float
+    collectives: float
     python: float
 
     @property
@@ -63,10 +63,10 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
         turns = max(1.0, sum(map(sum, phase)) / (machine.places * sum(slowest) or 1.0))
         products, attention = (have + turns * more for have, more in zip((products, attention), slowest))
     sizes = messages(config, parts, due, dtype) if tp > 1 else []
-    meetings = sum(machine.reduce_latency + size * machine.reduce_byte for size in sizes)
+    collectives = sum(machine.reduce_latency + size * machine.reduce_byte for size in sizes)
     python = machine.step + machine.sequence * (len(parts) - 1)
     python += machine.request * sum(part.start == 0 for part in parts)
-    return StepCost(products, attention, meetings, python)
+    return StepCost(products, attention, collectives, python)
 
 
 def _seconds(amount: Amount, machine: Machine, decoding: bool) -> tuple[float, float]:

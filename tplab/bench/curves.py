@@ -17,7 +17,7 @@ BATCHES, CONTEXTS, SHORT = (1, 4, 16, 64), (128, 512, 1024, 2048, 4096), 64
 
 
 def bench_curves(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dict:
-    """Tokens per second on 1, 2, 4, … up to ``tp`` ranks, measured and at the limit: layers alone, without meetings."""
+    """Tokens per second on 1, 2, 4, … up to ``tp`` ranks, measured, and the limit of the layers alone."""
     config, longest = ckpt.config, longest_sequence(ckpt.config)
     contexts = [n for n in CONTEXTS if n + TOKENS <= longest]
     sizes = [n for n in (1, 2, 4, 8, 16) if n < tp] + [tp]

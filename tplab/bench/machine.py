@@ -79,8 +79,8 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     """This machine as ``tp`` ranks find it, with the sizes of a model (a :class:`tplab.checkpoint.ModelConfig`).
 
     Layers are timed on no more ranks than there are cores: more ranks would take turns, which the model of cost adds up
-    itself. Meetings are timed on all ranks, because a meeting includes waking the ranks that wait. For a model that the
-    fast path does not support, the reference is timed on a Llama of these sizes: a weight takes as long there.
+    itself. Collectives are timed on all ranks, because their time includes waking the ranks that wait. For a model that
+    the fast path does not support, the reference is timed on a Llama of these sizes: a weight takes as long there.
     """
     cores, in_turn = available_cores(), why_not(config, dtype) is not None
     options = {"enforce_eager": True} if config.traits else {}
@@ -102,9 +102,9 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     latency = {size: max(0.0, found.layer - own[1].layer * (max(1, size / cores) if in_turn else 1 / min(size, cores))
                          ) / 2 if size > 1 else 0.0 for size, found in own.items()}
     here = plan.tensor_parallel_size
-    meeting = (latency[here], byte) if here > 1 else (0.0, 0.0)
+    collective = (latency[here], byte) if here > 1 else (0.0, 0.0)
     return Machine(f"this machine, {cores} core{'s' * (cores > 1)}", cores,
-                   **_per_unit(config, plan, dtype, layers, seconds, own[here], meeting),
+                   **_per_unit(config, plan, dtype, layers, seconds, own[here], collective),
                    reduce_latency=latency[tp], reduce_byte=byte,
                    step=own[tp].step, sequence=own[tp].sequence, request=own[tp].request)
 
@@ -127,7 +127,7 @@ class _Engine:
 
 
 def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds: dict[Kind, float], own: _Engine,
-              meeting: tuple[float, float]) -> dict:
+              collective: tuple[float, float]) -> dict:
     """Seconds per weight, per byte of the cache and per score, from steps of a model of ``layers`` on these ranks."""
     busiest = {kind: max((attention_amount(config, shard, kind.parts, dtype) for shard in plan.ranks),
                          key=lambda amount: amount.weights) for kind in seconds}
@@ -140,7 +140,7 @@ def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds:
         mlp_amount(config, shard, 1).weights for shard in plan.ranks))
     for rows, kind in TIMED.items():
         attention = (busiest[kind].kv_bytes * kv_byte if kind.what == "decode" else busiest[kind].scores * score)
-        latency, byte = meeting
+        latency, byte = collective
         met = 2 * (latency + byte * rows * config.hidden_size * dtype.itemsize)
         # Where other processes disturb, more may be subtracted than there is.
         found[rows] = max(work[kind] - layers * (attention + met), seconds[kind] / 10) / weights

@@ -50,7 +50,7 @@ def speed_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
     """A table: tokens per second on this machine, which is measured now, and on accelerators behind each link."""
     tp = plan.tensor_parallel_size
     yield _row(f"predicted, {_ranks(tp)}", "decode", f"{SEQUENCES} sequences", f"prompt of {PROMPT}",
-               "a step spends meeting")
+               "in collectives")
     each = [parameter_bytes(config, shard, dtype) for shard in plan.ranks]
     memory = psutil.virtual_memory().total
     if sum(each) > memory:
@@ -69,7 +69,7 @@ def speed_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
 
 
 def link_rows(names: Iterable[str], sizes: Iterable[int], dtype: torch.dtype) -> list[dict[str, str]]:
-    """For a table: tokens per second of one sequence, and in brackets how much of a step is spent meeting."""
+    """For a table: tokens per second of one sequence, and in brackets how much of a step is spent in collectives."""
     rows = []
     for name in names:
         config = shape_config(name)
@@ -81,7 +81,7 @@ def link_rows(names: Iterable[str], sizes: Iterable[int], dtype: torch.dtype) ->
                     row[_ranks(tp)] = "no room"
                 else:
                     cost = step_cost(config, plan, [Part(CONTEXT, 1)], 1, dtype, linked_machine(link, tp, dtype))
-                    row[_ranks(tp)] = f"{1 / cost.total:.0f} ({cost.meetings / cost.total:.0%})"
+                    row[_ranks(tp)] = f"{1 / cost.total:.0f} ({cost.collectives / cost.total:.0%})"
             rows.append(row)
     return rows
 
@@ -93,7 +93,7 @@ def _speeds(config, plan: ShardPlan, dtype: torch.dtype, machine: Machine) -> st
     one, many = (step_cost(config, plan, [Part(context, 1)] * n, n, dtype, machine) for n in (1, SEQUENCES))
     read = step_cost(config, plan, [Part(0, prompt)], 1, dtype, machine)
     return _row(machine.name, f"{1 / one.total:,.1f}", f"{SEQUENCES / many.total:,.1f}", f"{prompt / read.total:,.0f}",
-                f"{one.meetings / one.total:.0%}")
+                f"{one.collectives / one.total:.0%}")
 
 
 def _row(*cells: str) -> str:
