@@ -117,7 +117,7 @@ def test_a_prefix_that_nobody_recorded(ckpt, tmp_path):
 
     report = check(recorded(tmp_path / "run", ckpt, PREFIXED, kind=Unknown), ckpt)
     assert report.verdict == "cannot tell" and not report.guilty, report.summary()
-    assert "what stands before it was not recorded" in report.open_questions[0]
+    assert "the tokens before it were not recorded" in report.open_questions[0]
 
 
 class Rewound(Core):

@@ -7,16 +7,16 @@ import torch
 from helpers.reports import config_with
 
 from tplab.align.check.names import (
+    BY_VALUE,
     CONSUMER,
     DIRECT,
-    EVIDENT,
     NAMED,
     OVERRIDE,
     PRODUCER,
     claims,
     pattern_of,
-    place_of,
     role_of,
+    split_name,
 )
 from tplab.align.check.overrides import check_names, overridden
 from tplab.align.check.sources import shared_modules
@@ -32,7 +32,7 @@ from tplab.align.recording import PlacementError
     ("model._orig_mod.layers.1.module.mlp", 1, "mlp", "model._orig_mod.layers.{i}.module.mlp"),
     ("layers.1.mlp.1", 1, "mlp.1", "layers.{i}.mlp.1"), ("w1", None, "w1", "w1")])
 def test_where_a_name_stands(name, layer, rest, pattern):
-    assert place_of(name) == (layer, rest) and pattern_of(name) == pattern
+    assert split_name(name) == (layer, rest) and pattern_of(name) == pattern
 
 
 @pytest.mark.parametrize("layer, rest, role", [
@@ -184,7 +184,7 @@ def test_what_a_person_says_and_what_was_learnt():
     assert claimed(entries, roles={"blocks.{i}.mix": "o"}) == [("layers.1.attn", "in 0", CONSUMER), (
         "layers.1.o", "out 0", PRODUCER)]
     assert claimed(entries, points={("blocks.{i}.mix", "in", "0"): "layers.{i}.attn"}) == [
-        ("layers.1.attn", "in 0", EVIDENT)]
+        ("layers.1.attn", "in 0", BY_VALUE)]
     assert claimed([by_hand("layers.1.q")], names={"layers.{i}.q": "layers.{i}.k"}) == [
         ("layers.1.k", "tensor ", OVERRIDE)], "not what its name says"
 

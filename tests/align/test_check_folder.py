@@ -56,31 +56,19 @@ def test_what_was_cut_off_is_read_as_far_as_it_goes(folder):
         assert rank.parameters["weight"].tensor().tolist() == [[1, 1, 1]] * 2
 
 
-@pytest.mark.parametrize("file, fine", [("call0.safetensors", False), ("call0.1.safetensors", True)])
-def test_of_a_call_that_was_cut_off_the_last_file_alone_may_be_ahead(tmp_path, file, fine):
+def test_a_call_of_many_tensors_has_several_files(tmp_path):
     with record(tmp_path / "run", rank=0, world_size=1) as rec:
         for number in range(110):
             rec.tensor("n" * 900 + str(number), torch.tensor(number))
-        content = {path: path.read_bytes() for path in (tmp_path / "run/rank0").iterdir()}
-    for path, data in content.items():
-        path.write_bytes(data + b"more" * (path.name == file))
-    assert len(content) == 3  # with the journal
-    if fine:
-        assert len(read_recorded(tmp_path / "run").ranks[0].calls[0].entries) == 110
-        return
-    with pytest.raises(RecordingError, match=r"call0.safetensors has [\d,]+ bytes; its journal says"):
-        read_recorded(tmp_path / "run")
+    entries = read_recorded(tmp_path / "run").ranks[0].calls[0].entries
+    assert len({entry.file for entry in entries}) == 2 and [int(entry.tensor()) for entry in entries] == [*range(110)]
 
 
-def test_a_call_that_failed_has_ended_and_is_held_against_its_files(tmp_path):
+def test_a_call_that_failed_says_how(tmp_path):
     with pytest.raises(ValueError), record(tmp_path, rank=0, world_size=1) as rec:
         rec.tensor("x", torch.ones(2))
         raise ValueError("no")
     assert read_recorded(tmp_path).ranks[0].calls[0].status == "failed: ValueError: no"
-    with open(tmp_path / "rank0" / CALL, "ab") as file:
-        file.write(b"more")
-    with pytest.raises(RecordingError, match="bytes; its journal says"):
-        read_recorded(tmp_path)
 
 
 def test_every_prefix_of_a_journal_is_readable(folder):
@@ -173,77 +161,54 @@ def sparse(folder):
 TENSOR = {"event": "tensor", "name": "n", "kind": "tensor", "path": "", "nth": 0, "module_class": "", "dtype": "F32",
           "shape": [3, 2], "key": 0}
 ORDINARY = "is not an ordinary file"
+OUT_OF_TURN = "line [0-9]+: a recorder writes no such line here; record again"
 
 DAMAGES = {
     "no folder": (shutil.rmtree, "is not a folder; give the one that record"),
     "empty": (lambda folder: [shutil.rmtree(folder / f"rank{rank}") for rank in range(2)],
               "there is no rank0, rank1, …"),
     "nothing written": (lambda folder: [(folder / f"rank{rank}" / MANIFEST).write_text("") for rank in range(2)],
-                        "no rank came to write a line"),
+                        "no rank wrote a line"),
     "two runs": (change(None, run="another"), "two runs are mixed: rank0 says 'another', rank1"),
     "world sizes": (change(None, world_size=3), "disagree about world_size: rank0 says 3, rank1 2"),
     "another rank's journal": (change(None, rank=1), "rank 1 of 2, in a folder named rank0"),
     "rank beyond the world": (third_rank, "rank 1 of 2, in a folder named rank2"),
-    "rank true": (change(None, rank=False), "rank is False, not a whole number"),
-    "world of nobody": (change(None, world_size=0), "world_size is 0, not a number of ranks up to 4096"),
     "endless world": (change(None, world_size=10**12), "world_size is 1000000000000, not a number of ranks up to"),
-    "run no text": (change(None, run=7), "run is 7, not a printable text"),
     "other format": (change(None, format="onnx"), "format is 'onnx', not tplab-record"),
     "other version": (change(None, version=2), "version is 2, not 1"),
-    "version true": (change(None, version=True), "version is True, not 1"),
     "manifest of gigabytes": (sparse, "has 3,221,225,472 bytes, more than the 268,435,456 that are read"),
-    "not UTF-8": (raw(b"\xff\xfe\n"), "line 13 is not readable: \"'utf-8' codec"),
-    "no JSON": (raw(b"{]\n"), "line 13 is not readable"),
-    "JSON list": (raw(b"[]\n"), "line 13 is a JSON list, not an object"),
-    "nested for ever": (raw(b"[" * 100_000 + b"\n"), "line 13 is not readable"),
-    "number for ever": (raw(b'{"event":' + b"9" * 5000 + b"}\n"), "line 13 is not readable"),
-    "broken in the middle": (raw(b'\x00"torn\n{}\n', 400), "is not readable"),
+    "not UTF-8": (raw(b"\xff\xfe\n"), "line 13: no JSON object: \"'utf-8' codec"),
+    "no JSON": (raw(b"{]\n"), "line 13: no JSON object"),
+    "nested for ever": (raw(b"[" * 100_000 + b"\n"), "line 13: no JSON object"),
     "unknown event": (insert(event="explode"), "event is 'explode', not call, file, tensor, enter"),
-    "event no text": (insert(event=["call"]), r"event is \['call'\], not call, file"),
     "tensor before its file": (lambda folder: write_lines(folder, [line for line in lines_of(folder) if line.get(
-        "file") != CALL]), "a tensor comes before its file"),
+        "file") != CALL]), OUT_OF_TURN),
     "module before any call": (lambda folder: write_lines(folder, [*lines_of(folder)[:1], {
-        "event": "enter", "name": "m"}]), "line 2: no call has begun"),
-    "call twice": (insert(event="call", call=0), "call 0 cannot begin here; 0 calls have ended"),
-    "call out of turn": (change("call", call=1), "call 1 cannot begin here; 0 calls have ended"),
-    "tensor not yet there": (change("tensor", key=1), "there are 0 tensors in parameters.safetensors yet, so none has"),
+        "event": "enter", "name": "m"}]), OUT_OF_TURN),
+    "call out of turn": (change("call", call=1), OUT_OF_TURN),
+    "tensor not yet there": (change("tensor", key=1), OUT_OF_TURN),
     "call no number": (change("call", call="0"), "call is '0', not a whole number"),
-    "call true": (change("call", call=False), "call is False, not a whole number"),
-    "tensor before any call": (raw(json.dumps(TENSOR).encode() + b"\n", 115), "no call has begun|is not readable"),
     "ids no integers": (change("call", input_ids=[1.5]), r"input_ids is \[1.5\], not whole numbers"),
     "ids of texts": (change("call", input_ids=["a"]), r"input_ids is \['a'\], not whole numbers"),
-    "ids of truth values": (change("call", input_ids=[True]), r"input_ids is \[True\], not whole numbers"),
     "ids ragged": (change("call", positions=[[1, 2], [3]]), "positions is .* not whole numbers in rows of one length"),
-    "ids too large": (change("call", input_ids=[2**70]), "input_ids is .* not whole numbers"),
     "ids an object": (change("call", sequences={"a": 1}), "sequences is .* not whole numbers"),
-    "name no text": (change("tensor", name=7), "name is 7, not a printable text"),
     "name that writes on the screen": (insert(**TENSOR | {"name": "\x1b[2J"}), r"name is '\\x1b\[2J', not a printable"),
     "endless name": (insert(**TENSOR | {"name": "n" * 10**6}), "not a printable text of at most 1,000 characters"),
     "kind": (insert(**TENSOR | {"kind": "pickle"}), "kind is 'pickle', not in, out, tensor, parameter"),
-    "nth negative": (insert(**TENSOR | {"nth": -1}), "nth is -1, not a whole number"),
     "dtype unknown": (insert(**TENSOR | {"dtype": "F128"}), "dtype is 'F128', not F64, F32"),
-    "dtype no text": (insert(**TENSOR | {"dtype": ["F32"]}), r"dtype is \['F32'\], not F64"),
     "shape no list": (insert(**TENSOR | {"shape": 6}), "shape is 6, not a shape"),
-    "shape negative": (insert(**TENSOR | {"shape": [-2, -3]}), r"shape is \[-2, -3\], not a shape"),
     "shape endless": (insert(**TENSOR | {"shape": [2**40, 2**40], "key": 2}), r"has 65,\d+ bytes; its journal says"),
     "shape beyond numbers": (insert(**TENSOR | {"shape": [2**60]}), "not a shape"),
-    "alias of another size": (insert(**TENSOR | {"shape": [7]}),
-                              "tensor 0 of call0.safetensors has another dtype or size"),
-    "alias of another dtype": (insert(**TENSOR | {"dtype": "I32"}), "has another dtype or size"),
-    "alias of the future": (insert(**TENSOR | {"key": 9}), "there are 2 tensors in call0.safetensors yet"),
-    "one tensor twice": (insert(**TENSOR | {"name": "x"}), "tensor  of run 0 of 'x' comes twice"),
+    "alias of another size": (insert(**TENSOR | {"shape": [2**40, 2**40]}), OUT_OF_TURN),
+    "alias of the future": (insert(**TENSOR | {"key": 9}), OUT_OF_TURN),
     "file name that leads away": (insert(event="file", file="../../secret.safetensors", room=0),
-                                  "the next file is call0.1"),
-    "file of another call": (insert(event="file", file="call1.safetensors", room=0),
-                             "the next file is call0.1"),
-    "file missing": (lambda folder: (folder / "rank0" / CALL).unlink(), "call0.safetensors is missing, though"),
+                                  "call0.1.safetensors is missing, but"),
+    "file missing": (lambda folder: (folder / "rank0" / CALL).unlink(), "call0.safetensors is missing, but"),
     "parameters missing": (lambda folder: (folder / "rank0/parameters.safetensors").unlink(),
                            "parameters.safetensors is missing"),
     "manifest missing": (lambda folder: (folder / "rank0" / MANIFEST).unlink(), "manifest.jsonl is missing"),
-    "data truncated": (bytes_of(CALL, lambda data: data[:-1]), "bytes; its journal says"),
     "data of a cut-off call truncated": (bytes_of("call1.safetensors", lambda data: data[:-1]),
                                          "bytes; its journal says"),
-    "data appended": (bytes_of(CALL, lambda data: data + b"x"), "bytes; its journal says"),
     "header truncated": (bytes_of(CALL, lambda data: data[:5]), "has 5 bytes; its journal says"),
     "pipe for a manifest": (instead(MANIFEST, lambda path, _: os.mkfifo(path)),
                             f"{MANIFEST} {ORDINARY}"),
@@ -276,12 +241,6 @@ def test_a_folder_without_permission(folder):
 
 
 def test_a_disk_that_gives_up(folder, monkeypatch):
-    monkeypatch.setattr(_RankReader, "read", lambda self: os.stat(folder / "gone"))
+    monkeypatch.setattr(_RankReader, "_read", lambda self, journal: os.stat(folder / "gone"))
     with pytest.raises(RecordingError, match="run cannot be read: .*No such file or directory"):
-        read_recorded(folder)
-
-
-def test_nothing_is_unpickled(folder):
-    (folder / "rank0" / CALL).write_bytes(b"\x80\x04\x95" + bytes(70_000))
-    with pytest.raises(RecordingError, match="bytes; its journal says"):
         read_recorded(folder)

@@ -9,7 +9,7 @@ from helpers.stranger_runs import batch_calls, flat_calls, run, texts, wrong_poi
 from helpers.strangers import FastLike, HfLike, VllmLike
 
 from tplab.align.check.folder import read_recorded
-from tplab.align.check.place import place
+from tplab.align.check.placement import find_points
 from tplab.align.points import point_names
 from tplab.checkpoint import open_checkpoint
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 def recorded(tmp_path, ckpt, engine, calls, names=None, **options):
     run(tmp_path / "run", ckpt, engine, calls, **options)
-    return place(read_recorded(tmp_path / "run"), ckpt, names)
+    return find_points(read_recorded(tmp_path / "run"), ckpt, names)
 
 
 @pytest.mark.parametrize("form, size", SIZES)
@@ -94,7 +94,7 @@ def test_modules_are_known_by_what_they_do(tmp_path, models, engine):
     ckpt = models["9q3kv"]
     calls = flat_calls(texts(2, 9), 1) if engine is VllmLike else batch_calls(texts(2, 9), 1)
     run(tmp_path / "run", ckpt, engine, calls)
-    found = place(renamed(read_recorded(tmp_path / "run"), NOTHING_SAID), ckpt)
+    found = find_points(renamed(read_recorded(tmp_path / "run"), NOTHING_SAID), ckpt)
     assert not wrong_points(found, ckpt) and not found.contradictions
     seen = {name.rpartition(".")[2] for name in found.points if name.startswith("layers.1.")}
     assert {"input_norm", "q", "k", "v", "attn", "post_norm", "mlp_act", "residual"} <= seen
@@ -110,6 +110,6 @@ def test_a_bug_before_an_unknown_module_does_not_hide_it(tmp_path, models):
         model.model.layers[0].input_layernorm.weight.data *= 3
 
     run(tmp_path / "run", ckpt, HfLike, batch_calls(texts(2, 9)), change=change)
-    found = place(renamed(read_recorded(tmp_path / "run"), NOTHING_SAID), ckpt)
+    found = find_points(renamed(read_recorded(tmp_path / "run"), NOTHING_SAID), ckpt)
     assert {"layers.1.q", "layers.1.attn", "layers.1.mlp_act", "layers.2.gate"} <= set(found.points)
     assert "layers.0.q" in wrong_points(found, ckpt)

@@ -10,7 +10,7 @@ from helpers.recorded import record_lab
 from helpers.reports import config_with
 
 from tplab.align import check
-from tplab.align.check.evidence import Evidence
+from tplab.align.check.expected import Expected
 from tplab.align.check.notes import call_notes, once
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import Patch
@@ -75,16 +75,16 @@ def test_cos_and_sin_are_known_by_their_numbers(ckpt, tmp_path, dtype):
     (range(3), 6, 2 ** -6, False), ([0], 6, 0, False), ([4, 4], 6, 0, False)])  # at one position it could be anything
 def test_tables_are_hugging_faces_at_the_recorded_positions(ckpt, rows, wide, off, known):
     frequencies = 10000.0 ** (-torch.arange(0, 6, 2) / 6)
-    evidence = Evidence(ckpt, SimpleNamespace(places=[(0, row) for row in rows], complete=lambda source: [1, 2],
+    expected = Expected(ckpt, SimpleNamespace(places=[(0, row) for row in rows], complete=lambda source: [1, 2],
                                               rows=lambda *_: held))
-    evidence.config = config_with(head_dim=6)
-    evidence._rotary = lambda x, positions, parts: [
+    expected.config = config_with(head_dim=6)
+    expected._rotary = lambda x, positions, parts: [
         table(positions[:, None] * frequencies.repeat(2)[None])[None] for table in (torch.cos, torch.sin)]
     for table in (torch.cos, torch.sin):
         held = table(torch.tensor(list(rows))[:, None] * frequencies.repeat(4)[None, :wide]) + off
-        assert evidence.are_tables(SimpleNamespace(name="model.thing", path="0")) is known
-        assert evidence.are_tables(SimpleNamespace(name="model.rotary_emb", path="0")), "by its name"
-        assert evidence.are_tables(SimpleNamespace(name="model.thing", path="position_embeddings.1"))
+        assert expected.are_tables(SimpleNamespace(name="model.thing", path="0")) is known
+        assert expected.are_tables(SimpleNamespace(name="model.rotary_emb", path="0")), "by its name"
+        assert expected.are_tables(SimpleNamespace(name="model.thing", path="position_embeddings.1"))
 
 
 def test_a_failure_stands_once_in_a_report(ckpt, tmp_path):

@@ -81,8 +81,8 @@ def test_a_small_column_is_measured_by_a_tenth_of_the_usual_one(off, fits):
 def test_most_layers_decide():
     a, b = (0, 1), (2, 3)
     votes = {"0": {0: a}, "1": {0: b}, "2": {0: b, 1: a}, "3": {0: None, 1: None}}
-    shares = Some(sampled=[*votes], sources=Some(world_size=3))
-    assert Shares.polled(shares, votes.get) == [b, a, None], "who says nothing has no vote"
+    shares = Some(sampled_layers=[*votes], sources=Some(world_size=3))
+    assert Shares.majority(shares, votes.get) == [b, a, None], "a layer without labels is not counted"
 
 
 @pytest.mark.parametrize("indices, total, words", [

@@ -12,7 +12,7 @@ from helpers.strangers import HfLike, VllmLike
 
 from tplab.align import check
 from tplab.align.check.folder import read_recorded
-from tplab.align.check.place import place
+from tplab.align.check.placement import find_points
 from tplab.align.check.rows import Texts, as_rows
 from tplab.align.recording import PlacementError
 from tplab.checkpoint import open_checkpoint
@@ -103,9 +103,9 @@ def with_calls(found, change):
 
 
 def test_declared_positions_that_differ_are_kept(ckpt, healthy):
-    assert place(healthy, ckpt).declared is None
+    assert find_points(healthy, ckpt).declared is None
     wrong = with_calls(healthy, lambda rank, call: replace(call, positions=call.positions + (call.index > 0)))
-    found = place(wrong, ckpt)
+    found = find_points(wrong, ckpt)
     assert found.declared == [0, 1, 2, 3, 4, 6, 0, 1, 2, 4] and found.num_keys == [5] * 5 + [6] + [3] * 3 + [4]
     assert found.places == [(0, i) for i in range(6)] + [(1, i) for i in range(4)]
 
@@ -113,9 +113,9 @@ def test_declared_positions_that_differ_are_kept(ckpt, healthy):
 def test_an_engine_without_a_cache_is_told_so(ckpt, tmp_path):
     calls = [([[1, 2, 3, 4][:n]], [list(range(n))], [0] * n) for n in (2, 3, 4)]
     run(tmp_path / "run", ckpt, HfLike, calls, change=lambda model, weights: forget(model))
-    found = place(read_recorded(tmp_path / "run"), ckpt)
+    found = find_points(read_recorded(tmp_path / "run"), ckpt)
     assert not wrong_points(found, ckpt) and found.num_keys == [4] * 4
-    assert found.notes == ["calls 1–2 computed 5 tokens once more that earlier calls had computed: nothing was read "
+    assert found.notes == ["calls 1–2 computed 5 tokens of earlier calls once more: nothing was read "
                            "from a cache"]
 
 
@@ -128,14 +128,14 @@ def test_some_layers_only_and_calls_that_were_cut_short(ckpt, tmp_path):
     shares = all_share(planned(ckpt, 2), q=[(3, 4, 5), (0, 1, 2)], kv=[(1,), (0,)])
     calls = batch_calls([[1, 2, 3, 4, 5, 6, 7]], 2)
     run(tmp_path / "last", ckpt, HfLike, calls, shares=shares, layers=[1])
-    found = place(read_recorded(tmp_path / "last"), ckpt)
+    found = find_points(read_recorded(tmp_path / "last"), ckpt)
     assert not wrong_points(found, ckpt) and found.points["layers.1.attn"][0].indices == (3, 4, 5)
     assert "layers.0.q" not in found.points and len(found.places) == 7
     run(tmp_path / "whole", ckpt, HfLike, calls, shares=shares)
     first = read_recorded(tmp_path / "whole").ranks[0].calls[0].entries
     room = sum({(e.file, e.offset): e.tensor().nbytes for e in first}.values()) + 500
     run(tmp_path / "short", ckpt, HfLike, calls, shares=shares, max_bytes=room)
-    found = place(read_recorded(tmp_path / "short"), ckpt)
+    found = find_points(read_recorded(tmp_path / "short"), ckpt)
     assert not wrong_points(found, ckpt) and "logits" in found.points and len(found.places) < 7
     assert any("lack what call 0 has, and were not looked at" in note for note in found.notes)
 
@@ -144,7 +144,7 @@ def test_in_bfloat16_too(ckpt, tmp_path):
     shares = all_share(planned(ckpt, 2), q=[(3, 4, 5), (0, 1, 2)], kv=[(1,), (0,)], mlp=[range(0, 43, 2),
                                                                                        [*range(1, 43, 2), -1]])
     run(tmp_path / "run", ckpt, HfLike, batch_calls([[1, 2, 3, 4, 5, 6, 7]]), dtype=torch.bfloat16, shares=shares)
-    found = place(read_recorded(tmp_path / "run"), ckpt)
+    found = find_points(read_recorded(tmp_path / "run"), ckpt)
     assert found.dtype == torch.bfloat16 and not found.contradictions and not wrong_points(found, ckpt, 0.2)
     assert found.points["layers.1.attn"][0].indices == (3, 4, 5)
     assert tuple(found.points["layers.1.mlp_act"][1].indices) == tuple(range(1, 43, 2))
@@ -153,14 +153,14 @@ def test_in_bfloat16_too(ckpt, tmp_path):
 
 def test_what_one_rank_lacks(ckpt, healthy):
     """A rank that left nothing, or stopped early: the rest is placed."""
-    alone = place(replace(healthy, ranks=(healthy.ranks[0], None)), ckpt)
+    alone = find_points(replace(healthy, ranks=(healthy.ranks[0], None)), ckpt)
     assert not wrong_points(alone, ckpt) and "nothing was recorded by rank 1 of 2" in alone.notes
     assert "layers.0.o_proj" in alone.points and "layers.0.o_partial" not in alone.points, "a sum is no summand"
     assert alone.points["layers.0.q"][1] is None and alone.points["layers.0.q"][0] is not None
     assert not alone.contradictions
     stopped = with_calls(healthy, lambda rank, call: replace(
         call, status="cut off", last="model.layers.1.mlp") if rank and call.index else call)
-    found = place(stopped, ckpt)
+    found = find_points(stopped, ckpt)
     assert found.places == [(0, i) for i in range(5)] + [(1, i) for i in range(3)] and not wrong_points(found, ckpt)
 
 
@@ -179,7 +179,7 @@ def test_a_first_call_that_was_cut_off_is_placed_as_far_as_it_goes(ckpt, healthy
         return replace(call, status="cut off", last="model.layers.1.self_attn",
                        entries=tuple(e for e in call.entries if e.order < 40))
 
-    found = place(with_calls(replace(healthy), lambda rank, call: cut(rank, call)), ckpt)
+    found = find_points(with_calls(replace(healthy), lambda rank, call: cut(rank, call)), ckpt)
     assert not wrong_points(found, ckpt) and "embed" in found.points and "logits" not in found.points
 
 
@@ -191,7 +191,7 @@ def test_names_given_by_hand(ckpt, healthy):
     names = {"model.layers.{i}.mix.c?re": "attn", "*.{i}.mix.w": "layers.{i}.qkv",
              "model.layers.{i}.mix.w:in": "input_norm", "model.layers.{i}.mix.core:in.2": "v",
              "model.layers.{i}.input_layernorm": ""}
-    found = place(with_calls(healthy, strange), ckpt, names)
+    found = find_points(with_calls(healthy, strange), ckpt, names)
     assert not wrong_points(found, ckpt)
     for point, source in (("attn", "mix.core’s output"), ("v", "mix.core’s input 2"), ("input_norm", "mix.w’s input")):
         assert source in found.assumed[f"layers.1.{point}"]
@@ -207,7 +207,7 @@ def test_names_given_by_hand(ckpt, healthy):
 ])
 def test_names_that_cannot_be(ckpt, healthy, names, words):
     with pytest.raises(PlacementError, match=words.replace("{i}", r"\{i\}").replace("?", r"\?")):
-        place(healthy, ckpt, names)
+        find_points(healthy, ckpt, names)
 
 
 def test_tensors_recorded_by_hand(tmp_path, ckpt):
@@ -223,7 +223,7 @@ def test_tensors_recorded_by_hand(tmp_path, ckpt):
             rec.tensor(f"layers.{i}.x", trace[f"layers.{i}.residual"][None])
             rec.tensor(f"layers.{i}.y", torch.randn(5, 24))
         rec.tensor("logits", trace["logits"])
-    found = place(read_recorded(tmp_path / "run"), ckpt)
+    found = find_points(read_recorded(tmp_path / "run"), ckpt)
     assert not wrong_points(found, ckpt)
     points = ("q_rope", "k_rope", "residual")
     assert set(found.points) == {*(f"layers.{i}.{point}" for i in range(2) for point in points), "logits"}
@@ -234,27 +234,27 @@ def test_tensors_recorded_by_hand(tmp_path, ckpt):
 def test_folders_of_something_else(ckpt, healthy, tmp_path):
     other = open_checkpoint(make_checkpoint(tmp_path / "wide", "llama", layers=2, heads=6, kv_heads=2, hidden=36))
     with pytest.raises(PlacementError, match="embed_tokens gives 24 columns, but the checkpoint's hidden size is 36"):
-        place(healthy, other)
+        find_points(healthy, other)
     shallow = open_checkpoint(make_checkpoint(tmp_path / "shallow", "llama", layers=1, heads=6, kv_heads=2, hidden=24))
     with pytest.raises(PlacementError, match="has a layer 1, but the checkpoint's layers are 0 to 0"):
-        place(healthy, shallow)
+        find_points(healthy, shallow)
     for more in (66, 58):
         ids = with_calls(healthy, lambda rank, call, more=more: replace(call, input_ids=call.input_ids + more))
         with pytest.raises(PlacementError, match=f"id {9 + more} is not in the checkpoint's vocabulary: 0 to 66"):
-            place(ids, ckpt)
+            find_points(ids, ckpt)
     silent = with_calls(healthy, lambda rank, call: replace(call, input_ids=None, entries=tuple(
         e for e in call.entries if e.dtype.is_floating_point)))
     with pytest.raises(PlacementError, match="call 0 says nothing about its token ids: rec.inputs"):
-        place(silent, ckpt)
+        find_points(silent, ckpt)
     with pytest.raises(PlacementError, match="holds nothing of any of its 2 ranks"):
-        place(replace(healthy, ranks=(None, None)), ckpt)
+        find_points(replace(healthy, ranks=(None, None)), ckpt)
 
 
 def test_ids_of_another_call_than_what_was_recorded(ckpt, healthy):
     longer = with_calls(healthy, lambda rank, call: replace(call, input_ids=torch.cat([call.input_ids, torch.ones(
         1, dtype=torch.int64)]), positions=None, sequences=None))
     with pytest.raises(PlacementError, match="call 0 was said to be about 9 token ids, but .* has 8 rows; rec.inputs"):
-        place(longer, ckpt)
+        find_points(longer, ckpt)
 
 
 def test_a_call_of_no_tokens_says_nothing(ckpt, tmp_path):
@@ -262,13 +262,13 @@ def test_a_call_of_no_tokens_says_nothing(ckpt, tmp_path):
         rec.inputs([], [])
         rec.tensor("model.embed", torch.zeros(0, 24))
     with pytest.raises(PlacementError, match="no call that was recorded is about a token"):
-        place(read_recorded(tmp_path / "run"), ckpt)
+        find_points(read_recorded(tmp_path / "run"), ckpt)
 
 
 @pytest.mark.parametrize("sequences", [None, [4]])
 def test_a_recording_that_begins_in_the_middle_of_a_text_is_refused(sequences):
     """What attention saw is not there, so nothing that it gives is right or wrong."""
-    with pytest.raises(PlacementError, match="call 0: a single token at position 7 goes on with a text of which noth"):
+    with pytest.raises(PlacementError, match="call 0: a single token at position 7 continues a text that was not rec"):
         rows(([5], [7], sequences))
 
 
@@ -279,7 +279,7 @@ def test_positions_without_a_name_are_known_by_counting(ckpt, healthy):
         given = SimpleNamespace(**vars(door) | {"path": "1", "shape": tuple(call.positions.shape),
                                                 "tensor": lambda: call.positions})
         return replace(call, positions=None, sequences=None, entries=(door, given, *call.entries[1:]))
-    found = place(with_calls(replace(healthy, ranks=tuple(replace(r, calls=r.calls[:1]) for r in healthy.ranks)),
+    found = find_points(with_calls(replace(healthy, ranks=tuple(replace(r, calls=r.calls[:1]) for r in healthy.ranks)),
                              unsaid), ckpt)
     assert found.ids == [[1, 2, 3, 4, 5], [9, 8, 7]]
 
@@ -304,6 +304,6 @@ def test_last_positions_only_and_padding(tmp_path, ckpt):
     call = replace(short, input_ids=torch.tensor(calls[0][0]), positions=torch.tensor(calls[0][1]), sequences=None,
                    entries=tuple(entries))
     one = read_recorded(tmp_path / "0")
-    found = place(replace(one, ranks=(replace(one.ranks[0], calls=(call,)),)), ckpt)
+    found = find_points(replace(one, ranks=(replace(one.ranks[0], calls=(call,)),)), ckpt)
     assert not wrong_points(found, ckpt) and found.ids == [[4, 5], [6, 7, 8, 9]]
     assert found.logit_places == [(0, 1), (1, 3)] and len(found.places) == 6

@@ -234,8 +234,8 @@ def test_what_is_placed_wrongly_is_no_bug(ckpt, tmp_path):
                 rec.tensor("layers.1.post_norm", torch.randn(*torch.tensor(ids).shape, 36))
     logical_ranks(1, on_rank)
     report = check(tmp_path / "run", ckpt)
-    assert report.verdict == "cannot tell" and "layers.1.post_norm is not what it is taken for" in " ".join(
-        report.open_questions), report.summary()
+    assert report.verdict == "cannot tell" and not report.failed, report.summary()
+    assert any("layers.1.post_norm differs, but points made from it are right" in why for why in report.open_questions)
 
 
 # Which ranks hold what.
@@ -303,7 +303,7 @@ class Gap(Staged):
 
 @pytest.mark.parametrize("engine, change, guilty, says", [
     (Staged, lambda model, weights: None, [], ""), (Staged, halved_in_layer_2, ["layers.2.mlp_act"], ""),
-    (Gap, lambda model, weights: None, [], "layer 1 ran on no rank: layer 2 was given what layer 0 put out")])
+    (Gap, lambda model, weights: None, [], "layer 1 ran on no rank: the input of layer 2 is the output of layer 0")])
 def test_stages_of_a_pipeline(ckpt, tmp_path, monkeypatch, engine, change, guilty, says):
     monkeypatch.setattr("helpers.strangers.all_reduce", lambda x: x)
     run(tmp_path / "run", ckpt, engine, LINES, shares=planned(ckpt, 1) * 2, change=change)
@@ -335,7 +335,7 @@ def test_logits_wider_than_the_vocabulary(ckpt, tmp_path, filled):
     report = check(tmp_path / "run", ckpt)
     assert "logits" in report.local, report.summary()
     if filled > 1e3:
-        assert report.verdict == "bug" and "token ids that there are not" in " ".join(report.recording.contradictions)
+        assert report.verdict == "bug" and "a token id outside of the voc" in " ".join(report.recording.contradictions)
     else:
         assert report.verdict == "clean" and "5 columns of padding" in report.warnings[0], report.summary()
 
@@ -357,5 +357,5 @@ def test_a_draft_and_its_target_in_one_record(ckpt, tmp_path, prefixes, tmp_path
     logical_ranks(2, on_rank)
     report = check(tmp_path / "run", ckpt)
     assert report.verdict == "clean" and len(report.points) >= 30, report.summary()
-    assert "target is the checkpoint's, draft not looked at" in report.recording.notes[0]
+    assert "target is the checkpoint's; draft was not judged" in report.recording.notes[0]
     assert check(tmp_path / "run", other).verdict == "clean"

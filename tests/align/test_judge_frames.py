@@ -203,7 +203,7 @@ def report(points=None, local=None, dtype=F32, **more):
                      notes=[], unplaced=[], assumed={}, lost=set(), unjudged=[], warnings=[])
     found = CheckReport("m", None, dtype, [[1]], [point()] if points is None else points, {}, recording=recording,
                         **more)
-    found.ordinary, found.foreign, found.quantised, found.misplaced = {}, False, False, False
+    found.ordinary, found.other_checkpoint, found.quantised, found.misplaced = {}, False, False, False
     found.local = local if local is not None else {p.name: LocalDiff(p.name, 0.0, 0, 2e-5, ()) for p in found.points}
     return found
 

@@ -64,5 +64,5 @@ class Recording:
     holders: dict[int, list[int]] = field(default_factory=dict)  # the ranks that hold a layer, where not all do
     doubts: list[str] = field(default_factory=list)  # where the positions, taken for right, would give other texts
     unjudged: list[str] = field(default_factory=list)  # what of the run could not be looked at
-    reordered: bool = False  # whether the numbers in a head of q and k were taken to stand in an order of their own
+    reordered: bool = False  # whether the numbers in a head, or the parts of a fused output, have an order of their own
     warnings: list[str] = field(default_factory=list)  # what a right engine may do, and what can follow

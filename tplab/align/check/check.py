@@ -1,4 +1,4 @@
-"""``check``: a folder that the recorder wrote, judged against the checkpoint of which the engine says it is."""
+"""``check``: judges the folder that the recorder wrote against the checkpoint that the engine runs."""
 
 import os
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ import torch
 
 from tplab.align.check.folder import NOTHING_RAN, Recorded, read_recorded
 from tplab.align.check.models import one_model
-from tplab.align.check.names import pattern_of, place_of, role_of
+from tplab.align.check.names import pattern_of, role_of, split_name
 from tplab.align.check.notes import once
-from tplab.align.check.place import place
+from tplab.align.check.placement import find_points
 from tplab.align.check.verdict import CheckReport
 from tplab.align.check.weights import wrong_parameters
 from tplab.align.judge import judge
@@ -24,8 +24,8 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
           ) -> CheckReport:
     """Judge any engine by what it recorded with ``tplab/record.py``.
 
-    Every module is computed again from its own recorded inputs and the checkpoint's weights (*local*: is it guilty?),
-    and all is compared with Hugging Face on the same ids (*global*: does it inherit an error?).
+    Every module is computed again from its own recorded inputs and the checkpoint's weights (*local*: is it guilty?).
+    Every point is also compared with Hugging Face's on the same ids (*global*: does it inherit an error?).
 
     Args:
         folder: the one that ``record(folder, …)`` wrote.
@@ -38,22 +38,13 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         CheckpointError, ShardPlanError: as for :func:`tplab.align.align`.
     """
     ckpt = open_checkpoint(model)
-    recorded = one_model(read_recorded(folder), ckpt)
-    names = dict(names) if names else None
+    recorded, reading = one_model(read_recorded(folder), ckpt), {}
     report = _judged(recorded, ckpt, names)
-    if report.guilty and ckpt.config.experts and 1 < recorded.world_size <= ckpt.config.experts.num_experts:
-        other = _judged(recorded, ckpt, names, enable_expert_parallel=True)  # nothing says how experts are dealt out
-        report = min(report, other, key=_unexplained)
-    for reading in dict(trusted=True), dict(trusted=True, alone=True):
-        if report.guilty and report.recording.doubts:
-            other = _judged(recorded, ckpt, names, **reading)
-            if set(other.guilty) < set(report.guilty):  # an engine whose positions are right explains more
-                other.recording.notes += [f"positions taken for right: {doubt}" for doubt in other.recording.doubts]
-                report = other
-    if report.guilty and report.recording.reordered:
-        other = _judged(recorded, ckpt, names, as_it_stands=True)
-        if not set(other.guilty) & set(report.guilty):  # what follows knows of no such order
-            report = other
+    for more, possible, better in _OTHER_READINGS:
+        if report.guilty and possible(report):
+            other = _judged(recorded, ckpt, names, **reading | more)
+            if better(other, report):
+                report, reading = other, reading | more
     if report.guilty and (bare := _below_adapters(recorded)):
         other = _judged(recorded, ckpt, bare | (names or {}))
         inside = {name for name in report.guilty if name in other.local and other.local[name].inside}
@@ -62,16 +53,31 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     return report
 
 
+def _guilty_of_less(other: CheckReport, report: CheckReport) -> bool:
+    return set(other.guilty) < set(report.guilty)
+
+
+_OTHER_READINGS = (  # another way to read the recording, when it is possible, and when it is the better one
+    (dict(enable_expert_parallel=True),  # no name says how experts are dealt out
+     lambda report: report.checkpoint.config.experts and 1 < report.recording.world_size
+     <= report.checkpoint.config.experts.num_experts,
+     lambda other, report: _unexplained(other) < _unexplained(report)),
+    (dict(trust_positions=True), lambda report: report.recording.doubts, _guilty_of_less),
+    (dict(trust_positions=True, unknown_start=True), lambda report: report.recording.doubts, _guilty_of_less),
+    (dict(usual_order=True), lambda report: report.recording.reordered,  # what follows was made of the usual order
+     lambda other, report: not set(other.guilty) & set(report.guilty)))
+
+
 def _unexplained(report: CheckReport) -> tuple[int, int]:
-    """How much of a recording is wrong, rank by rank; how much of that has no name."""
+    """The number of guilty points, rank by rank, and the number of findings without a name."""
     return (sum(len(diff.guilty) for diff in report.local.values()),
             sum(one.fault is None for one in report.diagnoses))
 
 
 def _below_adapters(recorded: Recorded) -> dict[str, str]:
-    """What the layers beneath adapters are, by the pattern of their names."""
+    """The roles of the layers beneath adapters, by the pattern of their names."""
     entries = (entry for rank in recorded.ranks if rank for call in rank.calls[:1] for entry in call.entries)
-    found = {pattern_of(entry.name): role_of(*place_of(entry.name)) for entry in entries
+    found = {pattern_of(entry.name): role_of(*split_name(entry.name)) for entry in entries
              if entry.name.endswith(".base_layer")}
     return {pattern: role for pattern, role in found.items() if role in ("q", "k", "v", "qkv", "gate", "up", "gate_up")}
 
@@ -85,12 +91,12 @@ def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, 
     unseen = once((rank, call.index, NOTHING_RAN) for rank, call in calls if NOTHING_RAN in call.left_out)
     facts = dict(folder=str(recorded.folder), stopped=tuple(ended[True]), broken_off=(*gone, *unseen, *ended[False]))
     try:
-        recording = place(recorded, ckpt, names, **reading)
+        recording = find_points(recorded, ckpt, names, **reading)
         report = judge(recording, ckpt, recording.plan, by_local=True, kind=CheckReport, **facts)
         report.parameters = wrong_parameters(recording, ckpt)
     except TplabError:
         raise
-    except Exception as error:  # the last door: whatever an engine has recorded, its user gets an answer
+    except Exception as error:  # the last resort: the user gets an answer to any recording
         nothing = Recording(recorded.world_size, [], [], [], [], {}, torch.float32)
         report = CheckReport(ckpt.name, ShardPlan.from_config(ckpt.config, 1), nothing.dtype, [], [], {},
                              checkpoint=ckpt, recording=nothing, **facts)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +23,7 @@ NOTHING_RAN = ("no watched module ran in this call; a replayed graph (CUDA graph
                "the engine while it runs eagerly")
 _MAX_MANIFEST = 1 << 28  # bytes: some 1,000 decode steps of a model of 30 layers
 _MAX_WORLD = 4096
+_OUT_OF_TURN = "a recorder writes no such line here; record again"
 
 
 class RecordingError(TplabError):
@@ -37,9 +37,9 @@ class Entry:
     name: str  # the module's dotted name in the engine ("" for the model itself), or the name given to rec.tensor
     kind: str  # "in", "out", "tensor" or "parameter"
     path: str  # which argument or element: "0", "hidden_states", "1.0"; "" for an output that is one tensor
-    nth: int  # the module's how-manieth run within the call, from 0
-    order: int  # running number within the call; a module's inputs stand before what it runs, outputs after
-    module_class: str  # "Linear"; "" for what no module computed
+    nth: int  # the number of the module's run within the call, from 0
+    order: int  # number within the call: a module's inputs come before its inner modules, its outputs after them
+    module_class: str  # "Linear"; "" for rec.tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path = field(repr=False)
@@ -64,10 +64,10 @@ class Call:
     positions: Tensor | None
     sequences: list[int] | None
     entries: tuple[Entry, ...]
-    status: str  # "done", "cut off" (the process ended or hangs within it), or "failed: ValueError: …"
+    status: str  # "done", "cut off" (the process ended or hung within the call), or "failed: ValueError: …"
     last: str  # the module that was entered last; "" before the first
     raised: tuple[str, ...]  # modules that ended with an exception, in order: "layers.0.rotary: RuntimeError: …"
-    left_out: tuple[str, ...]  # what was not recorded and why, one sentence each
+    left_out: tuple[str, ...]  # one sentence for each reason why something was not recorded
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Recorded:
 
 
 def read_recorded(folder: str | os.PathLike) -> Recorded:
-    """Read and check the folder that ``record(folder, …)`` wrote; one that was cut off is read as far as it goes.
+    """Read and check the folder that ``record(folder, …)`` wrote; a run that was cut off is read as far as it goes.
 
-    Raises RecordingError, in one sentence that names the file, for everything that the recorder would not have written.
+    Raises RecordingError, one sentence with the file's name, for anything that the recorder would not have written.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -109,32 +109,32 @@ def _read(folder: Path) -> Recorded:
                      if (hit := re.fullmatch(r"rank(0|[1-9]\d{0,5})", path.name)))
     if not numbers:
         raise RecordingError(f"{folder} holds no recording: there is no rank0, rank1, … in it")
-    readers = [reader for number in numbers if (reader := _RankReader(folder, number)).lines]
+    readers = [reader for number in numbers if (reader := _RankReader(folder, number)).about]
     if not readers:
-        raise RecordingError(f"{folder} holds no recording: no rank came to write a line")
+        raise RecordingError(f"{folder} holds no recording: no rank wrote a line")
     first = readers[0]
     for other in readers[1:]:
         for key, what in ("run", "two runs are mixed"), ("world_size", "the ranks disagree about world_size"):
             if other.about[key] != first.about[key]:
                 raise RecordingError(f"{folder}: {what}: rank{first.rank} says {quoted(first.about[key])}, "
                                      f"rank{other.rank} {quoted(other.about[key])}; record again into a new folder")
-    ranks = {reader.rank: reader.read() for reader in readers}
+    ranks = {reader.rank: reader.recorded() for reader in readers}
     world_size = first.about["world_size"]
     return Recorded(folder, world_size, tuple(map(ranks.get, range(world_size))))
 
 
 def _ordinary(path: Path) -> Path:
-    """``path``, if it is a plain file: a link could lead out of the folder, a pipe would keep a reader waiting."""
+    """``path``, if it is a plain file: a link could lead out of the folder, and reading a pipe could wait for ever."""
     try:
         if stat.S_ISREG(path.lstat().st_mode):
             return path
     except FileNotFoundError:
-        raise RecordingError(f"{path} is missing, though the journal beside it counts on it") from None
+        raise RecordingError(f"{path} is missing, but the journal beside it names it") from None
     raise RecordingError(f"{path} is not an ordinary file")
 
 
 class _Wrong(Exception):
-    """What a line says cannot be; the sentence lacks the line."""
+    """What is wrong with a line, without the line's number."""
 
 
 def _numbers(value) -> Tensor | None:
@@ -149,7 +149,7 @@ def _one_of(*known):
     return ", ".join(map(str, known)), lambda value: value if type(value) in (str, int) and value in known else None
 
 
-_FIELDS = {  # of a line → what a recorder writes there, and what takes it
+_FIELDS = {  # field of a line → what a recorder writes there, and a function that checks it
     **dict.fromkeys(("name", "path", "why", "file", "module_class", "run"), (
         "a printable text of at most 1,000 characters",
         lambda value: value if isinstance(value, str) and len(value) <= 1000 and value.isprintable() else None)),
@@ -165,16 +165,13 @@ _FIELDS = {  # of a line → what a recorder writes there, and what takes it
 
 
 class _Line(dict):
-    """A journal's line; ``line[key]`` is what a recorder writes there, or a sentence is raised."""
+    """A journal's line; ``line[key]`` is checked, and raises what is wrong with it."""
 
-    def __init__(self, data: bytes, where: str):
+    def __init__(self, data: bytes):
         try:
-            found = json.loads(data.decode())
-        except (ValueError, RecursionError) as error:
-            raise RecordingError(f"{where} is not readable: {quoted(str(error))}") from None
-        if not isinstance(found, dict):
-            raise RecordingError(f"{where} is a JSON {type(found).__name__}, not an object")
-        super().__init__(found)
+            super().__init__(json.loads(data.decode()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _Wrong(f"no JSON object: {quoted(str(error))}") from None
 
     def __getitem__(self, key: str):
         what, take = _FIELDS[key]
@@ -190,47 +187,35 @@ class _Line(dict):
 
 
 class _Draft:
-    """A call as its lines come, or the parameters; and the files in which its tensors follow each other."""
+    """A call while its lines are read, or the parameters; and the files that hold its tensors one after the other."""
 
     def __init__(self, folder: Path, stem: str):
         self.folder, self.stem = folder, stem
-        self.files: list[tuple[Path, int, list]] = []  # path, where its tensors begin, dtype and bounds of each
-        self.entries, self.known, self.last, self.raised = [], set(), "", []
+        self.files: list[tuple[Path, int, list[int]]] = []  # path, where its tensors begin, from there each one's end
+        self.entries, self.last, self.raised = [], "", []
         self.said, self.notes, self.left = (None, None, None), [], {}
 
     def begin(self, line: _Line) -> None:
-        expected = f"{self.stem}{f'.{len(self.files)}' if self.files else ''}.safetensors"
-        if line["file"] != expected:
-            raise _Wrong(f"the next file is {expected}, not {quoted(line['file'])}")
-        self.files.append((self.folder / expected, 8 + line["room"], []))
+        """The next file. Its name is computed: a name from the journal could lead out of the folder."""
+        part = f".{len(self.files)}" if self.files else ""
+        self.files.append((self.folder / f"{self.stem}{part}.safetensors", 8 + line["room"], [0]))
 
     def add(self, line: _Line) -> None:
-        """A tensor: the next one of the current file, or one that came before under another name."""
-        name, kind, path, nth = about = tuple(line[key] for key in ("name", "kind", "path", "nth"))
+        """A tensor: the next one of the current file, or an earlier one under another name."""
         dtype, shape, key = _DTYPES[line["dtype"]], line["shape"], line["key"]
-        if about in self.known:
-            raise _Wrong(f"{kind} {path} of run {nth} of {name!r} comes twice")
-        if not self.files:
-            raise _Wrong("a tensor comes before its file")
-        self.known.add(about)
-        file, start, tensors = self.files[-1]
-        size, at = math.prod(shape) * dtype.itemsize, tensors[-1][2] if tensors else 0
-        if key == len(tensors):
-            tensors.append((dtype, at, at + size))
-        elif key > len(tensors):
-            raise _Wrong(f"there are {len(tensors)} tensors in {file.name} yet, so none has the number {key}")
-        known, at, end = tensors[key]
-        if (known, end - at) != (dtype, size):
-            raise _Wrong(f"tensor {key} of {file.name} has another dtype or size")
-        self.entries.append(Entry(*about, len(self.entries), line["module_class"], shape, dtype, file, start + at))
+        file, start, ends = self.files[-1] if self.files else (None, 0, [])
+        if key == len(ends) - 1:
+            ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
+        if key > len(ends) - 2 or ends[key + 1] - ends[key] != math.prod(shape) * dtype.itemsize:
+            raise _Wrong(_OUT_OF_TURN)
+        self.entries.append(Entry(line["name"], line["kind"], line["path"], line["nth"], len(self.entries),
+                                  line["module_class"], shape, dtype, file, start + ends[key]))
 
-    def check(self, ended: bool) -> None:
-        """Hold the files against the journal; unless the call has ``ended``, the last file may be ahead of it."""
-        for path, start, tensors in self.files:
-            whole = ended or path is not self.files[-1][0]
-            size, content = _ordinary(path).stat().st_size, tensors[-1][2] if tensors else 0
-            needed = start + content if whole or content else 0
-            if size < needed or whole and size > needed:
+    def check(self) -> None:
+        """Compare the files' sizes with the journal; a file may hold more, if its process ended between the two."""
+        for path, start, ends in self.files:
+            size, needed = _ordinary(path).stat().st_size, start + ends[-1] if ends[-1] else 0
+            if size < needed:
                 raise RecordingError(f"{path} has {size:,} bytes; its journal says {needed:,}")
 
     def left_out(self) -> tuple[str, ...]:
@@ -239,39 +224,33 @@ class _Draft:
 
 
 class _RankReader:
-    """Reads one rank's journal, line by line."""
+    """Reads one rank's journal, line by line; RecordingError names the line that no recorder would have written."""
 
     def __init__(self, folder: Path, rank: int):
-        self.rank, self.folder, self.path = rank, folder / f"rank{rank}", folder / f"rank{rank}" / "manifest.jsonl"
+        self.rank, self.folder, self.about = rank, folder / f"rank{rank}", {}
+        self.calls, self.call, self.parameters = [], None, _Draft(self.folder, "parameters")
         if self.folder.is_symlink() or not self.folder.is_dir():
             raise RecordingError(f"{self.folder} is not a folder")
-        self.lines = []
-        if not any(self.folder.iterdir()):
-            return  # it ended before its first line
-        size = _ordinary(self.path).stat().st_size
-        if size > _MAX_MANIFEST:
-            raise RecordingError(f"{self.path} has {size:,} bytes, more than the {_MAX_MANIFEST:,} that are read; "
-                                 "record fewer calls, with calls= or layers=")
-        self.lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
-        self._each(self.lines[:1], 1, self._begin)
+        if any(self.folder.iterdir()):  # else it ended before its first line
+            self._read(_ordinary(self.folder / "manifest.jsonl"))
 
-    def read(self) -> RecordedRank:
-        """The rank's calls and parameters; RecordingError names the line that no recorder would have written."""
-        self.calls, self.call, self.parameters = [], None, _Draft(self.folder, "parameters")
-        self._each(self.lines[1:], 2, self._take)
+    def _read(self, journal: Path) -> None:
+        if (size := journal.stat().st_size) > _MAX_MANIFEST:
+            raise RecordingError(f"{journal} has {size:,} bytes, more than the {_MAX_MANIFEST:,} that are read; "
+                                 "record fewer calls, with calls= or layers=")
+        lines = journal.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
+        for number, data in enumerate(lines, 1):
+            try:
+                (self._take if self.about else self._begin)(_Line(data))
+            except _Wrong as wrong:
+                raise RecordingError(f"{journal}, line {number}: {wrong}") from None
         if self.call is not None:
             self._finish("cut off")
-        self.parameters.check(ended=False)
+        self.parameters.check()
+
+    def recorded(self) -> RecordedRank:
         return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries},
                             self.parameters.left_out())
-
-    def _each(self, lines: list[bytes], first: int, take: Callable[[_Line], None]) -> None:
-        for number, data in enumerate(lines, first):
-            where = f"{self.path}, line {number}"
-            try:
-                take(_Line(data, where))
-            except _Wrong as wrong:
-                raise RecordingError(f"{where}: {wrong}") from None
 
     def _begin(self, line: _Line) -> None:
         self.about = {key: line[key] for key in ("format", "version", "rank", "world_size", "run")}
@@ -280,20 +259,19 @@ class _RankReader:
 
     def _take(self, line: _Line) -> None:
         event = line["event"]
-        if event == "call":
-            if self.call is not None or line["call"] != len(self.calls):
-                raise _Wrong(f"call {line['call']} cannot begin here; {len(self.calls)} calls have ended")
-            self.call = _Draft(self.folder, f"call{len(self.calls)}")
-            self.call.said = [None if line.get(key) is None else line[key]
-                              for key in ("input_ids", "positions", "sequences")]
-            self.call.notes += ["calls=: this call"] * bool(line.get("skipped"))
-            return
         parameter = line["file"].startswith("parameters") if event == "file" else (
             event in ("tensor", "left out") and line["kind"] == "parameter")
         draft = self.parameters if parameter else self.call
-        if draft is None:
-            raise _Wrong("no call has begun")
+        if (draft is None) != (event == "call"):
+            raise _Wrong(_OUT_OF_TURN)
         match event:
+            case "call":
+                if line["call"] != len(self.calls):
+                    raise _Wrong(_OUT_OF_TURN)
+                self.call = _Draft(self.folder, f"call{len(self.calls)}")
+                self.call.said = [None if line.get(key) is None else line[key]
+                                  for key in ("input_ids", "positions", "sequences")]
+                self.call.notes += ["calls=: this call"] * bool(line.get("skipped"))
             case "file":
                 draft.begin(line)
             case "tensor":
@@ -311,7 +289,7 @@ class _RankReader:
 
     def _finish(self, status: str) -> None:
         draft, self.call = self.call, None
-        draft.check(ended=status != "cut off")
+        draft.check()
         ids, positions, sequences = draft.said
         self.calls.append(Call(len(self.calls), ids, positions, None if sequences is None else
                                sequences.flatten().tolist(), tuple(draft.entries), status, draft.last,

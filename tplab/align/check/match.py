@@ -1,9 +1,9 @@
-"""``match``: which of a model's heads, columns or rows a recorded tensor holds; ``decide``: whether ranks can hold so.
+"""``match`` labels the heads, columns or rows of a recorded tensor; ``decide`` holds the ranks' labels together.
 
-Labels are found by what fits, never by what would make a bug look right: they count only if they fit what the rank's
-own inputs and the checkpoint give, and if the ranks' labels are a layout: every query head, MLP column and vocabulary
-row on exactly one rank (or all on every rank), every query head's KV head on its own rank, keys and values alike.
-Otherwise the plan's rule stands, and the judge says what does not fit.
+A label is the number of a head, column or row of the model. Labels count under two conditions. They fit what the rank's
+own inputs and the checkpoint give. And together they are a layout: every query head, MLP column and vocabulary row is
+on exactly one rank (or all are on every rank), every query head's KV head is on its own rank, and values are dealt out
+as keys are. Otherwise the plan's rule is taken, and the judge says what does not fit.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ PADDING = -1
 
 
 class Group(NamedTuple):
-    """A dimension: the points along it, the plan's name for it, where a bug can stand that deals it out wrongly."""
+    """A dimension: the points along it, the plan's name for it, the points at which a bug can deal it out wrongly."""
 
     words: str
     points: tuple[str, ...]
@@ -43,7 +43,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a recorded tensor is this one but for rounding; what is no number on both sides is equal."""
+    """Whether two tensors differ by rounding only; NaN and infinity count as 0."""
     if a.shape != b.shape:
         return False
     left, right = (torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0) for tensor in (a, b))
@@ -51,19 +51,19 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def usual_shares(total: int, count: int, rank: int, size: int) -> list[Indices]:
-    """Usual shares of ``count`` out of ``total``: equal contiguous ones with padding at the end, every ``size``-th,
-    all of them (perhaps padded)."""
+    """Usual shares of ``count`` out of ``total`` items: equal contiguous ones with padding at the end, every
+    ``size``-th item, or all of them (perhaps padded)."""
     found = (range(rank * count, min((rank + 1) * count, total)), range(rank, total, size), range(total))
     return [(*share, *[PADDING] * (count - len(share))) for share in found]
 
 
 def match(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices] = (), search: bool = True
           ) -> Indices | None:
-    """The labels of a tensor's items: the first of ``shares`` that fits, else what a search finds.
+    """The labels of a tensor's items: the first of ``shares`` that fits, else the nearest items.
 
-    ``local`` ``[rows, items here, …]`` was recorded, ``full`` ``[rows, all items, …]`` is what its own inputs and the
-    checkpoint give: of one part of the model, or of several, one behind the other. None if something in ``local`` is
-    nothing in ``full``. Rows that are not finite say nothing.
+    ``local`` ``[rows, items here, …]`` was recorded. ``full`` ``[rows, all items, …]`` is what its own inputs and the
+    checkpoint give, for one part of the model or for several behind each other. None if an item of ``local`` is none of
+    ``full``. Rows that are not finite are left out.
     """
     finite = local.flatten(1).isfinite().all(1) & full.flatten(1).isfinite().all(1)
     if not finite.any():
@@ -89,8 +89,8 @@ def match(local: torch.Tensor, full: torch.Tensor, shares: Sequence[Indices] = (
 
 
 def order_in_heads(local: torch.Tensor, full: torch.Tensor) -> list[int] | None:
-    """Where in each head of ``local [rows, heads, head_dim]`` the numbers of a head of ``full`` stand, if all its heads
-    are heads of ``full`` in one order of their numbers; the usual orders first."""
+    """The order of the numbers in each head of ``local [rows, heads, head_dim]``, if one order makes its heads those of
+    ``full``; the usual orders are tried first."""
     dim = local.shape[-1]
     plain = list(range(dim))
     orders = [plain, plain[::2] + plain[1::2], [n for pair in zip(plain[:dim // 2], plain[dim // 2:]) for n in pair]]
@@ -99,6 +99,13 @@ def order_in_heads(local: torch.Tensor, full: torch.Tensor) -> list[int] | None:
         found = (match(head[..., None].to(local.dtype), first) for head in full.float().unbind(1))
         orders += [list(order) for order in found if order and len({*order} - {PADDING}) == dim]
     return next((order for order in orders if len(order) == dim and match(local[..., order], full)), None)
+
+
+def real_items(labels: Sequence[int]) -> tuple[list[int], Indices]:
+    """Each item's first place in a rank's tensor, and its label; padding is no item."""
+    first = {label: at for at, label in reversed(list(enumerate(labels))) if label != PADDING}
+    kept = sorted(first.values())
+    return kept, tuple(labels[at] for at in kept)
 
 
 class Layout(NamedTuple):
@@ -112,12 +119,12 @@ class Layout(NamedTuple):
 def decide(what: str, counts: list[int | None], plan: Sequence[Indices], found: list[Indices | None], total: int,
            flaw: Callable[[Sequence[Indices | None]], str], starts: list[int] | None = None,
            ranks: Sequence[int] = range(1 << 20)) -> Layout:
-    """The layout of one dimension, over the ranks of one pipeline stage: what the values say, if that is one; else the
-    first of the usual ones that has as many of ``total`` on each rank.
+    """The layout of one dimension over the ranks of one pipeline stage: the first reading with as many of ``total`` on
+    each rank as there are, and without a flaw. The labels come first, then the plan's rule, then other usual layouts.
 
-    Per rank: ``counts``, how many it holds (None: no such rank); ``plan``, what the plan's rule gives it; ``found``,
-    its labels, None where nothing fits; ``starts``, where its share would begin, if nothing but numbers spoke;
-    ``ranks``, its number. ``flaw`` takes the indices per rank and says why they are no layout; ``""`` if they are one.
+    Per rank: ``counts``, how many items it holds (None: no such rank); ``plan``, its share by the plan's rule;
+    ``found``, its labels, None where nothing fits; ``starts``, the beginning of its share if only the counts are known;
+    ``ranks``, its number. ``flaw`` says why the indices per rank are no layout; ``""`` if they are one.
     """
     here, size = [at for at, count in enumerate(counts) if count is not None], len(counts)
 
@@ -126,39 +133,35 @@ def decide(what: str, counts: list[int | None], plan: Sequence[Indices], found: 
 
     def said(shares: Sequence[Indices | None]) -> str:
         return "; ".join(f"rank {ranks[at]}: {span(shares[at])}" for at in here)
-    seen, plan = held(found), list(plan)
-    proven = all(seen[at] is not None for at in here)
-    if proven and seen == held(plan):
-        return Layout(seen, f"{what} dealt out by the plan's rule ({said(seen)}), as the values say")
-    if proven and not flaw(seen):
-        return Layout(seen, f"{what} dealt out as the values say ({said(seen)})")
-    if all(counts[at] == len(plan[at]) for at in here):
-        return Layout(held(plan), f"{what} dealt out by the plan's rule ({said(plan)}), which the values do not "
-                                  "confirm")
-    if proven:
-        return Layout(seen, f"{what} as the values say ({said(seen)})",
-                      f"{what} cannot be dealt out as {said(seen)}: {flaw(seen)}")
+    proven = all(found[at] is not None for at in here)
+    if proven and held(found) == held(plan):
+        return Layout(held(plan), f"{what} dealt out by the plan's rule ({said(plan)}), as the values say")
     filled = [count or len(plan[at]) for at, count in enumerate(counts)]
     starts = starts or [sum(filled[:at]) for at in range(size)]
-    usual = {"whole on every rank": [tuple(range(total))] * size,
-             "in equal shares, the last one padded": [usual_shares(total, filled[at], at, size)[0]
-                                                      for at in range(size)],
-             "contiguous": [tuple(range(start, start + count)) for start, count in zip(starts, filled)]}
-    if len({*filled}) > 1 or filled[0] * (size - 1) >= total or filled[0] * size < total:
-        del usual["in equal shares, the last one padded"]
-    sizes = (f"{what}: {', '.join(f'rank {ranks[at]} has {counts[at]}' for at in here)}; {total} can be dealt out as "
-             f"{', '.join(str(len(share)) for share in plan)}, or all on every rank")
-    for how, shares in usual.items():
-        if all(len(shares[at]) == counts[at] and max(shares[at], default=0) < total for at in here):
-            wrong = flaw(shares) if how == "contiguous" else ""
-            return Layout(held(shares), f"{what} {how}, by their number ({said(shares)})",
-                          f"{sizes}. By their number {said(shares)}: {wrong}" * bool(wrong))
-    return Layout((None,) * size, "", f"{sizes}, and the values fit nothing else")
+    usual = {"as the values say": found} if proven else {}
+    usual["by the plan's rule, which the values do not confirm"] = plan
+    if not proven:
+        usual["whole on every rank, by their number"] = [tuple(range(total))] * size
+        if len({*filled}) == 1 and filled[0] * (size - 1) < total <= filled[0] * size:
+            usual["in equal shares, the last one padded, by their number"] = [
+                usual_shares(total, filled[at], at, size)[0] for at in range(size)]
+        usual["one behind the other, by their number"] = [
+            tuple(range(start, start + count)) for start, count in zip(starts, filled)]
+    fitting = {how: shares for how, shares in usual.items() if all(
+        len(shares[at]) == counts[at] and max(shares[at], default=0) < total for at in here)}
+    for how, shares in fitting.items():  # the plan's rule is taken with any flaw
+        if shares is plan or not flaw(shares):
+            return Layout(held(shares), f"{what} dealt out {how} ({said(shares)})")
+    for how, shares in fitting.items():
+        return Layout(held(shares), f"{what} {how} ({said(shares)})",
+                      f"{what} cannot be dealt out as {said(shares)}: {flaw(shares)}")
+    return Layout((None,) * size, "", f"{what}: {', '.join(f'rank {ranks[at]} has {counts[at]}' for at in here)}; "
+                  f"{total} can be dealt out as {', '.join(str(len(share)) for share in plan)}, or all on every rank")
 
 
 def not_a_partition(indices: Sequence[Indices | None], total: int) -> str:
-    """Why it is not so that every item is on exactly one rank, or all on every rank; ``""`` if it is. (A rank that was
-    not recorded may hold what lacks.)"""
+    """Which items are on no rank or on several; ``""`` if each is on one rank, or all are on every rank. (A rank that
+    was not recorded may hold the missing ones.)"""
     real = [[i for i in rank if i != PADDING] for rank in indices if rank is not None]
     if all(sorted(rank) == list(range(total)) for rank in real):
         return ""
@@ -171,7 +174,7 @@ def not_a_partition(indices: Sequence[Indices | None], total: int) -> str:
 
 def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group: int,
                 ranks: Sequence[int] = range(1 << 20)) -> str:
-    """Which rank lacks the KV head of one of its query heads, or holds one twice; ``""`` if none does."""
+    """Which rank lacks the KV head of one of its query heads, or holds one KV head twice; ``""`` if no rank does."""
     for rank, held, heads in zip(ranks, kv, q):
         if held is not None and heads is not None:
             read = sorted({head // group for head in heads if head != PADDING})

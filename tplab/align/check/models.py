@@ -1,11 +1,11 @@
-"""Several models in one record, a draft beside its target: the one that the checkpoint is, and what belongs to it."""
+"""Chooses the checkpoint's model where several models were recorded, such as a draft and its target."""
 
 from dataclasses import replace
 
-from tplab.align.check.evidence import Evidence
+from tplab.align.check.expected import Expected
 from tplab.align.check.folder import Entry, Recorded
 from tplab.align.check.match import near
-from tplab.align.check.names import pattern_of, place_of, role_in, role_of
+from tplab.align.check.names import pattern_of, role_in, role_of, split_name
 from tplab.checkpoint import Checkpoint
 
 _INNER = ("q", "qkv", "o", "gate", "gate_up", "down", "attention", "feed_forward")
@@ -13,11 +13,11 @@ _ENDS = ("embed", "norm", "head")
 
 
 def one_model(recorded: Recorded, ckpt: Checkpoint) -> Recorded:
-    """``recorded`` with the tensors of one model only, and the calls in which it ran."""
+    """``recorded`` with the tensors of the checkpoint's model, and the calls in which it ran."""
     names = dict.fromkeys(entry.name for rank in filter(None, recorded.ranks) for call in rank.calls
                           for entry in call.entries)
     stacks = list(dict.fromkeys(tuple(pattern_of(name).partition("{i}")[0].rstrip(".").split(".")) for name in names
-                                if place_of(name)[0] is not None and role_of(*place_of(name)) in _INNER))
+                                if split_name(name)[0] is not None and role_of(*split_name(name)) in _INNER))
     if len(stacks) < 2:
         return recorded
     depth = next((i for i, parts in enumerate(zip(*stacks)) if len(set(parts)) > 1), min(map(len, stacks)))
@@ -28,7 +28,7 @@ def one_model(recorded: Recorded, ckpt: Checkpoint) -> Recorded:
 
     def ours(name: str) -> bool:
         return _under(name, chosen) or not (any(_under(name, root) for root in roots)
-                                            or role_of(*place_of(name)) in ends)
+                                            or role_of(*split_name(name)) in ends)
 
     def kept(rank):
         calls = [(call, tuple(entry for entry in call.entries if ours(entry.name))) for call in rank.calls]
@@ -36,7 +36,7 @@ def one_model(recorded: Recorded, ckpt: Checkpoint) -> Recorded:
                        parameters={name: entry for name, entry in rank.parameters.items() if ours(name)})
     others = ", ".join(root for root in roots if root != chosen)
     return replace(recorded, ranks=tuple(rank and kept(rank) for rank in recorded.ranks), notes=(
-        *recorded.notes, f"{len(roots)} models were recorded; {chosen} is the checkpoint's, {others} not looked at"))
+        *recorded.notes, f"{len(roots)} models were recorded; {chosen} is the checkpoint's; {others} was not judged"))
 
 
 def _under(name: str, root: str) -> bool:
@@ -44,14 +44,14 @@ def _under(name: str, root: str) -> bool:
 
 
 def _likeness(entries: list[Entry], ckpt: Checkpoint) -> tuple:
-    """How much a model looks like the checkpoint's: its norms give what they should, its width, its depth."""
-    config, evidence, right = ckpt.config, Evidence(ckpt), False
-    layers = {place_of(entry.name)[0] for entry in entries} - {None}
-    norms = [entry for entry in entries if role_in(config, *place_of(entry.name)) == "input_norm"
+    """A model's likeness to the checkpoint's: whether its norms give the expected values, its width, its depth."""
+    config, evidence, right = ckpt.config, Expected(ckpt), False
+    layers = {split_name(entry.name)[0] for entry in entries} - {None}
+    norms = [entry for entry in entries if role_in(config, *split_name(entry.name)) == "input_norm"
              and entry.kind == "out" and entry.shape[-1:] == (config.hidden_size,)
-             and place_of(entry.name)[0] < config.num_layers]
+             and split_name(entry.name)[0] < config.num_layers]
     for entry in norms[:3]:
-        norm = f"layers.{place_of(entry.name)[0]}.input_norm"
+        norm = f"layers.{split_name(entry.name)[0]}.input_norm"
         right = right or any(near(entry.tensor(), evidence.of(norm, other.tensor())) for other in entries if (
             other.name, other.nth, other.shape) == (entry.name, entry.nth, entry.shape) and other is not entry)
     return right, bool(norms), len(layers) == config.num_layers

@@ -1,8 +1,8 @@
-"""What a recorded tensor is, by its module's name: the conventions of Hugging Face, vLLM, nano-vllm, picotron,
-gpt-fast and Llama's own code.
+"""Finds the trace point of a recorded tensor by its module's name, in the conventions of Hugging Face, vLLM, nano-vllm,
+picotron, gpt-fast and Llama's own code.
 
-A module's name says its *role*; its role says which trace points go in and come out. A tensor may be claimed for the
-same point by several modules (one's output is the next one's input); the strongest claim counts.
+A module's name gives its *role*; the role gives the trace points that go in and come out. Several modules may claim
+tensors for one point (one's output is the next one's input); the strongest claim counts.
 """
 
 import re
@@ -48,11 +48,11 @@ _EXPERTS = {"gate": "router", "router": "router", "gate_linear": "router", "expe
             "block_sparse_moe": "feed_forward", "moe": "feed_forward", "sparse_moe": "feed_forward"}
 _ROLES = [{leaf: role for role, leaves in table.items() for leaf in leaves.split()} for table in (_OUTSIDE, _IN_LAYER)]
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module"}  # parts of a name that say nothing
-_INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # what a parallel layer calls its own matrix
-# How strong a claim is: the smaller, the stronger. A fused output has to be split first, so what goes into the next
-# module (direct) tells more.
-OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, EVIDENT = range(7)
-_Flow = tuple[str, int, str, int]  # of which of a module's tensors, the how-manieth is which point, and how surely
+_INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # a parallel layer's names for its matrix
+# The strength of a claim: the smaller, the stronger. A fused output has to be split first, so the next module's input
+# (DIRECT) is better.
+OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, BY_VALUE = range(7)
+_Flow = tuple[str, int, str, int]  # a kind of a module's tensors, the number among them, the point, the strength
 
 
 def _through(before: str, point: str, entering: str = "hidden in", leaving: str = "out", direct: int = CONSUMER
@@ -82,7 +82,7 @@ _FLOWS: dict[str, tuple[_Flow, ...]] = {
 
 
 class Claim(NamedTuple):
-    """A recorded tensor is taken for a point, which may be ``qkv`` or ``gate_up`` (fused), ``o``, ``down`` or
+    """A recorded tensor that may be a point. The point may also be ``qkv`` or ``gate_up`` (fused), ``o``, ``down`` or
     ``experts`` (a row-parallel layer's output, summed over the ranks or not)."""
 
     point: str
@@ -90,7 +90,7 @@ class Claim(NamedTuple):
     strength: int
 
 
-def place_of(name: str) -> tuple[int | None, str]:
+def split_name(name: str) -> tuple[int | None, str]:
     """A module's dotted name → its layer (None outside of the layers) and the rest of its name, ``""`` for the layer
     itself: ``"model.layers.3.mlp.up_proj"`` → ``(3, "mlp.up_proj")``."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
@@ -103,12 +103,12 @@ def place_of(name: str) -> tuple[int | None, str]:
 
 def pattern_of(name: str) -> str:
     """A name with ``{i}`` in the place of its layer."""
-    layer, _ = place_of(name)
+    layer, _ = split_name(name)
     return name if layer is None else re.sub(rf"(?<=[._]){layer}(?=\.|$)|^{layer}(?=\.)", "{i}", name, count=1)
 
 
 def role_of(layer: int | None, rest: str) -> str | None:
-    """What a module is for, by its place; None where the conventions know no such name."""
+    """A module's role, by its layer and the rest of its name; None for an unknown name."""
     if layer is not None and not rest:
         return "layer"
     parts = rest.lower().split(".")
@@ -123,7 +123,7 @@ def role_of(layer: int | None, rest: str) -> str | None:
 
 
 def role_in(config, layer: int | None, rest: str) -> str | None:
-    """The same in this model: its norms have the checkpoint's names, and a layer of experts parts of its own."""
+    """The same in this model, whose norms have the checkpoint's names and whose layers may have experts."""
     *above, last = rest.lower().split(".")
     own = None
     if layer is not None and rest:
@@ -138,27 +138,27 @@ def role_in(config, layer: int | None, rest: str) -> str | None:
 
 def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],
            points: Mapping[tuple[str, str, str], str]) -> Iterator[Claim]:
-    """What the tensors of one call on one rank are by their names.
+    """The claims for the tensors of one call on one rank, by their names.
 
     Args:
         names: overrides, as :func:`tplab.align.check.overrides.overridden` takes them.
         shared: modules that all layers share, by name → how often each layer runs them.
-        roles: what modules were found to do, by the pattern of their name.
-        points: what tensors were found to equal, by their name's pattern, kind and path.
+        roles: modules' roles that were found by value, by the pattern of their name.
+        points: tensors' points that were found by value, by their name's pattern, kind and path.
     """
     visits: dict[tuple[str, int], dict[str, list]] = {}  # a module's run → what went in and came out
     for entry in entries:
         if point := points.get((pattern_of(entry.name), entry.kind, entry.path)):
-            yield Claim(point.format(i=place_of(entry.name)[0]), entry, EVIDENT)
+            yield Claim(point.format(i=split_name(entry.name)[0]), entry, BY_VALUE)
         if (point := overridden(entry, names)) is not None:
             yield Claim(point, entry, OVERRIDE)
         elif entry.kind == "tensor" and (point := _named_point(entry.name)):
             yield Claim(point, entry, NAMED)
-        if entry.kind != "tensor" and entry.module_class != "Identity":  # it stands in a module's place
+        if entry.kind != "tensor" and entry.module_class != "Identity":  # Identity replaces an unused one
             visits.setdefault((entry.name, entry.nth), {"in": [], "out": []})[entry.kind].append(entry)
-    adapted = {f"{name}.base_layer" for (name, _), sides in visits.items() if sides["out"]}  # LoRA's: the whole counts
+    adapted = {f"{name}.base_layer" for (name, _), sides in visits.items() if sides["out"]}  # LoRA: the outer counts
     for (name, nth), sides in visits.items():
-        (layer, rest), half = place_of(name), 0
+        (layer, rest), half = split_name(name), 0
         if name in shared:
             layer, half = divmod(nth, shared[name])
             rest = rest.rpartition(".")[2]
@@ -173,7 +173,7 @@ def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int],
 
 
 def _named_point(name: str) -> str | None:
-    layer, rest = place_of(name)
+    layer, rest = split_name(name)
     point = rest.rpartition(".")[2]
     if layer is None:
         return point if point in OUTER else None
@@ -191,12 +191,12 @@ def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config
     added = made_from(before + "output", config)[1]
     last = (before + added, before + "residual", before + "output" if layer != 0 else "embed")
 
-    # What an embedding or a head gives is not yet the model's, where it is scaled or capped behind it.
+    # The output of an embedding or a head is not the point itself where it is scaled or capped behind the module.
     scaled = config.embedding_multiplier != 1
     finished = config.logits_scaling != 1 or config.final_logit_softcapping is not None
 
     def stream(side: str, sublayer: str, residual: str, summed: str, strength: int) -> Iterator[Claim]:
-        """The residual stream, whole, or as what was added last and what it is to be added to."""
+        """The residual stream: one tensor, or the last sublayer's output and the stream that it will be added to."""
         if len(sides[side]) == 1:
             yield Claim(summed, sides[side][0], strength)
         elif len(sides[side]) > 1 and not sublayer.startswith("layers.-1"):
@@ -229,7 +229,7 @@ def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config
     for side, number, point, strength in _FLOWS.get(role, ()):
         if len(sides[side]) > number and (config.qk_norm or role not in ("q_norm", "k_norm")) and not (
                 role == "head" and point == "logits" and finished):
-            yield Claim(at + point, sides[side][number], EVIDENT if role == "embed" and scaled else strength)
+            yield Claim(at + point, sides[side][number], BY_VALUE if role == "embed" and scaled else strength)
     if role == "layer":
         added = made_from(at + "output", config)[1]
         yield from stream("hidden out", at + added, at + "residual", at + "output", PRODUCER)

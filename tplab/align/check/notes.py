@@ -1,10 +1,10 @@
-"""What a recording says besides its points: what was left out, which modules raised."""
+"""Notes of a recording besides its points: what was left out, which modules raised an error."""
 
 from collections.abc import Iterable, Iterator
 
 from tplab.align.check.folder import Call, RecordedRank
 from tplab.align.check.match import span
-from tplab.align.check.names import pattern_of, place_of
+from tplab.align.check.names import pattern_of, split_name
 
 
 def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
@@ -27,13 +27,13 @@ def listed(what: str, numbers) -> str:
 
 
 def call_notes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """What was left out of calls, and errors that were raised inside of those that went on nevertheless."""
+    """What was left out of calls, and errors inside of calls that went on."""
     return once((rank.rank, call.index, what) for rank in ranks for call in rank.calls
                 for what in (*_swallowed(call), *call.left_out))
 
 
 def _swallowed(call: Call) -> Iterator[str]:
-    """Each error once, with the modules in which it began; the one that ended the call is said elsewhere."""
+    """Each error once, with the modules in which it began; the error that ended a call is not among them."""
     began: dict[str, list[str]] = {}
     for what in call.raised:
         name, _, error = what.partition(": ")
@@ -42,7 +42,7 @@ def _swallowed(call: Call) -> Iterator[str]:
             inner.append(name)
     for error, names in began.items():
         if call.status != f"failed: {error}":
-            layers = sorted({layer for layer, _ in map(place_of, names) if layer is not None})
+            layers = sorted({layer for layer, _ in map(split_name, names) if layer is not None})
             where = f" ({listed('layer', layers)})" if len(layers) > 1 else ""
             patterns = dict.fromkeys(map(pattern_of, names) if where else names)
             yield f"{', '.join(patterns) or 'the model'}: {error}{where}"

@@ -1,5 +1,5 @@
-"""What a right engine may do although its numbers are not those of full precision: products of few digits (TF32),
-8-bit weights, an 8-bit cache. Each is recomputed; only what explains a point's rows to rounding counts.
+"""Lower precision that a right engine may have: products of few digits (TF32), 8-bit weights, an 8-bit cache. A guilty
+point is computed again with each of them; a precision counts only if it explains the point's rows to rounding.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from tplab.align.guilty import Judge
 from tplab.align.local import LocalFrame
 from tplab.align.points import layout
 
-LEFT = 0.1  # of a difference, the part that an explanation may leave: values that fell on the other side of a rounding
+LEFT = 0.1  # the part of a difference that an explanation may leave: some values round to the other side
 _PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-_Off = tuple[int, torch.Tensor, torch.Tensor]  # a guilty rank, how far it is off, what is right
+_Off = tuple[int, torch.Tensor, torch.Tensor]  # a guilty rank, its difference, the right values
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to TF32's 10 bits, as a GPU does before it multiplies."""
+    """Rounded to TF32's 10 bits, as on a GPU before a product."""
     bits = x.to(torch.float32).contiguous().view(torch.int32)
     return ((bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fff).view(torch.float32).to(x.dtype)
 
@@ -65,7 +65,7 @@ CACHES |= {f"a cache in {name}, a scale for each {what}": partial(rounding, dim)
 
 
 class _Rounded(TorchFunctionMode):
-    """While it is entered, products have rounded operands; or a rounded second one only."""
+    """A context in which products have rounded operands, or with ``weights_only`` a rounded second operand."""
 
     def __init__(self, rounding: Rounding, weights_only: bool):
         super().__init__()
@@ -99,7 +99,7 @@ class Ordinary:
         self.missed = 0  # points that nothing explained; after a few, no more are asked
 
     def explained(self, names: list[str]) -> dict[str, str]:
-        """Of these guilty points, those that are right after all by what an ordinary set-up does, and what it is."""
+        """Those of the guilty points that a lower precision explains → which one."""
         found: dict[str, str] = {}
         for name in names:
             if (found or self.missed <= 6) and (what := self._explains(name)):
@@ -119,13 +119,13 @@ class Ordinary:
             left[what] = self._left(what, name, wrong)
             if left[what] <= 1e-5:
                 break
-        # Of those that explain it as well as any the first: TF32 and float16 have as many digits.
+        # The first of those that explain it equally well: TF32 and float16 have as many digits.
         best = next(what for what in left if left[what] <= max(2 * min(left.values()), 1e-5))
         self.missed += left[best] > LEFT
         return best if left[best] <= LEFT else None
 
     def noisy(self, names: list[str]) -> bool:
-        """Whether points are off by what eight bits leave, at random, and in every layer that has them."""
+        """Whether points are off at random, by as much as eight bits round, and in every layer that has them."""
         kinds = {name.rpartition(".")[2] for name in names}
         alike = {name for name in self.report.local if name.rpartition(".")[2] in kinds}
         return alike == set(names) and kinds <= {
@@ -134,9 +134,9 @@ class Ordinary:
                 for name in names for rank, off, right in self._off(name)))
 
     def _most_rows(self, name: str, rank: int, off: torch.Tensor, right: torch.Tensor) -> bool:
-        """Whether it is so in nearly all rows, as what is stored with few digits must be."""
+        """Whether nearly all rows are off, as they must be if all values are stored with few digits."""
         wrong = self._wrong(name, rank, off, right)
-        if name.endswith(".attn"):  # a text's first token sees its own value alone, as it was stored
+        if name.endswith(".attn"):  # a text's first token sees only its own stored value
             first = self.right.frame.positions == 0
             off, size = off[first].abs(), right[first].abs()
             if not wrong[first].all() or not (off <= 0.07 * size + 0.01 * size.amax(1, keepdim=True)).all():
@@ -154,7 +154,7 @@ class Ordinary:
         return [(rank, (held.to(right.dtype) - right).flatten(1), right.flatten(1)) for rank, held, right in pairs]
 
     def _left(self, what: str, name: str, ranks: list[_Off]) -> float:
-        """How much of the difference an explanation leaves on the worst rank; rows that are right need none."""
+        """The part of the difference that an explanation leaves, on the worst rank and in the wrong rows."""
         found = []
         for rank, off, right in ranks:
             changed, wrong = self._made(what, name, rank), self._wrong(name, rank, off, right)
@@ -164,7 +164,7 @@ class Ordinary:
         return max(found)
 
     def _made(self, what: str, name: str, rank: int) -> torch.Tensor | None:
-        """What a point would be."""
+        """A point in this precision."""
         of = self.recording, self.checkpoint, self.report.plan, self.right.frame.dtype
         if what in CACHES and name.endswith((".k_rope", ".v")):
             return CACHES[what](self.right.frame.expected(name, rank))
@@ -181,7 +181,7 @@ class Ordinary:
 
 
 def _noise(off: torch.Tensor, right: torch.Tensor, least: float = 0.0) -> bool:
-    """Whether a difference is small beside what it should be, and no multiple of it."""
+    """Whether a difference is small beside the right values, and no multiple of them."""
     size = right.norm()
     return bool(off.isfinite().all() and least * size <= off.norm() <= 0.2 * size
                 and (off * right).sum().abs() <= 0.8 * off.norm() * size)

@@ -1,10 +1,10 @@
 """Names given by the person who recorded: ``{pattern: point}``.
 
-A pattern is what ``fnmatch`` takes (``*``, ``?``, ``[…]``), and ``{i}`` in it is the number of the layer. It is held
-against the names of modules, of which it means the output, and of tensors recorded by hand. ``name:in`` is a module's
-first input, ``name:out.1`` and ``name:in.residual`` are the output or input of that number or name. The first pattern
+A pattern has ``fnmatch``'s form (``*``, ``?``, ``[…]``), and ``{i}`` in it is the layer's number. It is compared with
+the names of modules, whose output it means, and of tensors recorded with ``rec.tensor``. ``name:in`` is a module's
+first input; ``name:out.1`` and ``name:in.residual`` are the output or input of that number or name. The first pattern
 that fits a tensor counts. A point is one of :mod:`tplab.align.points` or one of the fused ``qkv`` and ``gate_up``;
-``""`` says that a tensor is none.
+``""`` says that a tensor is no point.
 """
 
 import re
@@ -22,8 +22,8 @@ _INNER = (*LAYER_POINTS, "qkv", "gate_up")
 def check_names(names, known: set[str]) -> dict[str, str]:
     """``names`` itself, with every point written out (``layers.{i}.q``); ``known``: the names that were recorded.
 
-    Raises PlacementError: not a dictionary of texts, a point that there is not, a pattern that fits nothing or lacks
-    its ``{i}``.
+    Raises PlacementError: not a dictionary of texts, an unknown point, a pattern that fits no name or lacks its
+    ``{i}``.
     """
     if not isinstance(names, Mapping | None):
         raise PlacementError(f"names must be a dictionary {{pattern: point}}, not {quoted(names)}")
@@ -54,7 +54,7 @@ def _fits(pattern: str, name: str) -> re.Match | None:
 
 
 def overridden(entry, names: Mapping[str, str]) -> str | None:
-    """The point that ``names`` gives a tensor: ``""`` if it is to be none, None if they say nothing about it."""
+    """The point that ``names`` gives a tensor: ``""`` for no point, None if no pattern fits."""
     for pattern, point in names.items():
         kind, _, path = pattern.partition(":")[2].partition(".")
         first = (path,) if path else ("", "0", *(("x", "input", "hidden_states") if kind == "in" else ()))

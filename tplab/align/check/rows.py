@@ -1,4 +1,4 @@
-"""Which token each row of a recorded tensor belongs to: calls of any shape → rows by sequence and position."""
+"""Finds the token behind each row of a recorded tensor: calls of any shape → rows by sequence and position."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class CallRows:
     ends: list[int] = field(default_factory=list)  # for each text in the call, its last row
     keys: list[int] = field(default_factory=list)  # for each of `rows`, the tokens of its text at the end of the call
     declared: list[int] | None = None  # the positions that the engine gave `rows`
-    cut: dict[int, int] = field(default_factory=dict)  # texts that lost what stood in them from a position on
+    cut: dict[int, int] = field(default_factory=dict)  # text → the position from which on it lost its tokens
 
     @property
     def size(self) -> int:
@@ -32,11 +32,11 @@ class CallRows:
         return self.batch * self.tokens
 
     def without_cut(self, known: dict[tuple[int, int], object]) -> dict:
-        """What is known by place, without what the texts lost in this call."""
+        """``known`` without the places that the texts lost in this call."""
         return {place: found for place, found in known.items() if place[1] < self.cut.get(place[0], place[1] + 1)}
 
     def pad(self, size: int) -> None:
-        """Count ``size`` rows: those behind the ones that were said are padding."""
+        """Count ``size`` rows; those behind the rows of ``rec.inputs`` are padding."""
         self.batch, self.tokens = (1, size) if self.batch == 1 else (size // self.tokens, self.tokens)
 
 
@@ -52,8 +52,8 @@ def as_rows(tensor: torch.Tensor, call: CallRows) -> torch.Tensor | None:
 
 
 def as_heads(tensor: torch.Tensor, call: CallRows, head_dim: int) -> dict[str, torch.Tensor]:
-    """Every way in which a tensor can be ``[call.size, heads, head_dim]``, the usual ones first. One with the keys of
-    the whole cache is taken for its last rows, where all texts are of one length."""
+    """Every way to read a tensor as ``[call.size, heads, head_dim]``, the usual ones first. Of a whole cache's keys
+    the last rows are taken, where all texts have one length."""
     if tensor.dim() < 2 or tensor.shape[-1] % head_dim or not tensor.numel():
         return {}
     ways, columns = {}, tensor.shape[-1]
@@ -73,22 +73,22 @@ def as_heads(tensor: torch.Tensor, call: CallRows, head_dim: int) -> dict[str, t
 class Texts:
     """The sequences as they grow from call to call.
 
-    Tokens follow one another as they come, and positions are judged; or positions are ``trusted`` to say where tokens
-    stand: what a draft put there is rejected, and a text that does not begin at 0 begins with another one's tokens, or,
-    ``alone``, with tokens that nobody knows.
+    Tokens follow one another as they come, and positions are judged. With ``trust_positions``, they say where tokens
+    stand: a drafted token that stood there was rejected, and a text that does not begin at 0 begins with another one's
+    tokens, or, with ``unknown_start``, with tokens that were not recorded.
     """
 
-    def __init__(self, trusted: bool = False, alone: bool = False):
-        self.trusted, self.alone, self.index = trusted, alone, 0
+    def __init__(self, trust_positions: bool = False, unknown_start: bool = False):
+        self.trust_positions, self.unknown_start, self.index = trust_positions, unknown_start, 0
         self.ids: list[list[int]] = []
         self.begun: list[list[int]] = []  # per sequence and token, where the call that computed it last began
         self.by_label: dict[int, int] = {}  # the engine's own number of a sequence → ours
         self.notes: list[str] = []
         self.again: dict[int, dict[int, int]] = {}  # call → text → how many known tokens were computed once more
-        self.headless: dict[int, int] = {}  # sequences whose first tokens nobody recorded, and how many these are
-        self.single: dict[int, int | None] = {}  # sequences of one token beside longer ones, and the call of the first
+        self.unseen_start: dict[int, int] = {}  # sequence → how many of its first tokens were not recorded, if any
+        self.lone_tokens: dict[int, int | None] = {}  # sequence of one token beside longer ones → the first call of it
         self.unjudged: list[str] = []  # texts that cannot be looked at, one sentence each
-        self.doubts: list[str] = []  # where trusted positions would give other texts
+        self.doubts: list[str] = []  # where the positions, taken for right, would give other texts
 
     def add_call(self, index: int, input_ids: torch.Tensor, positions: torch.Tensor | None,
                  sequences: list[int] | None, mask: torch.Tensor | None = None) -> CallRows:
@@ -115,12 +115,12 @@ class Texts:
             text, begin = [ids[row] for row in run], None if said is None else said[run[0]]
             number, start = self._find(text, begin, label, free)
             free.discard(number)
-            alone = start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1  # it may well be padding
-            self.single[number] = self.single.get(number, index) if alone else None
+            alone = start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1  # it may be padding
+            self.lone_tokens[number] = self.lone_tokens.get(number, index) if alone else None
             known, end = self.ids[number], start + len(text)
             if start < len(known):
                 self.again.setdefault(index, {})[number] = min(len(known), end) - start
-            if known[start:end] != text[:len(known) - start]:  # what was drafted and rejected stood there
+            if known[start:end] != text[:len(known) - start]:  # drafted tokens stood there, and were rejected
                 del known[start:], self.begun[number][start:]
                 call.cut[number] = start
             known[start:end], self.begun[number][start:end] = text, [start] * len(text)
@@ -133,12 +133,12 @@ class Texts:
         return call
 
     def settle(self) -> None:
-        """After the last call: which texts are no texts, and what that leaves in doubt."""
-        for number, index in self.single.items():
+        """After the last call: note the texts that may be padding."""
+        for number, index in self.lone_tokens.items():
             if index is not None:
                 self.doubts.append(f"call {index}: a token alone at position 0 may be padding")
-                if self.trusted:
-                    self.headless[number] = 1
+                if self.trust_positions:
+                    self.unseen_start[number] = 1
 
     def _runs(self, call: CallRows, real: list[int], said: list[int] | None, sequences: list[int] | None,
               lines: bool) -> list[tuple[int | None, list[int]]]:
@@ -156,7 +156,7 @@ class Texts:
                 if label is None or label >= 0:
                     runs.setdefault((label, None if per_row else line), []).append(row)
             return [(label, run) for (label, _), run in runs.items()]
-        # One new token for every text; or a text goes on as long as its positions do.
+        # Each text has one new token; or a text continues as long as its positions count up.
         apart = len(real) == len(self.ids) > 1 and (said is None or [said[row] for row in real] != [*range(len(real))])
         for at, row in enumerate(real):
             if not runs or apart or said is not None and said[row] != said[real[at - 1]] + 1:
@@ -165,7 +165,7 @@ class Texts:
         return [(None, run) for run in runs.values()]
 
     def _find(self, text: list[int], begin: int | None, label: int | None, free: set[int]) -> tuple[int, int]:
-        """Which sequence some new tokens belong to and at which position they start; a new one if to none."""
+        """The sequence to which new tokens belong, and the position at which they begin."""
         if label is not None:
             if label not in self.by_label:
                 self.by_label[label], start = self._new(text, begin)
@@ -179,49 +179,49 @@ class Texts:
                     return n, 0
         if len(text) == 1 or begin:
             exact = [n for n in candidates if len(self.ids[n]) == begin]
-            back = [n for n in candidates if self.trusted and begin and self._start(n, text, begin) == begin]
+            back = [n for n in candidates if self.trust_positions and begin and self._start(n, text, begin) == begin]
             if exact or back or (candidates and (len(text) == 1 or len(candidates) == 1)):
                 number = (exact or back or candidates)[0]
                 return number, self._start(number, text, begin)
         return self._new(text, begin)
 
     def _start(self, number: int, text: list[int], begin: int | None) -> int:
-        """Where tokens of a known text go: behind it; from its start if it comes once more; or where they were said to
-        begin, if positions are trusted and those that stood there can have been drafted: in no text's first call, and
-        not as the first token of their call."""
+        """The position at which tokens of a known text begin: behind it; at 0 if the text comes once more; or, with
+        ``trust_positions``, at their own position, if the tokens that stood there can have been drafted. A token of the
+        text's first call was not drafted, and neither was the first token of any call."""
         known, begun = self.ids[number], self.begun[number]
         if len(text) > 1 and begin in (None, 0) and text[:len(known)] == known[:len(text)]:
             return 0
-        if begin is None or not self.headless.get(number, 0) <= begin < len(known):
+        if begin is None or begin >= len(known):
             return len(known)
         drafted = 0 < begun[begin] < begin or text == known[begin:begin + len(text)]
         if not drafted and not begin == 0 < len(text) == len(known) == 1:  # padding, said to be a text of its own
             return len(known)
         self.doubts.append(f"call {self.index} begins at position {begin} of a text of {len(known)} tokens")
-        return begin if self.trusted else len(known)
+        return begin if self.trust_positions else len(known)
 
     def _new(self, text: list[int], begin: int | None) -> tuple[int, int]:
-        """A sequence that nobody knew: its number, and where its first tokens stand."""
+        """A new sequence: its number, and the position of its first token."""
         number, call = len(self.ids), f"call {self.index}: a"
         self.ids.append([])
         self.begun.append([])
         if not begin:
             return number, 0
-        if not self.trusted:
+        if not self.trust_positions:
             if len(text) == 1:
-                raise PlacementError(f"{call} single token at position {begin} goes on with a text of which nothing "
-                                     "was recorded; begin with the call of the prompt (calls= keeps its ids)")
+                raise PlacementError(f"{call} single token at position {begin} continues a text that was not "
+                                     "recorded; begin with the call of the prompt (calls= keeps its ids)")
             self.doubts.append(f"{call} text begins at position {begin}")
-            self.notes.append(f"{call} text begins at position {begin}; the tokens before it were not recorded, so it "
-                              "is taken as one that begins here")
+            self.notes.append(f"{call} text begins at position {begin}, and the tokens before it were not recorded; it "
+                              "is judged as a text that begins here")
             return number, 0
         before = {tuple(other[:begin]) for n, other in enumerate(self.ids) if len(other) >= begin
-                  and n not in self.headless and not self.alone}
-        self.doubts.append(f"{call} text goes on at position {begin}")
+                  and n not in self.unseen_start and not self.unknown_start}
+        self.doubts.append(f"{call} text continues at position {begin}")
         if len(before) != 1:
-            self.headless[number] = begin
-            self.unjudged.append(f"{call} text goes on at position {begin}; what stands before it was not recorded, so "
-                                 "its rows were not judged; record the call that computed it, too")
+            self.unseen_start[number] = begin
+            self.unjudged.append(f"{call} text continues at position {begin}, and the tokens before it were not "
+                                 "recorded: its rows were not judged; record the call that computed those tokens, too")
         self.ids[number] = list(before.pop()) if len(before) == 1 else [0] * begin
         self.begun[number] = [0] * begin
         return number, begin
@@ -235,7 +235,7 @@ def _spread(positions: torch.Tensor | None, batch: int, tokens: int) -> list[int
 
 
 def _counts_up(entry, ids: torch.Tensor) -> bool:
-    """Whether an input whose name says nothing is the positions: each is 0 or one more than the one before."""
+    """Whether an input without a telling name holds positions: each is 0 or one more than the one before."""
     if not entry.path.isdecimal() or math.prod(entry.shape) != ids.numel() or ids.numel() < 2:
         return False
     found = entry.tensor().reshape(-1).tolist()
@@ -243,13 +243,13 @@ def _counts_up(entry, ids: torch.Tensor) -> bool:
 
 
 def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Token ids, positions and attention mask ``[batch, tokens so far]`` of a call: those said, else those seen at the
-    door of the outermost module."""
+    """Token ids, positions and attention mask ``[batch, tokens so far]`` of a call: as ``rec.inputs`` was told, else as
+    the outermost module got them."""
     ids, positions, mask, door = call.input_ids, call.positions, None, None
     for entry in call.entries:
         door = entry.name if door is None or ids is None else door
         if entry.name != door:
-            break  # what comes later is about inner modules
+            break  # later entries belong to inner modules
         name = entry.path.rpartition(".")[2]
         if entry.kind != "in" or entry.dtype.is_floating_point or entry.dtype.is_complex or len(
                 entry.shape) not in (1, 2):

@@ -1,5 +1,5 @@
-"""What each rank holds: of each dimension the labels of a few layers' tensors and one decision; of an output that is a
-sum over the ranks, its summand or the sum."""
+"""What each rank holds: of each dimension, by the labels of a few layers' tensors and one decision; and whether an
+output is a rank's summand or the sum over the ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.check.evidence import Evidence
+from tplab.align.check.expected import Expected
 from tplab.align.check.fused import Fused, Split
 from tplab.align.check.match import (
     GROUP_OF,
@@ -24,12 +24,13 @@ from tplab.align.check.match import (
     not_a_partition,
     not_serving,
     order_in_heads,
+    real_items,
     usual_shares,
 )
-from tplab.align.check.names import FUSED, place_of
+from tplab.align.check.names import FUSED, split_name
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
 from tplab.align.operations import as_index, columns_of
-from tplab.align.points import POINTS, layer_of, made_from
+from tplab.align.points import POINTS, layer_of, layout, made_from
 from tplab.align.recording import Contradiction
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING
@@ -42,19 +43,9 @@ _ROLES_OF = {**dict.fromkeys(("o_proj", "o_partial"), ("o",)), "mlp_partial": ("
 Labels = dict[int, Indices | None]  # by rank
 
 
-def kinds(evidence: Evidence, name: str, outs: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> set[str]:
-    """Whether each rank's output is its ``own`` ``"summand"`` or the ``"sum"`` of all, with the bias or without; ``""``
-    if neither."""
-    at, _, point = name.rpartition(".")
-    bias, total = evidence.weight(f"model.{at}.{POINTS[point].module}.bias"), sum(own.values())
-    added = [0.0] if bias is None else [0.0, bias, bias / len(own)]
-    return {next((what for what, x in (("summand", own[rank]), ("sum", total))
-                  if any(near(out, x + more) for more in added)), "") for rank, out in outs.items()}
-
-
 class Candidate(NamedTuple):
-    """What can be taken for a point: a source, what reads a rank's tensor of it (``look`` as in
-    :mod:`tplab.align.check.sources`), in words how."""
+    """A source that may be a point, a function that reads a rank's tensor of it (``look`` as in
+    :mod:`tplab.align.check.sources`), and how it is read, in words."""
 
     source: Source
     read: Callable[[int, str], torch.Tensor | None]
@@ -64,13 +55,13 @@ class Candidate(NamedTuple):
 class Shares:
     """Decides what each rank holds of each dimension: ``layouts`` of ``q``, ``k``, ``v``, ``mlp`` and ``vocab``.
 
-    ``totals`` says how many heads, columns and rows there are, ``planned`` which of them the plan gives each rank;
-    ``as_it_stands``: the numbers of a head are taken to be in Hugging Face's order.
+    ``totals``: how many heads, columns and rows there are; ``planned``: each rank's share by the plan;
+    ``usual_order``: take the numbers of a head in Hugging Face's order, and the parts of fused outputs in the plan's.
     """
 
-    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan, as_it_stands: bool = False):
-        self.as_it_stands = as_it_stands
-        self.sources, self.config, self.evidence = sources, ckpt.config, Evidence(ckpt, sources)
+    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan, usual_order: bool = False):
+        self.usual_order = usual_order
+        self.sources, self.config, self.expected = sources, ckpt.config, Expected(ckpt, sources)
         self.stages, config = sources.stages, ckpt.config
         self.totals = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads,
                        "mlp": config.intermediate_size, "vocab": config.vocab_size}
@@ -80,24 +71,24 @@ class Shares:
         self._summands: dict[tuple, bool | None] = {}
 
     @cached_property
-    def sampled(self) -> list[str]:
-        """The layers that are asked: the first, the middle and the last of those that each stage recorded."""
+    def sampled_layers(self) -> list[str]:
+        """The layers that are looked at: the first, the middle and the last of each stage's recorded ones."""
         found = (sorted(self.sources.layers_of(*stage)) for stage in self.stages)
         asked = {layers[at] for layers in found for at in (0, len(layers) // 2, -1) if layers}
         return [f"layers.{layer}." for layer in sorted(asked)]
 
-    def seat(self, rank: int) -> tuple[int, int]:
-        """A rank's place among those of its pipeline stage, and how many these are."""
+    def in_stage(self, rank: int) -> tuple[int, int]:
+        """A rank's number within its pipeline stage, and the size of the stage."""
         stage = next(stage for stage in self.stages if rank in stage)
         return stage.index(rank), len(stage)
 
     def dim(self, point: str) -> int:
-        """How many columns an item of a point has: a head's, or one."""
+        """The columns of one item of a point: of a head, or 1."""
         return self.config.head_dim if GROUP_OF[point] in ("q", "k", "v") else 1
 
-    def polled(self, ask: Callable[[str], Labels], layers: list[str] | None = None) -> list[Indices | None]:
-        """What most layers say, rank by rank; who says nothing has no vote."""
-        said = [ask(at) for at in (self.sampled if layers is None else layers)]
+    def majority(self, ask: Callable[[str], Labels], layers: list[str] | None = None) -> list[Indices | None]:
+        """The labels that most layers give, rank by rank; a layer without labels is not counted."""
+        said = [ask(at) for at in (self.sampled_layers if layers is None else layers)]
         counted = (Counter(one[rank] for one in said if one.get(rank)) for rank in range(self.sources.world_size))
         return [votes.most_common(1)[0][0] if votes else None for votes in counted]
 
@@ -105,15 +96,15 @@ class Shares:
 
     @cached_property
     def orders(self) -> dict[str, list[int]]:
-        """Where a head's numbers stand in another order than Hugging Face's, the same for q and k: ``"q"``, ``"k"``,
-        ``"q_rope"``, ``"k_rope"`` → where in the engine's head each of Hugging Face's numbers stands.
+        """Where the numbers of a head have another order than Hugging Face's, the same for q and k: ``"q"``, ``"k"``,
+        ``"q_rope"``, ``"k_rope"`` → the place of each of Hugging Face's numbers in the engine's head.
 
         Such an order is a layout (rows of q and k permuted for a rotation in pairs), unless :func:`check` finds that
-        what is made of it is right as it stands.
+        the points behind it are right in the usual order.
         """
         found: dict[str, list[int]] = {}
-        for at in () if self.as_it_stands else self.sampled[:1]:
-            for more in ("", "_rope"):  # where one has a bug, the other says it; a rotation keeps the order
+        for at in () if self.usual_order else self.sampled_layers[:1]:
+            for more in ("", "_rope"):  # if q has a bug, k shows the order; a rotation keeps it
                 orders = [self._order(at, part + more, found.get(part)) for part in "qk"]
                 seen = [order for order in orders if order] or [found[part] for part in "q" if more and part in found]
                 if seen and all(order == seen[0] for order in seen):
@@ -121,16 +112,16 @@ class Shares:
         return {point: order for point, order in found.items() if order != sorted(order)}
 
     def _order(self, at: str, point: str, before: list[int] | None) -> list[int] | None:
-        """The order of one point's heads on the first rank that has it; ``before``: that of the point it is made from.
-        """
+        """The order of one point's heads on the first rank that has it; ``before``: the order of the point it is made
+        from."""
         for source, read, _ in islice(self._as_they_stand(at + point), 1):
             rank = self.sources.complete(source)[0]
-            full = self.evidence.own(at + point, source, rank)
+            full = self.expected.own(at + point, source, rank)
             if point.endswith("rope"):
                 made_of = at + made_from(at + point, self.config)[0]
                 inner = next((one.read(rank, FEW) for one in self._as_they_stand(made_of)
                               if rank in self.sources.complete(one.source)), None)
-                full = None if inner is None else self.evidence.turned(
+                full = None if inner is None else self.expected.turned(
                     at, inner if before is None else inner[..., before])
             return None if full is None else order_in_heads(read(rank, FEW), full)
         return None
@@ -138,8 +129,11 @@ class Shares:
     # What can be taken for a point of heads or columns.
 
     def candidates(self, name: str) -> Iterator[Candidate]:
-        """The strongest claim first; numbers in Hugging Face's order."""
+        """What can be taken for a point, the strongest claim first; the numbers of a head in Hugging Face's order."""
         point = name.rpartition(".")[2]
+        if point not in GROUP_OF:
+            yield from self._whole_or_summands(name)
+            return
         order = self.orders.get(point.removesuffix("_norm")) if point[0] in "qk" else None
         for one in self._as_they_stand(name):
             yield one if order is None else Candidate(
@@ -172,9 +166,9 @@ class Shares:
         return part if GROUP_OF[point] == "mlp" else part.unflatten(1, (-1, self.config.head_dim))
 
     def _way(self, name: str, ways: list[torch.Tensor]) -> torch.Tensor | None:
-        """The most usual way to read heads; where a tensor has as many tokens as heads, the one that fits."""
+        """The usual way to read heads; where a tensor has as many tokens as heads, the way that fits."""
         if len(ways) > 1 and not ways[0].is_meta and not torch.equal(*ways[:2]) and (
-                full := self.evidence.reference(name)) is not None:
+                full := self.expected.reference(name)) is not None:
             def off(way: torch.Tensor) -> float:
                 heads, true = (x.double().transpose(0, 1).flatten(1) for x in (way[:len(full)], full))
                 return torch.cdist(heads, true).min(1).values.max().item()
@@ -189,26 +183,25 @@ class Shares:
     # Votes.
 
     def vote(self, which: str, local: torch.Tensor, full: torch.Tensor, rank: int) -> Indices | None:
-        """A rank's labels of one dimension; the usual shares are asked first."""
+        """A rank's labels of one dimension; the usual shares are tried first."""
         total, count = self.totals[which], local.shape[1]
-        shares = [self.planned[which][rank], *usual_shares(total, count, *self.seat(rank))]
+        shares = [self.planned[which][rank], *usual_shares(total, count, *self.in_stage(rank))]
         if which != "vocab":
             return match(local, full, shares)
-        for share in shares:  # what stands in columns of padding is no matter
-            kept = [at for at, index in enumerate(share) if index != PADDING]
-            if len(share) == count and match(local[:, kept], full, [tuple(share[at] for at in kept)], search=False):
+        for share in shares:  # columns of padding may hold anything
+            kept, real = real_items(share)
+            if len(share) == count and match(local[:, kept], full, [real], search=False):
                 return share
         return None
 
     def vote_by_weight(self, which: str, rank: int, local: torch.Tensor, full: torch.Tensor) -> None:
-        """What a recorded weight says about a dimension, for :attr:`layouts` to ask where no activation does."""
+        """Keep a recorded weight's labels of a dimension: :attr:`layouts` takes them where no activation has labels."""
         nothing = [None] * self.sources.world_size
         counts, found = self._by_weight.setdefault(which, (nothing, nothing[:]))
         counts[rank], found[rank] = local.shape[1], self.vote(which, local, full, rank)
 
     def _votes(self, which: str, points: tuple[str, ...]) -> tuple[list[int | None], list[Indices | None]]:
-        """How many each rank holds, and which the values say: by the ranks' own inputs, else by Hugging Face's trace.
-        """
+        """Each rank's count of items, and their labels: by the rank's own inputs, else by Hugging Face's trace."""
         counts: list[int | None] = [None] * self.sources.world_size
 
         def ask(expected: Callable, at: str) -> Labels:
@@ -222,10 +215,10 @@ class Shares:
                         if not found.get(rank) and (full := expected(at + point, source, rank)) is not None:
                             found[rank] = self.vote(which, tensor, full, rank)
             return found
-        layers = [""] if which == "vocab" else self.sampled
-        found = self.polled(partial(ask, self.evidence.own), layers)
+        layers = [""] if which == "vocab" else self.sampled_layers
+        found = self.majority(partial(ask, self.expected.own), layers)
         if any(count and not share for count, share in zip(counts, found)):
-            guessed = self.polled(partial(ask, self.evidence.reference), layers[:1])
+            guessed = self.majority(partial(ask, self.expected.reference), layers[:1])
             found = [own or other for own, other in zip(found, guessed)]
         return counts, found
 
@@ -241,7 +234,7 @@ class Shares:
                 counts[which], found[which] = self._by_weight[which]
         ups = self._votes("mlp", ("up",))[1]
         found["mlp"] = [None if up and up != gate else gate for gate, up in zip(found["mlp"], ups)]
-        for which in "kv":  # every head several times, as attention without groups wants them
+        for which in "kv":  # each head several times, as attention without groups needs them
             for rank, count in enumerate(counts[which]):
                 if count is not None and count == counts["q"][rank] != len(self.planned[which][rank]):
                     seen = [head for head in found[which][rank] or () if head != PADDING]
@@ -259,7 +252,7 @@ class Shares:
                       "; ".join(dict.fromkeys(part.sentence for part in parts if part.sentence)))
 
     def _decided(self, stage: list[int], counts: dict, found: dict) -> dict[str, Layout]:
-        """The decisions for the ranks of one pipeline stage, which share what there is among them."""
+        """The decisions for the ranks of one pipeline stage, which share all heads, columns and rows."""
         counts, found, planned = ({which: [of[which][rank] for rank in stage] for which in of}
                                   for of in (counts, found, self.planned))
         group, done = self.config.num_heads // self.config.num_kv_heads, {}
@@ -285,36 +278,40 @@ class Shares:
 
     # Sums over the ranks.
 
-    def sources_of(self, name: str) -> list[Source]:
+    def _whole_or_summands(self, name: str) -> Iterator[Candidate]:
         """What can be taken for a replicated point or for a sum's summands, the strongest claim first."""
         at, _, point = name.rpartition(".")
-        found = self.sources.of(name)
+        found, summands = self.sources.of(name), layout(name) == "partial"
         for role in _ROLES_OF.get(point, ()):
-            summand = point.endswith("partial")
-            found += [source for source in self.sources.of(f"{at}.{role}") if self._is_summand(source, role) is summand]
-            found.sort(key=self.sources.rank_of)
-        return [source for source in found if name != "embed" or not self._is_masked(source)]
+            found += [source for source in self.sources.of(f"{at}.{role}")
+                      if self._is_summand(source, role) is summands]
+        for source in sorted(found, key=self.sources.rank_of):
+            if name != "embed" or not self._is_masked(source):
+                yield Candidate(source, partial(self.sources.rows, source),
+                                "one summand on each rank" if summands else "whole on every rank")
 
     def _is_summand(self, source: Source, role: str) -> bool | None:
-        """Decided once for all layers, by most of those looked at: one layer that differs has a bug. None for what is
-        neither a summand nor the sum."""
-        sparse = POINTS["moe_partial"].needs(self.config, place_of(source.name)[0] or 0)
+        """Decided once for all layers, by most of those looked at: one layer that differs has a bug. None if an output
+        is neither a summand nor the sum."""
+        has_experts = partial(POINTS["moe_partial"].needs, self.config)
+        sparse = has_experts(split_name(source.name)[0] or 0)
         if (key := (source.pattern, sparse)) not in self._summands:
-            looks = self._looks_like_experts if sparse and role != "o" else self._looks_partial
-            votes = Counter(looks(same, role, at) for at in self.sampled if sparse == POINTS["moe_partial"].needs(
-                self.config, layer_of(at)) for same in self.sources.of(at + role) if same.pattern == source.pattern)
+            adds_up = self._experts_add_up if sparse and role != "o" else self._adds_up
+            layers = [at for at in self.sampled_layers if has_experts(layer_of(at)) == sparse]
+            votes = Counter(adds_up(same, role, at) for at in layers for same in self.sources.of(at + role)
+                            if same.pattern == source.pattern)
             self._summands[key] = max((False, None, True), key=lambda vote: votes[vote])
         return self._summands[key]
 
-    def _looks_like_experts(self, source: Source, role: str, at: str) -> bool | None:
-        """Whether the ranks' outputs add up to what all experts give. What is called experts may leave out the shared
-        one: then it is nothing that is known."""
+    def _experts_add_up(self, source: Source, role: str, at: str) -> bool | None:
+        """Whether the ranks' outputs add up to the output of all experts. None if a module of experts leaves out the
+        shared one: its output is no point."""
         ranks, name = self.sources.complete(source), at + "moe_partial"
         outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
-        x = self.evidence.input_of(source, at + "post_norm", ranks[0])
-        if self.seat(ranks[0])[1] == 1 or any(out is None for out in outs):
+        x = self.expected.input_of(source, at + "post_norm", ranks[0])
+        if self.in_stage(ranks[0])[1] == 1 or any(out is None for out in outs):
             return False
-        whole = None if x is None else self.evidence.of(name, x)
+        whole = None if x is None else self.expected.of(name, x)
         if whole is not None and near(sum(out.float() for out in outs), whole):
             return True
         if role == "down" or whole is not None and any(near(out, whole) for out in outs):
@@ -322,45 +319,49 @@ class Shares:
         return None if self.config.experts.shared_intermediate_size else not any(
             near(a, b) for a, b in combinations(outs, 2))
 
-    def _looks_partial(self, source: Source, role: str, at: str) -> bool:
+    def _adds_up(self, source: Source, role: str, at: str) -> bool:
         ranks = self.sources.complete(source)
         outs = {rank: self.sources.rows(source, rank, FEW) for rank in ranks}
-        if self.seat(ranks[0])[1] == 1 or any(out is None for out in outs.values()):
+        dimension = ROWS[role][2]
+        held, total = self.layouts[dimension].indices, self.totals[dimension]
+        whole = any(held[rank] and len(real_items(held[rank])[0]) == total for rank in ranks)
+        if whole or self.in_stage(ranks[0])[1] == 1 or any(out is None for out in outs.values()):
             return False
-        inputs = {rank: self._input(at, role, rank, source) for rank in ranks}
-        apart = len(ranks) > 1 and not any(near(outs[a], outs[b]) for a in ranks for b in ranks if a < b)
-        if len(ranks) > 1 and all(near(out, outs[ranks[0]]) for out in outs.values()):
-            # Ranks that put out the same, and have the same share of the input, too: then it is no sum over shares.
-            total, first = self.totals[ROWS[role][2]], inputs[ranks[0]]
-            return all(x is not None and x.shape[1] < total and torch.isfinite(x).all() and near(x, first)
-                       for x in inputs.values())
-        own = {rank: self._summand(at, role, rank, x) for rank, x in inputs.items()}
-        if any(summand is None for summand in own.values()):
-            return apart
-        found = kinds(self.evidence, at + ROWS[role][0], outs, own)
-        # Of one rank among several the sum says nothing: its output may well be the sum.
-        return found == {"summand"} or apart and "sum" not in found
+        own = {rank: self.summand(at, role, self._input(at, role, rank, source), held[rank]) for rank in ranks}
+        known = None not in own.values()
+        found = self.summand_or_sum(at + ROWS[role][0], outs, own) if known else set()
+        apart = len(ranks) > 1 and not any(near(a, b) for a, b in combinations(outs.values(), 2))
+        return "sum" not in found and (apart or "summand" in found)
+
+    def summand_or_sum(self, name: str, outs: dict[int, torch.Tensor], own: dict[int, torch.Tensor]) -> set[str]:
+        """Whether each rank's output is its ``own`` ``"summand"`` or the ``"sum"`` of all, with or without the bias;
+        ``""`` if it is neither."""
+        at, _, point = name.rpartition(".")
+        bias, total = self.expected.weight(f"model.{at}.{POINTS[point].module}.bias"), sum(own.values())
+        added = [0.0] if bias is None else [0.0, bias, bias / len(own)]
+        return {next((what for what, x in (("summand", own[rank]), ("sum", total))
+                      if any(near(out, x + more) for more in added)), "") for rank, out in outs.items()}
 
     def _input(self, at: str, role: str, rank: int, source: Source) -> torch.Tensor | None:
         """What a row-parallel layer was given on a rank, ``[rows, heads or columns here, …]``."""
         found = [one for one in self.candidates(at + ROWS[role][1]) if rank in self.sources.complete(one.source)]
         return min(found, key=lambda one: one.source.name != source.name).read(rank, FEW) if found else None
 
-    def _summand(self, at: str, role: str, rank: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        partial, before, group = ROWS[role]
-        indices = self.layouts[group].indices[rank]
-        if x is None or indices is None or x.shape[1] != len(indices):
+    def summand(self, at: str, role: str, x: torch.Tensor | None, indices: Indices | None) -> torch.Tensor | None:
+        """What a row-parallel layer makes of ``x``, the heads or columns ``indices`` of its input; without a bias."""
+        partial, before, _ = ROWS[role]
+        if x is None or indices is None or x.flatten(1).shape[1] != len(indices) * self.dim(before):
             return None
-        kept = [i for i, index in enumerate(indices) if index != PADDING]
-        columns = columns_of([indices[i] for i in kept], self.dim(before))
-        return self.evidence.of(at + partial, x[:, kept].flatten(1), features=columns, bias=0.0)
+        kept, real = real_items(indices)
+        x = x.reshape(len(x), len(indices), -1)[:, kept].flatten(1)
+        return self.expected.of(at + partial, x, features=columns_of(real, self.dim(before)), bias=0.0)
 
     @cache  # noqa: B019  (it lives as long as one placement)
     def _is_masked(self, source: Source) -> bool:
         """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
-        ranks, true = self.sources.complete(source), self.evidence.weight(EMBEDDING)[self.sources.sampled_ids]
+        ranks, true = self.sources.complete(source), self.expected.weight(EMBEDDING)[self.sources.sampled_ids]
         outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
-        if self.seat(ranks[0])[1] == 1 or any(out is None or out.shape != true.shape for out in outs):
+        if self.in_stage(ranks[0])[1] == 1 or any(out is None or out.shape != true.shape for out in outs):
             return False
         rows = [pair for out in outs for pair in zip(out, true)]
         return not all(row.any() for row, _ in rows) and all(not row.any() or near(row, true) for row, true in rows)

@@ -1,4 +1,4 @@
-"""Everything that was claimed for a trace point, and its tensors with their rows in order."""
+"""The recorded tensors that may be a trace point, with their rows in order."""
 
 import math
 from collections import Counter
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tplab.align.check.match import span
-from tplab.align.check.names import EVIDENT, OVERRIDE, claims, pattern_of, place_of, role_in, role_of
+from tplab.align.check.names import BY_VALUE, OVERRIDE, claims, pattern_of, role_in, role_of, split_name
 from tplab.align.check.notes import call_notes, listed
 from tplab.align.check.overrides import check_names
 from tplab.align.check.rows import Texts, as_heads, as_rows, call_inputs
 from tplab.align.points import existing
 from tplab.align.recording import Contradiction, PlacementError
 
-SAMPLE = 16  # rows that are looked at to find a layout: the first ones
-WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read: all, the first SAMPLE rows, no number
+SAMPLE = 16  # the first rows, by which layouts are found
+WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read: all rows, the first SAMPLE, none
 
 
 @dataclass(eq=False)
@@ -46,11 +46,11 @@ class Source:
 
 
 class Sources:
-    """What was recorded, by the points it was claimed for.
+    """All recorded tensors, by the points for which they were claimed.
 
     Attributes:
         recorded: the calls by rank and number, of the ranks that recorded something.
-        used, calls: the calls that are looked at: their numbers, their rows.
+        used, calls: the numbers and the rows of the calls that are judged.
         texts: the sequences.
         stages: the ranks that share their layers, by pipeline stage.
         places, num_keys, declared, origins, notes, contradictions, warnings: as in
@@ -77,7 +77,7 @@ class Sources:
         self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
         entries = [entry for of in calls for index in self.used for entry in of[index].entries]
         if {entry.name.rpartition(".")[2] for entry in entries} & {"post_self_attn_layernorm", "post_mlp_layernorm"}:
-            # Norms are called by their places, as in the lab's engine, whatever the checkpoint calls them.
+            # The engine names norms by their places, as the lab's engine does.
             self.config = replace(config, norms=tuple((place, place) for place, _ in config.norms))
         self._names = check_names(names, {entry.name for of in calls for call in of.values() for entry in call.entries})
         self.texts = Texts(**reading)
@@ -117,15 +117,17 @@ class Sources:
                 self.calls.append(call)
         self.texts.settle()
         self.notes += self.texts.notes
+        if self.texts.trust_positions:
+            self.notes += [f"positions taken for right: {doubt}" for doubt in self.texts.doubts]
         again = {call: tokens for call, of in self.texts.again.items()
-                 if (tokens := sum(n for text, n in of.items() if text not in self.texts.headless))}
+                 if (tokens := sum(n for text, n in of.items() if text not in self.texts.unseen_start))}
         if again:
-            self.notes.append(f"calls {span(list(again))} computed {sum(again.values())} tokens once more that earlier "
-                              "calls had computed" + ": nothing was read from a cache" * (not self.texts.trusted))
+            cached = "" if self.texts.trust_positions else ": nothing was read from a cache"
+            self.notes.append(f"calls {span(list(again))} computed {sum(again.values())} tokens of earlier calls once "
+                              f"more{cached}")
 
     def _check_parallel(self) -> None:
-        """Ranks that hold all of a layer each, and were given other tokens from the start, are no tensor parallelism.
-        """
+        """Refuse data and context parallelism: ranks with whole layers, and other tokens from the first call on."""
         first = {rank: call_inputs(calls[self.used[0]]) for rank, calls in self.recorded.items()} if self.used else {}
         ids = {rank: ids for rank, (ids, _, _) in first.items() if ids is not None}
         other = next((rank for rank in ids if not torch.equal(ids[rank], ids[min(ids)])), None)
@@ -147,7 +149,7 @@ class Sources:
             last = call.without_cut(last) | {place: ((number, row), keys, said) for row, place, keys, said in zip(
                 call.rows, call.places, call.keys, declared)}
         texts, starts = self.texts, [sum(call.size for call in self.calls[:n]) for n in range(len(self.calls))]
-        last = {place: found for place, found in last.items() if place[0] not in texts.headless
+        last = {place: found for place, found in last.items() if place[0] not in texts.unseen_start
                 and place[1] < len(texts.ids[place[0]])}
         self.places = sorted(last)
         self.origins, self.num_keys, said = ([last[place][i] for place in self.places] for i in range(3))
@@ -161,7 +163,7 @@ class Sources:
         return [self.texts.ids[number][position] for number, position in self.places[:SAMPLE]]
 
     def claim(self, roles: dict[str, str] | None = None, points: dict[tuple[str, str, str], str] | None = None) -> None:
-        """Let every tensor be claimed, by its name and by what was learnt of ``roles`` and ``points``."""
+        """Collect the claims for every tensor, by its name, and by the ``roles`` and ``points`` found by value."""
         claimed, ignored = set(), set()
         self._points: dict[str, dict[tuple, Source]] = {}
         self._unclaimed: dict[tuple, Source] = {}
@@ -175,7 +177,7 @@ class Sources:
                 found = calls[index].entries
                 shared = shared_modules(found, self.config.num_layers)
                 for claim in claims(found, self.config, self._names, shared, roles or {}, points or {}):
-                    if not claim.point:  # a person said that it is none
+                    if not claim.point:  # names= says that it is no point
                         ignored.add(id(claim.entry))
                     if id(claim.entry) not in ignored:
                         claimed.add(id(claim.entry))
@@ -183,20 +185,20 @@ class Sources:
                                 claim.entry, rank, index)
                 for entry in found:
                     if id(entry) not in claimed | ignored and entry.dtype.is_floating_point:
-                        collect(self._unclaimed, EVIDENT, entry, rank, index)
+                        collect(self._unclaimed, BY_VALUE, entry, rank, index)
 
     def claimed(self) -> list[Source]:
-        """What may be a point, each once."""
+        """The tensors that may be a point, each once."""
         return list({(s.name, s.kind, s.path): s for of in self._points.values() for s in of.values()}.values())
 
     def unclaimed(self) -> list[Source]:
-        """What is no point that the conventions know, but was not left out on purpose."""
+        """Tensors without a claim that ``names=`` does not leave out."""
         return [source for source in self._unclaimed.values() if self.complete(source)]
 
     def _check_sizes(self, entries: list) -> None:
         another, config = "it was recorded with another checkpoint", self.config
         for entry in entries:
-            layer, rest = place_of(entry.name)
+            layer, rest = split_name(entry.name)
             if (layer or 0) >= config.num_layers:
                 raise PlacementError(f"the recording has a layer {layer}, but the checkpoint's layers are 0 to "
                                      f"{config.num_layers - 1}: {another}")
@@ -225,15 +227,15 @@ class Sources:
             call.pad(usual)
 
     def layers_of(self, *ranks: int) -> set[int]:
-        """The layers of which these ranks recorded anything."""
+        """The layers of these ranks' recorded tensors."""
         return {layer for rank in ranks if rank in self.recorded for index in self.used
-                for entry in self.recorded[rank][index].entries if (layer := place_of(entry.name)[0]) is not None}
+                for entry in self.recorded[rank][index].entries if (layer := split_name(entry.name)[0]) is not None}
 
     def _find_stages(self) -> list[list[int]]:
-        """The ranks that share their layers; all of them where there are no stages of a pipeline."""
+        """The ranks of each pipeline stage; all ranks where there is one stage."""
         held = {rank: self.layers_of(rank) for rank in self.ranks}
         stages: list[list[int]] = []
-        for rank in sorted(held, key=lambda rank: (-len(held[rank]), rank)):  # one that stopped early has fewer
+        for rank in sorted(held, key=lambda rank: (-len(held[rank]), rank)):  # a rank that stopped early has fewer
             own = next((stage for stage in stages if held[rank] <= held[stage[0]]), None)
             own.append(rank) if own and (held[rank] or len(stages) == 1) else stages.append([rank])
         if len(stages) < 2:
@@ -252,16 +254,16 @@ class Sources:
         return sorted((s for s in found if self.complete(s)), key=self.rank_of)
 
     def rank_of(self, source: Source) -> tuple:
-        """How good a claim is: overrides first, then what all ranks have, then the strongest, then the earliest."""
+        """The order of claims: overrides, then those that all ranks have, then the strongest, then the earliest."""
         missing = len(self.ranks) - len(self.complete(source))
         return source.strength != OVERRIDE, missing, source.strength, source.order
 
     def before(self, source: Source, point: str, rank: int) -> list[Source]:
-        """What a rank has of the point that goes into a source's module: the module's own input first."""
+        """A rank's sources of the point that goes into a source's module, the module's own input first."""
         return sorted((s for s in self.of(point) if rank in self.complete(s)), key=lambda s: s.name != source.name)
 
     def complete(self, source: Source) -> list[int]:
-        """The ranks that recorded it in every call."""
+        """The ranks that recorded a source in every call."""
         return [rank for rank in self.ranks if all((rank, call) in source.entries for call in self.used)]
 
     def _tensors(self, source: Source, rank: int, look: str) -> Iterator[tuple[torch.Tensor, object]]:
@@ -270,14 +272,14 @@ class Sources:
             yield torch.empty(one.shape, dtype=one.dtype, device="meta") if look == SHAPE else one.tensor(), call
 
     def rows(self, source: Source, rank: int, look: str = WHOLE) -> torch.Tensor | None:
-        """``[places, columns]`` of one rank; None if its rows are others."""
+        """``[places, columns]`` of one rank; None if it has other rows."""
         found = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
         if any(tensor is None or len(tensor) != call.size for tensor, call in zip(found, self.calls)):
             return None
         return self._ordered(found, look)
 
     def heads(self, source: Source, rank: int, look: str = WHOLE) -> dict[str, torch.Tensor]:
-        """The same as ``[places, heads, head_dim]``, in each way in which all calls can be taken."""
+        """The same as ``[places, heads, head_dim]``, in each way that fits all calls."""
         found = [as_heads(tensor, call, self.config.head_dim) for tensor, call in self._tensors(source, rank, look)]
         ways = {way: self._ordered([ways[way] for ways in found], look) for way in (found[0] if found else ())
                 if all(way in ways for ways in found)}
@@ -295,8 +297,8 @@ class Sources:
 
     def logits(self, source: Source, rank: int, look: str = WHOLE, padding: bool = False
                ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
-        """The logits of one rank, and the places of their rows: all rows, or the last of each text in its call. Columns
-        behind the vocabulary are left out, or the only ones that are not (``padding``)."""
+        """The places of the rows of one rank's logits (all rows, or the last row of each text in its call), and the
+        logits; with ``padding``, the columns behind the vocabulary instead."""
         found = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
         columns = slice(self.config.vocab_size, None) if padding else slice(self.config.vocab_size)
         if not found or any(tensor is None for tensor in found):
@@ -316,16 +318,16 @@ class Sources:
 
 
 def shared_modules(entries, layers: int) -> dict[str, int]:
-    """Modules that stand once but are run by every layer (vLLM's rotary embedding): how often each layer runs them."""
+    """Modules that exist once and run in every layer (vLLM's rotary embedding) → how often each layer runs them."""
     runs = Counter()
     for entry in entries:
         if entry.kind != "tensor":
             runs[entry.name] = max(runs[entry.name], entry.nth + 1)
     found = {}
     for name, times in runs.items():
-        layer, rest = place_of(name)
+        layer, rest = split_name(name)
         inner = role_of(0, rest.rpartition(".")[2]) in ("rotary", "act", "core", "kv_cache")
-        alone = layer is None or layer == 0 and layers > 1 and not any(place_of(other) == (1, rest) for other in runs)
+        alone = layer is None or layer == 0 and layers > 1 and not any(split_name(other) == (1, rest) for other in runs)
         if inner and alone and times % layers == 0 and (times > 1 or layer is None):
             found[name] = times // layers
     return found

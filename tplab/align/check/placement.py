@@ -1,18 +1,17 @@
-"""``place``: a recorded engine's tensors as the lab's trace points."""
+"""``find_points``: a recorded engine's tensors as the lab's trace points."""
 
 from collections import Counter, UserDict
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 
-from tplab.align.check.evidence import TABLES
-from tplab.align.check.evident import learn
-from tplab.align.check.match import GROUP_OF, PADDING, near
-from tplab.align.check.names import pattern_of, place_of, role_in
+from tplab.align.check.by_value import place_by_value
+from tplab.align.check.expected import TABLES
+from tplab.align.check.match import GROUP_OF, near, real_items
+from tplab.align.check.names import pattern_of, role_in, split_name
 from tplab.align.check.notes import listed
-from tplab.align.check.shares import Candidate, Shares
+from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.weights import parameters_of
 from tplab.align.gather import whole_point
@@ -24,16 +23,16 @@ from tplab.shard import ShardPlan
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
-def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, as_it_stands: bool = False,
+def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, usual_order: bool = False,
           enable_expert_parallel: bool = False, **reading) -> Recording:
-    """Find out what was recorded: which tensor is which point, which token each row, what each rank holds of it.
+    """Find the point of each recorded tensor, the token of each row, and each rank's share.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
-        names: ``{pattern: point}`` for what the conventions do not know; see :mod:`tplab.align.check.overrides`.
-        as_it_stands: as :class:`tplab.align.check.shares.Shares` takes it.
+        names: ``{pattern: point}`` for unknown names; see :mod:`tplab.align.check.overrides`.
+        usual_order: as for :class:`tplab.align.check.shares.Shares`.
         enable_expert_parallel: whole experts are dealt out.
-        reading: what is taken for granted, as :class:`tplab.align.check.rows.Texts` takes it.
+        reading: as for :class:`tplab.align.check.rows.Texts`.
 
     Raises:
         PlacementError: nothing was recorded, of another checkpoint, or without token ids; ``names`` are wrong.
@@ -41,18 +40,19 @@ def place(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, as
     """
     sources = Sources(recorded, ckpt.config, names, **reading)
     plan = staged(ckpt.config, sources.stages, enable_expert_parallel)
-    shares = Shares(sources, ckpt, plan, as_it_stands)
-    learnt = learn(sources, shares)
+    shares = Shares(sources, ckpt, plan, usual_order)
+    by_value = place_by_value(sources, shares)
     parameters, unknown = parameters_of(recorded, shares)
-    found = _Placing(sources, shares, learnt).recording()
-    found.plan, found.parameters, found.reordered = plan, parameters, bool(shares.orders)
+    found = _Placement(sources, shares, by_value).recording()
+    found.plan, found.parameters = plan, parameters
+    found.reordered = bool(shares.orders) or any(split.reordered for split in shares.splits.values())
     found.holders = {layer: stage for stage in sources.stages for layer in sources.layers_of(*stage)}
     found.unplaced += [f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
     return found
 
 
 def staged(config, stages: list[list[int]], enable_expert_parallel: bool = False) -> ShardPlan:
-    """What each rank holds, where those of one pipeline stage share its layers."""
+    """The plan of pipeline stages: the ranks of one stage share its layers."""
     plans = [ShardPlan.from_config(config, len(stage), enable_expert_parallel=enable_expert_parallel)
              for stage in stages]
     shards = {rank: replace(own, rank=rank) for stage, plan in zip(stages, plans) for rank, own in zip(
@@ -62,7 +62,7 @@ def staged(config, stages: list[list[int]], enable_expert_parallel: bool = False
 
 
 class _Points(UserDict):
-    """Name → shards, of which :attr:`data` has what reads them; read when they are asked for, and a few are kept."""
+    """Name → shards; :attr:`data` has a function that reads them. A point is read on demand, and a few are kept."""
 
     def __init__(self, world_size: int):
         super().__init__()
@@ -70,7 +70,7 @@ class _Points(UserDict):
         def read(name: str) -> list[Shard | None]:
             found, shards = [], self.data[name]()
             for shard in map(shards.get, range(world_size)):
-                # Replicated shards of the same bits are one: laid beside each other and judged once.
+                # Replicated shards of the same bits are one object: compared and judged once.
                 found.append(next((other for other in found if shard and other and shard.kind == other.kind
                                    == "replicated" and torch.equal(shard.tensor, other.tensor)), shard))
             return found
@@ -80,10 +80,10 @@ class _Points(UserDict):
         return self.read(name)
 
 
-class _Placing:
-    def __init__(self, sources: Sources, shares: Shares, learnt: dict[str, str]):
+class _Placement:
+    def __init__(self, sources: Sources, shares: Shares, by_value: dict[str, str]):
         self.sources, self.shares, self.config = sources, shares, shares.config
-        self.learnt, self.points, self.assumed = learnt, _Points(sources.world_size), {}
+        self.by_value, self.points, self.assumed = by_value, _Points(sources.world_size), {}
         self.dtypes: Counter = Counter()
         self.unplaced: dict[tuple[str, str], set[int]] = {}  # what and why, without the layer → the layers
 
@@ -98,11 +98,11 @@ class _Placing:
         self._check_adapters()
         for source in sources.unclaimed():
             parts = source.name.lower().split(".")
-            if role_in(self.sources.config, *place_of(source.name)) == "":
+            if role_in(self.sources.config, *split_name(source.name)) == "":
                 continue  # inside of experts
             adapter = "base_layer" in parts or any(part.startswith("lora_") for part in parts)
             self._leave_out(source, "part of an adapted layer" if adapter else TABLES if
-                            self.shares.evidence.are_tables(source) else "no point that the conventions know")
+                            self.shares.expected.are_tables(source) else "no point that the conventions know")
         tables, unplaced = [], []
         for (what, why), layers in self.unplaced.items():
             where = f" ({listed('layer', sorted(layers))})" if layers else ""
@@ -117,28 +117,19 @@ class _Placing:
             unjudged=texts.unjudged, doubts=list(dict.fromkeys(texts.doubts)))
 
     def _place(self, name: str) -> Source | None:
-        """Keep the first candidate for a point that has its rows and columns."""
-        for source, read, words in self._candidates(name):
+        """Keep the first candidate with the rows and columns of a point."""
+        group = GROUP_OF.get(name.rpartition(".")[2])
+        for source, read, words in self.shares.candidates(name):
             shards = partial(self._shards, name, source, read)
             if None not in shards(SHAPE).values():
                 self.points[name] = partial(shards, WHOLE)
                 self.dtypes[source.dtype] += 1
-                how = self.learnt.get(source.pattern) or self.learnt.get(source.pattern[0])
-                self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {words}"
+                how = self.by_value.get(source.pattern) or self.by_value.get(source.pattern[0])
+                spread = self.shares.layouts[group].sentence if group else ""
+                self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {words}{spread}"
                 return source
             self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
         return None
-
-    def _candidates(self, name: str) -> Iterator[Candidate]:
-        """What can be taken for a point, the most plausible first."""
-        kind = layout(name)
-        if kind in ("replicated", "partial"):
-            words = "whole on every rank" if kind == "replicated" else "one summand on each rank"
-            for source in self.shares.sources_of(name):
-                yield Candidate(source, partial(self.sources.rows, source), words)
-            return
-        for one in self.shares.candidates(name):
-            yield one._replace(words=one.words + self.shares.layouts[GROUP_OF[name.rpartition(".")[2]]].sentence)
 
     def _shards(self, name: str, source: Source, read, look: str) -> dict[int, Shard | None]:
         return {rank: None if (tensor := read(rank, look)) is None else self._shard(tensor, name, rank)
@@ -150,36 +141,29 @@ class _Placing:
         if kind in ("replicated", "partial"):
             right = self.config.experts.num_experts if name.endswith("router_logits") else self.config.hidden_size
             return Shard(tensor, kind) if count == right else None
-        group, q = GROUP_OF[name.rpartition(".")[2]], self.shares.layouts["q"].indices[rank]
-        indices, total = self.shares.layouts[group].indices[rank], self.shares.totals[group]
-        if indices is None or count != len(indices):
-            if count == total:
-                indices = tuple(range(total))
-            elif kind == "kv_heads" and q is not None and len(q) == count:  # every query head has its own copy
-                size = self.config.num_heads // self.config.num_kv_heads
-                first = {head // size: at for at, head in reversed(list(enumerate(q)))}
-                indices = tuple(sorted(first))
-                tensor = tensor[:, [first[head] for head in indices]]
-            else:
-                return None
-        if PADDING in indices:
-            kept = [at for at, index in enumerate(indices) if index != PADDING]
-            tensor, indices = tensor[:, kept], tuple(indices[at] for at in kept)
-        return Shard(tensor, kind, indices)
+        group, size = GROUP_OF[name.rpartition(".")[2]], self.config.num_heads // self.config.num_kv_heads
+        labels = [self.shares.layouts[group].indices[rank], range(self.shares.totals[group])]
+        if kind == "kv_heads":  # every query head may have its own copy
+            labels.append([head // size for head in self.shares.layouts["q"].indices[rank] or ()])
+        found = next((one for one in labels if one is not None and len(one) == count), None)
+        if found is None:
+            return None
+        kept, indices = real_items(found)
+        return Shard(tensor if len(kept) == count else tensor[:, kept], kind, indices)
 
     def _leave_out(self, source: Source, why: str) -> None:
-        layer, _ = place_of(source.name)
+        layer, _ = split_name(source.name)
         first, dot, _ = source.path.partition(".")
         alike = replace(source, name=pattern_of(source.name), path=first + dot + "*" * bool(dot))
         self.unplaced.setdefault((str(alike), why), set()).update({layer} - {None})
 
-    # What cannot be, whatever the values are.
+    # Contradictions: wrong with any values.
 
     def _says(self, sentence: str, fault: str) -> None:
         self.sources.contradictions.append(Contradiction(sentence, fault))
 
     def _check_padding(self) -> None:
-        """Where nothing recorded has just the vocabulary, whoever draws a token sees the padding, too."""
+        """Where every recorded tensor of logits is wider than the vocabulary, the sampler sees the padding, too."""
         sources = self.sources.of("logits")
         for source in reversed(sources):
             rank = self.sources.complete(source)[0]
@@ -190,13 +174,13 @@ class _Placing:
         if sources:
             more = f"{sources[0]} has {padding.shape[1]} columns of padding"
             if drawn := int((padding.amax(1) > own.amax(1)).sum()):
-                self._says(f"{more}, and in {drawn} of {len(own)} rows the largest number stands there: token ids that "
-                           "there are not", "vocab_padding")
+                self._says(f"{more}, and in {drawn} of {len(own)} rows the largest logit is one of them: a token id "
+                           "outside of the vocabulary", "vocab_padding")
             else:
-                self.sources.warnings.append(f"{more}; what draws tokens must not see them")
+                self.sources.warnings.append(f"{more}; the sampler must not see them")
 
     def _check_joined(self, kept: Source, places: list[tuple[int, int]]) -> None:
-        """Where the model's own output holds the numbers of its head, they must stand in the vocabulary's order."""
+        """Where the model's own output gathers the logits of its head, they must have the vocabulary's order."""
         row_of, size = {place: row for row, place in enumerate(places)}, self.config.vocab_size
         for source in self.sources.of("logits") if self.sources.world_size > 1 else ():
             for rank in self.sources.complete(source) if source is not kept else ():
@@ -215,12 +199,12 @@ class _Placing:
                 found = [token_of.get(bytes(column.numpy().data)) for column in theirs]
                 if differs.any() and None not in found:
                     wrong = int(differs.any(1).nonzero()[0])
-                    self._says(f"{source} on rank {rank} holds the numbers of {kept} in another order: those of token "
-                               f"{found[wrong]} stand where those of token {wrong} belong", "head_rows")
+                    self._says(f"{source} on rank {rank} holds the logits of {kept} in another order: those of token "
+                               f"{found[wrong]} stand in the place of token {wrong}", "head_rows")
                     return
 
     def _check_adapters(self) -> None:
-        """Adapters (LoRA) that leave the layer beneath as it is: their weights were never filled, or are lost."""
+        """Warn of adapters (LoRA) that add nothing: their weights were never loaded, or are lost."""
         bare = {source.name: source for source in self.sources.unclaimed() if source.kind == "out"}
         found: dict[tuple[str, str], list[int]] = {}
         for whole in self.sources.claimed():
@@ -229,13 +213,13 @@ class _Placing:
                 a, b = (self.sources.rows(one, rank, FEW) for one in (source, whole))
                 idle += [rank] * (a is not None and b is not None and torch.equal(a, b))
             if idle:
-                found.setdefault((pattern_of(whole.name), listed("rank", idle)), []).append(place_of(whole.name)[0])
+                found.setdefault((pattern_of(whole.name), listed("rank", idle)), []).append(split_name(whole.name)[0])
         self.sources.warnings += [f"the adapter of {name} adds nothing on {ranks} ({listed('layer', layers)})"
                                   for (name, ranks), layers in found.items()]
 
     def _find_lost_layers(self) -> list[int]:
-        """Layers that nobody ran: nothing of them was recorded, and the layer behind was given what the one before them
-        put out."""
+        """Layers that ran on no rank: no tensor of them was recorded, and the next layer's input is the output of the
+        layer before them."""
         recorded, found = [-1, *sorted(self.sources.layers_of(*self.sources.ranks)), self.config.num_layers], []
         for before, behind in zip(recorded, recorded[1:]):
             ends = [self._first(f"layers.{layer}.output" if layer >= 0 else "embed") for layer in (before, behind - 1)]
@@ -244,11 +228,11 @@ class _Placing:
                 found += lost
                 source = f"layer {before}" if before >= 0 else "the embedding"
                 target = f"layer {behind}" if behind < self.config.num_layers else "the last norm"
-                self._says(f"{listed('layer', lost)} ran on no rank: {target} was given what {source} put out",
+                self._says(f"{listed('layer', lost)} ran on no rank: the input of {target} is the output of {source}",
                            "layer_skipped")
         return found
 
     def _first(self, name: str) -> torch.Tensor | None:
         """A replicated point's first rows on the first rank that has it."""
-        return next((rows for source in self.shares.sources_of(name) for rank in self.sources.complete(source)[:1]
-                     if (rows := self.sources.rows(source, rank, FEW)) is not None), None)
+        return next((rows for source, read, _ in self.shares.candidates(name)
+                     for rank in self.sources.complete(source)[:1] if (rows := read(rank, FEW)) is not None), None)

@@ -1,11 +1,11 @@
-"""What a rank should have computed, for a few rows: from its own recorded inputs, or by Hugging Face's trace."""
+"""The values that a rank should have at a few rows: from its own recorded inputs, or by Hugging Face's trace."""
 
 from functools import cached_property
 
 import torch
 
 from tplab.align.arithmetic import activation, rotated
-from tplab.align.check.names import place_of, role_of
+from tplab.align.check.names import role_of, split_name
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, Source, Sources
 from tplab.align.local import LocalFrame
 from tplab.align.points import layer_of
@@ -23,9 +23,9 @@ _MADE_OF = {**dict.fromkeys("qkv", "input_norm"), **dict.fromkeys(("gate", "up",
                                                                   "post_norm")}
 
 
-class Evidence:
-    """The operations of :mod:`tplab.align.operations` on recorded rows, whole, in float32, and Hugging Face's points at
-    the sampled ones. Weights of one layer are kept at a time."""
+class Expected:
+    """The operations of :mod:`tplab.align.operations` on recorded rows, for the whole model, in float32; and Hugging
+    Face's points at the sampled rows. Weights of one layer are kept at a time."""
 
     def __init__(self, ckpt: Checkpoint, sources: Sources | None = None):
         self.ckpt, self.config, self.sources = ckpt, ckpt.config, sources
@@ -50,8 +50,8 @@ class Evidence:
         return weights[name]
 
     def of(self, name: str, x: torch.Tensor, **changed) -> torch.Tensor:
-        """A point that a matrix makes of ``x``, or ``mlp_act`` of the second norm's output; ``changed``: as
-        :meth:`tplab.align.operations.Operations.make` takes it."""
+        """The point that a matrix makes of ``x``, or ``mlp_act`` from the second norm's output; ``changed``: as for
+        :meth:`tplab.align.operations.Operations.make`."""
         at, _, point = name.rpartition(".")
         if point == "logits":
             return self._frame.finished(x.float() @ self.weight(HEAD).T)
@@ -71,15 +71,15 @@ class Evidence:
             return x.float()
         return rotated(self.config.model_type, x.float(), *self._tables(*self._frame.rope_type(at)))
 
-    # Of a source: what it should be.
+    # Expected values of a source.
 
     def input_of(self, source: Source, name: str, rank: int) -> torch.Tensor | None:
-        """The sampled rows of what went into the module that a source is the output of; else of the point ``name``."""
+        """The sampled rows of the input of a source's module; else of the point ``name``."""
         found = (self.sources.rows(one, rank, FEW) for one in self.sources.before(source, name, rank))
         return next((rows for rows in found if rows is not None), None)
 
     def own(self, name: str, source: Source, rank: int) -> torch.Tensor | None:
-        """``[sampled rows, all items, …]`` of a point from the rank's own input; None if that does not say it."""
+        """``[sampled rows, all items, …]`` of a point from the rank's own input; None if it has no such input."""
         at, _, point = name.rpartition(".")
         if name == "logits":
             return self._head(source, rank)
@@ -97,7 +97,7 @@ class Evidence:
         return {name: torch.cat(tensors) for name, tensors in found.items()}
 
     def _head(self, source: Source, rank: int) -> torch.Tensor | None:
-        """The logits that a rank should have, from what went into its head at the same places."""
+        """The logits that a rank should have, from its head's input at the same places."""
         places = self._places(source, rank)
         for before in self.sources.before(source, "norm", rank):
             there, x = self.sources.logits(before, rank) or ([], torch.empty(0, 0))
@@ -111,8 +111,8 @@ class Evidence:
         return self.sources.logits(source, rank, SHAPE)[0][:SAMPLE]
 
     def reference(self, name: str, source: Source | None = None, rank: int = 0) -> torch.Tensor | None:
-        """The same by Hugging Face, heads apart; None if its trace has no such point. Of logits ``source`` and ``rank``
-        say the rows."""
+        """The same by Hugging Face, with a dimension for heads; None if its trace has no such point. The rows of logits
+        are those of ``source`` on ``rank``."""
         if name == "logits":
             places, ids = self._places(source, rank), self.sources.texts.ids
             last = dict(sorted(places))  # sorted: of each text the last position stays
@@ -125,9 +125,9 @@ class Evidence:
         return tensor
 
     def are_tables(self, source: Source) -> bool:
-        """Whether a source holds cos and sin, or what goes into the module that makes them: by its name, or because
-        they are Hugging Face's for the recorded positions."""
-        if role_of(*place_of(source.name)) == "rotary" or source.path.partition(".")[0] in _TABLE_NAMES:
+        """Whether a source holds cos and sin, or the input of the module that makes them: by its name, or because its
+        values are Hugging Face's for the recorded positions."""
+        if role_of(*split_name(source.name)) == "rotary" or source.path.partition(".")[0] in _TABLE_NAMES:
             return True
         dim, rank = self.config.head_dim, self.sources.complete(source)[0]
         shape = self.sources.rows(source, rank, SHAPE)

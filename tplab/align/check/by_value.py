@@ -1,21 +1,20 @@
-"""What names do not say: a module is known by what it does, a tensor by what it equals.
+"""Finds points by their values where names say nothing.
 
-A module that gives a matrix or a norm of the checkpoint, applied to its own recorded input, is that matrix or norm. A
-tensor that equals a point of Hugging Face's trace on the same ids is that point.
+A module whose output is a matrix or a norm of the checkpoint, applied to its own recorded input, is that matrix or
+norm. A tensor that equals a point of Hugging Face's trace on the same ids is that point.
 """
 
 from tplab.align.check.fused import Fused
 from tplab.align.check.match import GROUP_OF, PADDING, PARTS, near
-from tplab.align.check.names import pattern_of, place_of, role_in
-from tplab.align.check.shares import ROWS, Shares, kinds
+from tplab.align.check.names import pattern_of, role_in, split_name
+from tplab.align.check.shares import ROWS, Shares
 from tplab.align.check.sources import FEW, Source, Sources
-from tplab.align.operations import columns_of
 from tplab.align.points import LAYER_POINTS, NORM_PLACES, OUTER, POINTS, layout
 from tplab.checkpoint.layout import EMBEDDING
 
 
-def learn(sources: Sources, shares: Shares) -> dict:
-    """Place what the conventions did not know; returns how, by the pattern of a module's name or of a source."""
+def place_by_value(sources: Sources, shares: Shares) -> dict:
+    """Place tensors whose names are unknown; returns how, by the pattern of a module's name or of a source."""
     modules: dict[str, dict[str, list[Source]]] = {}  # those that take at most one tensor and give one
     for source in _unknown(sources):
         if source.kind != "tensor":
@@ -33,7 +32,7 @@ def learn(sources: Sources, shares: Shares) -> dict:
         sources.claim(roles=roles)
     points: dict[tuple[str, str, str], str] = {}
     for source in {source.pattern: source for source in reversed(_unknown(sources))}.values():  # the first of each
-        layer, _ = place_of(source.name)
+        layer, _ = split_name(source.name)
         names = OUTER if layer is None else [f"layers.{layer}.{point}" for point in LAYER_POINTS]
         if point := next((name for name in names if _equals(shares, source, name)), None):
             points[source.pattern] = point.replace(f".{layer}.", ".{i}.")
@@ -44,15 +43,15 @@ def learn(sources: Sources, shares: Shares) -> dict:
 
 
 def _unknown(sources: Sources) -> list[Source]:
-    """What was not claimed, of modules whose names say nothing: a known module's other tensors are tables or masks."""
+    """Unclaimed tensors of modules with unknown names. (A known module's other tensors are tables or masks.)"""
     return [source for source in sources.unclaimed() if source.kind == "tensor" or not role_in(
-        sources.config, *place_of(source.name))]
+        sources.config, *split_name(source.name))]
 
 
 def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | None:
-    """What a module does, as a role of :mod:`tplab.align.check.names`."""
-    sources, evidence, hidden = shares.sources, shares.evidence, shares.config.hidden_size
-    rank, layer = sources.complete(leaving)[0], place_of(leaving.name)[0]
+    """The role of a module, as in :mod:`tplab.align.check.names`, by what it makes of its input."""
+    sources, evidence, hidden = shares.sources, shares.expected, shares.config.hidden_size
+    rank, layer = sources.complete(leaving)[0], split_name(leaving.name)[0]
     x, y = (source and sources.rows(source, rank, FEW) for source in (entering, leaving))
     if y is None or not y.numel() or entering and x is None:
         return None
@@ -79,26 +78,25 @@ def _role(shares: Shares, entering: Source | None, leaving: Source) -> str | Non
 
 def _is_row_parallel(shares: Shares, entering: Source, leaving: Source, at: str, role: str) -> bool:
     """Whether a module gives its rank's summand of ``o`` or ``down``, or the sum of all."""
-    partial, before, group = ROWS[role]
+    partial, _, group = ROWS[role]
     own, outs = {}, {}
     for rank in shares.sources.complete(leaving):
         x, outs[rank] = (shares.sources.rows(source, rank, FEW) for source in (entering, leaving))
-        columns = columns_of(shares.planned[group][rank], shares.dim(before))
-        if x is None or outs[rank] is None or x.shape[1] != len(columns):
+        own[rank] = shares.summand(at, role, x, shares.planned[group][rank])
+        if own[rank] is None or outs[rank] is None:
             return False
-        own[rank] = shares.evidence.of(at + partial, x, features=columns, bias=0.0)
-    return kinds(shares.evidence, at + partial, outs, own) in ({"summand"}, {"sum"})
+    return shares.summand_or_sum(at + partial, outs, own) in ({"summand"}, {"sum"})
 
 
 def _equals(shares: Shares, source: Source, name: str) -> bool:
     """Whether a tensor equals a point of Hugging Face's trace on every rank."""
     sources, ranks, kind = shares.sources, shares.sources.complete(source), layout(name)
-    size = shares.seat(ranks[0])[1]
+    size = shares.in_stage(ranks[0])[1]
     if name == "logits":
         seen = {rank: sources.logits(source, rank, FEW) for rank in ranks}
         return all(found is not None and found[1].shape[1] >= shares.config.vocab_size / size and shares.vote(
-            "vocab", found[1], shares.evidence.reference(name, source, rank), rank) for rank, found in seen.items())
-    if (true := shares.evidence.reference(name)) is None:
+            "vocab", found[1], shares.expected.reference(name, source, rank), rank) for rank, found in seen.items())
+    if (true := shares.expected.reference(name)) is None:
         return False
     outs = [sources.rows(source, rank, FEW) for rank in ranks]
     if kind == "partial":
