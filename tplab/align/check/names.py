@@ -7,6 +7,7 @@ tensors for one point (one's output is the next one's input); the strongest clai
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from tplab.align.check.overrides import overridden
@@ -90,6 +91,7 @@ class Claim(NamedTuple):
     strength: int
 
 
+@lru_cache(1 << 16)
 def split_name(name: str) -> tuple[int | None, str]:
     """A module's dotted name → its layer (None outside of the layers) and the rest of its name, ``""`` for the layer
     itself: ``"model.layers.3.mlp.up_proj"`` → ``(3, "mlp.up_proj")``."""
@@ -101,6 +103,7 @@ def split_name(name: str) -> tuple[int | None, str]:
     return None, ".".join(parts)
 
 
+@lru_cache(1 << 16)
 def pattern_of(name: str) -> str:
     """A name with ``{i}`` in the place of its layer."""
     layer, _ = split_name(name)

@@ -184,7 +184,7 @@ class Sources:
                         collect(self._points.setdefault(existing(claim.point, self.config), {}), claim.strength,
                                 claim.entry, rank, index)
                 for entry in found:
-                    if id(entry) not in claimed | ignored and entry.dtype.is_floating_point:
+                    if not (id(entry) in claimed or id(entry) in ignored) and entry.dtype.is_floating_point:
                         collect(self._unclaimed, BY_VALUE, entry, rank, index)
 
     def claimed(self) -> list[Source]:
@@ -323,11 +323,11 @@ def shared_modules(entries, layers: int) -> dict[str, int]:
     for entry in entries:
         if entry.kind != "tensor":
             runs[entry.name] = max(runs[entry.name], entry.nth + 1)
-    found = {}
+    found, places = {}, {split_name(name) for name in runs}
     for name, times in runs.items():
         layer, rest = split_name(name)
         inner = role_of(0, rest.rpartition(".")[2]) in ("rotary", "act", "core", "kv_cache")
-        alone = layer is None or layer == 0 and layers > 1 and not any(split_name(other) == (1, rest) for other in runs)
+        alone = layer is None or layer == 0 and layers > 1 and (1, rest) not in places
         if inner and alone and times % layers == 0 and (times > 1 or layer is None):
             found[name] = times // layers
     return found
