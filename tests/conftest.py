@@ -25,7 +25,8 @@ PROGRESS = Path(os.environ["TPLAB_PROGRESS"]).parent
 # A job in a script's background ignores Ctrl-C; tests that press it begin where a terminal's would.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What is imported and collected stays: nobody need look for garbage in it, now or later (`pytest_collection_finish`).
+# What is imported and collected stays: garbage collection need not search it, now or later
+# (`pytest_collection_finish`).
 gc.disable()
 
 # A deadline per example measures how busy the machine is, not whether the code is right.
@@ -47,14 +48,11 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what uses the fixtures `pool` and `smollm2`, and all of tests/pool. Have one worker of xdist run the tests
-    of a file, which share what it sets up; not slow ones."""
+    """Mark what uses the fixtures `pool` and `smollm2`, and all of tests/pool."""
     for item in items:
         used = {item.path.parent.name, *getattr(item, "fixturenames", ())}
         for name in used & {"pool", "smollm2"}:
             item.add_marker(name)
-        slow = item.get_closest_marker("slow")
-        item.add_marker(pytest.mark.xdist_group(item.nodeid if slow else item.nodeid.split("::")[0]))
 
 
 def pytest_collection_finish():

@@ -68,7 +68,7 @@ def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd
         "import os, sys\n"
         "def test_it(): assert not sys.dont_write_bytecode and os.environ['PYTEST_XDIST_WORKER_COUNT'] == '2'\n"
         "def test_more(): assert os.environ['TPLAB_X1'] != '+a,b=c'\n")
-    assert testing.run_part({"TPLAB_X1": "+a,b=c"}, ["--dist", "loadfile", str(tmp_path)]) == 1
+    assert testing.run_part({"TPLAB_X1": "+a,b=c"}, [str(tmp_path)]) == 1
     assert "1 failed, 1 passed" in capfd.readouterr().out
 
 
@@ -77,7 +77,7 @@ def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd
 def test_workers_and_threads_are_those_of_the_machine_and_the_environment(cores, workers, said, threads, monkeypatch):
     def call(command, cwd, env):
         assert cwd == ROOT and env["TPLAB_X1"] == "1" and env["OMP_NUM_THREADS"] == threads
-        assert command[1:] == ["-m", "pytest", "--numprocesses", workers, "tests"]
+        assert command[1:] == ["-m", "pytest", "--numprocesses", workers, "--dist", "loadfile", "tests"]
         return 7
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

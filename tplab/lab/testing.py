@@ -5,7 +5,7 @@ Some of them want the real model, smollm2: it is fetched first, once.
 With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
 Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
-than half of the time of one after the other. The tests of one file stay with one worker (see tests/conftest.py).
+than half of the time of one after the other. The tests of one file stay with one worker, for they share what is set up.
 """
 
 import os
@@ -29,11 +29,11 @@ AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ss
         "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 # Of each part: its settings of the environment, and what pytest is told.
-PARTS = {"unit tests and notebooks with their solutions": ({}, ["--dist", "loadgroup", "tests"]),
-         "notebooks against their stored text": ({}, ["--dist", "loadfile", "--nbval", "notebooks"]),
-         "engine, held to AVX2": (AVX2, ["--dist", "loadgroup", "tests/fast", "tests/invariant", "tests/engine",
+PARTS = {"unit tests and notebooks with their solutions": ({}, ["tests"]),
+         "notebooks against their stored text": ({}, ["--nbval", "notebooks"]),
+         "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", "tests/engine",
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
-         "engine, with the fast path off": (OFF, ["--dist", "loadgroup", "tests/engine", "tests/llm"])}
+         "engine, with the fast path off": (OFF, ["tests/engine", "tests/llm"])}
 
 
 def pytest_command(options: list[str]) -> list[str]:
@@ -48,7 +48,7 @@ def run_part(settings: dict[str, str], options: list[str]) -> int:
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     workers = str(max(2, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
-    return subprocess.call(pytest_command(["--numprocesses", workers, *options]), cwd=ROOT, env=environment)
+    return subprocess.call(pytest_command(["--numprocesses", workers, "--dist", "loadfile", *options]), cwd=ROOT, env=environment)
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
