@@ -41,8 +41,8 @@ USE = """
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a process that compiles, or loads, ``double``, and then runs ``more``; each ``use()`` of it prints 42, cache
-    hits and cache misses."""
+    """Start a process that compiles, or loads, ``double``, and then runs ``more``, which can do it again: ``use()``. It
+    prints 42, cache hits and cache misses each time."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(MODULE))
 
     def start(more=""):

@@ -54,7 +54,7 @@ def checked(ckpt: Checkpoint, one: Fault | None, tp: int, dtype: str, folder: Pa
     from helpers.recorded import record_lab
 
     options |= one.options if one else {}
-    return check(record_lab(folder, ckpt, plain_prompts(ckpt.config.vocab_size), tp, getattr(torch, dtype), decoded=5,
+    return check(record_lab(folder, ckpt, plain_prompts(ckpt.config.vocab_size), tp, getattr(torch, dtype), decoded=2,
                             patches=[one] if one else [], **options), ckpt)
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,7 +176,13 @@ def test_keys_of_kernel_and_server_are_for_their_owner_only(lab):
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
 
+@cache
 def sources():
+    """``[(file, its tree, the dotted names in it)]`` of all code that a learner runs."""
+    return [(where, tree, set(names(tree))) for where, tree in trees()]
+
+
+def trees():
     for path in [*sorted((ROOT / "tplab").rglob("*.py")), ROOT / "launch"]:
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -204,16 +211,16 @@ PICKLING_COLLECTIVES = re.compile(r"_object(_list)?$")  # torch.distributed pick
 def test_only_one_file_unpickles_and_what_it_reads_has_no_name():
     """``transfer`` reads what another process of the same pool wrote into memory that only they have. The others import
     in advance, and write to the standard input of a child."""
-    users = {where: found for where, tree in sources() if (found := set(filter(PICKLES.search, names(tree))))}
+    users = {where: found for where, _, used in sources() if (found := set(filter(PICKLES.search, used)))}
     assert "pickle.loads" in users.pop("tplab/pool/transfer.py")
     assert users == {"tplab/pool/preload.py": {"cloudpickle"}, "tplab/fast/compiled.py": {"pickle", "pickle.dumps"}}
-    readers = {where for where, tree in sources() if {"transfer.loads", "loads"} & set(names(tree))
+    readers = {where for where, _, used in sources() if {"transfer.loads", "loads"} & used
                and where.startswith("tplab/")}
     assert readers == {f"tplab/pool/{name}.py" for name in ("pool", "failures", "transfer", "watch", "worker")}, readers
 
 
 def test_no_collective_pickles():
-    assert not [(where, name) for where, tree in sources() for name in names(tree)
+    assert not [(where, name) for where, _, used in sources() for name in used
                 if name.startswith(("dist.", "torch.distributed.")) and PICKLING_COLLECTIVES.search(name)]
 
 
@@ -229,7 +236,7 @@ def test_calls_and_answers_travel_in_memory_that_has_no_name(lab):
 def test_remote_code_is_never_trusted():
     """Neither as an argument nor as a key of arguments; the one place that names it refuses checkpoints that ask."""
     found = []
-    for where, tree in sources():
+    for where, tree, _ in sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 found.append(where)
