@@ -23,6 +23,10 @@ Tags of cells (``metadata.tags``):
 ``cure``
     In notebook 09: a cell that mends a function of patient zero; tests take its definitions from here.
 
+``measured``
+    A code cell that takes long and that no exercise needs: it times this machine, or runs the real model. Only the run
+    with the solutions leaves it out.
+
 ``stub``, ``solution`` and ``check`` come in threes, in this order of stubs; every notebook but ``00`` has at least one.
 
 Every figure (PNG or SVG output) has a text alternative: a line that starts with ``Figure:``, printed by the same cell,
@@ -250,7 +254,8 @@ def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path, kernel)
     paste_solutions(notebook)
     last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
     begin = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {tmp_path}")
-    notebook.cells = [begin, *notebook.cells[: last + 1]]
+    notebook.cells = [begin, *(cell for cell in notebook.cells[: last + 1]
+                               if "measured" not in cell.metadata.get("tags", []))]
     solved = tmp_path / path.name
     nbformat.write(notebook, solved)
     done = papermill.execute_notebook(solved, solved, parameters={"tensor_parallel_size": 3}, km=kernel,

@@ -48,7 +48,8 @@ def run_part(settings: dict[str, str], options: list[str]) -> int:
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     workers = str(max(2, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
-    return subprocess.call(pytest_command(["--numprocesses", workers, "--dist", "loadfile", *options]), cwd=ROOT, env=environment)
+    return subprocess.call(pytest_command(["--numprocesses", workers, "--dist", "loadfile", *options]), cwd=ROOT,
+                           env=environment)
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
