@@ -193,7 +193,7 @@ def test_an_h100_multiplies_for_nothing_until_the_ridge():
 
 
 def test_what_plan_says_about_speed(monkeypatch):
-    monkeypatch.setattr(outlook, "measure_machine", lambda *given: ROUND)
+    monkeypatch.setattr(outlook, "measure_machines", lambda config, sizes, dtype: dict.fromkeys(sizes, ROUND))
     monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=14.6e9))
     lines = list(outlook.speed_lines(shape_config("mistral-7b"), ShardPlan.from_config(
         shape_config("mistral-7b"), 4), BF16))
@@ -207,7 +207,7 @@ def test_what_plan_says_about_speed(monkeypatch):
     assert [line[line.index(":"):] for line in lines[6:]] == [f": {link.source}" for link in LINKS.values()]
     assert lines[0].split("  ")[0] == "predicted, 4 ranks"
     monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=8e9))
-    monkeypatch.setattr(outlook, "measure_machine", None)
+    monkeypatch.setattr(outlook, "measure_machines", None)
     config = shape_config("llama-3.1-70b")
     lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 1), BF16))
     assert lines[1] == "this machine has 8.0 GB of memory, the weights need 141.1 GB"
@@ -232,7 +232,7 @@ def test_what_plan_says_about_memory_and_about_a_model_for_short_texts(monkeypat
 
 def test_plan_names_heads_bytes_and_speeds(tmp_path, capsys, monkeypatch):
     model = make_checkpoint(tmp_path / "model")
-    monkeypatch.setattr(outlook, "measure_machine", lambda *given: ROUND)
+    monkeypatch.setattr(outlook, "measure_machines", lambda config, sizes, dtype: dict.fromkeys(sizes, ROUND))
     assert main(["plan", str(model), "--tp", "3", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "uneven: 4 query heads and 2 KV heads over 3 ranks" in out and "memory in bfloat16, with 16" in out

@@ -16,8 +16,8 @@ from tplab.checkpoint import open_checkpoint
 def test_a_context_is_measured_where_the_answer_has_room_behind_it(longest, contexts, monkeypatch):
     sizes, asked, made = [], [], []
     monkeypatch.setattr(curves, "longest_sequence", lambda config: longest)
-    monkeypatch.setattr(curves, "measure_machine", lambda config, size, dtype: sizes.append(size)
-                        or Machine("one", 2, {1: 1e-3}))
+    monkeypatch.setattr(curves, "measure_machines", lambda config, asked, dtype: sizes.extend(asked)
+                        or dict.fromkeys(asked, Machine("one", 2, {1: 1e-3})))
     monkeypatch.setattr(curves, "decode_seconds", lambda llm, *given: asked.append(given) or len(asked))
     monkeypatch.setattr(curves, "RankPool", Pool)
     monkeypatch.setattr(curves, "LLM", lambda *given, **options: made.append(options) or nullcontext())
@@ -32,7 +32,7 @@ def test_a_context_is_measured_where_the_answer_has_room_behind_it(longest, cont
 
 def test_curves_are_measured_beside_their_limit(monkeypatch):
     machine = Machine("one", 2, {1: 1e-3}, kv_byte=1e-6, reduce_latency=1.0, reduce_byte=1.0, sequence=1.0, step=1.0)
-    monkeypatch.setattr(curves, "measure_machine", lambda config, size, dtype: machine)
+    monkeypatch.setattr(curves, "measure_machines", lambda config, sizes, dtype: dict.fromkeys(sizes, machine))
     monkeypatch.setattr(curves, "decode_seconds", lambda llm, sequences, context: 0.5)
     monkeypatch.setattr(curves, "RankPool", Pool)
     monkeypatch.setattr(curves, "LLM", lambda *given, **options: nullcontext())

@@ -21,7 +21,7 @@ WEIGHT = {1: 1e-9, 4: 2e-9, 16: 3e-9, 64: 7e-9, 512: 4e-8}
 KV_BYTE, SCORE = 3e-10, 5e-11
 
 
-def simulated(tp, cores, monkeypatch, disturbed=0.0, dtype=torch.float64):
+def simulated(tps, cores, monkeypatch, disturbed=0.0, dtype=torch.float64):
     """Stand-ins that take as long as the model of cost says; returns what was measured."""
     asked = []
 
@@ -52,7 +52,7 @@ def simulated(tp, cores, monkeypatch, disturbed=0.0, dtype=torch.float64):
     monkeypatch.setattr(machine, "RankPool", Pool)
     monkeypatch.setattr(machine, "available_cores", lambda: cores)
     monkeypatch.setattr(machine, "_step_seconds", seconds)
-    return machine.measure_machine(FABLE, tp, dtype), asked
+    return machine.measure_machines(FABLE, tps, dtype), asked
 
 
 @pytest.mark.parametrize("tp, cores, pools", [(1, 1, {1}), (1, 4, {1}), (2, 2, {1, 2}), (4, 2, {1, 2, 4}),
@@ -60,7 +60,8 @@ def simulated(tp, cores, monkeypatch, disturbed=0.0, dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, dtype, monkeypatch):
     """fable's 8 and 2 heads; more ranks than cores take turns in a layer, and its weights are timed on fewer."""
-    found, asked = simulated(tp, cores, monkeypatch, dtype=dtype)
+    machines, asked = simulated([tp], cores, monkeypatch, dtype=dtype)
+    found = machines[tp]
     near = pytest.approx
     assert (found.name, found.places) == (f"this machine, {cores} core{'s' * (cores > 1)}", cores)
     assert (found.step, found.sequence, found.request) == (near(STEP), near(SEQUENCE), near(REQUEST))
@@ -74,8 +75,15 @@ def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, dtype, mon
     assert [size for size, _ in large] == [min(tp, cores)] and large[0][1]["num_hidden_layers"] == 6
 
 
+def test_for_several_numbers_of_ranks_each_pool_is_started_once(monkeypatch):
+    machines, asked = simulated([1, 3, 4], 2, monkeypatch)
+    assert machines == {tp: simulated([tp], 2, monkeypatch)[0][tp] for tp in (1, 3, 4)}
+    assert sorted(size for size, sizes, _ in asked if sizes["hidden_size"] != 64) == [1, 2]
+    assert sorted(size for size, sizes, _ in asked if sizes["hidden_size"] == 64) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
 def test_what_others_disturb_is_never_less_than_nothing(monkeypatch):
-    found, _ = simulated(2, 2, monkeypatch, disturbed=2e-4)
+    found = simulated([2], 2, monkeypatch, disturbed=2e-4)[0][2]
     assert found.reduce_latency == 0 and min(found.weight.values()) > 0
 
 
@@ -104,7 +112,7 @@ def test_a_small_machine_is_measured(monkeypatch):
                             folder, size, dtype, logical=True, **options))):
         monkeypatch.setattr(machine, name, small)
     monkeypatch.setattr(steps, "TOKENS", 3)
-    found = machine.measure_machine(FABLE, 2, torch.float32)
+    found = machine.measure_machines(FABLE, [2], torch.float32)[2]
     assert set(found.weight) == set(TIMED) and all(seconds > 0 for seconds in found.weight.values())
     assert min(found.kv_byte, found.score, found.reduce_latency, found.reduce_byte, found.sequence) >= 0
     assert found.step > 0 and found.places == machine.available_cores()
@@ -121,6 +129,6 @@ def test_a_model_that_the_fast_path_does_not_know_is_timed_as_a_llama_on_the_ref
     monkeypatch.setattr(machine, "_step_seconds", seconds)
     config = config_of(dict(model_type="mixtral", hidden_size=96, intermediate_size=50, num_hidden_layers=2,
                             num_attention_heads=4, num_key_value_heads=2, vocab_size=70, num_local_experts=4))
-    machine.measure_machine(config, 1, torch.float32)
+    machine.measure_machines(config, [1], torch.float32)
     assert {model_type for model_type, size, _ in asked if size == 96} == {"llama"}
     assert all(options == {"enforce_eager": True} for *_, options in asked)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tplab.bench.amounts import Part
 from tplab.bench.cost import step_cost
-from tplab.bench.machine import measure_machine
+from tplab.bench.machine import measure_machines
 from tplab.bench.steps import TOKENS, decode_seconds
 from tplab.checkpoint import Checkpoint
 from tplab.engine.config import longest_sequence
@@ -23,9 +23,10 @@ def bench_curves(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dic
     sizes = [n for n in (1, 2, 4, 8, 16) if n < tp] + [tp]
     found: dict = {"sequences": {}, "context": {}}
     show(f"curves, {model}, {dtype}: tokens/s while decoding, and the limit: products and attention of that machine")
+    machines = measure_machines(config, sizes, parse_dtype(dtype))
     for size in sizes:
-        plan, machine = ShardPlan.from_config(config, size), measure_machine(config, size, parse_dtype(dtype))
-        bare = replace(machine, reduce_latency=0.0, reduce_byte=0.0, sequence=0.0, step=0.0)
+        plan = ShardPlan.from_config(config, size)
+        bare = replace(machines[size], reduce_latency=0.0, reduce_byte=0.0, sequence=0.0, step=0.0)
         with RankPool(size, timeout=600) as pool, LLM(
                 ckpt, size, dtype, pool=pool, max_num_seqs=max(BATCHES), enable_prefix_caching=False) as llm:
             for axis, points in (("sequences", [(n, SHORT) for n in BATCHES]),

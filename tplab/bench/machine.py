@@ -7,7 +7,7 @@ reference, is measured as it is, with all that lies between its products.
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,8 +75,8 @@ ALONE, CROWD, FIRST = Kind("decode", 1, CONTEXT), Kind("decode", SEQUENCES, CONT
 TIMED = {1: ALONE, 4: FEW_KEYS, 16: CROWD, 64: Kind("prompt", 1, PROMPTS[0]), 512: ONE_PROMPT}  # by their rows
 
 
-def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
-    """This machine as ``tp`` ranks find it, with the sizes of a model (a :class:`tplab.checkpoint.ModelConfig`).
+def measure_machines(config, sizes: Iterable[int], dtype: torch.dtype) -> dict[int, Machine]:
+    """This machine as so many ranks find it, for each of ``sizes``, with the sizes of a model (a ``ModelConfig``).
 
     Layers are timed on no more ranks than there are cores: more ranks would take turns, which the model of cost adds up
     itself. Collectives are timed on all ranks, because their time includes waking the ranks that wait. For a model that
@@ -85,28 +85,30 @@ def measure_machine(config, tp: int, dtype: torch.dtype) -> Machine:
     cores, in_turn = available_cores(), why_not(config, dtype) is not None
     options = {"enforce_eager": True} if config.traits else {}
     config = replace(config, model_type="llama", experts=None) if config.traits else config
-    plan = ShardPlan.from_config(config, min(tp, cores))
-    sizes, layers = _sizes(config, plan, dtype)
-    kinds, own, pools = [*TIMED.values(), MANY_KEYS, SHORT_PROMPTS], {}, {1, min(tp, cores), tp}
-    byte = 0.0
-    for size in sorted(pools):
+    near = {tp: min(tp, cores) for tp in sizes}  # the ranks on which layers are timed
+    own, byte, plans, layers, seconds = {}, {1: 0.0}, {}, {}, {}
+    kinds = [*TIMED.values(), MANY_KEYS, SHORT_PROMPTS]
+    for size in sorted({1, *near, *near.values()}):
         with RankPool(size, timeout=120) as pool:
             own[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST], dtype,
                                                 **options) for count in TINY_LAYERS))
-            if size == tp > 1:
+            if size > 1:
                 small, large = (max(pool.run(_reduce, count)) for count in MESSAGES)
-                byte = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
-            if size == plan.tensor_parallel_size:
-                seconds = _step_seconds(pool, sizes | {"num_hidden_layers": layers}, kinds, dtype, **options)
+                byte[size] = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
+            if size in near.values():
+                plans[size] = ShardPlan.from_config(config, size)
+                of_layer, layers[size] = _sizes(config, plans[size], dtype)
+                seconds[size] = _step_seconds(pool, of_layer | {"num_hidden_layers": layers[size]}, kinds, dtype,
+                                              **options)
     # A tiny layer's compiled work is shared by the ranks; the reference's Python is paid by each, in turn.
     latency = {size: max(0.0, found.layer - own[1].layer * (max(1, size / cores) if in_turn else 1 / min(size, cores))
                          ) / 2 if size > 1 else 0.0 for size, found in own.items()}
-    here = plan.tensor_parallel_size
-    collective = (latency[here], byte) if here > 1 else (0.0, 0.0)
-    return Machine(f"this machine, {cores} core{'s' * (cores > 1)}", cores,
-                   **_per_unit(config, plan, dtype, layers, seconds, own[here], collective),
-                   reduce_latency=latency[tp], reduce_byte=byte,
-                   step=own[tp].step, sequence=own[tp].sequence, request=own[tp].request)
+    return {tp: Machine(f"this machine, {cores} core{'s' * (cores > 1)}", cores,
+                        **_per_unit(config, plans[here], dtype, layers[here], seconds[here], own[here],
+                                    (latency[here], byte[tp] if here > 1 else 0.0)),
+                        reduce_latency=latency[tp], reduce_byte=byte[tp],
+                        step=own[tp].step, sequence=own[tp].sequence, request=own[tp].request)
+            for tp, here in near.items()}
 
 
 class _Engine:

@@ -10,7 +10,7 @@ from tplab.bench.amounts import Part, kv_bytes, parameter_bytes
 from tplab.bench.cost import step_cost
 from tplab.bench.latent import is_latent, latent_lines
 from tplab.bench.links import LINKS, MEMORY_BYTES, linked_machine
-from tplab.bench.machine import Machine, measure_machine
+from tplab.bench.machine import Machine, measure_machines
 from tplab.bench.shapes import shape_config
 from tplab.checkpoint import ModelConfig
 from tplab.checkpoint.config import config_of
@@ -56,7 +56,7 @@ def speed_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
     if sum(each) > memory:
         yield f"this machine has {_size(memory)} of memory, the weights need {_size(sum(each))}"
     else:
-        yield _speeds(config, plan, dtype, measure_machine(config, tp, dtype))
+        yield _speeds(config, plan, dtype, measure_machines(config, [tp], dtype)[tp])
     for name in LINKS:
         machine = linked_machine(name, tp, dtype)
         if max(each) > MEMORY_BYTES:
