@@ -1,5 +1,8 @@
 """The case files: each is seen, named and mended; what is wrong is refused in words; runs are counted; it is sealed."""
 
+import builtins
+import dis
+import inspect
 import json
 import re
 from dataclasses import replace
@@ -43,7 +46,7 @@ def answers(file):
 
 @each_case
 def test_a_case_is_seen_named_and_mended_and_what_hides_it_is_refused(file, ckpt):
-    solved = Solved(lesson.open_case(file.number, ckpt))
+    solved = Solved(lesson.open_case(file.number, ckpt, tensor_parallel_size=2 + file.number % 2))
     assert not solved.wrong
     assert (solved.seen == NOWHERE) == (not file.bugs)
     assert len(solved.hidden) == len(file.false_repairs) >= 1
@@ -240,6 +243,14 @@ def test_a_solution_runs_in_an_empty_cell(file):
     space: dict = {}
     exec(solution_code(file), space)
     assert space["where"] and space["what"] and space["why"] and all(map(callable, space["repair"].values()))
+    known = space.keys() | vars(builtins).keys()
+    assert not {name for one in space.values() if inspect.isfunction(one) for name in globals_of(one.__code__)} - known
+
+
+def globals_of(code):
+    """The global names that code reads, also in the functions inside it."""
+    inner = [name for one in code.co_consts if inspect.iscode(one) for name in globals_of(one)]
+    return [*inner, *(one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")]
 
 
 def test_all_places_at_once_are_no_answer_and_what_is_none_is_refused_in_words(ckpt, capsys):
