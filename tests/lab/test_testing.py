@@ -57,8 +57,9 @@ def test_every_file_of_tests_is_run_and_the_engines_in_each_form():
     (_, tests), (_, notebooks), *forms = testing.PARTS.values()
     assert tests[-1] == "tests" and not any(word.startswith("--ignore") for word in tests) and "--nbval" in notebooks
     assert [settings for settings, _ in forms] == [testing.AVX2, testing.OFF]
-    assert all((ROOT / path).is_dir() for _, options in testing.PARTS.values() for path in options
-               if path.split("/")[0] in ("tests", "notebooks"))
+    paths = [path.removeprefix("--ignore=").split("::") for _, options in testing.PARTS.values() for path in options]
+    assert all((ROOT / file).exists() for file, *_ in paths if file.split("/")[0] in ("tests", "notebooks"))
+    assert all(f"def {name}(" in (ROOT / file).read_text() for file, *names in paths for name in names)
 
 
 def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd):

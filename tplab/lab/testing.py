@@ -28,12 +28,14 @@ OFF = {"TPLAB_FAST": "0"}
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,"
         "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+# The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
+ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["tests"]),
          "notebooks against their stored text": ({}, ["--nbval", "notebooks"]),
-         "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", "tests/engine",
+         "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
-         "engine, with the fast path off": (OFF, ["tests/engine", "tests/llm"])}
+         "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
 
 
 def pytest_command(options: list[str]) -> list[str]:
