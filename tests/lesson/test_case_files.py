@@ -243,8 +243,8 @@ def test_a_solution_runs_in_an_empty_cell(file):
     space: dict = {}
     exec(solution_code(file), space)
     assert space["where"] and space["what"] and space["why"] and all(map(callable, space["repair"].values()))
-    known = space.keys() | vars(builtins).keys()
-    assert not {name for one in space.values() if inspect.isfunction(one) for name in globals_of(one.__code__)} - known
+    own = [one for one in space.values() if inspect.isfunction(one) and one.__globals__ is space]
+    assert not {name for one in own for name in globals_of(one.__code__)} - space.keys() - vars(builtins).keys()
 
 
 def globals_of(code):
