@@ -1,5 +1,9 @@
 """Whole steps of the fast path on real ranks: their ends beside float64, and when the reference computes instead."""
 
+import os
+import signal
+import sys
+import threading
 from functools import partial
 
 import numpy as np
@@ -42,6 +46,34 @@ def pool(request):
 def two():
     with RankPool(2) as pool:
         yield pool
+
+
+def _stop_while_numba_is_imported():
+    """Start a thread that sends this rank the pool's signal to stop, in the middle of the import."""
+    def stop():
+        while "numba.core" not in sys.modules:
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    assert "numba.core" not in sys.modules
+    threading.Thread(target=stop, daemon=True).start()
+
+
+def test_a_load_that_was_stopped_can_be_done_again(tmp_path):
+    """numba, stopped while it is imported, fails in the next import, or crashes."""
+    def load(stopped):
+        if stopped:
+            _stop_while_numba_is_imported()
+        make_runner(ckpt, plan, config)
+        return "numba.core.dispatcher" in sys.modules
+
+    ckpt = open_checkpoint(make_checkpoint(tmp_path))
+    plan = ShardPlan.from_config(ckpt.config, 1)
+    config = EngineConfig.for_model(ckpt.config, plan, torch.float32, num_blocks=4)
+    with RankPool(1) as pool:
+        with pytest.raises(RankError):
+            pool.run(load, True, timeout=LOAD_TIMEOUT)
+        assert pool.run(load, False, timeout=LOAD_TIMEOUT) == [True]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,6 +4,9 @@ The rooms below are plain PyTorch and do not depend on this one. numba is import
 """
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 
 import torch
 
@@ -30,11 +33,19 @@ def why_not(config, dtype: torch.dtype) -> str | None:
     return None
 
 
+def to_its_end(function: Callable, *arguments):
+    """Call ``function`` in a thread of its own, to its end even where an interrupt stops this rank meanwhile.
+
+    numba must not be stopped half way, neither while it is imported nor while it compiles: the next load on this rank
+    would fail inside it, or crash. Signals are handled by a process's main thread, so another thread is safe.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()
+
+
 def make_runner(ckpt, plan, config) -> ModelRunner:
     """On a rank: a loaded runner, accelerated where that is possible and ``config`` allows it."""
     runner = ModelRunner(ckpt, plan, config)
     if not (config.enforce_eager or config.strict or why_not(ckpt.config, config.dtype)):
-        from tplab.fast.accelerate import accelerate
-
-        accelerate(runner)
+        to_its_end(import_module, "tplab.fast.accelerate").accelerate(runner)
     return runner

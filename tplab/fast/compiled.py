@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import llvmlite
@@ -19,7 +19,7 @@ from numba import njit
 from numba.core import caching, config
 
 from tplab.checkpoint.names import cache_dir
-from tplab.fast import cpu
+from tplab.fast import cpu, to_its_end
 from tplab.pool import control_block
 from tplab.ranks import oplog
 
@@ -63,8 +63,9 @@ class _Cache(caching.FunctionCache):
 
 
 def entry(function, compiled=inner):
-    """A compiled function that Python calls. The functions that it calls are compiled into it."""
+    """A compiled function that only Python calls. The functions that it calls are compiled into it."""
     made = compiled(function)
+    made.compile = partial(to_its_end, made.compile)
     with suppress(OSError, RuntimeError):  # no folder to write to: each process compiles
         _folder().mkdir(parents=True, exist_ok=True)
         config.CACHE_DIR = str(_folder())

@@ -6,10 +6,13 @@ batch follow https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-in
 summands follows TBIK (https://arxiv.org/abs/2511.17826). The rooms below do not depend on it.
 """
 
+from importlib import import_module
+
 import torch
 
 from tplab.engine.errors import EngineError
 from tplab.engine.runner import ModelRunner
+from tplab.fast import to_its_end
 from tplab.invariant.tree import RANKS
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -38,8 +41,6 @@ def refuse_unknown(config, dtype: torch.dtype, ranks: int) -> None:
 
 def make_runner(ckpt, plan, config) -> ModelRunner:
     """On a rank: a loaded runner whose sums have one order."""
-    from tplab.invariant.model import make_batch_invariant
-
     runner = ModelRunner(ckpt, plan, config)
-    make_batch_invariant(runner.model)
+    to_its_end(import_module, "tplab.invariant.model").make_batch_invariant(runner.model)
     return runner
