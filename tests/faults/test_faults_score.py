@@ -107,7 +107,7 @@ def test_the_picture_says_what_was_taken_for_what():
     figure = show.confusion_figure(found)
     assert "no_mask as nan_mask 1 times; no_mask as (no name) 1 times" in figure.alt_text
     assert "Off the diagonal: nothing" in show.confusion_figure(Score(found.runs[:2])).alt_text
-    assert show.confusion_figure(Score(found.runs[:2])).get_suptitle() == "Nothing is taken for\nanything else"
+    assert show.confusion_figure(Score(found.runs[:2])).get_suptitle() == "Every fault gets its own name"
     ax = figure.axes[0]
     rows, columns = (["(healthy)", "nan_mask", "no_mask"], ["(healthy)", "nan_mask", "no_mask", "(no name)"])
     assert [label.get_text() for label in ax.get_yticklabels()] == rows

@@ -2,7 +2,7 @@
 
 A story is an instrument. Its opening introduces two names, an animal, a thing, two colours and two places and
 says what happened; in its body every one of them returns, dozens of tokens later, where only one word is
-right. Whoever continues the opening has to remember.
+right. So a model that continues the opening must remember them.
 """
 
 import re
@@ -70,7 +70,7 @@ def stories(split: str, n: int, seed: int = 0) -> list[Story]:
 
 
 def default_story(seed: int = 0) -> Story:
-    """A fixed held-out story in which an animal is lost and must be found, with everybody's help."""
+    """A fixed held-out story in which an animal is lost and is found again."""
     return next(s for s in stories("held-out", 64, seed) if s.plot == "lost")
 
 

@@ -44,8 +44,8 @@ class Reading:
 def read(story: Story, text: str) -> Reading:
     """Read ``text`` as the body of ``story`` (what follows its opening).
 
-    A sentence that is garbled or missing costs all its references; the next one is looked for behind it, so one
-    slip does not cost the whole story.
+    A sentence that is garbled or missing costs all its references; the next one is searched after it, so one
+    mistake does not cost the whole story.
     """
     grammatical, answers, at = True, [], 0
     for beat in plots.PLOTS[story.plot][1]:

@@ -1,8 +1,8 @@
 """How well a model remembers: ``python -m tplab.fable.recall [--stories N]``.
 
-The model is given the openings of held-out stories and continues them greedily. The grammar reads what it wrote and
-asks, wherever the plot refers back, whether the right name, animal, colour, place or thing stands there. A healthy
-model is right nearly everywhere; with a broken cache or wrong positions it names the wrong ones, or loses the thread.
+The model is given the openings of held-out stories and continues them greedily. The grammar reads the
+continuation and checks, at each reference of the plot, whether it has the right name, animal, colour, place or thing. A
+right model is right nearly everywhere; with a broken cache or wrong positions it names wrong ones, or writes nonsense.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tplab.fable import CHECKPOINT, FableError, Story, stories
 from tplab.fable.reading import Reading, read
 
-# A body is at most about 150 tokens long. A model that has not come to an end by then has lost the thread.
+# A body is at most about 150 tokens long. A longer continuation is no body of the plot.
 MAX_NEW_TOKENS = 192
 BATCH_SIZE = 64
 EOS = "<|endoftext|>"

@@ -2,13 +2,13 @@
 
 Tokenizer, initial weights, stories and their order all follow from ``SEED``. Matrices learn by Muon
 (https://kellerjordan.github.io/posts/muon/), embeddings, norms and biases by AdamW. Every training row begins
-where a story begins, and most of the loss is about bodies, which can be foretold, not about openings, which
-cannot: with stories cut anywhere and all tokens weighing the same, learning to copy took three times as many.
+where a story begins, and most of the loss is for bodies, which can be predicted, not for openings, which
+cannot: with stories cut anywhere and equal weights for all tokens, learning to copy took three times as many tokens.
 
-After the first phase the model names the right person, animal and thing, but places and colours no better than by
-lot. All colours behave alike in the stories, so their embeddings have become nearly one vector (mean cosine 0.93), and
-what cannot be told apart cannot be copied. The later phases pull such embeddings apart and let them weigh more;
-places are then learnt within 100 steps, colours within 250.
+After the first phase the model names the right person, animal and thing, but places and colours only by chance. All
+colours are used alike in the stories, so their embeddings have become nearly one vector (mean cosine 0.93), and the
+model cannot copy words that it cannot distinguish. The later phases move such embeddings apart and give them more
+weight; places are then learnt within 100 steps, colours within 250.
 
 The committed weights are those of the first three phases, carried out in three sittings. Sums of floats depend on the
 machine and its load, so another run ends in other digits: judge it by ``tplab.fable.recall``. One run of three phases
@@ -45,7 +45,7 @@ ROUTER = "mlp.gate.weight"
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with optimizers of its own.
+    """A part of the training, with its own optimizers.
 
     ``steps`` of a learning-rate schedule that is ``planned`` steps long: up in the share ``warmup``, flat, then down to
     0 over the last ``decay``. ``long_rows``: the share from which on rows are long. ``spread``: ``{kind: distance}``
@@ -73,7 +73,7 @@ PHASES = (
     Phase(450, 450, warmup=30 / 451, decay=0.45, spread=(("colour", 2.0),), emphasis=6.0),
 )
 
-# A tokenizer for `chat`: what is said stands there plainly, as the beginning of a story.
+# For `chat`: the messages without any marks, as the beginning of a story.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
 
 
@@ -163,7 +163,7 @@ def _hand_out(gradient: torch.Tensor, matrices: list) -> None:
 
 
 def word_ids(tokenizer) -> dict[str, torch.Tensor]:
-    """The token of every place and of every colour, as it stands inside a sentence."""
+    """The token of every place and of every colour, as it is inside a sentence."""
     kinds = {"place": words.PLACES, "colour": words.COLOURS}
     return {kind: torch.tensor([tokenizer.backend_tokenizer.encode(f" {word}").ids[0] for word in some])
             for kind, some in kinds.items()}

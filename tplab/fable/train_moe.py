@@ -2,11 +2,11 @@
 
 It is a Qwen3 mixture of experts that begins where ``fable`` ended (sparse upcycling, arXiv:2212.05055). Embeddings,
 attention and norms are fable's; each expert begins with a fifth of the columns of fable's MLP, another fifth than its
-neighbours', and what is alike among experts grows apart because each sees other tokens. Qwen3 normalises q and k, which
+neighbours', and experts become different because each sees other tokens. Qwen3 normalises q and k, which
 fable did not, so that attention has to be learnt again; it takes some hundred steps. Stories, optimizers and rates are
 those of :mod:`tplab.fable.train`.
 
-The weights are kept in bfloat16. The committed ones took 23 minutes with one thread, beside other work; they name the
+The weights are kept in bfloat16. The committed ones took 23 minutes with one thread on a busy machine; they name the
 right person, animal, colour, place and thing in 99.9 % of 1,401 places (``python -m tplab.fable.recall --stories 100
 --checkpoint tplab/fable/checkpoint_moe``).
 """

@@ -15,7 +15,7 @@ from tplab.faults.fault import anywhere
 from tplab.patch import Patch
 
 NOWHERE = "nowhere"  # the place to blame when the engine is innocent
-# What a learner may blame and mend: the engine's core loop, in the order in which a step goes through it.
+# What a learner can name and repair: the engine's core loop, in the order in which a step goes through it.
 CORE = ("engine.core", "engine.scheduler", "engine.draft", "engine.step", "engine.runner", "engine.sampler",
         "cache.blocks", "cache.table", "cache.paged", "model.loader", "model.decoder", "model.norm", "model.rope",
         "model.attention", "model.mlp", "shard.parameter", "shard.linear", "shard.embedding")
@@ -23,7 +23,7 @@ CORE = ("engine.core", "engine.scheduler", "engine.draft", "engine.step", "engin
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the engine in which a case shows, or in which a repair has to stand."""
+    """One run of the engine in which a case shows, or in which a repair is tested."""
 
     says: str  # the run in words: "a prompt of 33 tokens, read 16 at a time"
     prompts: Sequence[Sequence[int]]
@@ -36,8 +36,8 @@ class Bug:
     """One thing that is wrong in a case."""
 
     place: str  # the guilty function, as :func:`places` calls it
-    wrong: Callable  # what stands there
-    right: Callable  # what repairs it
+    wrong: Callable  # the broken code
+    right: Callable  # the repair
     what: str  # the kind of mistake, among those of all cases
     fault: str  # what the diagnosis calls it
 
@@ -48,7 +48,7 @@ class Bug:
 
     @property
     def repair(self) -> tuple[Patch, ...]:
-        """Patches that mend it."""
+        """Patches that repair it."""
         return patches_at(self.place, self.right)
 
 
@@ -74,7 +74,7 @@ class CaseFile:
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
     # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises
-    # ValueError with what is wrong with another. And a right one.
+    # ValueError with the mistake of a wrong one. ``cure``: a right one.
     examine: Callable | None = None
     cure: Callable | None = None
     name: str = ""  # the file's
@@ -108,7 +108,7 @@ class CaseFile:
 def places() -> dict[str, tuple[str, ...]]:
     """``{"RowParallelLinear.reduce": (dotted names under which the engine calls it, …)}``, all functions of the core.
 
-    A function that several files import stands under each of their names.
+    A function that several files import has a dotted name in each of them.
     """
     modules = [import_module(f"tplab.{name}") for name in CORE]
     found: dict[str, tuple[str, ...]] = {}
@@ -136,5 +136,5 @@ def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
 
 
 def code_at(place: str) -> str:
-    """The source of what stands at a place right now."""
+    """The source of the code that is at a place now."""
     return inspect.cleandoc("\n" + inspect.getsource(resolve_name(places()[place][0])))

@@ -1,4 +1,4 @@
-"""What a fault is: a small patch on the clean engine, and what there is to know about it."""
+"""A fault: a small patch on the clean engine, with its symptom, its first trace point and its sightings."""
 
 import inspect
 import textwrap
@@ -69,7 +69,7 @@ class Fault:
 
 def bug(target: str, replacement: Callable, title: str, symptom: str, *sightings: tuple[str, str],
         more: tuple[Patch, ...] = (), **facts) -> Fault:
-    """A :class:`Fault` called as its replacement of ``target`` is; ``more``: patches beside that one."""
+    """A :class:`Fault` with the name of ``replacement``, which replaces ``target``; ``more``: further patches."""
     return Fault(replacement.__name__, title, symptom, patches=(Patch(target, replacement), *more),
                  sightings=sightings, **facts)
 

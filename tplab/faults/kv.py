@@ -1,4 +1,4 @@
-"""Faults of KV heads, of what a cache holds, and of where a decoded token stands."""
+"""Faults of KV heads, of the content of a cache, and of the position of a decoded token."""
 
 from tplab.faults.fault import bug, only_if, two_ranks
 from tplab.patch import Patch, original

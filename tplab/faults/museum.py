@@ -12,10 +12,10 @@ MUSEUM: dict[str, Fault] = {fault.name: fault for room in (mask, sharding, rope,
                                                            windows, experts, waiting, drafts)
                             for fault in room.FAULTS}
 
-# Of what not every model has: experts, windows, norms and rotations of its own.
+# For models with experts, windows, other norms or other rotations.
 WING = tuple(fault.name for room in (windows, experts) for fault in room.FAULTS)
 
-# What the engine had that this lab grew out of, in the order in which the notebooks remove it.
+# Bugs of the engine from which this lab began, in the order in which the notebooks repair them.
 SEED = ("nan_mask", "shard_dim1", "rope_missing")
 
 # The staircase of the whole series: one bug per notebook, each visible with any model on any number of ranks.

@@ -1,4 +1,4 @@
-"""Faults of ranks that do not do the same thing."""
+"""Faults of ranks that do different things."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Runs of the engine in which a fault of the decode path cannot hide: who is preempted, whose prefix is found."""
+"""Runs of the engine in which a fault of the decode path must show: preemptions, found prefixes, drafts."""
 
 import torch
 

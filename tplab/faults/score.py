@@ -141,7 +141,7 @@ def _mapped(workers: int) -> Iterator[Callable]:
 def _runs(job: tuple) -> list[Run]:
     name, model, size, dtype = job
     ckpt = open_checkpoint(model)
-    own = ckpt.config.traits or ckpt.config.scale_block  # such a model is there for what shows on no other
+    own = ckpt.config.traits or ckpt.config.scale_block  # such a model is for faults that show on no other
     asked = map(MUSEUM.get, WING) if own else (*MUSEUM.values(), *CASES.values())
     able = [one for one in asked if not one.why_not(ckpt.config, size)
             and not (dtype == "bfloat16" and one.below_bfloat16)]
@@ -184,7 +184,7 @@ def _true(fault: Fault | CaseFile | None) -> set[str]:
 
 
 def _outcome(fault: Fault | CaseFile | None, found) -> str:
-    """``found`` names the fault, and nothing that is not there: another name beside the true one is a wrong one."""
+    """``found`` must name the fault and nothing else: with another name beside the true one, it is wrong."""
     true = _true(fault)
     if not true:
         return FALSE_ALARM if found else HEALTHY

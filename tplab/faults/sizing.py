@@ -1,8 +1,8 @@
-"""Multiplied by tp, divided by tp: the sizing that held by luck.
+"""Sizes that are multiplied by tp and divided by tp again.
 
-The engine this lab grew out of sized its QKV layer from *local* head counts, multiplied by the number of ranks to get
-something to hand to a column-parallel layer, which divided by the number of ranks again. Where every count divides
-evenly the two cancel; this module says where they do not. It is arithmetic, not a patch: :class:`ShardPlan` never
+The engine from which this lab began computed the size of its QKV layer from *local* head counts, multiplied by the
+number of ranks; a column-parallel layer divided by the number of ranks again. If every count divides evenly, the result
+is right; this module says when it is not. It is arithmetic, not a patch: :class:`ShardPlan` never
 derives a global size from a local one, so there is no line of it to break.
 """
 
@@ -13,7 +13,7 @@ from tplab.shard import ShardPlan
 
 
 def multiplied_then_divided(num_heads: int, num_kv_heads: int, head_dim: int, tp: int) -> tuple[int, int]:
-    """The old sizing: what it takes for the layer's global rows, and the rows that each rank ends up with."""
+    """The old sizing: the layer's rows, which it calls global, and the rows that each rank gets."""
     heads_here = num_heads // tp
     kv_heads_here = max(1, num_kv_heads // tp)
     global_rows = (heads_here + 2 * kv_heads_here) * tp * head_dim

@@ -1,4 +1,4 @@
-"""Faults of sums that are under way: read too early, written to too early, scattered after the wrong cut."""
+"""Faults of sums that are not complete: read too early, overwritten too early, scattered after the wrong cut."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Faults of what models of today have beside a Llama: windows, sinks, caps, other norms, other rotations."""
+"""Faults of features that a Llama does not have: windows, sinks, caps, other norms, other rotations."""
 
 import copy
 

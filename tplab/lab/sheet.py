@@ -85,7 +85,7 @@ class CheatSheet:
                 for where, group in groups.items()]
 
     def __str__(self) -> str:
-        tables = [["who holds what", *map(" · ".join, self.held())], ["one layer", " → ".join(STREET)],
+        tables = [["what each rank holds", *map(" · ".join, self.held())], ["one layer", " → ".join(STREET)],
                   ["five numbers to look at first", *map(": ".join, NUMBERS)],
                   ["first off the floor → suspects", *map(": ".join, self.suspects())]]
         return "\n\n".join("\n  ".join(lines) for lines in tables)
@@ -98,7 +98,7 @@ class CheatSheet:
         plan = self.plan
         street = " → ".join(f"<b>{escape(one)}</b>" if one.startswith("ALL") else escape(one) for one in STREET)
         return "".join([
-            _heading(f"Who holds what: {plan.num_heads} query and {plan.num_kv_heads} KV heads on "
+            _heading(f"What each rank holds: {plan.num_heads} query and {plan.num_kv_heads} KV heads on "
                      f"{plan.tensor_parallel_size} ranks ({plan.kind})"),
             _table(["weight", "whole [out, in]", "cut along", "rank 0 | rank 1 | …"], self.held()),
             _heading("One layer, and its two all-reduces"), f'<p style="margin: .2em 0">{street}</p>',
@@ -117,7 +117,7 @@ class CheatSheet:
 
 
 def cheat_sheet(model: str | Checkpoint = "fable", tensor_parallel_size: int = 2) -> CheatSheet:
-    """One page: who holds what of ``model``, a layer's two all-reduces, what to look at first, and the usual suspects.
+    """One page: what each rank holds of ``model``, a layer's two all-reduces, what to look at first, and the suspects.
 
         >>> lab.cheat_sheet(model, tensor_parallel_size)
     """

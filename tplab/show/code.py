@@ -72,8 +72,8 @@ def _compared(source: str) -> list[str]:
 def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right"), folded: str = "") -> SideBySide:
     """Broken code beside right code, with the lines that differ marked by ✗ and ✓ as well as by colour.
 
-    Both are source text, or functions and classes whose source can be read. ``titles`` stand above them.
-    ``folded``: what stands on the page until a click opens it, where the right code is what a learner is to write.
+    Both are source text, or functions and classes whose source can be read. ``titles`` are above them.
+    ``folded``: a line that hides both until a click opens it, if the learner must write the right code first.
 
         >>> lesson.side_by_side(fault("nan_mask").broken, fault("nan_mask").right)
     """

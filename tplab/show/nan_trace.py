@@ -1,4 +1,4 @@
-"""What the map of NaN draws: a model traced on the ranks, and how much of every token is lost at every point."""
+"""The data of the map of NaN: the share of every token that is NaN at every trace point, on each rank."""
 
 from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts

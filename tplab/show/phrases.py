@@ -9,7 +9,7 @@ from tplab.errors import TplabError
 
 
 class ShowError(TplabError):
-    """What was asked for cannot be drawn or said."""
+    """The figure, table or text cannot be made."""
 
 
 def magnitude(value: float) -> str:
@@ -25,9 +25,9 @@ def magnitude(value: float) -> str:
 
 
 def distance(point) -> float:
-    """How far a :class:`tplab.align.PointDiff` stands from Hugging Face, relative to the largest value there.
+    """The difference of a :class:`tplab.align.PointDiff` from Hugging Face, relative to the largest value there.
 
-    The ranks' disagreement counts too. NaN where tplab has NaN or infinity, be it on one rank only.
+    A difference between the ranks counts, too. NaN where any rank has NaN or infinity.
     """
     if point.nan or point.inf or not math.isfinite(point.max_abs + point.spread):
         return math.nan
@@ -89,12 +89,12 @@ class _Lines(TextWrapper):
 
 
 def in_width(line: str, indent: str = "  ") -> str:
-    """A long line as several of at most ``WIDE`` characters, those after the first behind ``indent``."""
+    """A long line as several of at most ``WIDE`` characters, those after the first with ``indent``."""
     return _Lines(WIDE, subsequent_indent=indent, break_long_words=False).fill(line)
 
 
 def say(*words, sep: str = " ") -> None:
-    """``print`` for what may be long: no line is wider than a notebook's page, which would break it inside a word.
+    """``print`` for long lines: no line is wider than a notebook's page, which would break it inside a word.
 
         >>> show.say("answer:", llm.generate(prompt)[0].outputs[0].text)
     """

@@ -1,4 +1,4 @@
-"""An engine stepped to the end, with a note of tables and pool after each step: what the drawings of the cache draw."""
+"""An engine stepped to the end, with tables and pool recorded after each step, for the drawings of the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ class Moment(NamedTuple):
     fresh: frozenset[tuple[int, int]]  # the (block, place) that this step wrote
 
     def users(self, block: int) -> list[int]:
-        """The sequences in whose tables a block stands."""
+        """The sequences whose tables have the block."""
         return [number for number, table in self.tables.items() if block in table]
 
     def leaked(self, block: int) -> bool:
-        """Whether a block counts as used and stands in no table."""
+        """Whether a block counts as used and is in no table."""
         return self.ref_counts[block] > 0 and not self.users(block)
 
 
@@ -52,7 +52,7 @@ class StepRecording:
 
 
 def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> StepRecording:
-    """Step an engine until all prompts are finished, and note tables and pool after every step.
+    """Step an engine until all prompts are finished, and record tables and pool after every step.
 
     ``llm`` must have nothing unfinished. ``arrivals``: per prompt, after how many steps it arrives, rising; all at the
     beginning if None. Steps in which there is nothing to do are left out.

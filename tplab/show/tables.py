@@ -8,9 +8,9 @@ _CELL = "text-align: left; padding: .2em .9em .2em 0"
 
 
 class Table:
-    """A pandas ``frame`` that shows itself, with its text beside it.
+    """A pandas ``frame`` that shows itself, as HTML and as text.
 
-    Its styles stand in the cells: a notebook that is not trusted loses ``<style>``, and a ``Styler``'s ids are random.
+    Its styles are in the cells: a notebook that is not trusted loses ``<style>``, and a ``Styler``'s ids are random.
     """
 
     def __init__(self, frame, bad=None):

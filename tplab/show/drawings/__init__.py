@@ -1,1 +1,1 @@
-"""Drawings in SVG: what each rank holds, and where it stands."""
+"""Drawings in SVG: what each rank holds, the paged cache, a batch over time."""

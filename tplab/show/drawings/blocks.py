@@ -1,4 +1,4 @@
-"""The paged cache drawn: where a sequence's tokens stand, and all blocks of an engine step by step."""
+"""The paged cache drawn: the slots of a sequence's tokens, and all blocks of an engine step by step."""
 
 from collections.abc import Sequence
 from html import escape
@@ -30,7 +30,7 @@ def short(text: str, most: int = 6) -> str:
 
 
 def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: int = 4, num_blocks: int = 6) -> Drawing:
-    """One sequence: its tokens by position above, the slots in which they stand below.
+    """One sequence: its tokens by position above, their slots below.
 
     ``block_ids``: its block table. ``tokens``: their texts, in order. ``block_size``, ``num_blocks``: of the cache.
 
@@ -162,7 +162,7 @@ def blocks_figure(recording: StepRecording, steps: Sequence[int] | None = None) 
 
     A thick frame marks what the step wrote; a stroke through an empty place, what is reserved but not used; grey, a
     block with several users; *kept*, a free block that can still be found by its contents; *leaked*, one that counts as
-    used but stands in no table. ``steps``: their numbers within the recording, from 1; the last one if not given.
+    used but is in no table. ``steps``: their numbers within the recording, from 1; the last one if not given.
 
         >>> show.blocks_figure(run, steps=[1, 6])
     """
@@ -198,7 +198,7 @@ class Stepper:
         self.alt_text = self._first.alt_text.replace("Figure:", "Figure: the steps when this cell ran.", 1)
 
     def go(self, steps: int) -> None:
-        """What a button does: so many steps on, or back, and not beyond the ends."""
+        """Go so many steps on, or back if negative, and not beyond the ends."""
         self.step.value += steps  # the widget keeps it within its ends
 
     def _redraw(self, change) -> None:

@@ -35,4 +35,4 @@ def experts_figure(plans: Mapping[str, ShardPlan]) -> Drawing:
                                                 for shard in plan.ranks))
     body += write(_LEFT - 8, 18, "expert", size=11, anchor="end", ink=INK)
     return Drawing(Svg(_LEFT + most * wide + 10, _ROW * len(plans), body).text(),
-                   f"Figure: who holds which part of which expert. {'. '.join(details)}.")
+                   f"Figure: which rank holds which part of which expert. {'. '.join(details)}.")

@@ -19,7 +19,7 @@ def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
     parts = [part for part in parts if part[1]] if ends else []
     bars = [(heads_end + 30 + 128 * i, *part) for i, part in enumerate(parts)]
     width = max(heads_end + 14 + 128 * len(bars) + 16 * ends, 262.0)
-    body = write(8, 16, title or "Who holds what", size=13.5, bold=True)
+    body = write(8, 16, title or "What each rank holds", size=13.5, bold=True)
     body += write(8, 38, f"{plan.kind}: {plan.num_heads} query, {plan.num_kv_heads} KV heads, "
                          f"{plan.tensor_parallel_size} rank{'s' * (plan.tensor_parallel_size > 1)}", size=11.5)
     for shard in plan.ranks:
@@ -57,12 +57,12 @@ def _heads(plan: ShardPlan, shard: RankShard, left: float, y: float, cell: float
 
 def plan_html(plan: ShardPlan) -> str:
     """The drawing of one plan for a page; what a plan shows as the last line of a cell."""
-    words = f"Who holds which heads: {_describe_plan(plan)}"
+    words = f"Which rank holds which heads: {_describe_plan(plan)}"
     return Drawing(plan_drawing(plan).text(), words).html()
 
 
 def plan_figure(plans) -> Drawing:
-    """Who holds which heads: a ``ShardPlan`` (with its MLP columns and vocabulary rows), or ``{title: ShardPlan}``.
+    """Which rank holds which heads: a ``ShardPlan``, with its MLP columns and vocabulary rows, or ``{title: plan}``.
 
         >>> show.plan_figure({"Qwen2.5-0.5B": ShardPlan.from_config(qwen, 2), "SmolLM2": plan})
     """
@@ -72,7 +72,7 @@ def plan_figure(plans) -> Drawing:
         raise ShowError("plan_figure takes a ShardPlan or {title: ShardPlan}")
     svg = beside([plan_drawing(plan, title, ends=single) for title, plan in plans.items()]).text()
     details = ". ".join(f"{title}: {_describe_plan(plan)}".removeprefix(": ") for title, plan in plans.items())
-    return Drawing(svg, f"Figure: who holds which heads. {details}.")
+    return Drawing(svg, f"Figure: which rank holds which heads. {details}.")
 
 
 def _describe_plan(plan: ShardPlan) -> str:

@@ -10,7 +10,7 @@ from tplab.show.figures.style import image_html, show_with_words
 COLOURS = (("#0072B2", "#fff"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#CC79A7", "#000"),
            ("#56B4E9", "#000"), ("#D55E00", "#fff"), ("#F0E442", "#000"), ("#444444", "#fff"))
 GREY, LINE, INK = "#f2f2f2", "#b8b8b8", "#222"
-LIMIT, GAP = 960.0, 26.0  # pixels: of drawings side by side the width, and what lies between them
+LIMIT, GAP = 960.0, 26.0  # pixels: the width of drawings side by side, and the gap between them
 
 
 def colour(rank: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Where in the text a run of the engine goes wrong: every token of every prompt, right, wrong or not computed."""
+"""At which tokens a run of the engine is wrong: every token of every prompt, right, wrong or not computed."""
 
 from itertools import islice
 
@@ -21,7 +21,7 @@ def rows_outside(report, point: str) -> list[bool]:
 def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
     """Each prompt token by token, as far as it was computed: off the floor at a trace point, or found in the cache?
 
-    A bar stands where decoding begins. ``report``: of :func:`tplab.align.align_decode`. ``point``: a trace point with a
+    A bar marks where decoding begins. ``report``: of :func:`tplab.align.align_decode`. ``point``: a trace point with a
     row per token; the first divergent one if not given, the final norm of a run without any.
 
         >>> show.token_grid_figure(align_decode(ckpt, prompts, patches=[fault]), ckpt.tokenizer())

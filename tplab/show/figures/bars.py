@@ -1,4 +1,4 @@
-"""Bars for what is measured on this machine. Their lengths are never stored as text."""
+"""Bars for measurements on this machine. Their lengths are never stored as text."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
     """Horizontal bars of ``{group: {label: value}}``, each with its number and ``unit``.
 
     ``title``: the finding, true on any machine. ``drawn``: what is drawn, for the text alternative, which has no
-    measured number, since those change from run to run.
+    measured number, because those change from run to run.
 
         >>> show.bars_figure({"rank 0": {"full copy": 12.1, "slices": 6.2}}, "MB", "Slices hold half", "private memory")
     """

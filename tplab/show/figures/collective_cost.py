@@ -1,4 +1,4 @@
-"""What a collective costs: time against the size of its message, and what too many threads do to it."""
+"""The time of a collective against the size of its message, and the effect of too many threads."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]]
     """Seconds per collective against bytes per message: median, and a band that holds the middle half.
 
     ``measured``: ``{label: {bytes: seconds of each repetition}}``, as the slowest rank saw them. ``messages``: ``{what:
-    bytes}`` of a model, drawn as lines. The text alternative carries no time: those belong to the machine.
+    bytes}`` of a model, drawn as lines. The text alternative has no times: they depend on the machine.
 
         >>> show.collective_cost_figure({"all_reduce": {4: seconds, 4096: more}}, {"one token": 512})
     """
@@ -45,7 +45,7 @@ def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]]
     return figure.finished(title or "The cost of a collective", (
         "time of one collective (median, and the middle half of the repetitions) for messages "
         f"of {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, on log axes. Lines: "
-        f"{', '.join(measured)}. {marked}The times are this machine's and stand in the picture only."), columns=2)
+        f"{', '.join(measured)}. {marked}The times are those of this machine, and only in the picture."), columns=2)
 
 
 def latency_and_bandwidth(line: Mapping[int, Sequence[float]]) -> tuple[float, float]:
@@ -104,9 +104,9 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, cores: i
     ax.xaxis.set_major_formatter(lambda value, _: f"× {value:g}")
     ax.xaxis.set_minor_formatter(lambda value, _: f"× {value:g}" if f"{value:.0e}"[0] in "235" else "")
     ax.set_ylim(len(measured) - 0.4, -0.75)
-    ax.set_xlabel(f"time of one step, relative to one thread per rank (this machine lends us {cores} "
+    ax.set_xlabel(f"time of one step, relative to one thread per rank (this machine has {cores} free "
                   f"core{'s' * (cores > 1)})")
     return figure.finished(title or "Threads of ranks that share the cores", (
         f"time of one step on {ranks} ranks with one thread each, and with more, relative to "
         "the median with one: every repetition, the middle half and the median. The times, and the "
-        "numbers of cores and threads, are this machine's and stand in the picture only."))
+        "numbers of cores and threads, are those of this machine, and only in the picture."))

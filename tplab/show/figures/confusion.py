@@ -1,4 +1,4 @@
-"""Which fault was taken for which: the diagnosis's score as a matrix."""
+"""Which name the diagnosis gave to which fault, as a matrix."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ HEALTHY, NAMELESS = "(healthy)", "(no name)"
 def confusion_figure(score) -> Picture:
     """Rows: what was wrong with the engine; columns: what the diagnosis said; how often, on the diagonal in blue.
 
-    ``score``: what :func:`tplab.faults.score.score` returned. What is off the diagonal is red where it was a mistake,
-    and grey where the numbers could not tell the two apart.
+    ``score``: what :func:`tplab.faults.score.score` returned. Off the diagonal, a mistake is red; a
+    pair that the numbers cannot distinguish is grey.
 
         >>> show.confusion_figure(score(["fable"]))
     """
@@ -43,7 +43,7 @@ def confusion_figure(score) -> Picture:
              ylabel="what was wrong")
     axes.tick_params(length=0)
     off = "; ".join(f"{row} as {column} {count} times" for (row, column), count in counts.items() if row != column)
-    return figure.finished("Nothing is taken for anything else" if score.ok else "Red: taken for something else", (
+    return figure.finished("Every fault gets its own name" if score.ok else "Red: a fault with another one's name", (
         f"{len(rows)} kinds of engines and what the diagnosis said of each. Off the diagonal: "
         f"{off or 'nothing'}."))
 

@@ -13,7 +13,7 @@ ENDS = ("embed", "output", "norm", "logits")
 def diff_figure(reports: Mapping, title: str | None = None) -> Picture:
     """The difference from Hugging Face after every layer, one line per report, with the rounding floor as a band.
 
-    NaN stands in a lane of its own at the top, exact agreement in one at the bottom. ``reports``: ``{label:
+    NaN is in a separate row at the top, exact agreement in one at the bottom. ``reports``: ``{label:
     AlignReport}``, all of one model. Stages of the series and ``"broken"``/``"fixed"`` have fixed colours and markers.
     Here and in all figures ``title`` is the finding; it is written from the data if not given.
 
@@ -83,7 +83,7 @@ def _lost(reports, names) -> str:
 
 
 def _first(report) -> str:
-    first = report.first_divergence  # a recorded engine can be wrong without one: it may have stopped half way
+    first = report.first_divergence  # a recorded engine that stopped can be wrong without one
     return "inside the floor" if first is None else f"first outside at {first.name}"
 
 

@@ -1,4 +1,4 @@
-"""Which head does a rank hold? Keys (or values) of each rank, whole, in the colour of the head that they are."""
+"""Which head a rank holds: the keys (or values) of each rank, in the colour of the head that they are equal to."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ ALIKE = 1e-3  # relative to the whole's largest number
 
 @styled
 def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) -> Picture:
-    """Hugging Face's heads, and beside them what each rank holds: tokens across, a head's numbers down.
+    """Hugging Face's heads, and what each rank holds: tokens across, a head's numbers down.
 
     ``whole``: ``[tokens, heads, head_dim]``. ``held``: ``{label: [a rank's [tokens, heads here, head_dim], …]}``. Each
     picture has the frame of the head that it equals.
@@ -46,7 +46,7 @@ def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) 
 
 
 def _same(x, whole) -> int | None:
-    """The head that these numbers are; None if they are no head's."""
+    """The head that has these numbers; None if no head has them."""
     gaps = [(x - whole[:, head]).abs().max().item() for head in range(whole.shape[1])]
     return gaps.index(min(gaps)) if min(gaps) <= ALIKE * whole.abs().max().item() else None
 

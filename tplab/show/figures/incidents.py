@@ -1,4 +1,4 @@
-"""Seconds until failures were reported, beside their bounds."""
+"""Seconds until failures were reported, and their bounds."""
 
 from collections.abc import Mapping
 

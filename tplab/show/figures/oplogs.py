@@ -1,4 +1,4 @@
-"""The op logs of a failed run as a picture: what each rank asked of the others, in order, and who waits for whom."""
+"""The op logs of a failed run as a picture: the collectives of each rank, in order, and which rank waits for which."""
 
 import os
 import re
@@ -40,7 +40,8 @@ class _FailedRun:
 
 @styled
 def op_logs(errors, title: str | None = None) -> Picture:
-    """What each rank did before a run failed: its collectives downwards, the first difference on a tint, and who waits.
+    """What each rank did before a run failed: its collectives downwards, the first difference on a tint, and arrows
+    from the ranks that wait.
 
     ``errors``: a ``RankError`` (or an error that one caused), or ``{title: error}``, one panel each.
 

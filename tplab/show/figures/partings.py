@@ -17,7 +17,7 @@ _WIDE, _SIZE = 110, 10  # characters of a line, points of a character
 
 @styled
 def texts_figure(texts: Mapping[str, Sequence[str]], title: str) -> Picture:
-    """Texts below each other, ``{label: its tokens}``; behind the first difference from the first one, in another ink.
+    """Texts below each other, ``{label: its tokens}``; what follows the first difference is in another colour.
 
         >>> show.texts_figure({"one rank": ["the", " fox"], "two ranks": ["the", " dog"]}, "Two answers")
     """

@@ -1,4 +1,4 @@
-"""The roofline: how fast a step is, beside what memory and arithmetic allow at its operations per byte."""
+"""The roofline: how fast a step is, and what memory and arithmetic allow at its operations per byte."""
 
 from collections.abc import Mapping
 
@@ -40,4 +40,4 @@ def roofline_figure(points: Mapping[str, tuple[float, float]], roofs: Mapping[st
     return figure.finished(title or "What memory and arithmetic allow", (
         "operations per second against operations per byte, on log axes. Points: "
         f"{', '.join(points)}. Roofs, a slope for memory and a ceiling for arithmetic: "
-        f"{', '.join(roofs)}. The numbers are this machine's and stand in the picture only."), columns=2)
+        f"{', '.join(roofs)}. The numbers are those of this machine, and only in the picture."), columns=2)

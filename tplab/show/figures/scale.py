@@ -11,8 +11,8 @@ LANE = 0.55  # distance between two lines' lanes, in decades
 class DifferenceAxis:
     """Draws lines of relative differences on one matplotlib axes.
 
-    ``lines``: ``{label: values}``; NaN goes to the upper lane, called ``lost``, 0 to the lower one, each line at a
-    height of its own; None is not drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is
+    ``lines``: ``{label: values}``; NaN is drawn in the upper lane, called ``lost``, 0 in the lower one, each line at
+    another height; None is not drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is
     drawn at ``log10`` of its value, on a linear axis whose ticks are written as powers of ten.
     """
 

@@ -11,9 +11,9 @@ from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, Picture, pictu
 
 @styled
 def nan_map(tokens: Sequence[str], ranks: Sequence[Mapping], layers: int = 2, title: str | None = None) -> Picture:
-    """Where numbers are lost to NaN: one panel per rank, tokens down.
+    """Where numbers are NaN: one panel per rank, tokens down.
 
-    Across stand the trace points of the first layers, the final norm and the logits, in the order of the computation.
+    Across: the trace points of the first layers, the final norm and the logits, in the order of the computation.
     A cell is empty, orange (some of the token's numbers are NaN) or black (all of them are).
 
     ``tokens``: their texts; few are easier to see. ``ranks``: for each rank ``{trace point: [tokens] shares}`` of
