@@ -107,7 +107,7 @@ def test_the_picture_says_what_was_taken_for_what():
     figure = show.confusion_figure(found)
     assert "no_mask as nan_mask 1 times; no_mask as (no name) 1 times" in figure.alt_text
     assert "Off the diagonal: nothing" in show.confusion_figure(Score(found.runs[:2])).alt_text
-    assert show.confusion_figure(Score(found.runs[:2])).get_suptitle() == "Every fault gets its own name"
+    assert show.confusion_figure(Score(found.runs[:2])).get_suptitle() == "Every fault gets its name"
     ax = figure.axes[0]
     rows, columns = (["(healthy)", "nan_mask", "no_mask"], ["(healthy)", "nan_mask", "no_mask", "(no name)"])
     assert [label.get_text() for label in ax.get_yticklabels()] == rows
@@ -120,7 +120,7 @@ def test_the_picture_says_what_was_taken_for_what():
     assert [(text.get_text(), text.get_position()) for text in ax.texts] == [
         ("1", (0, 0)), ("1", (1, 1)), ("1", (1, 2)), ("1", (3, 2))]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("what the diagnosis said", "what was wrong") and ax.yaxis_inverted()
-    assert figure.get_suptitle() == "Red: taken for something else"
+    assert figure.get_suptitle() == "Red: another fault's name"
     alike = show.confusion_figure(Score((run("no_mask", LOOKALIKE, "nan_mask"), run("no_mask", LOOKALIKE, "nan_mask"))))
     assert [to_hex(box.get_facecolor()) for box in alike.axes[0].patches] == ["#8a8a8a"]
     assert [text.get_text() for text in alike.axes[0].texts] == ["2"]

@@ -43,7 +43,7 @@ def confusion_figure(score) -> Picture:
              ylabel="what was wrong")
     axes.tick_params(length=0)
     off = "; ".join(f"{row} as {column} {count} times" for (row, column), count in counts.items() if row != column)
-    return figure.finished("Every fault gets its own name" if score.ok else "Red: a fault with another one's name", (
+    return figure.finished("Every fault gets its name" if score.ok else "Red: another fault's name", (
         f"{len(rows)} kinds of engines and what the diagnosis said of each. Off the diagonal: "
         f"{off or 'nothing'}."))
 
