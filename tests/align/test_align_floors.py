@@ -11,7 +11,7 @@ from helpers.reports import config_with
 from tplab.align import gather
 from tplab.align import run as running
 from tplab.align.gather import whole_point
-from tplab.align.points import goes_into, inputs, layout, point_names
+from tplab.align.points import inputs, layout, point_names
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare
 from tplab.align.run import AlignError, check_prompts, pool_for, reassemble
@@ -90,12 +90,6 @@ def test_all_points_in_their_order():
     ("norm", ["layers.2.output"]), ("logits", ["norm"])])
 def test_what_a_point_is_made_from(name, made_from):
     assert inputs(name, config_with(num_layers=3)) == made_from
-
-
-def test_whatever_a_point_goes_into():
-    assert goes_into("q", "output") and goes_into("q", "attn") and goes_into("before", "residual")
-    assert goes_into("input_norm", "v") and not goes_into("attn", "q") and not goes_into("q", "q")
-    assert not goes_into("mlp", "residual") and not goes_into("v", "k_rope") and goes_into("norm", "logits")
 
 
 # Gathered points.

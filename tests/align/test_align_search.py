@@ -166,7 +166,7 @@ def test_decoded_are_those_computed_alone_with_a_past(folder, text, new_tokens, 
     report = align_decode(folder, [list(text)], new_tokens=new_tokens, max_num_batched_tokens=6, logical=True,
                           patches=[Patch("tplab.model.mlp.TensorParallelMLP.forward", lambda self, x: x * 0)])
     case = Case(report)
-    assert case.decoded == {(0, position) for position in decoded} and case.frame.num_keys.tolist() == keys
+    assert {*case.positions[case.decoded].tolist()} == decoded and case.frame.num_keys.tolist() == keys
 
 
 def test_in_one_layer_only_a_missing_all_reduce_is_missing_not_dropped():

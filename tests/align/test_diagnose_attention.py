@@ -209,6 +209,32 @@ OTHERS = [*TOGETHER[:5], (2, 1), *TOGETHER[6:11], (2, 0)]
 APART = [*TOGETHER[:11], (4, 0)]
 
 
+@pytest.mark.parametrize("fault", ["mask_inverted", "softmax_dim"])
+def test_in_decode_calls_a_sequence_that_is_filled_up_may_be_nan(run, fault):
+    """Token 4 of prompt 1 is decoded beside token 5 of prompt 0, which has one key more."""
+    held = attend(run)
+    for rank in range(2):
+        values = torch.cat([run.x(AT + "v", r) for r in range(2)], 1)
+        for local, head in enumerate(run.own(AT + "attn", rank)):
+            own = {row: values[first:row + 1, head // GROUP] for row, first in ((5, 0), (6, 0), (11, 7))}
+            lost = torch.full((DIM,), float("nan"))
+            for row, v in own.items():
+                held[rank][row, local] = {"mask_inverted": v[-1] if row == 11 else lost,
+                                          "softmax_dim": lost if row == 11 else v.sum(0)}[fault]
+    case = run.case(AT + "attn", held, num_keys=CALLS, origins=TOGETHER, nan=9)
+    assert asks_for(fault)(case.with_(scope=case.decoded)).fault == fault
+    assert asks_for(fault)(case) is None, "the prompts are right"
+    held[0][11] += 1
+    case = run.case(AT + "attn", held, num_keys=CALLS, origins=TOGETHER, nan=9)
+    assert (asks_for(fault)(case.with_(scope=case.decoded)) is None) is (fault == "mask_inverted")
+
+
+def test_a_mask_the_wrong_way_round(run):
+    held = attend(run, sees=lambda q, k, keys: q < k < keys, keys=[7] * 7 + [5] * 5)
+    assert held[0][[6, 11]].isnan().all() and held[0][:6].isfinite().all()
+    assert asked(run, asks_for("mask_inverted"), held, nan=24).numbers == {"nan_share": 0.24, "nan": 24}
+
+
 def seen(run, keys):
     """Token 5 of prompt 0 or token 4 of prompt 1 sees so many keys; a newer one than its own is its own once more."""
     right, rows = attend(run), {}

@@ -138,16 +138,13 @@ def test_logits_that_were_capped(run, share):
     assert found.fault == "logits_softcap" and found.numbers == {"cap": pytest.approx(cap, rel=1e-2)}
 
 
-@pytest.mark.parametrize("order", [(1, 2, 0), (0, 0, 0)])
-def test_a_rank_with_the_logits_of_another(tied, order):
-    whole = parts(tied, right(tied))
-    sizes = {len(part[0]) for part in whole}
-    assert len(sizes) == 2, "34 and 33"
-    assert asks_for("shard_of_another_rank")(tied.case("logits", [x * 1.01 for x in whole])) is None
-    case = tied.case("logits", whole)
-    case.shards = lambda name: [whole[order[0]], whole[order[1] - 1 if order[1] else 0]]
-    found = asks_for("shard_of_another_rank")(case)
-    assert found.fault == "shard_of_another_rank"
+@pytest.mark.parametrize("taken, rank", [((0, 2, 1), 1), ((0, 1, 1), 2)])
+def test_a_rank_with_the_logits_of_another(run, taken, rank):
+    """Ranks 1 and 2 have 22 rows each."""
+    whole = parts(run, right(run))
+    found = asked(run, asks_for("shard_of_another_rank"), [whole[other] for other in taken], "logits")
+    assert found.fault == "shard_of_another_rank" and found.numbers == {"rank": rank, "taken": taken[rank]}
+    assert asks_for("head_rows")(run.case("logits", [whole[other] for other in taken])) is None
 
 
 @pytest.mark.parametrize("change, wanted, row", [(lambda rows: rows.roll(1), 0, 66),

@@ -5,8 +5,8 @@ import torch
 from helpers.real_cases import AT, RealRun, asked, asks_for
 from torch.nn import functional as F
 
-from tplab.align.diagnose.places import in_other_places
-from tplab.align.diagnose.wrong import _Altered
+from tplab.align.diagnose.altered import AlteredFrame
+from tplab.align.diagnose.cuts import in_other_places
 
 MODEL = "model.layers.1."
 DIM, HIDDEN = 6, 48
@@ -50,10 +50,10 @@ def test_what_a_wrong_op_changes_is_made_anew_and_nothing_else(run):
     """The layer's input was not recorded, nor anything between k_rope and the summands."""
     hidden = ("output", "attn", "q_rope")
     case = run.case(AT + "o_partial", [run.x(AT + "o_partial", rank) + 1 for rank in range(2)], hide=hidden)
-    case.right("o_partial", 0)
+    case.expected(0)
     known = {name for name, rank in case.frame._values if rank == 0}
     assert {"layers.0.output", AT + "attn", AT + "q_rope", AT + "k_rope"} <= known
-    left = {name for name, rank in _Altered(case, {"attn": None})._values if rank == 0}
+    left = {name for name, rank in AlteredFrame(case, {"attn": None})._values if rank == 0}
     assert left == known - {AT + "attn", AT + "q_rope"}
 
 
@@ -64,7 +64,7 @@ COLUMNS = pytest.mark.parametrize("point", ["q", "k", "v", "gate", "up"])
 @EVERY
 def test_the_product_by_hand_is_right(run, point):
     for rank, held in enumerate(product(run, point)):
-        assert torch.allclose(held.double(), run.case(AT + point, product(run, point)).right(point, rank), atol=1e-5)
+        assert torch.allclose(held.double(), run.case(AT + point, product(run, point)).expected(rank), atol=1e-5)
 
 
 @EVERY

@@ -7,33 +7,20 @@ import pytest
 import torch
 from helpers.reports import config_with
 
-from tplab.align.diagnose import traits as module
+from tplab.align.diagnose.altered import compound, sources
 from tplab.align.diagnose.case import Case
-from tplab.align.diagnose.numbers import measured_frequencies
+from tplab.align.diagnose.rope import measured_frequencies
 from tplab.align.diagnose.steps import stale_block_table
 from tplab.align.diagnose.traits import traits
-from tplab.align.diagnose.wrong import compound, sources
 
 PLACES = [(0, 0), (0, 1), (2, 5), (2, 6)]
 RIGHT = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def by_hand(monkeypatch):
-    def at(case, rank):
-        class At:
-            indices = staticmethod(lambda name: case.heads[rank])
-
-            def __call__(self, name):
-                return case.right[rank]
-        return At()
-    monkeypatch.setattr(module, "right", at)
-
-
 def case(*held, right=RIGHT, wrong=None, heads=((4, 7, 9), (1, 2, 3))):
-    return Some(point="q", held=held, right=[right] * len(held), heads=heads, tolerance=1e-4, places=PLACES,
-                wrong_ranks=tuple(range(len(held))) if wrong is None else wrong, recording=Some(world_size=len(held)),
-                shard=lambda name, rank: held[rank])
+    return Some(point="q", expected=lambda rank: right, indices=lambda name, rank: heads[rank], tolerance=1e-4,
+                places=PLACES, wrong_ranks=tuple(range(len(held))) if wrong is None else wrong,
+                recording=Some(world_size=len(held)), shard=lambda name, rank: held[rank])
 
 
 def changed(*where, by=1.0):
@@ -161,16 +148,6 @@ def test_a_table_is_stale_where_the_schedulers_blocks_are_not_its_own(at_ranks, 
     ([3.0, -8.0], [3.0, -4.0], 1.0), ([0.0, 0.0], [0.0, 0.0], 0.0), ([float("nan"), 1.0], [1.0, 1.0], float("inf"))])
 def test_how_far_a_rank_is_off(held, should, off):
     case = object.__new__(Case)
-    case.point, case.right = "q", lambda name, rank: torch.tensor(should)
+    case.point, case.expected = "q", lambda rank: torch.tensor(should)
     case.shard = lambda name, rank: torch.tensor(held)
     assert case._off(0) == off
-
-
-def test_what_is_made_from_the_guilty_point_is_computed_again():
-    case = object.__new__(Case)
-    case.point, case.layer = "attn", "layers.1"
-    case.shard = lambda name, rank: f"{name} as it was"
-    case.frame = Some(expected=lambda name, rank: f"{name} as it should be")
-    assert [case.right(name, 0) for name in ("q_rope", "input_norm", "attn", "o_proj", "output")] == [
-        "q_rope as it was", "input_norm as it was", *(f"layers.1.{name} as it should be" for name in (
-            "attn", "o_proj", "output"))]

@@ -5,7 +5,7 @@ import torch
 from helpers.checkpoints import ROPES
 from helpers.real_cases import AT, TEXTS, RealRun, asked, asks_for
 
-from tplab.align.diagnose.wrong import right
+from tplab.align.diagnose.altered import unaltered
 
 DIM, HIDDEN = 8, 24
 TURNED = pytest.mark.parametrize("part", ["q", "k"])
@@ -169,7 +169,7 @@ def scaled(tmp_path_factory):
 def tables(run, **changed):
     """cos and sin ``[rows, dim]`` as transformers has them for the run's positions."""
     case = run.case(AT + "q_rope", [run.x(AT + "q_rope", rank) for rank in range(run.tp)])
-    return [table[0] for table in right(case, 0).rotary(**changed).values()]
+    return [table[0] for table in unaltered(case, 0).rotary(**changed).values()]
 
 
 @pytest.mark.parametrize("power", [0, 2])

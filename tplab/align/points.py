@@ -117,12 +117,6 @@ def existing(name: str, config) -> str:
     return next(into if one == "before" else f"{at}.{one}" for one in POINTS[point].made_from)
 
 
-def goes_into(point: str, other: str) -> bool:
-    """Whether the point ``other`` of a layer (short names) is made from the point ``point``, directly or not."""
-    names = [one for names in POINTS[other].made_from for one in names.split("|")] if other in POINTS else []
-    return point in names or any(goes_into(point, one) for one in names)
-
-
 def inputs(name: str, config) -> list[str]:
     """The points (canonical names) from which a point is made."""
     at, _, _ = name.rpartition(".")

@@ -7,24 +7,14 @@ from dataclasses import replace
 import torch
 
 from tplab.align.arithmetic import as_dtype, attend, rotated, soft_cap
-from tplab.align.diagnose import numbers, places, steps
-from tplab.align.diagnose.case import Case
-from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser, in_calls, several_ranks
+from tplab.align.diagnose import steps
+from tplab.align.diagnose.altered import At, coarser, distance, in_calls, several_ranks
+from tplab.align.diagnose.cache_rows import stale_rows
+from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.table import Family, Mistake, procedure
+from tplab.align.operations import Attended
 
-
-def _everything(query, key, keys):
-    return key < keys
-
-
-def _shifted_mask(shift: int) -> Callable:
-    return lambda query, key, keys: (key < keys) & (key <= query + shift) | (query + key == 0)
-
-
-def _have_later(case: Case) -> torch.Tensor:
-    """The rows that had later keys beside them; a decoding row has none, but its batch may have padding."""
-    keys = dict(zip(case.recording.places, case.recording.num_keys))
-    return torch.tensor([keys[place] > place[1] + 1 for place in case.places])
+# What is read: scales, windows, heads.
 
 
 def _copies(case: Case) -> list[int] | None:
@@ -32,10 +22,10 @@ def _copies(case: Case) -> list[int] | None:
     heads = list(range(case.config.num_heads))
     for rank in case.frame.ranks:
         q, kv = case.indices("attn", rank), case.indices("k_rope", rank)
-        if not {head // case.group for head in q} <= set(kv):
+        if not {case.frame.kv_heads[head] for head in q} <= set(kv):
             return None  # there are query heads whose KV head is not here, so something else is wrong
         for head in q:
-            heads[head] = kv[kv.index(head // case.group) // max(len(q) // len(kv), 1)]
+            heads[head] = kv[kv.index(case.frame.kv_heads[head]) // max(len(q) // len(kv), 1)]
     return heads
 
 
@@ -71,39 +61,12 @@ def _other_windows(case: Case) -> dict[int, str]:
             for size in {0, *(size or 0 for size in case.config.windows)} - {_window(case)}}
 
 
-def _from_chunk(at: At) -> dict:
-    size = _window(at.case)
-    return {"window": 0, "rule": lambda query, key, keys: (key <= query) & (key > query - calls(query, keys)[0] - size)}
+def _sinks(case: Case) -> bool:
+    return case.config.sinks
 
 
-def _all_sinks(at: At) -> torch.Tensor:
-    return at.frame.weights[f"model.{at.layer}self_attn.sinks"]
-
-
-def _after_mask(at: At) -> dict:
-    cap = at.case.config.attn_logit_softcapping
-    return {"cap": 0, "weigh": lambda scores, visible: softmax(soft_cap(_minus(scores, visible), cap))}
-
-
-def softmax(scores: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(scores.float(), -1)
-
-
-def _misused(says: str, weigh: Callable) -> Mistake:
-    return Mistake("mask_misused", "The mask was " + says + ".", {"weigh": weigh})
-
-
-def _minus(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    return scores.masked_fill(~visible, float("-inf"))
-
-
-def _weights_scaled(at: At) -> dict:
-    scaling = at.case.scaling
-    return {"scaling": 1.0, "weigh": lambda scores, visible: softmax(_minus(scores, visible)) * scaling}
-
-
-def _half_softmax(dtype: torch.dtype) -> Callable:
-    return lambda scores, visible: torch.softmax(_minus(scores, visible).to(dtype), -1)
+def _capped(case: Case) -> bool:
+    return case.config.attn_logit_softcapping is not None
 
 
 def _unscaled(at: At, value: tuple) -> dict:
@@ -126,7 +89,13 @@ def _scaled_caches(case: Case) -> dict:
             for scale in (0.5, 0.25, 0.125, 0.0625, 2.0, 4.0) for which in ("keys and values", "values", "keys")}
 
 
-def _exchanged(at: At):
+def _turned_values(at: At, one: Attended) -> torch.Tensor:
+    tables = at.rotary(torch.arange(len(one.v)))
+    return rotated(at.case.config.model_type, one.v, tables["cos"], tables["sin"])
+
+
+def _exchanged(at: At) -> dict:
+    """Keys and values change places before the keys are turned."""
     if at.op == "k_rope":
         return {"x": at("v")}
     heads = at.indices("k_rope")
@@ -135,14 +104,14 @@ def _exchanged(at: At):
         every = at.frame.keys(one.number, at.full("k"), at.rank, heads)
         needed = sorted({at.frame.kv_heads[head] for head in at.indices("attn")})
         return every[:, [list(heads).index(head) for head in needed]]
-    return {"values": raw_keys}
+    turned = {} if at.case.has("k_rope") else {"keys": lambda one: _turned_values(at, one)}
+    return {"values": raw_keys} | turned
 
 
 def _whole_pass(case: Case) -> bool:
     """Before the rotation, keys of a cache are nowhere: for passes that compute all that they look at."""
-    return not case.config.qk_norm and all(
-        keys == rows for rows, own in zip(case.lengths, case.frame.rows_of)
-        for keys in case.recording.num_keys[own])
+    rows = case.sequences.bincount()[case.sequences]
+    return not case.config.qk_norm and torch.equal(case.num_keys, rows)
 
 
 def _flattened(at: At) -> torch.Tensor:
@@ -153,19 +122,8 @@ def _flattened(at: At) -> torch.Tensor:
     out, reads = torch.empty_like(q), [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
     for rows in at.case.calls:
         n = torch.arange(len(rows))
-        out[rows] = attend(q[rows], k[rows][:, reads], v[rows][:, reads], n[None] <= n[:, None], at.case.scaling)
+        out[rows] = attend(q[rows], k[rows][:, reads], v[rows][:, reads], n[None] <= n[:, None], at.case.config.scaling)
     return out
-
-
-def _not_transposed(at: At) -> torch.Tensor:
-    return in_calls(at.case, at.expected(), lambda x: x.transpose(0, 1).reshape(x.shape), apart=True)
-
-
-def _turned_values(at: At) -> dict:
-    def turned(one):
-        tables = at.rotary(torch.arange(len(one.v)))
-        return rotated(at.case.config.model_type, one.v, tables["cos"], tables["sin"])
-    return {"values": turned}
 
 
 def calls(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,34 +153,130 @@ def _shown_by_the_first(case: Case) -> dict[tuple, str]:
 
 
 def _first_decoded(case: Case) -> torch.Tensor:
-    decoded = torch.tensor([place in case.decoded for place in case.places])
-    return decoded & (decoded.cumsum(0) == 1)
+    return case.decoded & (case.decoded.cumsum(0) == 1)
 
 
 def _too_early(at: At, _) -> dict:
     """What slots hold when decoded tokens are written one slot too early, call by call."""
-    decoded = at.case.decoded
+    case = at.case
 
     def moved(one, x):
-        last = int(one.positions[-1])
-        if len(one.q) > 1 or (one.number, last) not in decoded:
+        last, decoded = int(one.positions[-1]), case.positions[case.decoded & (case.sequences == one.number)].tolist()
+        if len(one.q) > 1 or last not in decoded:
             return x
-        return torch.cat([x[[s + ((one.number, s + 1) in decoded) for s in range(last)]], torch.zeros_like(x[:1])])
-    return {"longest": 0 * at.case.beside[:, 1], "keys": lambda one: moved(one, one.k),
+        return torch.cat([x[[slot + (slot + 1 in decoded) for slot in range(last)]], torch.zeros_like(x[:1])])
+    return {"longest": 0 * case.beside[:, 1], "keys": lambda one: moved(one, one.k),
             "values": lambda one: moved(one, one.v)}
 
 
-def _over_queries(at: At) -> torch.Tensor:
-    heads, outs = sorted({at.frame.kv_heads[head] for head in at.indices("attn")}), []
-    reads = [heads.index(at.frame.kv_heads[head]) for head in at.indices("attn")]
-    for one in at.frame.sequences(at.layer, at.rank, heads):
-        k, v = one.k[:, reads], one.v[:, reads]
-        for rows in places.rows_of_calls(one):
-            scores = _minus(one.q[rows].transpose(0, 1) @ k.permute(1, 2, 0) * at.case.scaling,
-                            torch.arange(len(k))[None] <= one.positions[rows][:, None])
-            weights = torch.softmax(scores, 1, dtype=torch.float32).nan_to_num()
-            outs.append((weights.to(v.dtype) @ v.transpose(0, 1)).transpose(0, 1))
-    return torch.cat(outs)
+@procedure("attn", names="query_to_kv")
+def other_kv_heads(case: Case) -> Diagnosis | None:
+    """Which KV head does each query head read: its keys and its values, or only one of the two?"""
+    own, kv_heads = case.frame.kv_heads, case.config.num_kv_heads
+    for what, parts in (("", ("keys_of", "values_of")), ("the values of ", ("values_of",)),
+                        ("the keys of ", ("keys_of",))) if case.point == "attn" else ():
+        if wrong := {head: kv for head, kv in _read(case, parts, own).items() if kv != own[head]}:
+            head, kv = next(iter(wrong.items()))
+            modulo, zero = ({h: reads for h in range(len(own)) if (reads := pattern(h)) != own[h]}
+                            for pattern in (lambda h: h % kv_heads, lambda h: 0))
+            says = (f"h reads {what}KV head h % kv_heads; " if wrong == modulo else
+                    f"all query heads read {what}KV head 0; " if wrong == zero else "")
+            return case.diagnosis("query_to_kv", f"K and V are right, but {says}query head {head} reads {what}KV head "
+                                  f"{kv}; in grouped attention, head h reads h // group, here {own[head]} "
+                                  f"({len(wrong)} of {len(own)} query heads read another one than theirs).",
+                                  head=head, reads=kv)
+
+
+def _read(case: Case, parts: tuple[str, ...], own: list[int]) -> dict[int, int]:
+    """The KV head that each query head of the wrong ranks reads, of these parts; none if that explains not all of them.
+    """
+    reads = {}
+    for rank in case.wrong_ranks:
+        at, held = At(case, rank, case.frame, "attn"), case.shard("attn", rank)
+        guesses = {kv: at.make(**{part: [kv] * len(own) for part in parts}) for kv in range(case.config.num_kv_heads)}
+        for local, head in enumerate(at.indices("attn")):
+            gaps = {kv: distance(*(case.looked_at(x[:, local]) for x in (held, guess)))
+                    for kv, guess in guesses.items()}
+            reads[head] = min(gaps, key=lambda kv: (gaps[kv] > case.tolerance, kv != own[head], gaps[kv]))
+            if gaps[reads[head]] > case.tolerance:
+                return {}
+    return reads
+
+
+# The mask and the weights.
+
+def softmax(scores: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    return torch.softmax(scores.float(), dim)
+
+
+def _masked(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~visible, float("-inf"))
+
+
+def _weighed(name: str, says: str, weigh: Callable) -> Mistake:
+    return Mistake(name, says + ".", {"weigh": weigh})
+
+
+def _off_by_one(shift: int, says: str) -> Mistake:
+    return Mistake("mask_off_by_one", "The mask's diagonal is one off: " + says + ".", lambda at, shift: {
+        "rule": lambda query, key, keys: (key < keys) & (key <= query + shift) | (query + key == 0)}, {shift: ""},
+        numbers="shift")
+
+
+def _nan(case: Case) -> dict[tuple[float, int], str]:
+    """How much of attention is NaN, and in words."""
+    share = case.first.nan / case.first.size
+    return {(share, case.first.nan): f"{share:.0%} NaN"}
+
+
+def _inverted(says: str, change: Callable) -> Mistake:
+    return Mistake("mask_inverted", "{text}: " + says + ". The mask is the wrong way round, and hides all that a token "
+                   "may see.", change, _nan, numbers="nan_share nan", when=lambda case: case.first.nan > 0)
+
+
+def _nan_rows(case: Case) -> torch.Tensor:
+    """Attention's own rows that are NaN, or those of a point behind it."""
+    return case.ours(case.point).flatten(1).isnan().any(1)
+
+
+@procedure("attn", names="nan_mask")
+def zero_times_infinity(case: Case) -> Diagnosis | None:
+    """Is even the last token NaN, from which nothing is hidden, and not it alone?"""
+    # A decoding token has no later ones to be hidden: an engine that reads its cache masks only what it reads at once.
+    masked = ~case.decoded if (~case.decoded).any() else case.decoded
+    ends = {int(case.sequences[row]): row for row in masked.nonzero().flatten().tolist()}
+    nan, rows = _nan_rows(case), list(ends.values())
+    (numbers, share), = _nan(case).items()
+    if nan[rows].all() and (nan[masked].sum() > len(rows) or masked.sum() == len(rows)):
+        return case.diagnosis("nan_mask", f"{share} although q, k and v are finite, also for the last token, from "
+                              "which nothing is hidden: something multiplies 0 by -inf. Use a boolean mask and "
+                              "masked_fill.", **dict(zip(("nan_share", "nan"), numbers)))
+
+
+@procedure("attn", last=True)
+def nothing_to_see(case: Case) -> Diagnosis | None:
+    """Are some rows NaN?"""
+    (numbers, share), = _nan(case).items()
+    if rows := int(_nan_rows(case).sum()):
+        return case.diagnosis(None, f"{share}: in {rows} rows every key is hidden, and a softmax over nothing but -inf "
+                              "is 0 / 0.", **dict(zip(("nan_share", "nan"), numbers)))
+
+
+NO_MASK = Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
+                  "applied.", {"rule": lambda query, key, keys: key < keys},
+                  rows=lambda case: case.num_keys > case.positions + 1)  # a decoded row has no later keys
+NEXT_TOO = _off_by_one(1, "each token also sees the next one")
+MISUSED = tuple(_weighed("mask_misused", "The mask was " + says, weigh) for says, weigh in (
+    ("multiplied with the scores, and a score of 0 is not a weight of 0",
+     lambda scores, visible: softmax(scores * visible)),
+    ("applied behind the softmax, so the weights that are left do not add up to 1",
+     lambda scores, visible: softmax(scores) * visible),
+    ("added as 1 for what is hidden; it must be minus infinity",
+     lambda scores, visible: softmax(scores + (~visible).to(scores))),
+    ("added as -1 for what is hidden; it must be minus infinity",
+     lambda scores, visible: softmax(scores - (~visible).to(scores)))))
+OVER_QUERIES = _weighed("softmax_dim", "The softmax was taken over the queries; a query's weights over its keys must "
+                        "add up to 1", lambda scores, visible: softmax(_masked(scores, visible), 1))
 
 
 def _filled_up(*mistakes: Mistake) -> Family:
@@ -233,34 +287,14 @@ def _filled_up(*mistakes: Mistake) -> Family:
     return Family("attn", *map(other, mistakes), last=True)
 
 
-_MASKS = (
-    Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No mask is applied.",
-            {"rule": _everything}, rows=_have_later),
-    Mistake("mask_off_by_one", "The mask's diagonal is one off: each token also sees the next one.",
-            lambda at, shift: {"rule": _shifted_mask(shift)}, {1: ""}, number="shift"),
-    _misused("multiplied with the scores, and a score of 0 is not a weight of 0",
-             lambda scores, visible: softmax(scores * visible)),
-    _misused("applied behind the softmax, so the weights that are left do not add up to 1",
-             lambda scores, visible: softmax(scores) * visible),
-    _misused("added as 1 for what is hidden; it must be minus infinity",
-             lambda scores, visible: softmax(scores + (~visible).to(scores))),
-    _misused("added as -1 for what is hidden; it must be minus infinity",
-             lambda scores, visible: softmax(scores - (~visible).to(scores))))
-
-def _sinks(case: Case) -> bool:
-    return case.config.sinks
-
-
-def _capped(case: Case) -> bool:
-    return case.config.attn_logit_softcapping is not None
-
-
-ATTENDING = (
-    numbers.zero_times_infinity,
-    Family("attn", _MASKS[0]),
-    Family("attn", _MASKS[1],
-           Mistake("mask_off_by_one", "The mask's diagonal is one off: no token sees itself.",
-                   lambda at, shift: {"rule": _shifted_mask(shift)}, {-1: ""}, number="shift")),
+ATTENTION = (
+    Family("attn", _inverted("the last token of each call, from which nothing is hidden", lambda at, _: {
+        "rule": lambda query, key, keys: (key > query) & (key < keys)}), _inverted(
+        "decoded tokens, from which nothing but padding is hidden", lambda at, _: {
+            "rule": lambda query, key, keys: key > query, "longest": at.case.beside[:, 1]})),
+    zero_times_infinity,
+    Family("attn", NO_MASK),
+    Family("attn", NEXT_TOO, _off_by_one(-1, "no token sees itself")),
     Family("attn", Mistake(
         "repeated_kv_stored", "Query heads read copies of a rank's first KV heads where its other ones should stand: "
         "keys and values were repeated for the query heads before they were stored.",
@@ -268,24 +302,27 @@ ATTENDING = (
         when=lambda case: _copies(case) is not None)),
     Family("attn", Mistake(
         "softmax_scale", "Attention fits scores that are multiplied with {text}. Right is {scale}.",
-        lambda at, scaling: {"scaling": scaling}, _scales, number="scale"), Mistake(
+        lambda at, scaling: {"scaling": scaling}, _scales, numbers="scale"), Mistake(
         "softmax_scale", "Attention fits scores that are multiplied with {value:.4g}, which is 1 / "
         "sqrt({inverse:.4g}). Right is {scale}.", lambda at, scaling: {"scaling": scaling},
-        number="scale", fit=lambda case: (case.config.head_dim ** -1.5, case.config.head_dim ** 0.5))),
+        numbers="scale", fit=lambda case: (case.config.head_dim ** -1.5, case.config.head_dim ** 0.5))),
     Family("attn", Mistake(
         "window_one_too_wide", "Each token sees the last {value} tokens, itself among them; {text}: it was counted "
         "without the token itself.", lambda at, size: {"window": size}, lambda case: {
-            _window(case) + 1: _window_says(case)} if _window(case) else {}, number="window"), Mistake(
+            _window(case) + 1: _window_says(case)} if _window(case) else {}, numbers="window"), Mistake(
         "window_wrong_layers", "Each token sees {text}. Other layers do; which layer it is was taken wrongly.",
-        lambda at, size: {"window": size}, _other_windows, number="window", when=lambda case: any(case.config.windows)),
+        lambda at, size: {"window": size}, _other_windows, numbers="window",
+        when=lambda case: any(case.config.windows)),
         Mistake("window_from_chunk_start", "A chunk's tokens count the window from its first token, not the text's.",
-                _from_chunk, when=lambda case: bool(_window(case)))),
+                lambda at: {"window": 0, "rule": lambda query, key, keys: (key <= query) & (
+                    key > query - calls(query, keys)[0] - _window(at.case))}, when=lambda case: bool(_window(case)))),
     Family("attn", Mistake(
         "sliding_window", "Each token sees the last {value} tokens only; {text}.",
-        lambda at, size: {"window": size}, _windows, number="window")),
+        lambda at, size: {"window": size}, _windows, numbers="window")),
     Family("attn", Mistake(
         "sinks_of_rank_0", "Each rank's heads have the sinks of the model's first heads: all were read, and not cut.",
-        lambda at: {"sinks": _all_sinks(at)[:len(at.indices("attn"))]}, when=_sinks), Mistake(
+        lambda at: {"sinks": at.frame.weights[f"model.{at.layer}self_attn.sinks"][:len(at.indices("attn"))]},
+        when=_sinks), Mistake(
         "sinks_once_per_rank", "Each head's sink counts {tp} times, once for each rank.",
         lambda at: {"sinks": at.frame.sinks(at.layer, at.rank) + math.log(at.case.recording.world_size)},
         when=lambda case: _sinks(case) and several_ranks(case)), Mistake(
@@ -293,46 +330,54 @@ ATTENDING = (
         lambda at: {"sinks": torch.full_like(at.frame.sinks(at.layer, at.rank), float("-inf"))}, when=_sinks)),
     Family("attn", Mistake(
         "capped_after_mask", "Scores were capped after they were masked: what is hidden has minus {c."
-        "attn_logit_softcapping:g} for a score, not minus infinity.", _after_mask, when=_capped), Mistake(
+        "attn_logit_softcapping:g} for a score, not minus infinity.", lambda at: {
+            "cap": 0, "weigh": lambda scores, visible: softmax(soft_cap(
+                _masked(scores, visible), at.case.config.attn_logit_softcapping))}, when=_capped), Mistake(
         "scores_uncapped", "Scores are not capped; this model keeps them within {c.attn_logit_softcapping:g}.",
         {"cap": 0}, when=_capped)),
-    Family("attn", *_MASKS[2:]),
-    _filled_up(*_MASKS),
-    Family("attn", Mistake("softmax_missing", "Queries, keys and values are right; the scores were taken for weights: "
-                           "there is no softmax.", {"weigh": lambda scores, visible: scores * visible}),
+    Family("attn", *MISUSED),
+    _filled_up(NO_MASK, NEXT_TOO, *MISUSED, OVER_QUERIES),
+    Family("attn", _weighed("softmax_missing", "Queries, keys and values are right; the scores were taken for weights: "
+                            "there is no softmax", lambda scores, visible: scores * visible),
            Mistake("softmax_scale", "Queries, keys and values are right; the weights were scaled, where the scores "
-                   "should be.", _weights_scaled),
+                   "should be.", lambda at: {"scaling": 1.0, "weigh": lambda scores, visible: (
+                       softmax(_masked(scores, visible)) * at.case.config.scaling)}),
            Mistake("softmax_dtype", "Queries, keys and values are right; the softmax was taken in {text}. It belongs "
-                   "in float32.", lambda at, dtype: {"weigh": _half_softmax(dtype)}, coarser),
+                   "in float32.", lambda at, dtype: {"weigh": lambda scores, visible: torch.softmax(
+                       _masked(scores, visible).to(dtype), -1)}, coarser),
            Mistake("keys_for_values", "Queries, keys and values are right; the weights were given to the keys; they "
                    "belong to the values.", {"values": lambda one: one.k}),
            Mistake("attention_missing", "Queries, keys and values are right; the queries come out as they went in.",
                    lambda at: at("q_rope"))),
-    places.keys_and_values_exchanged(_exchanged, _whole_pass),
+    Family(("k_rope", "attn"), Mistake(
+        "qkv_order", "Keys and values change places behind the projection: what attention takes for keys are the "
+        "rotated values, and it hands on the keys. Is the fused output split as q | k | v?", _exchanged,
+        when=_whole_pass)),
     Family("attn", Mistake(
         "cross_sequence_attention", "Each token sees everything before it in the batch, other sequences included: they "
         "were laid behind each other under one causal mask.", _flattened,
-        when=lambda case: sum(map(bool, case.lengths)) > 1)),
+        when=lambda case: len(case.sequences.unique()) > 1)),
     Family("attn", Mistake(
         "heads_not_transposed", "Attention's numbers are right, their places are not: [heads, tokens, head_dim] was "
-        "taken for [tokens, heads, head_dim]; transpose before you reshape.", _not_transposed), Mistake(
+        "taken for [tokens, heads, head_dim]; transpose before you reshape.",
+        lambda at: in_calls(at.case, at.expected(), lambda x: x.transpose(0, 1).reshape(x.shape), apart=True)), Mistake(
         "heads_not_transposed", "Attention's numbers are right, their places are not: a token's numbers stand as "
         "[head_dim, heads], not as [heads, head_dim].",
         lambda at: at.expected().transpose(1, 2).reshape(at.expected().shape))),
     Family("attn", Mistake("rope_on_values", "Attention fits values that were rotated; RoPE turns q and k alone.",
-                           _turned_values)),
-    places.other_kv_heads,
+                           lambda at: {"values": lambda one: _turned_values(at, one)})),
+    other_kv_heads,
     Family("attn", Mistake(
         "mask_of_another_row", "Token {value[0]} of prompt {value[1]}, decoded beside others, sees {value[2]} keys, as "
         "many as the first sequence of its batch; it may see {text}.", lambda at, _: {
             "rule": lambda query, key, keys: (key <= query) | (len(query) == 1), "longest": at.case.beside[:, 0]},
-        _shown_by_the_first, number="position")),
+        _shown_by_the_first, numbers="position")),
     steps.strange_blocks,
     Family("attn", Mistake(
         "slot_off_by_one", "Token {value[0]} of prompt {value[1]}, the first to be decoded, finds its own slot empty "
         "and its predecessor's overwritten with its own key: it was written one slot too early.", _too_early,
         lambda case: dict.fromkeys([case.places[row][::-1] for row in _first_decoded(case).nonzero().flatten()], ""),
-        number="position", rows=_first_decoded)),
+        numbers="position", rows=_first_decoded)),
     Family("attn", _past("cache_not_read", "each token sees those of its own call only; what is in the cache is not "
                          "read",
                          lambda query, key, keys: (key <= query) & (key >= calls(query, keys)[0])),
@@ -345,9 +390,9 @@ ATTENDING = (
                  decoded_lost),
            _past("cache_rows_lost", "the tokens of the first call alone were kept", lambda query, key, keys:
                  (key <= query) & ((key < keys.min()) | (key >= calls(query, keys)[0])))),
-    Family("attn", Mistake("softmax_dim", "The softmax was taken over the queries; a query's weights over its keys "
-                           "must add up to 1.", _over_queries)),
+    Family("attn", OVER_QUERIES),
     Family("attn", Mistake("cache_scale_ignored", "What attention reads is not scaled as it was stored: {text}.",
-                           _unscaled, _scaled_caches, number="scale"), last=True),
-    places.another_row_in_the_cache,
+                           _unscaled, _scaled_caches, numbers="scale"), last=True),
+    stale_rows,
+    nothing_to_see,
 )

@@ -1,8 +1,7 @@
 """What the diagnosis looks at: the tensors around a guilty point, and how well a guess fits."""
 
 import copy
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import torch
 from tplab.align.floors import SHORT, relative_floor
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge
-from tplab.align.points import goes_into, layout, made_from
+from tplab.align.points import layout, made_from
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport
 from tplab.checks import spans
@@ -66,6 +65,15 @@ class Scope(NamedTuple):
     rows: torch.Tensor  # [rows] boolean
 
 
+def calls_of_rows(sequences: torch.Tensor, positions: torch.Tensor, num_keys: torch.Tensor
+                  ) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row, at which position its call's part of the sequence began, and whether the row was decoded. A call's
+    rows of a sequence have one number of keys."""
+    _, call, sizes = torch.stack([sequences, num_keys]).unique(dim=1, return_inverse=True, return_counts=True)
+    begins = torch.zeros_like(sizes).scatter_reduce(0, call, positions, "amin", include_self=False)[call]
+    return begins, (sizes[call] == 1) & (positions > 0) & (num_keys == positions + 1)
+
+
 class Case:
     """One guilty point of a run: what was computed there, and what it should be given what the engine had before it.
 
@@ -88,10 +96,13 @@ class Case:
         self.frame = self.judge.frame
         # What the rows of the tensors stand for: all tokens, unless the decode path was aligned.
         self.places = self.recording.logit_places if name == "logits" else self.recording.places
-        numbers = range(len(self.recording.ids))
-        self.lengths = [sum(s == number for s, _ in self.places) for number in numbers]
-        self.positions = torch.tensor([position for _, position in self.places])
+        self.sequences, self.positions = torch.tensor(self.places).T
         self.ids = self.token_ids(self.places)
+        begins, decoded = calls_of_rows(*torch.tensor(self.recording.places).T, self.frame.num_keys)
+        rows = self.frame.logit_rows if name == "logits" else slice(None)
+        # For each row, the position at which its call's part of the sequence began; whether it was computed alone, with
+        # a past behind it; how many keys its sequence had at the end of its call.
+        self.begins, self.decoded, self.num_keys = begins[rows], decoded[rows], self.frame.num_keys[rows]
 
     def token_ids(self, places: list[tuple[int, int]]) -> torch.Tensor:
         """The token ids at these ``(prompt, position)``; ``ids`` holds those of all rows."""
@@ -117,37 +128,22 @@ class Case:
         """What each rank had."""
         return [self.shard(name, rank) for rank in self.frame.ranks]
 
-    def right(self, name: str, rank: int) -> torch.Tensor:
-        """What a rank should have: given what it had before this case's point, which is itself wrong."""
-        upstream = goes_into(name, self.point)
-        return self.shard(name, rank) if upstream else self.frame.expected(self._full(name), rank)
+    def expected(self, rank: int) -> torch.Tensor:
+        """What a rank should have at this case's point, given what it had before."""
+        return self.frame.expected(self.first.name, rank)
 
     def ours(self, name: str) -> torch.Tensor:
         """The engine's tensor, whole."""
-        return self._whole(name, self.shard)
+        return self._whole(name, self.shards(name))
 
-    def reference(self, name: str) -> torch.Tensor:
-        """What it should be, whole."""
-        return self._whole(name, self.right)
+    def reference(self) -> torch.Tensor:
+        """What this case's point should be, whole."""
+        return self._whole(self.point, map(self.expected, self.frame.ranks))
 
-    def _whole(self, name: str, of_rank) -> torch.Tensor:
+    def _whole(self, name: str, of_ranks: Iterable[torch.Tensor]) -> torch.Tensor:
         how = layout(name)
-        return whole_point(name, [Shard(of_rank(name, rank), how, () if how in ("replicated", "partial") else
-                                        self.indices(name, rank)) for rank in self.frame.ranks])[0]
-
-    def weight(self, name: str) -> torch.Tensor:
-        """A tensor of the checkpoint as the run has it; names inside the layer may be given without its prefix."""
-        return self.frame.weights[name if name.startswith("model.") else f"model.{self.layer}.{name}"]
-
-    @property
-    def group(self) -> int:
-        """How many query heads share a KV head."""
-        return self.config.num_heads // self.config.num_kv_heads
-
-    @property
-    def scaling(self) -> float:
-        """What scores are multiplied with."""
-        return self.config.scaling
+        return whole_point(name, [Shard(tensor, how, () if how in ("replicated", "partial") else self.indices(
+            name, rank)) for rank, tensor in enumerate(of_ranks)])[0]
 
     @property
     def rope(self) -> dict:
@@ -169,18 +165,12 @@ class Case:
         """The points of the layer from which another one is made, and ``"before"``."""
         return made_from(self._full(op), self.config)
 
-    @cached_property
-    def decoded(self) -> set[tuple[int, int]]:
-        """The ``(prompt, position)`` that were computed alone, with a past behind them."""
-        calls = Counter((s, keys) for (s, _), keys in zip(self.recording.places, self.recording.num_keys))
-        return {(s, p) for (s, p), keys in zip(self.recording.places, self.recording.num_keys)
-                if calls[s, keys] == 1 and p and keys == p + 1}
-
     def with_(self, **changed) -> "Case":
         """The same case with some attributes changed: ``ops`` and ``on``, the operations and ranks that are to be taken
         for wrong; ``scope``, the rows in which they are; ``compared``, the rows that are to be explained."""
         other = copy.copy(self)
-        vars(other).update(tolerance=self.tolerance, wrong_ranks=self.wrong_ranks, **changed)  # computed once for all
+        once = {name: getattr(self, name) for name in ("tolerance", "wrong_ranks", "lost")}
+        vars(other).update(**once, **changed)
         return other
 
     def all_or(self, rows: torch.Tensor | None) -> torch.Tensor:
@@ -188,15 +178,23 @@ class Case:
         return torch.ones(len(self.places), dtype=torch.bool) if rows is None else rows
 
     @cached_property
+    def lost(self) -> torch.Tensor:
+        """Which rows got NaN or infinity, ``[rows]`` boolean: what comes of it says nothing."""
+        lost = torch.zeros(len(self.places), dtype=torch.bool)
+        for rank in self.wrong_ranks:
+            lost |= ~self.expected(rank).flatten(1).isfinite().all(1)
+        return lost
+
+    @cached_property
     def guilty_rows(self) -> torch.Tensor:
         """Which rows are wrong on any rank, ``[rows]`` boolean."""
         off = torch.zeros(len(self.places), dtype=torch.bool)
         for rank in self.wrong_ranks:
-            held, should = (x.double().flatten(1) for x in (self.shard(self.point, rank), self.right(self.point, rank)))
-            scale = should.abs().amax(1)
+            held, should = (x.double().flatten(1) for x in (self.shard(self.point, rank), self.expected(rank)))
+            scale = should.abs().amax(1).masked_fill(self.lost, 0)
             limit = self.judge.tolerance(self.first.name, rank) * scale.clamp(min=1e-4 * scale.max().item())
             off |= ~((held - should).abs().amax(1) <= limit)
-        return off
+        return off & ~self.lost
 
     @cached_property
     def calls(self) -> list[torch.Tensor]:
@@ -212,31 +210,16 @@ class Case:
         had; 0 for others."""
         found = torch.zeros(len(self.places), 2, dtype=torch.long)
         for rows in self.calls:
-            alone = [row for row in rows.tolist() if self.places[row] in self.decoded]
-            if keys := [self.places[row][1] + 1 for row in alone]:
-                found[alone] = torch.tensor([keys[0], max(keys)])
+            alone = rows[self.decoded[rows]]
+            if len(alone):
+                keys = self.positions[alone] + 1
+                found[alone] = torch.stack([keys[0], keys.max()])
         return found
-
-    @cached_property
-    def begins(self) -> torch.Tensor:
-        """For each row, the position at which its call's part of the sequence began."""
-        keys_of = dict(zip(self.recording.places, self.recording.num_keys))
-        calls, begins = [(s, keys_of[s, p]) for s, p in self.places], {}
-        for call, (_, position) in zip(calls, self.places):
-            begins[call] = min(position, begins.get(call, position))
-        return torch.tensor([begins[call] for call in calls])
-
-    def kind_of_call(self, rows: list[int]) -> str:
-        """In words, if these rows are all of one kind of call, and there are rows of the other."""
-        alone = {self.places[row] in self.decoded for row in rows}
-        both = 0 < len(self.decoded) < len(self.places)
-        return {(True,): IN_DECODE, (False,): IN_PROMPTS}.get(tuple(alone), "") if both else ""
 
     def scopes(self) -> Iterator[Scope]:
         """The kinds of rows that hold all that is wrong and not all rows: of decode calls, of the calls of several
         tokens, of first or of later chunks, of one sequence, from a position on, between two."""
-        guilty, sequences = self.guilty_rows, torch.tensor([s for s, _ in self.places])
-        alone = torch.tensor([place in self.decoded for place in self.places])
+        guilty, sequences, alone = self.guilty_rows, self.sequences, self.decoded
         later = (self.begins > 0) & ~alone
         first, last = (int(x) for x in self.positions[guilty].aminmax()) if guilty.any() else (0, 0)
         found = [Scope(IN_DECODE, alone), Scope(IN_PROMPTS, ~alone),
@@ -275,7 +258,7 @@ class Case:
 
     def _off(self, rank: int) -> float:
         """How far a rank is from what it should hold, relative to its scale; infinite if that is lost."""
-        should = self.right(self.point, rank)
+        should = self.expected(rank)
         off = ((self.shard(self.point, rank) - should).abs().max() / should.abs().max().clamp(min=1e-30)).item()
         return off if off == off else float("inf")
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.altered import compound, sources
+from tplab.align.diagnose.case import Case, Diagnosis, Scope
 from tplab.align.diagnose.mistakes import TABLE
 from tplab.align.diagnose.table import COST, ERROR, in_scope
 from tplab.align.diagnose.traits import traits
-from tplab.align.diagnose.wrong import compound, sources
 from tplab.align.guilty import Judge, unseen_before
 from tplab.align.points import layout
 from tplab.align.report import AlignReport
@@ -92,28 +92,28 @@ def _explained(case: Case, explained: list | None = None) -> list[Diagnosis]:
     if (one := _explain(case, explained)) is not None and one.fault:
         return [one]
     guilty, scopes = case.guilty_rows, list(case.scopes())
-    for scope in scopes:
-        if (guilty <= scope.rows).all() and (found := _explain(case.with_(scope=scope.rows))) and found.fault:
-            return [in_scope(found, scope.words)]
-    for scope in scopes[:2] if len(list(compound(case))) > 1 else ():
-        # What keys one call made are seen in the others' rows, too.
-        if (found := _explain(case.with_(scope=scope.rows))) and found.fault:
-            return [in_scope(found, scope.words)]
-    apart = [(scope, _explain(case.with_(scope=scope.rows, compared=scope.rows))) for scope in scopes[:2]
+    whole = [scope for scope in scopes if (guilty <= scope.rows).all()]
+    # The keys that one kind of call made are seen in the other's rows, too.
+    seen = scopes[:2] if len(list(compound(case))) > 1 else []
+    in_one = (_explained_in(case, scope) for scope in (*whole, *seen))
+    if found := next(filter(None, in_one), None):
+        return [found]
+    apart = [_explained_in(case, scope, compared=scope.rows) for scope in scopes[:2]
              if (guilty & scope.rows).any() and not (guilty <= scope.rows).all()]
-    found = [in_scope(one, scope.words) for scope, one in apart if one and one.fault]
-    return found or _on_one_rank(case) or ([one] if one else [])
+    return [*filter(None, apart)] or _on_one_rank(case) or ([one] if one else [])
+
+
+def _explained_in(case: Case, scope: Scope, **changed) -> Diagnosis | None:
+    """A bug with a name that explains a case if it stands in some rows only; it says so if its words do not yet."""
+    found = _explain(case.with_(scope=scope.rows, **changed))
+    return in_scope(found, scope.words) if found and found.fault else None
 
 
 def _on_one_rank(case: Case) -> list[Diagnosis]:
     """What explains a sum over the ranks if one of them does it; all of them show it."""
-    unseen = [ops for ops in compound(case) if ops != (case.point,)]
-    if layout(case.point) == "replicated" and case.recording.world_size > 1:
-        for rank in case.frame.ranks:
-            fitting = (asked(about) for ops in unseen for about in [case.with_(ops=ops, on=(rank,))]
-                       for last in (False, True) for asked in asked_about(ops[0], last))
-            if found := next((one for one in fitting if one and one.fault), None):
-                return [replace(found, sentence=f"{found.sentence} So it is on rank {rank} only.", ranks=(rank,))]
+    for rank in case.frame.ranks if layout(case.point) == "replicated" and case.recording.world_size > 1 else ():
+        if (found := _explain(case.with_(on=(rank,)))) and found.fault:
+            return [replace(found, sentence=f"{found.sentence} So it is on rank {rank} only.", ranks=(rank,))]
     return []
 
 
@@ -139,7 +139,7 @@ def _short(name: str) -> str:
 def _explain(case: Case, explained: list | None = None) -> Diagnosis | None:
     """What explains a case. ``explained``: what did so at this point of earlier layers. It is asked first, and if one
     fits again no other is: a bug stands in every layer. What fits is added."""
-    about = [case.with_(ops=ops) for ops in compound(case)]
+    about = [case.with_(ops=ops) for ops in compound(case) if not case.on or ops != (case.point,)]
     fitting = [(asked, found) for asked in explained or () for one in about
                if one.op in asked.subjects and (found := asked(one))]
     for last in (False, True):

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from tplab.align.diagnose import numbers
-from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.table import Family, Mistake, procedure
-from tplab.align.diagnose.wrong import At, several_ranks
+from tplab.align.diagnose.altered import At, several_ranks
+from tplab.align.diagnose.case import Case
+from tplab.align.diagnose.table import Family, Mistake
 
 
 def _routed(name: str, says: str, when, **changed) -> Mistake:
@@ -13,16 +12,8 @@ def _routed(name: str, says: str, when, **changed) -> Mistake:
         case.config.experts))
 
 
-def _own_numbers(at: At) -> dict:
-    return {"held": dict(enumerate(at.frame.experts_on(at.rank)))}
-
-
 def _dealt_out(case: Case) -> bool:
     return case.plan.enable_expert_parallel and several_ranks(case)
-
-
-def _enough(case: Case) -> bool:
-    return _dealt_out(case) and all(len(shard.experts) >= case.config.experts.top_k for shard in case.plan.ranks)
 
 
 def _shared(case: Case) -> bool:
@@ -36,16 +27,7 @@ def _shared_here(at: At):
     return sum(parts.values()) + at.frame.make(at.full("moe_partial"), at.rank) - parts[at.rank]
 
 
-@procedure("router_logits", names="router_low_precision")
-def router_low_precision(case: Case) -> Diagnosis | None:
-    """Is every router logit a number of a smaller dtype?"""
-    found = numbers.too_few_digits(case)
-    return found and replace(found, fault="router_low_precision", sentence=found.sentence + " Which expert is the last "
-                             "that a token goes to may depend on these digits.")
-
-
 EXPERTS = (
-    router_low_precision,
     Family("moe_partial", _routed(
         "router_softmax_order", "The experts' weights are a softmax over the chosen ones; in this model it stands "
         "before the choice, over all experts.", lambda moe: moe.softmax_first and not moe.renormalize,
@@ -56,9 +38,12 @@ EXPERTS = (
         _routed("router_not_renormalised", "The weights of a token's experts do not add up to 1: they were not divided "
                 "by their sum.", lambda moe: moe.softmax_first and moe.renormalize, renormalize=False),
         Mistake("experts_off_by_offset", "A rank takes the model's expert ids for its own: id 0 means its first "
-                "expert, whichever that is.", _own_numbers, when=_dealt_out),
+                "expert, whichever that is.", lambda at: {"held": dict(enumerate(at.frame.experts_on(at.rank)))},
+                when=_dealt_out),
         Mistake("top_k_of_own_experts", "Each rank chose the best {c.experts.top_k} of its own experts; they must "
-                "be the best of all.", lambda at: {"among": list(at.frame.experts_on(at.rank))}, when=_enough),
+                "be the best of all.", lambda at: {"among": list(at.frame.experts_on(at.rank))}, when=lambda case: (
+                    _dealt_out(case) and all(len(shard.experts) >= case.config.experts.top_k
+                                             for shard in case.plan.ranks))),
         Mistake("expert_bias_everywhere", "Every rank adds the experts' last biases to its columns' part; they "
                 "belong to the sum, so one rank adds them.", {"share": 1.0},
                 when=lambda case: case.config.experts.bias and several_ranks(case)),

@@ -4,7 +4,20 @@ Each subject's families are asked in this order. A name is the museum's, or wher
 its style.
 """
 
-from tplab.align.diagnose import attention, errors, experts, norms, products, rope, steps, sums
+from tplab.align.diagnose import (
+    any_point,
+    attention,
+    cuts,
+    ends,
+    errors,
+    experts,
+    mlp,
+    norms,
+    products,
+    rope,
+    steps,
+    sums,
+)
 
-TABLE = (*experts.EXPERTS, *norms.ANYTHING, *attention.ATTENDING, *norms.ENDS, *products.INSIDE, *norms.NORMING,
-         *sums.STREAMS, *rope.TURNING, *sums.REDUCED, *products.CUTS, *products.PRODUCTS, *steps.COSTS, *errors.ERRORS)
+TABLE = (*experts.EXPERTS, *any_point.AT_ANY_POINT, *attention.ATTENTION, *ends.ENDS, *mlp.MLP, *norms.NORMS,
+         *sums.RESIDUALS, *rope.ROPE, *sums.REDUCTIONS, *cuts.CUTS, *products.WEIGHTS, *steps.COSTS, *errors.ERRORS)

@@ -1,112 +1,17 @@
-"""Mistakes of norms, of the two ends of the model, and of any point at all."""
+"""Mistakes of norms."""
 
 from collections.abc import Callable
 
 import torch
 
-from tplab.align.arithmetic import soft_cap
-from tplab.align.diagnose import numbers, places, steps
+from tplab.align.diagnose.altered import At, ratio, several_ranks, unaltered
 from tplab.align.diagnose.case import Case
+from tplab.align.diagnose.ends import scale_says
 from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser, in_calls, right, rounded, several_ranks
-from tplab.align.points import POINTS, made_by
-from tplab.checkpoint.layout import EMBEDDING
+from tplab.align.points import POINTS, existing, inputs, layer_of, made_by
 
-NORMS = made_by("norm")
+NORM_POINTS = made_by("norm")
 
-
-# Anything.
-
-def shifted(at: At, value: tuple[int, bool]) -> torch.Tensor:
-    return in_calls(at.case, right(at.case, at.rank)(at.op), lambda x: x.roll(value[0], 0), value[1])
-
-
-def _shifts(name: str, when: Callable) -> Mistake:
-    return Mistake(name, "Each row of {name} is right for the token {text} it.", shifted,
-                   {(shift, apart): where for shift, where in ((1, "before"), (-1, "behind"))
-                    for apart in (False, True)}, number="shift",
-                   when=lambda case: len(case.positions) > 2 and when(case))
-
-
-ANYTHING = (
-    Family(tuple(POINTS), _shifts("ids_shifted", lambda case: case.point == "embed"),
-           _shifts("rows_shifted", lambda case: case.point != "embed"), own=True),
-    Family(tuple(POINTS), Mistake(
-        "low_precision", "{name} fits {op} in {text}: it was computed, or passed on, with so few digits.",
-        lambda at, dtype: rounded(at.expected(), dtype), coarser, when=lambda case: case.op != case.point)),
-    numbers.too_few_digits,
-)
-
-
-# The two ends.
-
-def _global_rows(at: At) -> torch.Tensor:
-    ids, looked_up = at.case.ids, at.case.ids.clone()
-    for shard in at.case.plan.ranks:
-        mine = (ids >= shard.vocab.start) & (ids < shard.vocab.stop)
-        looked_up[mine] = shard.vocab.start + ids[mine].clamp(max=len(shard.vocab) - 1)
-    return looked_up
-
-
-def _misread(case: Case) -> dict[int, str]:
-    """How many tokens that concerns, if any."""
-    wrong = int((_global_rows(right(case, 0)) != case.ids).sum())
-    return {wrong: f"{wrong} of {len(case.ids)}"} if wrong else {}
-
-
-def _own_rows(at: At) -> torch.Tensor:
-    return at.expected() * torch.isin(at.case.ids, torch.tensor([*at.case.plan.ranks[at.rank].vocab]))[:, None]
-
-
-def _shifted_on(at: At, value: tuple[int, int]) -> torch.Tensor:
-    rank, shift = value
-    ids, own = at.case.ids, torch.tensor([*at.case.plan.ranks[rank].vocab])
-    shifted = in_calls(at.case, ids, lambda x: x.roll(shift, 0))
-    return (at.expected() * ~torch.isin(ids, own)[:, None]
-            + at.make(ids=shifted) * torch.isin(shifted, own)[:, None])
-
-
-def _capped(case: Case) -> bool:
-    return case.config.final_logit_softcapping is not None
-
-
-ENDS = (
-    Family("embed", Mistake(
-        "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
-        "number inside a rank's shard is the token id minus the shard's first row.",
-        lambda at, _: {"ids": _global_rows(at)}, _misread, number="tokens")),
-    steps.rejected_draft_kept,
-    steps.rows_in_other_orders,
-    Family("embed", Mistake(
-        "all_reduce_missing", "Each rank has the embeddings of its own tokens, and zeros for the others: the "
-        "all-reduce behind the embedding is missing, or its result was dropped.", _own_rows, when=several_ranks)),
-    Family("embed", Mistake(
-        "ids_shifted", "The embeddings of rank {value[0]}'s rows were looked up for the token {text} each, the others "
-        "for the right one.", _shifted_on, lambda case: {(rank, shift): where for shift, where in ((1, "before"), (
-            -1, "behind")) for rank in case.frame.ranks if several_ranks(case)}, number="rank")),
-    Family("embed", Mistake(
-        "embedding_unscaled", "The embedding was not multiplied with {c.embedding_multiplier:.5g}, as this model does.",
-        {"times": 1.0}, when=lambda case: case.config.embedding_multiplier != 1)),
-    numbers.embedding_times,
-    Family("logits", Mistake(
-        "logits_capped_twice", "The logits are right, and then capped again: to within {c.final_logit_softcapping:g}.",
-        lambda at: soft_cap(at.expected(), at.case.config.final_logit_softcapping), when=_capped), Mistake(
-        "logits_uncapped", "The logits are not capped; this model keeps them within {c.final_logit_softcapping:g}.",
-        {"cap": 0}, when=_capped)),
-    Family("logits", Mistake(
-        "head_tied", "The logits were made with the embedding as the head; this checkpoint has an lm_head.weight of "
-        "its own, and does not tie them.", lambda at: {"weight": at.frame.weights.raw(EMBEDDING)},
-        when=lambda case: not case.config.tie_word_embeddings)),
-    numbers.rows_that_nobody_has,
-    numbers.logits_times,
-    places.ranks_exchanged,
-    places.head_rows,
-    numbers.empty_head,
-    numbers.unrelated_head,
-)
-
-
-# Norms.
 
 def _plus_one(case: Case) -> bool:
     return case.config.norm == "GemmaRMSNorm"
@@ -115,10 +20,6 @@ def _plus_one(case: Case) -> bool:
 def _factor(at: At) -> torch.Tensor:
     """What the normalized is multiplied with."""
     return at.weight() + _plus_one(at.case)
-
-
-def _outside(at: At, eps: float) -> torch.Tensor:
-    return _factor(at) * at.given() / (at.given().pow(2).mean(-1, keepdim=True).sqrt() + eps)
 
 
 def _divided(by: Callable) -> Callable:
@@ -134,7 +35,7 @@ def _over_own_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _squares(case: Case) -> torch.Tensor:
-    return right(case, case.wrong_ranks[0]).given().float().pow(2).mean(-1)
+    return unaltered(case, case.wrong_ranks[0]).given().float().pow(2).mean(-1)
 
 
 def _epsilons(case: Case) -> tuple[float, float]:
@@ -147,34 +48,74 @@ def _rows_differ(case: Case) -> bool:
     return bool(_squares(case).max() > 1.05 * _squares(case).min())
 
 
-def _other_norms(case: Case) -> dict[str, str]:
-    at = right(case, 0)
-    own, weights = at.weight(), case.frame.weights
-    return {name: name for name in weights.parts if len(case.ops) == 1 and name.endswith("norm.weight")
-            and weights.parts[name].shape == own.shape and not torch.equal(weights.raw(name).to(own.dtype), own)}
-
-
 def _other_norm(name: str, same: bool) -> Mistake:
+    """The weight of another norm: of the same place in another layer, or of another place."""
     def values(case: Case) -> dict[str, str]:
-        own = POINTS[case.op].module + ".weight"
-        return {other: other for other in _other_norms(case) if other.endswith(own) == same}
+        at, weights, place = unaltered(case, 0), case.frame.weights, POINTS[case.op].module + ".weight"
+        own = at.weight()
+        return {other: other for other in weights.parts if len(case.ops) == 1 and other.endswith("norm.weight")
+                and other.endswith(place) == same and weights.parts[other].shape == own.shape
+                and not torch.equal(weights.raw(other).to(own.dtype), own)}
     return Mistake(name, "{op} is right but for its weight: it was multiplied with {text}.",
                    lambda at, other: {"weight": at.frame.weights.raw(other).to(at.frame.dtype)}, values)
 
 
-NORMING = (
-    numbers.norm_in_place,
-    Family(NORMS, Mistake("norm_missing", "{op} is what the norm was given, unchanged: it is not applied.",
-                          lambda at: at.given()),
+# A norm that works in place on the residual stream.
+
+IN_PLACE = ("The residual stream holds what {text} made of it: the norm works in place on the tensor that is kept "
+            "(float() of a float32 tensor makes no copy).")
+
+
+def _stream_is_guilty(case: Case) -> bool:
+    """Then the stream was already called wrong because of this norm."""
+    return inputs(case.first.name, case.config)[0] in case.report.guilty
+
+
+def _norm_behind(case: Case) -> str:
+    """The norm that is given the sum of this point."""
+    if case.point == "residual":
+        return f"{case.layer}.post_norm"
+    behind = layer_of(case.first.name) + 1
+    return f"layers.{behind}.input_norm" if behind < case.config.num_layers else "norm"
+
+
+def _streams(case: Case) -> dict[str, str]:
+    """What may have gone into the sum, the stream or what an earlier norm in place left there; by which norm."""
+    behind, stream = _norm_behind(case), case.made_from(case.op)[0]
+    return dict.fromkeys((stream, "input_norm" if case.op == "residual" else "post_norm"),
+                         behind.rpartition(".")[2]) if existing(behind, case.config) == behind else {}
+
+
+def _scales_of_the_stream(case: Case) -> dict[float, str]:
+    """By how much the embeddings were multiplied on their way into the first norm, by the sum behind it."""
+    if case.layer != "layers.0" or not case.has("residual") or not case.has("o_proj"):
+        return {}
+    at = unaltered(case, case.wrong_ranks[0])
+    times = ratio(at("residual") - at("o_proj"), at("before"))
+    return {times: scale_says(case, times)} if abs(times - 1) >= 1e-3 else {}
+
+
+NORMS = (
+    Family(("input_norm", "post_norm", "norm"), Mistake(
+        "norm_in_place", IN_PLACE, lambda at, _: at.given(), lambda case: {"": case.op}, when=_stream_is_guilty),
+        own=True),
+    Family(("residual", "output"), Mistake("norm_in_place", IN_PLACE, lambda at, stream: at.frame.make(
+        _norm_behind(at.case), at.rank, x=at(stream) + at(at.case.made_from(at.op)[1])), _streams), own=True),
+    Family(NORM_POINTS, Mistake("norm_missing", "{op} is what the norm was given, unchanged: it is not applied.",
+                                lambda at: at.given()),
            Mistake("norm_missing", "{op} is the norm's input times its weight: it was never divided by its root mean "
                    "square.", lambda at: at.given() * _factor(at))),
-    numbers.scaled_into_the_first_norm,
-    Family(NORMS, Mistake("norm_epsilon", "{op} is right for an epsilon of {value:.2g}; the checkpoint says {eps:g}.",
-                          lambda at, eps: {"eps": eps}, fit=_epsilons, number="epsilon", when=_rows_differ),
-           Mistake("norm_epsilon", "{op} is right for an epsilon of {value:.2g} outside of the square root; the "
-                   "checkpoint says {eps:g}.", _outside, fit=_epsilons, number="epsilon", when=_rows_differ)),
-    Family(NORMS, Mistake("norm_weight_missing", "{op} is normalized, but not multiplied with the norm's weight.",
-                          lambda at: {"weight": torch.full_like(at.weight(), not _plus_one(at.case))}),
+    Family("input_norm", Mistake(
+        "embedding_scale", "{op} was made of embeddings that were multiplied with {text}; this model does not.",
+        lambda at, times: {"x": times * at.given()}, _scales_of_the_stream, numbers="times")),
+    Family(NORM_POINTS, Mistake(
+        "norm_epsilon", "{op} is right for an epsilon of {value:.2g}; the checkpoint says {eps:g}.",
+        lambda at, eps: {"eps": eps}, fit=_epsilons, numbers="epsilon", when=_rows_differ), Mistake(
+        "norm_epsilon", "{op} is right for an epsilon of {value:.2g} outside of the square root; the checkpoint says "
+        "{eps:g}.", lambda at, eps: _factor(at) * at.given() / (at.given().pow(2).mean(-1, keepdim=True).sqrt() + eps),
+        fit=_epsilons, numbers="epsilon", when=_rows_differ)),
+    Family(NORM_POINTS, Mistake("norm_weight_missing", "{op} is normalized, but not multiplied with the norm's weight.",
+                                lambda at: {"weight": torch.full_like(at.weight(), not _plus_one(at.case))}),
            Mistake("norm_plus_one", "{op} is multiplied with 1 + weight, as Gemma does; this checkpoint's weight is "
                    "the factor itself.", {"kind": "GemmaRMSNorm"}, when=lambda case: not _plus_one(case)),
            Mistake("norm_plus_one_forgotten", "{op} is multiplied with the weight; this model's factor is 1 + weight.",
@@ -196,8 +137,9 @@ NORMING = (
         when=lambda case: case.config.full_width_qk_norm and several_ranks(case)), Mistake(
         "qk_norm_each_head", "{op} was normalized head by head; this norm goes over all heads of the model together.",
         _divided(lambda x: x.pow(2).mean(-1, keepdim=True)), when=lambda case: case.config.full_width_qk_norm)),
-    Family(NORMS, _other_norm("wrong_layer", True), _other_norm("norm_weight_exchanged", False)),
+    Family(NORM_POINTS, _other_norm("wrong_layer", True), _other_norm("norm_weight_exchanged", False)),
     Family("post_norm", Mistake("norm_wrong_input", "{op} is the norm of {text}.", lambda at, name: {"x": at(name)}, {
         "before": "the layer's input: attention's output has not been added yet",
         "o_proj": "attention's output alone, without the residual stream"})),
 )
+

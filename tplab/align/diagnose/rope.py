@@ -1,44 +1,151 @@
 """Mistakes of RoPE: other positions, other angles, terms exchanged or lost."""
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from tplab.align.arithmetic import rotated
-from tplab.align.diagnose import numbers
-from tplab.align.diagnose.case import Case
-from tplab.align.diagnose.table import Family, Mistake
-from tplab.align.diagnose.wrong import At, coarser, in_calls, rounded
-from tplab.align.points import made_by
+from tplab.align.diagnose.altered import At, coarser, in_calls, rounded, unaltered
+from tplab.align.diagnose.case import IN_DECODE, IN_PROMPTS, Case, Diagnosis
+from tplab.align.diagnose.table import Family, Mistake, in_scope, procedure
+from tplab.align.points import layer_of, made_by
 from tplab.model.rope import Rotary
 
-ROPE = made_by("rope")
+ROPE_POINTS = made_by("rope")
 FULL_FLOAT = ("default", "linear", "llama3", "yarn")  # angles are a product of position and frequency
+THETAS = (1e3, 1e4, 4e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 8e6, 1e7)  # tried where none can be read off
+STRETCHES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 4.0, 8.0)
 
 
-def _front(at: At, change: Callable) -> torch.Tensor:
-    """``change(x, cos, sin)`` of the numbers of a head that turn, and the others as they are."""
-    x, size = at.given(), at.case.turned
-    cos, sin = (table[0, :, None].repeat(1, 1, size // table.shape[-1]) for table in at.rotary().values())
-    return torch.cat([change(x[..., :size], cos, sin), x[..., size:]], -1)
+# Positions.
+
+def _usual_positions(case: Case) -> dict[str, torch.Tensor]:
+    """As which positions tokens are often turned."""
+    positions, decoded = case.positions, case.decoded
+    return {"decoded one too far": positions + decoded, "decoded at 0": positions * ~decoded,
+            "prompts at 0": positions * decoded, "calls from 0": positions - case.begins}
 
 
-def _neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = (table[..., :x.shape[-1] // 2] for table in (cos, sin))
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+def _misplaced(case: Case, used: torch.Tensor) -> dict[tuple[int, int, int], str]:
+    """The first token that was turned as if it stood elsewhere, its position and the one that was used; in words."""
+    wrong = (used != case.positions).nonzero().flatten()
+    return {(row, position, turned): f"token {row}, at position {position}, was rotated as if it stood at {turned} "
+            f"({len(wrong)} of {len(used)} tokens are misplaced). Keys are wrong, values are right: a position error"
+            for row, position, turned in [(int(x[0]) for x in (wrong, case.positions[wrong], used[wrong]))]
+            } if len(wrong) else {}
 
 
-def _halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + _other_half(x) * sin
+def _positions(name: str, says: str, which: str, *alike: str) -> Mistake:
+    return Mistake(name, says, lambda at, _: dict(zip(("cos", "sin"), at.frame.tables(
+        at.case.config.hf, _usual_positions(at.case)[which], *at.frame.rope_type(at.layer)))),
+                   lambda case: _misplaced(case, _usual_positions(case)[which]), alike=alike,
+                   numbers="first_token position used")
 
 
-def _over_heads(at: At) -> torch.Tensor:
-    x, tables = at.given(), at.rotary()
-    rows = torch.arange(x.shape[1]) % tables["cos"].shape[1]
-    return rotated(at.case.config.model_type, x.transpose(0, 1), tables["cos"][:, rows], tables["sin"][:, rows]
-                   ).transpose(0, 1)
+@procedure(*ROPE_POINTS, names="rope_positions")
+def other_positions(case: Case) -> Diagnosis | None:
+    """As which position was each token turned? Try them all."""
+    used = _positions_used(case)
+    if used is None or torch.equal(used, 2 * case.positions) or any(
+            torch.equal(used, usual) for usual in (case.positions, *_usual_positions(case).values())):
+        return None
+    (numbers, says), = _misplaced(case, used).items()
+    found = case.diagnosis("rope_positions", f"RoPE is right, the positions are not: {says}.",
+                           **dict(zip(("first_token", "position", "used"), numbers)))
+    kinds = case.decoded[used != case.positions].unique()
+    one_kind = len(kinds) < len(case.decoded.unique())
+    return in_scope(found, IN_DECODE if kinds[0] else IN_PROMPTS) if one_kind else found
 
+
+def _positions_used(case: Case) -> torch.Tensor | None:
+    """For each token the position as which it was turned, ``[tokens]``; None if for some token there is none."""
+    if case.op != case.point:
+        return None
+    (before, ours), candidates = _before_and_after(case), torch.arange(-1, len(case.places) + 2)
+    cos, sin = unaltered(case, 0).rotary(candidates).values()
+    gaps = torch.stack([(rotated(case.config.model_type, before, cos[:, [i]], sin[:, [i]]) - ours).abs().amax((1, 2))
+                        for i in range(len(candidates))])
+    gap, nearest = gaps.min(0)
+    if not (case.looked_at(gap) <= case.tolerance * ours.abs().max()).all():
+        return None
+    return torch.where(case.all_or(case.scope), candidates[nearest], case.positions)
+
+
+def _before_and_after(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """What RoPE was given and what it made of it, of all heads of the wrong ranks, ``[rows, heads, head_dim]``."""
+    pairs = [(unaltered(case, rank).given(), case.shard(case.op, rank)) for rank in case.wrong_ranks]
+    return tuple(torch.cat(side, 1) for side in zip(*pairs))
+
+
+# Frequencies.
+
+def own_frequencies(case: Case) -> tuple[torch.Tensor, float]:
+    """The checkpoint's own frequencies, ``[head_dim / 2]``, and the factor of its cos and sin."""
+    cos, sin = (table[0, 0].double() for table in unaltered(case, 0).rotary(torch.tensor([1])).values())
+    return torch.atan2(sin, cos)[:case.turned // 2], math.hypot(cos[0], sin[0])
+
+
+def measured_frequencies(case: Case) -> torch.Tensor | None:
+    """By how much a pair was turned from one position to the next, ``[head_dim / 2]``; None where that cannot be read
+    off, because q (or k) before or after was not recorded."""
+    if case.op != case.point or not case.has(case.made_from(case.op)[0]):
+        return None
+    before, after = (torch.view_as_complex(
+        x.unflatten(-1, (-1, 2)) if case.config.rotates_pairs else torch.stack(x.chunk(2, -1), -1))
+        for x in (case.looked_at(x)[..., :case.turned].double() for x in _before_and_after(case)))
+    turn, rows = (after * before.conj()).sum(1), case.looked_at(case.positions)  # [tokens, pairs], [tokens]
+    positions = rows.unique()
+    turn = torch.stack([turn[rows == position].sum(0) for position in positions])
+    neighbours = positions.diff() == 1  # between others, nothing says how often a pair went round
+    if not neighbours.any() or not torch.isfinite(torch.view_as_real(turn)).all():
+        return None
+    frequencies = (turn[1:] * turn[:-1].conj())[neighbours].sum(0).angle()
+    far = (positions - positions[0])[:, None].double()
+    rest = (turn * turn[0].conj() * torch.polar(torch.ones_like(far), -far * frequencies)).angle()
+    return frequencies + (far * rest).sum(0) / (far * far).sum()
+
+
+def _sizes(case: Case) -> dict[tuple[int, float], str]:
+    """Other sizes of a head that may stand in the exponent, each with the theta that gives the same angles."""
+    config, dim = case.config, case.turned
+    return {(size, case.rope["rope_theta"] ** (dim / size)): "" for size in (
+        config.hidden_size // config.num_heads, config.hidden_size, 2 * dim, dim // 2) if size != dim}
+
+
+def _thetas(case: Case) -> dict[float, str]:
+    """Other thetas, read off where that is possible."""
+    candidates, dim = set(THETAS), case.turned
+    if (measured := measured_frequencies(case)) is not None:
+        # theta from each pair that turns far enough to be read; the middle one
+        frequencies, steps = measured.clamp(min=1e-12), torch.arange(dim // 2).clamp(min=1)
+        readings = (-frequencies.log() * dim / (2 * steps))[1:][frequencies[1:] > frequencies.max() / 1e3]
+        if not len(readings) or not 0 < (log := readings.median().item()) < 40:
+            return {}
+        candidates = {math.exp(log), *(float(f"{math.exp(log):.{digits}g}") for digits in (1, 2, 3, 6))}
+    # One that was read off differs from another size's in its last digits: then the size says more.
+    known = [theta for _, theta in _sizes(case)]
+    return {theta: "" for theta in sorted(candidates) if theta != case.rope["rope_theta"]
+            and all(abs(theta / other - 1) > 1e-4 for other in known)}
+
+
+def _by_theta(at: At, theta: float) -> dict[str, torch.Tensor]:
+    exponents = -2 * torch.arange(at.case.turned // 2) / at.case.turned
+    return by_frequency(at, theta ** exponents, own_frequencies(at.case)[1])
+
+
+def _stretches(case: Case) -> dict[tuple, str]:
+    """The factors by which all positions may have been multiplied; read off where that is possible."""
+    frequencies, found = own_frequencies(case)[0], set(STRETCHES)
+    if (measured := measured_frequencies(case)) is not None:
+        known = frequencies > frequencies.max() / 1e3
+        stretch = (measured[known] / frequencies[known]).median().item()
+        found = {float(f"{stretch:.2g}"), float(f"{stretch:.4g}"), 1 / max(round(1 / max(stretch, 1e-3)), 1)}
+    return {(part, 1, 1): f"{part:.4g}" for part in sorted(found)
+            if part > 0 and abs(part - 1) > 1e-3 and abs(part - 2) > 1e-3}
+
+
+# Tables of cos and sin.
 
 def angles(at: At, turn: torch.Tensor, scale: float = 1.0, dtype: torch.dtype | None = None) -> dict:
     """Tables of these angles, ``[rows, head_dim / 2]``, rounded to ``dtype`` if one is given."""
@@ -51,20 +158,8 @@ def by_frequency(at: At, frequencies: torch.Tensor, scale: float = 1.0) -> dict:
     return angles(at, at.frame.positions[:, None].double() * frequencies[None], scale)
 
 
-def _usual_positions(case: Case) -> dict[str, torch.Tensor]:
-    rows = torch.tensor([place in case.decoded for place in case.places])
-    return {"one": case.positions + rows, "zero": case.positions * ~rows, "call": case.positions - case.begins}
-
-
-def _as_positions(name: str, which: str, says: str) -> Mistake:
-    return Mistake(name, "Attention fits other positions: " + says + ".", lambda at: dict(zip(
-        ("cos", "sin"), at.frame.tables(at.case.config.hf, _usual_positions(at.case)[which], *at.frame.rope_type(
-            at.layer)))), when=lambda case:
-        case.op != case.point and not torch.equal(_usual_positions(case)[which], case.positions))
-
-
 def _spectrum(at: At, value: tuple) -> dict:
-    frequencies, scale = numbers.own_frequencies(at.case)
+    frequencies, scale = own_frequencies(at.case)
     stretch, power, share = value
     some = torch.arange(len(frequencies)) < len(frequencies) // share
     return by_frequency(at, frequencies * stretch * some, scale ** power)
@@ -75,9 +170,72 @@ def _spectra(name: str, says: str, values) -> Mistake:
 
 
 def _scaled(case: Case) -> dict:
-    scale = numbers.own_frequencies(case)[1]
+    scale = own_frequencies(case)[1]
     return {(1, power, 1): f"the factor {scale:.4g} of cos and sin was {what}"
             for power, what in ((0, "left out"), (2, "taken twice")) if abs(scale - 1) > 1e-6}
+
+
+ROUNDED = {(stages, dtype): text.format(str(dtype).removeprefix("torch."), limit)
+           for dtype, limit in ((torch.bfloat16, 256), (torch.float16, 2048)) for stages, text in {
+               ("tables",): "cos and sin were rounded to {}", ("frequencies",): "the frequencies were rounded to {}",
+               ("angles",): "the angles were rounded to {}",
+               ("positions",): "the positions were rounded to {}, which counts no further than {}",
+               ("positions", "frequencies", "angles"): "the angles were computed in {}",
+               ("positions", "frequencies", "angles", "tables"): "the angles, their cos and sin were computed in {}"
+           }.items()}
+
+
+def _rounded_tables(at: At, value: tuple[tuple[str, ...], torch.dtype]) -> dict:
+    stages, dtype = value
+
+    def few(x: torch.Tensor, stage: str) -> torch.Tensor:
+        return rounded(x, dtype) if stage in stages else x
+    frequencies = Rotary(at.case.config.hf).embedding.inv_freq  # to the last bit: far positions show it
+    turn = few(few(at.frame.positions[:, None].float(), "positions") * few(frequencies, "frequencies"), "angles")
+    return angles(at, turn, own_frequencies(at.case)[1], dtype if "tables" in stages else None)
+
+
+def _upwards(at: At) -> dict:
+    theta, size = at.case.rope["rope_theta"], at.case.turned
+    turn = at.frame.positions[:, None] * theta ** (torch.arange(0, size, 2) / size)  # in float32: they are large
+    return angles(at, turn)
+
+
+# How the tables are applied.
+
+def _over_heads(at: At) -> torch.Tensor:
+    x, tables = at.given(), at.rotary()
+    rows = torch.arange(x.shape[1]) % tables["cos"].shape[1]
+    return rotated(at.case.config.model_type, x.transpose(0, 1), tables["cos"][:, rows], tables["sin"][:, rows]
+                   ).transpose(0, 1)
+
+
+def _front(change: Callable) -> Callable:
+    """``change(x, cos, sin)`` of the numbers of a head that turn, and the others as they are."""
+    def made(at: At) -> torch.Tensor:
+        x, size = at.given(), at.case.turned
+        cos, sin = (table[0, :, None].repeat(1, 1, size // table.shape[-1]) for table in at.rotary().values())
+        return torch.cat([change(x[..., :size], cos, sin), x[..., size:]], -1)
+    return made
+
+
+def _other_half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def _neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = (table[..., :x.shape[-1] // 2] for table in (cos, sin))
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+
+def _in_pairs(table: torch.Tensor) -> torch.Tensor:
+    return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
+
+
+def _terms(says: str, change: Callable) -> Mistake:
+    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".", _front(change))
 
 
 def _first_numbers(at: At, value: tuple[int, int]) -> torch.Tensor:
@@ -94,113 +252,80 @@ def _fronts(case: Case) -> dict:
             if dim // share % 2 == 0}
 
 
-def _rounded_tables(at: At, value: tuple[str, torch.dtype]) -> dict:
-    what, dtype = value
-    rows, scale = at.frame.positions[:, None], numbers.own_frequencies(at.case)[1]
-    single = Rotary(at.case.config.hf).embedding.inv_freq  # to the last bit: far positions show it
-    few = rows.to(dtype)
-    turn = {"tables": rows * single[None], "frequencies": rows * single.to(dtype).float(),
-            "angles": (rows * single[None]).to(dtype), "positions": few.float() * single,
-            "product": few * single.to(dtype), "all": few * single.to(dtype)}[what]
-    return angles(at, turn.float(), scale, dtype if what in ("tables", "all") else None)
-
-
-def _table_texts(case: Case) -> dict:
-    says = {"tables": "cos and sin were rounded to {}", "frequencies": "the frequencies were rounded to {}",
-            "angles": "the angles were rounded to {}", "positions": "the positions were rounded to {}, which counts no "
-            "further than {}", "product": "the angles were computed in {}",
-            "all": "the angles, their cos and sin were computed in {}"}
-    return {(what, dtype): text.format(str(dtype).removeprefix("torch."), limit) for dtype, limit in (
-        (torch.bfloat16, 256), (torch.float16, 2048)) for what, text in says.items()}
-
-
-def _other_half(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
-
-
-def _terms(says: str, change: Callable) -> Mistake:
-    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".",
-                   lambda at: _front(at, change))
-
-
-def _in_pairs(table: torch.Tensor) -> torch.Tensor:
-    return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
-
-
-def _upwards(at: At) -> dict:
-    theta, size = at.case.rope["rope_theta"], at.case.turned
-    turn = at.frame.positions[:, None] * theta ** (torch.arange(0, size, 2) / size)  # in float32: they are large
-    return angles(at, turn)
-
-
 def _viewed(says: str, before: bool, behind: bool) -> Mistake:
-    def change(at: At) -> torch.Tensor:
-        def view(x):
-            return x.reshape(x.shape[1], len(x), -1).transpose(0, 1)
+    def view(x):
+        return x.reshape(x.shape[1], len(x), -1).transpose(0, 1)
 
-        def back(x):
-            return x.transpose(0, 1).reshape(x.shape)
+    def back(x):
+        return x.transpose(0, 1).reshape(x.shape)
+
+    def change(at: At) -> torch.Tensor:
         turned = at.make(x=in_calls(at.case, at.given(), view) if before else at.given())
         return in_calls(at.case, turned, back) if behind else turned
     return Mistake("rope_viewed", "{op} is turned with numbers of other tokens: " + says + ", a view or reshape stands "
                    "where a transpose exchanges heads and tokens.", change)
 
 
-def _turns(case: Case) -> bool:
-    return case.config.rotates[int(case.layer.split(".")[1])]
-
-
-TURNING = (
-    Family(ROPE, Mistake(
+ROPE = (
+    Family(ROPE_POINTS, Mistake(
         "rope_missing", "{op} equals {op[0]}: nothing was rotated. RoPE is not called, or it fails and something "
         "swallows the exception.", lambda at: at.given(), alike=("rope_swallowed",))),
-    Family(ROPE, Mistake(
+    Family(ROPE_POINTS, Mistake(
         "rope_in_every_layer", "{op} is {op[0]} rotated; in this layer the model does not rotate.",
-        lambda at: dict(zip(("cos", "sin"), at.frame.cos_sin(at.layer))), when=lambda case: not _turns(case)), Mistake(
+        lambda at: dict(zip(("cos", "sin"), at.frame.cos_sin(at.layer))),
+        when=lambda case: not case.config.rotates[layer_of(case.first.name)]), Mistake(
         "rope_whole_head", "All {dim} numbers of a head were rotated; this model rotates the first "
         "{c.partial_rotary_factor:.0%} of them.", lambda at: at.rotary(partial_rotary_factor=1.0),
         when=lambda case: case.config.partial_rotary_factor != 1)),
-    Family(ROPE, Mistake(
+    Family(ROPE_POINTS, Mistake(
         "rope_pairs", "{op} is {op[0]} with numbers 0 and 1, 2 and 3, … turned as pairs. This checkpoint pairs i with "
-        "i + {half}, the two halves of a head.", lambda at: _front(at, _neighbours),
+        "i + {half}, the two halves of a head.", _front(_neighbours),
         when=lambda case: not case.config.rotates_pairs), Mistake(
         "rope_pairs", "{op} is {op[0]} with the two halves of a head turned together; this checkpoint pairs numbers 0 "
-        "and 1, 2 and 3, ….", lambda at: _front(at, _halves), when=lambda case: case.config.rotates_pairs)),
-    Family(ROPE, Mistake(
+        "and 1, 2 and 3, ….", _front(lambda x, cos, sin: x * cos + _other_half(x) * sin),
+        when=lambda case: case.config.rotates_pairs)),
+    Family(ROPE_POINTS, Mistake(
         "rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of position h: cos and "
         "sin were broadcast over the heads instead of the tokens.", _over_heads)),
-    Family(ROPE, Mistake(
+    Family(ROPE_POINTS, Mistake(
         "low_precision", "{op} fits {op[0]} in {text}, rotated: it was cast to {text} before RoPE.",
         lambda at, dtype: {"x": rounded(at.given(), dtype)}, coarser)),
-    Family(ROPE, Mistake(
+    Family(ROPE_POINTS, Mistake(
         "rope_default_theta", "{op} is right for theta 10000; the checkpoint says {theta:g}.",
-        lambda at: at.rotary(rope_theta=10000.0),
-        when=lambda case: case.rope["rope_theta"] != 10000.0)),
-    Family(ROPE, Mistake(
+        lambda at: at.rotary(rope_theta=10000.0), when=lambda case: case.rope["rope_theta"] != 10000.0)),
+    Family(ROPE_POINTS, Mistake(
         "rope_scaling_ignored", "{op} is right for an unscaled RoPE; the checkpoint scales it ({kind}).",
-        lambda at: at.rotary(rope_type="default"),
-        when=lambda case: case.rope["rope_type"] != "default")),
-    numbers.other_positions,
-    Family(ROPE, _as_positions("decode_position_off_by_one", "one", "a decoding token is turned one position too far; "
-                               "the newest of n tokens stands at position n - 1"),
-           _as_positions("decode_position_restarted", "zero", "a decoding token is turned as if it stood at 0"),
-           _as_positions("rope_positions", "call", "every call counts its positions from 0 again")),
-    numbers.another_theta,
-    Family(ROPE, _spectra("rope_attention_factor", "{text}", _scaled),
+        lambda at: at.rotary(rope_type="default"), when=lambda case: case.rope["rope_type"] != "default")),
+    Family(ROPE_POINTS, _positions(
+        "decode_position_off_by_one", "One too far: {text}. The newest of n tokens stands at position n - 1.",
+        "decoded one too far"), _positions(
+        "decode_position_restarted", "Counted from 0 again: {text}. A decode step's position is the number of tokens "
+        "before it.", "decoded at 0", "rope_missing", "rope_swallowed"), _positions(
+        "rope_missing", "{op} equals {op[0]} where several tokens came at once; tokens that came alone were turned: "
+        "{text}. RoPE fails for prompts, and something swallows the exception.", "prompts at 0", "rope_swallowed"),
+        _positions(
+            "rope_positions", "RoPE is right, the positions are not: every call counts them from 0 again; {text}.",
+            "calls from 0")),
+    other_positions,
+    Family(ROPE_POINTS, Mistake(
+        "rope_theta", "{op} is right for a head of {value[0]} numbers in the exponent of its angles; this model's "
+        "heads have {turned}.", lambda at, value: _by_theta(at, value[1]), _sizes, numbers="size"), Mistake(
+        "rope_theta", "{op} is right for theta {value:g}; the checkpoint says {theta:g}.", _by_theta, _thetas,
+        numbers="theta")),
+    Family(ROPE_POINTS, _spectra("rope_attention_factor", "{text}", _scaled),
            _spectra("rope_direction", "it was turned the other way round: the sign of sin is wrong", {(-1, 1, 1): ""}),
            _spectra("rope_twice", "it was turned twice", {(2, 2, 1): ""}),
            _spectra("rope_partial", "only the first {text} pairs were turned", lambda case: {
                (1, 0, share): f"{case.config.head_dim // 2 // share} of {case.config.head_dim // 2}"
                for share in (4, 2)}),
-           _spectra("rope_scaling", "all positions are multiplied by {text}", lambda case: {
-               (part, 1, 1): f"{part:.4g}" for part in numbers.stretches(case)})),
-    Family(ROPE, Mistake("rope_partial", "Only the first {text} of a head's {dim} numbers were turned.", _first_numbers,
-                         _fronts)),
-    Family(ROPE, Mistake(
+           _spectra("rope_scaling", "all positions are multiplied by {text}", _stretches)),
+    Family(ROPE_POINTS, Mistake("rope_partial", "Only the first {text} of a head's {dim} numbers were turned.",
+                                _first_numbers, _fronts)),
+    Family(ROPE_POINTS, Mistake(
         "rope_dtype", "{op} is turned by angles of too few digits: {text}. They belong in float32.", _rounded_tables,
-        _table_texts, when=lambda case: case.rope["rope_type"] in FULL_FLOAT and not case.config.rope_layer_types)),
-    Family(ROPE, _terms("cos and sin have changed places", lambda x, cos, sin: x * sin + _other_half(x) * cos),
+        ROUNDED, when=lambda case: case.rope["rope_type"] in FULL_FLOAT and not case.config.rope_layer_types)),
+    Family(ROPE_POINTS,
+           _terms("cos and sin have changed places", lambda x, cos, sin: x * sin + _other_half(x) * cos),
            _terms("it is multiplied with cos, and the sine's part is missing", lambda x, cos, sin: x * cos),
            _terms("the cosine's part is missing", lambda x, cos, sin: _other_half(x) * sin),
            _terms("the other half comes in without its sign, which mirrors and does not turn",
@@ -209,6 +334,6 @@ TURNING = (
                   lambda x, cos, sin: x * _in_pairs(cos) + _other_half(x) * _in_pairs(sin)),
            Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: theta's exponents have the wrong sign, "
                    "so the later pairs are the faster ones.", _upwards)),
-    Family(ROPE, _viewed("before the rotation and behind it", True, True), _viewed("before the rotation", True, False),
-           _viewed("behind the rotation", False, True)),
+    Family(ROPE_POINTS, _viewed("before the rotation and behind it", True, True), _viewed(
+        "before the rotation", True, False), _viewed("behind the rotation", False, True)),
 )

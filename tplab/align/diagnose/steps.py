@@ -13,7 +13,7 @@ from tplab.align.report import AlignReport, DecodeFacts
 @procedure("embed", names="row_order")
 def rows_in_other_orders(case: Case) -> Diagnosis | None:
     """Do other ranks hold the sequences of a step in another order than rank 0?"""
-    weight, ours = case.weight("model.embed_tokens.weight"), case.ours("embed")
+    weight, ours = case.frame.weights["model.embed_tokens.weight"], case.ours("embed")
     row_of = {place: row for row, place in enumerate(case.places)}
     for step in case.report.decode.steps if case.report.decode else ():
         sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
@@ -40,7 +40,7 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
 @procedure("embed", names="rejected_draft_kept")
 def rejected_draft_kept(case: Case) -> Diagnosis | None:
     """Does a text hold a guess where the model chose another token?"""
-    weight, ours = case.weight("model.embed_tokens.weight"), case.ours("embed")
+    weight, ours = case.frame.weights["model.embed_tokens.weight"], case.ours("embed")
     row_of = {place: row for row, place in enumerate(case.places)}
     for step, number, position, token in _drafted(case.report.decode):
         row, true = row_of.get((number, position)), case.report.ids[number][position]

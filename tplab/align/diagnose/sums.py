@@ -1,13 +1,13 @@
-"""Procedures that find out of which tensors, and how many times each, something is the sum."""
+"""Mistakes of sums: of which tensors, and how many times each, something is the sum."""
 
 from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
 
+from tplab.align.diagnose.altered import At, explains, in_calls, ratio, several_ranks, unaltered
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.table import Family, Mistake, procedure
-from tplab.align.diagnose.wrong import At, explains, fitting, in_calls, right, several_ranks
 from tplab.shard import split_evenly
 
 # what else may have been taken into a sum
@@ -16,28 +16,32 @@ _SAYS = {"before": "the layer's input", "input_norm": "the normalized input", "o
          "residual": "the residual stream", "post_norm": "the normalized residual stream", "mlp": "the MLP's output"}
 
 
+def _multiples(case: Case, rank: int, tensors: list[torch.Tensor]) -> list[float] | None:
+    """How many times each of these tensors a rank's holds as a sum, at best; None where one is not finite."""
+    columns = torch.stack([case.looked_at(x).double().flatten() for x in tensors], 1)
+    held = case.looked_at(case.shard(case.point, rank)).double().flatten()
+    if not torch.isfinite(columns).all() or not torch.isfinite(held).all():
+        return None
+    return torch.linalg.lstsq(columns, held[:, None]).solution.flatten().tolist()
+
+
 @procedure("residual", "output", names="residual_missing sublayer_missing residual_wrong_place parallel_sublayers "
                                        "residual_on_every_rank all_reduce_twice embedding_scale")
 def another_sum(case: Case) -> Diagnosis | None:
     """Is it another sum of the tensors at hand, each taken a whole number of times? Into the first layer, the stream
     may come multiplied with any number."""
     stream, branch = case.made_from(case.op)
-    rank, tp = case.wrong_ranks[0], case.plan.tensor_parallel_size
-    ours = case.looked_at(case.shard(case.point, rank)).double().flatten()
-    if case.op != case.point or not torch.isfinite(ours).all():
-        return None
+    at, tp = unaltered(case, case.wrong_ranks[0]), case.plan.tensor_parallel_size
     found = []
-    for other in (None, *_OTHERS[case.op]):
+    for other in (None, *_OTHERS[case.op]) if case.op == case.point else ():
         names = [name for name in (stream, branch, other) if name]
-        columns = torch.stack([case.looked_at(right(case, rank)(name)).double().flatten() for name in names], 1)
-        if not torch.isfinite(columns).all():
+        if (solved := _multiples(case, at.rank, list(map(at, names)))) is None:
             return None
-        solved = dict(zip(names, torch.linalg.lstsq(columns, ours[:, None]).solution.flatten().tolist()))
-        times = {name: float(round(n)) for name, n in solved.items()}
+        times = {name: float(round(n)) for name, n in zip(names, solved)}
         first = (case.op, case.layer, other, times[branch]) == ("residual", "layers.0", None, 1)
-        scaled = first and (times[stream] not in (0, 1, tp) or abs(solved[stream] - times[stream]) > 1e-3)
+        scaled = first and (times[stream] not in (0, 1, tp) or abs(solved[0] - times[stream]) > 1e-3)
         if scaled:
-            times[stream] = ((ours - columns[:, 1]) @ columns[:, 0] / (columns[:, 0] @ columns[:, 0])).item()
+            times[stream] = ratio(*map(case.looked_at, (at.held() - at(branch), at(stream))))
         if (times[stream], times[branch]) == (1, 1) and not other or (other and not times[other]) or not any(
                 times.values()):
             continue
@@ -64,10 +68,9 @@ def another_sum(case: Case) -> Diagnosis | None:
 @procedure("o_partial", "mlp_partial", names="all_reduce_missing all_reduce_dropped")
 def reduced_in_some_calls(case: Case) -> Diagnosis | None:
     """Is it the sum of all ranks already, in some rows, and each rank's own summand in the others?"""
-    if case.scope is None or case.op != case.point:
+    if case.scope is None or case.op != case.point or not several_ranks(case):
         return None
-    parts = [right(case, rank).expected() for rank in case.frame.ranks]
-    if len(parts) > 1 and explains(case, lambda at: sum(parts[1:], parts[0])):
+    if explains(case, lambda at: sum(unaltered(case, rank).expected() for rank in case.frame.ranks)):
         words = next((other.words for other in case.scopes() if torch.equal(other.rows, ~case.scope)),
                      "in the other rows only")
         found = case.diagnosis("all_reduce_missing", f"{case.op} is the sum of all ranks' summands in some rows, and "
@@ -82,69 +85,58 @@ def not_reduced(case: Case) -> Diagnosis | None:
     partial, tp = case.made_from(case.op)[0], case.recording.world_size
     if all(map(torch.equal, case.shards(partial), case.shards(case.op))) if case.op == case.point and case.has(
             partial) else tp > 1 and explains(case, lambda at: at(partial)):
-        done = [sum(record.op == "all_reduce" for record in log) for log in case.report.op_logs]
+        done = min((sum(record.op == "all_reduce" for record in log) for log in case.report.op_logs), default=0)
         wanted = 1 + 2 * case.config.num_layers
-        early = any(record.started for log in case.report.op_logs for record in log)
-        if done and min(done) >= wanted:
-            names = ("read_before_wait",) if early else ("all_reduce_dropped",)
-            says = "the op log shows every all-reduce" + (
-                "; some were started and read before their wait" if early else
-                ": the sums were made and thrown away")
-        elif done:
-            names = ("all_reduce_missing",)
-            says = f"of {wanted} all-reduces in a forward pass the op log shows {min(done)}"
-        else:
+        if not case.report.op_logs:
             names = "all_reduce_missing", "all_reduce_dropped", "read_before_wait"
             says = "nothing was reduced, or the result was thrown away, or read too early"
+        elif done < wanted:
+            names, says = ("all_reduce_missing",), f"of {wanted} all-reduces in a forward pass the op log shows {done}"
+        elif any(record.started for log in case.report.op_logs for record in log):
+            names = ("read_before_wait",)
+            says = "the op log shows every all-reduce; some were started and read before their wait"
+        else:
+            names = ("all_reduce_dropped",)
+            says = "the op log shows every all-reduce: the sums were made and thrown away"
         return case.diagnosis(names[0], f"After the reduce each rank still has its own summand; the {tp} summands add "
                               f"up to the right result, and {says}.", *names[1:], spread=case.first.spread,
-                              wanted=wanted, done=min(done, default=0))
+                              wanted=wanted, done=done)
 
 
-@procedure("o_proj", "mlp", names="all_reduce_average all_reduce_twice all_reduce_subset")
+def _multiplied(name: str, says: str, numbers: str, times) -> Mistake:
+    """The right sum, ``times(ranks)`` times."""
+    def on_ranks(case: Case) -> dict[tuple[int, float], str]:
+        tp, wrong = case.recording.world_size, case.wrong_ranks
+        where = "every rank" if len(wrong) == tp else (
+            f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} only")
+        return {(tp, times(tp)): where} if tp > 1 else {}
+    return Mistake(name, "{op} is " + says + ".", lambda at, value: value[1] * at.expected(), on_ranks, numbers=numbers)
+
+
+@procedure("o_proj", "mlp", names="all_reduce_subset")
 def another_sum_of_the_parts(case: Case) -> Diagnosis | None:
     """How many times does each rank's summand stand in each rank's result?"""
-    tp = case.recording.world_size
-    if tp == 1:
+    ranks, tp, found = case.frame.ranks, case.recording.world_size, []
+    if tp == 1 or case.op != case.point:
         return None
-    if case.op != case.point:  # the sum itself was not recorded
-        times = next(iter(fitting(case, {n: lambda at, n=n: n * at.expected() for n in (1 / tp, tp)})), None)
-        return times and _times(case, times)
-    parts = [right(case, rank)(case.made_from(case.op)[0]) for rank in range(tp)]
-    columns, found = torch.stack([case.looked_at(part).double().flatten() for part in parts], 1), []
-    for held in case.shards(case.point):
-        if not torch.isfinite(held).all() or not torch.isfinite(columns).all():
+    parts = [unaltered(case, rank)(case.made_from(case.op)[0]) for rank in ranks]
+    for rank in ranks:
+        if (solved := _multiples(case, rank, parts)) is None:
             return None
-        times = torch.linalg.lstsq(columns, case.looked_at(held).double().flatten()[:, None]).solution.flatten()
-        found.append((times * tp).round() / tp)
-    if any(not case.fits(held, sum(n * part for n, part in zip(times.tolist(), parts)))
-           for held, times in zip(case.shards(case.point), found)):
+        found.append([round(n * tp) / tp for n in solved])
+        if not case.fits(case.shard(case.point, rank), sum(n * part for n, part in zip(found[-1], parts))):
+            return None
+    every = torch.tensor(found)
+    if bool((every == 1).all() or (every == 0).all(1).any()) or torch.equal(every, torch.eye(tp)):
         return None
-    every = torch.stack(found)
-    if bool((every == 1).all() or (every == 0).all(1).any()) or torch.equal(every, torch.eye(tp, dtype=every.dtype)):
-        return None
-    for times in (1 / tp, tp):
-        if bool((every[list(case.wrong_ranks)] == times).all()):
-            return _times(case, times)
     rank = int((every != 1).any(1).nonzero()[0])
     if bool(((every == 0) | (every == 1)).all()):
         added = every[rank].nonzero().flatten().tolist()
         return case.diagnosis("all_reduce_subset", f"On rank {rank}, {case.first.name} is the sum of the summands of "
                               f"the ranks {added} only; all {tp} belong to it.", rank=rank)
-    said = " + ".join(f"{n:g} × rank {r}'s" for r, n in enumerate(every[rank].tolist()) if n)
+    said = " + ".join(f"{n:g} × rank {r}'s" for r, n in enumerate(found[rank]) if n)
     return case.diagnosis(None, f"On rank {rank}, {case.first.name} is another sum of the ranks' summands than it "
-                          f"should be: {said or 'none of them'}.", rank=rank)
-
-
-def _times(case: Case, times: float) -> Diagnosis:
-    """The right sum, so many times."""
-    tp, wrong = case.recording.world_size, list(case.wrong_ranks)
-    where = "every rank" if len(wrong) == tp else f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} only"
-    if times < 1:
-        return case.diagnosis("all_reduce_average", f"{case.op} is 1/{tp} of the right one on {where}: the summands "
-                              "were averaged, not added.", ranks=tp)
-    return case.diagnosis("all_reduce_twice", f"{case.op} is {tp} times the right one on {where}: it was reduced "
-                          "twice, or every rank's summand was the whole already.", times=tp)
+                          f"should be: {said}.", rank=rank)
 
 
 def _reused(at: At, dim: int) -> torch.Tensor:
@@ -158,39 +150,39 @@ def _reused(at: At, dim: int) -> torch.Tensor:
 
 def _scattered(at: At, by: int) -> torch.Tensor:
     """A call's rows, dealt out over the ranks after a wrong cut (0), or joined in other places."""
-    case, tp = at.case, at.case.recording.world_size
-    summands = [right(case, rank)(case.made_from(at.op)[0]) for rank in range(tp)] if not by else []
+    case, ranks = at.case, at.frame.ranks
 
     def cut(x):
-        return x.split([len(part) for part in split_evenly(len(x), tp)])
+        return x.split([len(part) for part in split_evenly(len(x), len(ranks))])
 
-    def turned(x):
-        parts = cut(x)
-        return torch.cat([parts[(rank + by) % tp] for rank in range(tp)])
-
+    def added(x):
+        own = [cut(x[:, rank])[rank] for rank in ranks]
+        whole = sum(F.pad(part, (0, 0, 0, len(own[0]) - len(part))) for part in own)
+        return torch.cat([whole[:len(part)] for part in own])[:, None].expand_as(x)
     if by:
-        return in_calls(case, at.expected(), turned)
-    out = torch.empty_like(summands[0])
-    for rows in case.calls:
-        own = [cut(summand[rows])[rank] for rank, summand in enumerate(summands)]
-        added = sum(F.pad(part, (0, 0, 0, len(own[0]) - len(part))) for part in own)
-        out[rows] = torch.cat([added[:len(part)] for part in own])
-    return out
+        return in_calls(case, at.expected(), lambda x: torch.cat([*cut(x)[by:], *cut(x)[:by]]))
+    summands = torch.stack([unaltered(case, rank)(case.made_from(at.op)[0]) for rank in ranks], 1)
+    return in_calls(case, summands, added)[:, 0]
 
 
-UNDER_WAY = Family(
-    ("o_proj", "mlp"),
-    Mistake("buffer_reused", "In {op}, the first half {text} is the sum of the second half: both went through one "
-            "buffer, which took the second part while the first one's sum was under way.", _reused,
-            values={1: "of the numbers", 0: "of the rows"}),
-    Mistake("wrong_rows_scattered", "{op} was scattered over the ranks and joined again, and each rank's rows are "
-            "{text}.", _scattered, when=several_ranks, values={
-                0: "sums of different tokens: each rank cut out its own rows before they were added up",
-                1: "those of the next rank", -1: "those of the rank before it"}))
-
-STREAMS = (
+RESIDUALS = (
     Family(("residual", "output"), Mistake(
         "residual_unscaled", "What the sublayer put out was added as it is; this model multiplies it with "
         "{c.residual_multiplier:g} first.", {"times": 1.0}, when=lambda case: case.config.residual_multiplier != 1)),
     another_sum)
-REDUCED = (reduced_in_some_calls, not_reduced, another_sum_of_the_parts, UNDER_WAY)
+REDUCTIONS = (
+    reduced_in_some_calls,
+    not_reduced,
+    Family(("o_proj", "mlp"), _multiplied(
+        "all_reduce_average", "1/{tp} of the right one on {text}: the summands were averaged, not added", "ranks",
+        lambda tp: 1 / tp), _multiplied(
+        "all_reduce_twice", "{tp} times the right one on {text}: it was reduced twice, or every rank's summand was the "
+        "whole already", "times", lambda tp: tp)),
+    another_sum_of_the_parts,
+    Family(("o_proj", "mlp"), Mistake(
+        "buffer_reused", "In {op}, the first half {text} is the sum of the second half: both went through one buffer, "
+        "which took the second part while the first one's sum was under way.", _reused,
+        {1: "of the numbers", 0: "of the rows"}), Mistake(
+        "wrong_rows_scattered", "{op} was scattered over the ranks and joined again, and each rank's rows are {text}.",
+        _scattered, {0: "sums of different tokens: each rank cut out its own rows before they were added up",
+                     1: "those of the next rank", -1: "those of the rank before it"}, when=several_ranks)))

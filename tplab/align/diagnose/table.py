@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tplab.align.diagnose.altered import fitted, misfit, module
 from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.wrong import fitted, misfit, module
-from tplab.align.points import POINTS
 
 COST = "cost"  # asked with an AlignReport whose numbers are all right
 ERROR = "error"  # asked with the error in which a run ended
@@ -29,13 +28,14 @@ class Mistake:
     change: object
     values: Mapping | Callable[[Case], Mapping] | None = None  # value → text, those that are tried; or what gives them
     fit: Callable[[Case], tuple[float, float]] | None = None  # the range of a number, fitted where no value explains it
-    number: str = ""  # the value's name among the evidence
+    numbers: str = ""  # the names of the value, or of its first parts, among the evidence
     when: Callable[[Case], bool] = lambda case: True  # whether the mistake can have been made at all
     rows: Callable[[Case], torch.Tensor] | None = None  # the rows that show it, [rows] boolean; None for all
+    all_ranks: bool = False  # whether it must fit the ranks that are right, too: what they hold tells such rules apart
     alike: tuple[str, ...] = ()  # names that leave the same numbers
 
     def changed(self, value=None):
-        """The change, as :mod:`tplab.align.diagnose.wrong` takes it."""
+        """The change, as :mod:`tplab.align.diagnose.altered` takes it."""
         if not callable(self.change):
             return lambda at: self.change
         return self.change if value is None else lambda at: self.change(at, value)
@@ -67,8 +67,9 @@ class Family:
         for one in self.mistakes:
             if one.when(case) and (about := self._seen(one, case)):
                 able.append((one, about))
+                ranks = [rank for rank in case.frame.ranks if case.has(case.point, rank)] if one.all_ranks else None
                 for value, text in one.candidates(case).items():
-                    if (gap := misfit(about, one.changed(value))) <= case.tolerance:
+                    if (gap := misfit(about, one.changed(value), ranks)) <= case.tolerance:
                         found.append((gap, one, value, text))
         if found:
             _, one, value, text = min(found, key=lambda each: each[0])
@@ -91,9 +92,9 @@ def said(case: Case, one: Mistake, value=None, text: str = "") -> Diagnosis:
     """The diagnosis of a case by a mistake."""
     inverse = value ** -2 if isinstance(value, float) else None
     sentence = one.says.format(value=value, text=text, inverse=inverse, **words(case))
-    number = value[0] if isinstance(value, tuple) else value
-    found = case.diagnosis(one.name, sentence, *one.alike, **({one.number: number} if one.number else {}))
-    return replace(found, ranks=(number,)) if one.number == "rank" else found
+    numbers = dict(zip(one.numbers.split(), value if isinstance(value, tuple) else (value,)))
+    found = case.diagnosis(one.name, sentence, *one.alike, **numbers)
+    return replace(found, ranks=(*numbers.values(),)) if one.numbers == "rank" else found
 
 
 def words(case: Case) -> dict[str, object]:
@@ -101,23 +102,17 @@ def words(case: Case) -> dict[str, object]:
     config, dim = case.config, case.config.head_dim
     rope = case.rope
     return {"op": case.op, "name": case.first.name, "point": case.point, "module": module(case), "dim": dim,
-            "half": case.turned // 2, "tp": case.recording.world_size, "theta": rope["rope_theta"],
-            "kind": rope["rope_type"],
+            "half": case.turned // 2, "turned": case.turned, "tp": case.recording.world_size,
+            "theta": rope["rope_theta"], "kind": rope["rope_type"],
             "scale": f"1 / sqrt({dim}), of a head's size" if config.scaling == dim ** -0.5 else f"{config.scaling:.4g}",
             "act": config.hidden_act, "eps": config.rms_norm_eps, "layer": case.layer,
             "c": config}
 
 
-Procedure = Callable[..., Diagnosis | None]
-
-
-def procedure(*subjects: str, names: str = "", last: bool = False) -> Callable[[Procedure], Procedure]:
+def procedure(*subjects: str, names: str = "", last: bool = False) -> Callable:
     """Mark a function that reads a mistake off: asked with a :class:`Case` whose point has one of these short names; or
     about ``COST`` or ``ERROR``. Where it does not fit it is None. ``names``: those that it can give."""
-    if not subjects or not {*POINTS, COST, ERROR}.issuperset(subjects):
-        raise ValueError(f"a procedure is about some of {', '.join((*POINTS, COST, ERROR))}, not {subjects}")
-
-    def mark(function: Procedure) -> Procedure:
+    def mark(function: Callable[..., Diagnosis | None]) -> Callable[..., Diagnosis | None]:
         function.subjects, function.names, function.last = subjects, tuple(names.split()), last
         return function
     return mark

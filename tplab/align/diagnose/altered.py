@@ -1,12 +1,14 @@
-"""An operation of the forward pass replaced by a wrong one: what would each rank hold then?
+"""What would each rank hold if an operation of the forward pass were altered?
 
 A change says how: the parameters of the right operation that are others, or what comes out instead. The operation need
 not be the guilty point's own: where the points between were not recorded, every one on the way may be the wrong one.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -17,6 +19,7 @@ from tplab.model.rope import Rotary
 
 _TOGETHER = (("q", "k", "v"), ("k", "v"), ("q", "k"), ("q_norm", "k_norm"), ("q_rope", "k_rope"), ("gate", "up"))
 
+IMPOSSIBLE = float("inf")  # in the place of what a mistake cannot give; NaN is what it does give
 Change = Callable[["At"], "torch.Tensor | dict"]
 
 
@@ -56,6 +59,15 @@ class At:
         """What goes into the operation."""
         return self.frame.given(self.layer, self.op, self.rank)
 
+    def held(self) -> torch.Tensor:
+        """What the rank holds at the operation's point."""
+        return self.case.shard(self.op, self.rank)
+
+    def nearest(self, ways: Iterable[dict]) -> torch.Tensor:
+        """Of the operation with each of these parameters changed, what comes nearest to what the rank holds."""
+        held = self.case.looked_at(self.held())
+        return min((self.make(**way) for way in ways), key=lambda made: distance(held, self.case.looked_at(made)))
+
     def weight(self) -> torch.Tensor:
         """The norm's weight."""
         return self.frame.norm_weight(self.layer, self.op, self.rank)
@@ -77,13 +89,6 @@ class At:
         """The rows of the weight (of a row-parallel one, the columns) that make this rank's part of a point."""
         return torch.tensor(self.frame.features(self.layer, point or self.op, self.rank), dtype=torch.long)
 
-    def in_out(self, first: int | None = None) -> dict:
-        """The weight taken for ``[in, out]``; ``first``: the head at which the rank's rows begin."""
-        weight, rows = self.matrix(), self.features()
-        if first is not None:
-            rows = rows - rows[0] + first * self.case.config.head_dim
-        return {"weight": weight.reshape(weight.shape[1], weight.shape[0]).T, "features": rows.tolist()}
-
     def rotary(self, positions: torch.Tensor | None = None, **changed) -> dict[str, torch.Tensor]:
         """cos and sin, ``[1, rows, head_dim]``, of the checkpoint's RoPE with some of its parameters changed; at the
         positions of the case's rows if no others are given."""
@@ -95,7 +100,7 @@ class At:
         return {"cos": cos, "sin": sin}
 
 
-class _Altered(LocalFrame):
+class AlteredFrame(LocalFrame):
     """A local frame in which some operations of one layer are others. What was recorded stays as it is."""
 
     def __init__(self, case: Case, change: Change):
@@ -116,7 +121,7 @@ class _Altered(LocalFrame):
             return guess
         should = super().expected(name, rank)
         if guess.shape != should.shape:
-            return torch.full_like(should, float("nan"))
+            return torch.full_like(should, IMPOSSIBLE)
         rows = case.scope if point != "logits" or len(case.scope) == len(should) else case.scope[self.logit_rows]
         return torch.where(rows.view(-1, *[1] * (should.dim() - 1)), guess, should)
 
@@ -132,7 +137,7 @@ def in_calls(case: Case, x: torch.Tensor, change: Callable[[torch.Tensor], torch
     return out
 
 
-def right(case: Case, rank: int) -> At:
+def unaltered(case: Case, rank: int) -> At:
     """What a rank's operations see where none of them is wrong."""
     return At(case, rank, case.frame, case.op)
 
@@ -166,11 +171,12 @@ def explains(case: Case, change: Change) -> bool:
 def misfit(case: Case, change: Change, ranks: Sequence[int] | None = None) -> float:
     """How far what these ranks (those that are wrong) hold is from what a wrong operation gives, relative to its scale;
     infinite for NaN."""
-    frame, gaps = _Altered(case, change), []
+    frame, gaps = AlteredFrame(case, change), []
     for rank in case.wrong_ranks if ranks is None else ranks:
         held, guess = case.shard(case.point, rank), At(case, rank, frame, case.op)(case.point)
-        if case.compared is not None and len(held) == len(guess) == len(case.compared):
-            held, guess = held[case.compared], guess[case.compared]
+        if len(held) == len(guess) == len(case.lost):
+            rows = case.all_or(case.compared) & ~case.lost
+            held, guess = held[rows], guess[rows]
         gaps.append(distance(held, guess))
         if gaps[-1] > 1:
             break  # far off: the other ranks cannot make it better
@@ -178,45 +184,31 @@ def misfit(case: Case, change: Change, ranks: Sequence[int] | None = None) -> fl
 
 
 def distance(held: torch.Tensor, guess: torch.Tensor) -> float:
-    """The largest difference relative to the guess's scale; infinite where either is not finite or has another shape.
-    """
-    held, guess = held.flatten(1).double(), guess.flatten(1).double()
-    if held.shape != guess.shape or not (torch.isfinite(held).all() and torch.isfinite(guess).all()):
+    """The largest difference relative to the guess's scale. Rows that are NaN in both say nothing. Infinite where the
+    two have other shapes or no other row is left, or where anything else is not finite."""
+    lost = guess.flatten(1).isnan().all(1)
+    if held.shape != guess.shape or lost.all() or not held[lost].isnan().all():
+        return float("inf")
+    held, guess = held[~lost].double(), guess[~lost].double()
+    if not (torch.isfinite(held).all() and torch.isfinite(guess).all()):
         return float("inf")
     return (held - guess).abs().max().item() / max(guess.abs().max().item(), 1e-30)
 
 
-def fitting(case: Case, candidates: dict[object, Change]) -> list:
-    """The keys of the changes that fit, the best first: rounding can hide which of them it is."""
-    gaps = {key: misfit(case, change) for key, change in candidates.items()}
-    return sorted((key for key, gap in gaps.items() if gap <= case.tolerance), key=gaps.get)
-
-
 def fitted(case: Case, family: Callable[[float], Change], low: float, high: float) -> float | None:
     """The number between ``low`` and ``high`` for which ``family(number)`` explains the point; None if none does."""
+    @cache
     def gap(log: float) -> float:
         return misfit(case, family(10 ** log), case.wrong_ranks[:1])
 
-    grid = torch.linspace(torch.tensor(low).log10(), torch.tensor(high).log10(), 49, dtype=torch.float64).tolist()
-    gaps = list(map(gap, grid))
-    middle = gaps.index(min(gaps))
-    a, b = grid[max(middle - 1, 0)], grid[min(middle + 1, len(grid) - 1)]
-    golden = (5 ** 0.5 - 1) / 2
-    c, d = b - golden * (b - a), a + golden * (b - a)
-    at_c, at_d = gap(c), gap(d)
+    grid = torch.linspace(math.log10(low), math.log10(high), 49, dtype=torch.float64).tolist()
+    best, step = min(grid, key=gap), grid[1] - grid[0]
     # Near the right number the gap falls in proportion to the distance; where it does not, there is none.
-    slope = 4 * max(gaps[max(middle - 1, 0)], gaps[min(middle + 1, len(grid) - 1)]) / (b - a)
-    while b - a > 1e-7 and min(at_c, at_d) <= case.tolerance + slope * (b - a):
-        if at_c < at_d:
-            b, d, at_d = d, c, at_c
-            c = b - golden * (b - a)
-            at_c = gap(c)
-        else:
-            a, c, at_c = c, d, at_d
-            d = a + golden * (b - a)
-            at_d = gap(d)
-    found = 10 ** ((a + b) / 2)
-    return found if misfit(case, family(found)) <= case.tolerance else None
+    slope = 4 * max(gap(best - step), gap(best + step)) / step
+    while step > 1e-7 and gap(best) <= case.tolerance + slope * step:
+        step /= 2
+        best = min((best - step, best, best + step), key=gap)
+    return 10 ** best if misfit(case, family(10 ** best)) <= case.tolerance else None
 
 
 def coarser(case: Case) -> dict[torch.dtype, str]:
@@ -230,6 +222,23 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).to(tensor.dtype)
 
 
+def ratio(ours: torch.Tensor, right: torch.Tensor) -> float:
+    """The number that makes ``right`` times it come nearest to ``ours``."""
+    ours, right = ours.double(), right.double()
+    return ((ours * right).sum() / (right * right).sum().clamp(min=1e-30)).item()
+
+
+def multiple(case: Case) -> float:
+    """By how much the first wrong rank's tensor is the right one."""
+    at = unaltered(case, case.wrong_ranks[0])
+    return ratio(*map(case.looked_at, (at.held(), at.expected())))
+
+
+def likeness(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How alike two tensors are, whatever their sizes: their correlation, if their means are 0."""
+    return ((a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-30)).item()
+
+
 def module(case: Case) -> str:
     """The checkpoint's modules behind the ops that are taken for wrong."""
     return " and ".join(POINTS[op].module for op in case.ops)
@@ -237,7 +246,7 @@ def module(case: Case) -> str:
 
 def has_bias(case: Case, op: str) -> bool:
     """Whether the checkpoint has a bias behind a point."""
-    return right(case, 0).frame.vector(right(case, 0).layer, op) is not None
+    return unaltered(case, 0).frame.vector(unaltered(case, 0).layer, op) is not None
 
 
 def several_ranks(case: Case) -> bool:
