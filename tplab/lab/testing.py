@@ -9,6 +9,7 @@ than half of the time of one after the other. The tests of one file stay with on
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,11 +29,23 @@ OFF = {"TPLAB_FAST": "0"}
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,"
         "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+
+
+def by_run_time() -> list[str]:
+    """The notebooks, the longest first by the run time in its header: at the end no worker waits long for another."""
+    def seconds(path: Path) -> int:
+        said = re.search(r"\*Run time\W[^\n]*?(\d+) seconds", path.read_text(encoding="utf-8"))
+        return int(said[1]) if said else 0
+
+    found = sorted((ROOT / "notebooks").glob("*.ipynb"), key=seconds, reverse=True)
+    return [f"notebooks/{path.name}" for path in found]
+
+
 # The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["tests"]),
-         "notebooks against their stored text": ({}, ["--nbval", "notebooks"]),
+         "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()]),
          "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
          "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
