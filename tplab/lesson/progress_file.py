@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from tplab.errors import TplabError
 from tplab.files import write_file
-from tplab.show.tables import Folded, folded
+from tplab.show.tables import Table, folded
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
 _LONGEST = 20_000  # characters of an answer's cell that are kept
@@ -83,7 +83,7 @@ def note(name: str, answer: Callable, passed: bool) -> None:
         print(f"(progress is not kept: {error})")
 
 
-def progress() -> Folded:
+def progress() -> Table:
     """Every exercise and every case of the series with what became of it, as a table folded away."""
     from tplab.faults.cases import CASES
     from tplab.lesson.verdict import all_exercises

@@ -6,26 +6,20 @@ Stored text is deterministic: differences are given as orders of magnitude, and 
 
 from tplab import lazy
 
-_HOMES = {"STAGES": ".figures.style", "nan_map": ".figures.spread", "trace_nan": ".nan_trace",
-          "diff_figure": ".figures.diffs",
-          "staircase": ".figures.diffs", "points_figure": ".figures.points", "position_figure": ".figures.positions",
-          "tokens_per_step_figure": ".figures.tokens_per_step", "bars_figure": ".figures.bars",
-          "mask_figure": ".figures.masks", "heads_figure": ".figures.heads", "confusion_figure": ".figures.confusion",
-          "op_logs": ".figures.oplogs",
-          "collective_cost_figure": ".figures.collective_cost", "threads_figure": ".figures.collective_cost",
-          "format_bytes": ".figures.collective_cost", "roofline_figure": ".figures.roofline",
-          "routes_figure": ".figures.routes",
-          "texts_figure": ".figures.partings", "margins_figure": ".figures.partings",
-          "orders_figure": ".figures.orders", "curves_figure": ".figures.curves",
-          "plan_figure": ".drawings.shards", "experts_figure": ".drawings.experts",
-          "plan_html": ".drawings.shards", "weight_figure": ".drawings.shards", "ShardedWeight": ".drawings.shards",
-          "column_row_figure": ".drawings.linears",
-          "slots_figure": ".drawings.blocks", "blocks_figure": ".drawings.blocks", "block_stepper": ".drawings.blocks",
-          "timeline_figure": ".drawings.timeline", "token_grid_figure": ".drawings.token_grid",
-          "layer_table": ".tables", "rank_shapes": ".tables", "table": ".tables", "folded": ".tables",
-          "top_tokens": ".tables", "record": ".recording",
-          "describe": ".phrases", "say": ".phrases", "magnitude": ".phrases",
-          "ShowError": ".phrases"}
+_HOMES = {name: home for home, names in {
+    ".figures.style": "STAGES", ".figures.spread": "nan_map", ".nan_trace": "trace_nan",
+    ".figures.diffs": "diff_figure staircase", ".figures.points": "points_figure",
+    ".figures.positions": "position_figure", ".figures.tokens_per_step": "tokens_per_step_figure",
+    ".figures.bars": "bars_figure", ".figures.masks": "mask_figure", ".figures.heads": "heads_figure",
+    ".figures.confusion": "confusion_figure", ".figures.oplogs": "op_logs",
+    ".figures.collective_cost": "collective_cost_figure threads_figure format_bytes",
+    ".figures.roofline": "roofline_figure", ".figures.routes": "routes_figure",
+    ".figures.partings": "texts_figure margins_figure", ".figures.orders": "orders_figure",
+    ".figures.curves": "curves_figure", ".drawings.shards": "plan_figure plan_html weight_figure ShardedWeight",
+    ".drawings.experts": "experts_figure", ".drawings.linears": "column_row_figure",
+    ".drawings.blocks": "slots_figure blocks_figure block_stepper", ".drawings.timeline": "timeline_figure",
+    ".drawings.token_grid": "token_grid_figure", ".tables": "layer_table rank_shapes table folded top_tokens",
+    ".recording": "record", ".phrases": "describe say magnitude ShowError"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)
 

@@ -13,9 +13,12 @@ class Table:
     Its styles are in the cells: a notebook that is not trusted loses ``<style>``, and a ``Styler``'s ids are random.
     """
 
-    def __init__(self, frame, bad=None):
-        """``bad``: a boolean frame of the same shape; True is shown bold, on a tint, with a mark before it."""
-        self.frame, self._bad = frame, bad
+    def __init__(self, frame, bad=None, summary: str = ""):
+        """``bad``: a boolean frame of the same shape; True is shown bold, on a tint, with a mark before it.
+
+        ``summary``: a line that hides the table until a click opens it.
+        """
+        self.frame, self._bad, self.summary = frame, bad, summary
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {"text/plain": str(self), "text/html": self._html()}
@@ -38,7 +41,8 @@ class Table:
             rows += f'<tr><th scope="row" style="{_CELL}">{escape(str(label))}</th>' + "".join(
                 f'<td style="{_CELL}{_BAD if wrong else ""}">{escape(_text(value))}</td>'
                 for value, wrong in zip(values, bad)) + "</tr>"
-        return f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+        whole = f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<details><summary>{escape(self.summary)}</summary>{whole}</details>" if self.summary else whole
 
 
 _BAD = "; font-weight: bold; background: #fbe3d6; color: #222"
@@ -60,23 +64,12 @@ def table(rows, index: str | None = None) -> Table:
     return Table(frame.set_index(index) if index else frame)
 
 
-class Folded(Table):
-    """A table behind a line that opens it: for numbers that only some readers want."""
-
-    def __init__(self, summary: str, frame):
-        super().__init__(frame)
-        self.summary = summary
-
-    def _html(self) -> str:
-        return f"<details><summary>{escape(self.summary)}</summary>{super()._html()}</details>"
-
-
-def folded(summary: str, rows, index: str | None = None) -> Folded:
-    """:func:`table`, folded away behind ``summary``.
+def folded(summary: str, rows, index: str | None = None) -> Table:
+    """:func:`table`, hidden by a line until a click opens it.
 
         >>> show.folded("What was measured here", rows, index="ranks")
     """
-    return Folded(summary, table(rows, index).frame)
+    return Table(table(rows, index).frame, summary=summary)
 
 
 def layer_table(report, layer: int | None = None) -> Table:

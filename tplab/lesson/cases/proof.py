@@ -11,7 +11,7 @@ from tplab.lesson.cases.repairing import judge_repair
 from tplab.lesson.cases.sealed import OpenCase, one_thread_if_small
 from tplab.patch import as_patches
 from tplab.show.phrases import ShowError
-from tplab.show.tables import Folded, folded
+from tplab.show.tables import Table, folded
 
 
 class Solved:
@@ -54,7 +54,7 @@ class Solved:
         return self.answer or self.repair or accepted
 
 
-def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel_size: int = 2) -> Folded:
+def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel_size: int = 2) -> Table:
     """Solve every case with the lab's instruments and its file's own repair, and try the repairs that only hide it, a
     row for each. Raises `ShowError` where something does not go as it should."""
     ckpt, rows = open_checkpoint(model), []
