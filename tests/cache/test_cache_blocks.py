@@ -55,7 +55,7 @@ def test_what_is_computed_again_can_be_found_again():
     pool = BlockPool(4, 2)
     table = table_of(pool, [1, 2, 3, 4])
     table.free()
-    pool.free_blocks([pool.get_new_block() for _ in range(4)])  # somebody else had all blocks meanwhile
+    pool.free_blocks([pool.get_new_block() for _ in range(4)])  # another sequence had all blocks meanwhile
     table.allocate_slots(4)
     table.cache_blocks([1, 2, 3, 4], 4)
     assert BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5]) == table.block_ids
@@ -200,7 +200,7 @@ def test_a_neighbour_is_taken_only_where_it_is_free_and_empty():
     assert pool.get_new_block(after=3) == 1, "there is none behind the last"
     pool.cache_full_block(1, b"key")
     pool.free_blocks([1])
-    assert pool.num_cached == 1 and pool.get_new_block(after=0) == 3, "1 is kept for who may look for it"
+    assert pool.num_cached == 1 and pool.get_new_block(after=0) == 3, "1 is kept, since it can be found"
     assert pool.get_new_block(after=0) == 1 and pool.num_cached == 0, "until nothing else is left"
     pool = BlockPool(4, 1)
     pool.free_blocks([pool.get_new_block(), pool.get_new_block(after=1)])
@@ -242,7 +242,7 @@ def damaged(damage):
 
 
 def test_check_sees_every_kind_of_damage():
-    """A block that nobody uses and that is not free either is lost for ever: no table names it."""
+    """A block without a user that is not free either is lost for ever: no table names it."""
     assert damaged(lambda pool, table: pool._free.popitem()) == "block 3 has 0 users and is not free"
     assert damaged(lambda pool, table: pool._free.update({table.block_ids[0]: None})
                    ) == "block 0 has 1 users and is free"

@@ -86,7 +86,7 @@ def test_long_prompts_equal_the_oracle(block_size, dtype):
 
 
 def test_a_neighbours_nan_stays_with_the_neighbour():
-    """Padding must not read a stranger's keys: 0 * NaN is NaN."""
+    """Padding must not read another sequence's keys: 0 * NaN is NaN."""
     shard, cache = SHARDS["own"], PagedKVCache(1, 8, 2, 3, HEAD_DIM)
     cache.k_cache[0, 0] = cache.v_cache[0, 0] = cache.k_cache[0, 7] = cache.v_cache[0, 7] = float("nan")
     segments = [Segment(0, 1, (3,), 1), Segment(4, 1, (1, 2, 4), 1)]

@@ -49,7 +49,7 @@ def test_only_whole_computed_blocks_are_found(size, count):
 
 
 @pytest.mark.parametrize("tokens", range(1, 10))
-def test_the_last_token_is_left_to_compute_also_by_who_has_its_block(tokens):
+def test_the_last_token_is_computed_even_where_its_block_is_cached(tokens):
     """A table that has the keys of all its blocks already does not find the one in which its last token stands."""
     table = computed(BlockPool(8, 2), [3, 1, 4, 1, 5, 9, 2, 6, 5][:tokens])
     assert table.get_computed_blocks([3, 1, 4, 1, 5, 9, 2, 6, 5][:tokens]) == table.block_ids[:(tokens - 1) // 2]

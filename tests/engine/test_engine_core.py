@@ -106,7 +106,7 @@ def standstill(engine):
     return caught.value
 
 
-def test_a_standstill_for_want_of_blocks_that_nobody_holds_is_a_leak():
+def test_a_standstill_with_blocks_in_use_by_no_sequence_is_a_leak():
     engine = make_engine(num_blocks=4, block_size=2)
     engine.pool.get_new_block()
     engine.add([1, 2, 3, 4, 5, 6, 7], endless(max_tokens=1))
@@ -149,7 +149,7 @@ def answered(engine, change):
      r"sequence 0 wrote slot 4 \(block 1, place 0\), but its blocks are \[0\]"),
     (lambda o: [a._replace(slots=[[0] * len(slots) for slots in a.slots]) for a in o],
      r"sequence 0 wrote slot 0 \(block 0, place 0\), which was written before"),
-], ids=["tokens", "slots", "stranger's block", "twice"])
+], ids=["tokens", "slots", "another sequence's block", "twice"])
 def test_strict_names_what_ranks_do_wrong(change, message):
     engine = make_engine(ranks=2, strict=True)
     engine.add([1, 2], endless())
@@ -175,7 +175,7 @@ def test_strict_sees_a_write_into_a_shared_block_and_a_leak():
     engine.add([1, 2, 3], endless())
     engine.pool.get_new_block()
     with pytest.raises(StrictError, match="step 1: block 0 is leaked"):
-        engine.step()  # in which nobody gets a token
+        engine.step()  # in which no sequence gets a token
 
 
 def test_strict_counts_what_waiting_sequences_hold():

@@ -1,4 +1,4 @@
-"""The scheduler, step by step: who gets how many tokens, who waits, who loses its place. No model, no ranks."""
+"""The scheduler, step by step: how many tokens each sequence gets, which wait, which are preempted. No model."""
 
 import pytest
 from helpers.engine import make_engine
@@ -9,7 +9,7 @@ from tplab.llm import SamplingParams
 
 
 class Steps:
-    """A scheduler with requests that go on until they are ended; every step draws token 7 for who is due."""
+    """A scheduler with requests that go on until they are ended; every step draws token 7 for each that is due."""
 
     def __init__(self, *prompts, **options):
         self.engine = make_engine(**options)
@@ -20,7 +20,7 @@ class Steps:
         """A prompt as token ids, or so many tokens of its own."""
         if isinstance(prompt, int):
             prompt = [1 + self.engine.scheduler.step_number % 3, *[2 + prompt % 5] * (prompt - 1)]
-        return self.engine.add(prompt, SamplingParams(temperature=0, max_tokens=1))  # nobody here counts them
+        return self.engine.add(prompt, SamplingParams(temperature=0, max_tokens=1))  # the tests do not count them
 
     def step(self):
         """One step; its record."""
@@ -56,7 +56,7 @@ def test_one_budget_for_all():
 
 
 def test_a_budget_smaller_than_the_number_running():
-    """Those behind wait for a turn; nobody gets a second place."""
+    """The later ones wait for a turn; no sequence is scheduled twice."""
     run = Steps(1, 1, 1, max_num_batched_tokens=2)
     assert [r.tokens for r in run.steps(3)] == [{0: 1, 1: 1}] * 3
     assert run.waiting() == [2] and run.running() == [0, 1]
@@ -72,7 +72,7 @@ def test_max_num_seqs_run_and_one_more_waits():
     assert record.admitted == (2,) and record.tokens == {0: 1, 2: 2} and run.running() == [0, 2]
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted():
+def test_no_sequence_is_admitted_in_a_step_that_preempted():
     """Blocks of 2: after two steps both need a third block, and none is there. What the one gives back stays free."""
     run = Steps(3, 3, num_blocks=5, block_size=2, enable_prefix_caching=False)
     first, second = run.sequences
@@ -82,7 +82,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
     assert records[2].tokens == {0: 1} and records[2].admitted == ()
     assert second.num_computed_tokens == 0 and not second.block_table.block_ids and second.metrics.preemptions == 1
     assert first.metrics.preemptions == 0 and second.num_tokens == 5, "its tokens are kept"
-    assert run.waiting() == [1, small.request_id], "and it stands before those who came later"
+    assert run.waiting() == [1, small.request_id], "and it stands before those that came later"
     assert run.pool.num_used == 3 == records[2].used_blocks
 
 
@@ -97,7 +97,7 @@ def test_a_preempting_step_leaves_the_queue_alone_even_where_there_is_room():
 
 
 def test_no_newcomer_overtakes_a_preempted_one():
-    """The one who lost its place needs more than is free; one that would fit has to wait behind it."""
+    """The preempted sequence needs more than is free; one that would fit has to wait after it."""
     run = Steps(4, 4, 8, 1, num_blocks=10, block_size=2, max_num_seqs=3, enable_prefix_caching=False)
     records = run.steps(3)
     assert [r.admitted for r in records] == [(0, 1, 2), (), ()] and [r.preempted for r in records] == [(), (2,), ()]
@@ -109,7 +109,7 @@ def test_no_newcomer_overtakes_a_preempted_one():
 def test_a_sequence_that_runs_last_loses_its_own_place():
     run = Steps(4, 4, num_blocks=5, block_size=2, enable_prefix_caching=False)
     run.step()
-    run.engine.pool.get_new_block()  # somebody else has the last one
+    run.engine.pool.get_new_block()  # the last block is in use elsewhere
     run.engine.finish(run.sequences[0], "abort")
     held = [run.pool.get_new_block() for _ in range(run.pool.num_free)]
     assert run.step().preempted == (1,) and run.record.tokens == {}
@@ -118,7 +118,7 @@ def test_a_sequence_that_runs_last_loses_its_own_place():
 
 
 def test_several_lose_their_place_last_first_and_keep_their_order():
-    """The first one needs what the others hold; the second one finds nobody behind it and loses its own place."""
+    """The first one needs what the others hold; the second one has none after it and is preempted itself."""
     run = Steps(3, 2, 2, 2, num_blocks=6, block_size=2, enable_prefix_caching=False)
     run.step()
     assert run.running() == [0, 1, 2, 3] and run.pool.num_free == 1
@@ -184,7 +184,7 @@ def test_a_block_that_the_step_computes_already_is_waited_for():
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"block_size": 16}])
-def test_nobody_waits_for_a_block_that_will_not_be_found(options):
+def test_no_sequence_waits_for_a_block_that_will_not_be_found(options):
     run = Steps([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10], **{"block_size": 4, **options})
     assert run.step().tokens == {0: 9, 1: 9}
 
@@ -208,22 +208,22 @@ def test_a_block_filled_by_drawn_tokens_is_waited_for_as_well():
     assert [r.tokens for r in run.steps(2)] == [{0: 1}, {0: 1, later.request_id: 1}]
 
 
-def test_found_blocks_that_nobody_uses_cannot_be_handed_out_as_well():
-    """Three of four blocks are found and free; who needs two more has to wait, who needs one fits."""
+def test_found_blocks_without_a_user_are_not_handed_out_as_well():
+    """Three of four blocks are found and free: a sequence that needs two more has to wait, one that needs one fits."""
     run = Steps(list(range(1, 8)), num_blocks=5, block_size=2)
     run.step()
     run.engine.finish(run.sequences[0], "abort")
     assert run.pool.num_free == 5 and run.pool.num_cached == 3
-    stranger = run.pool.get_new_block()
+    other = run.pool.get_new_block()
     too_long = run.add([1, 2, 3, 4, 5, 6, 9, 9, 9])
     assert run.step().tokens == {} and run.waiting() == [too_long.request_id] and run.pool.num_free == 4
     assert too_long.block_table.block_ids == [] and too_long.num_computed_tokens == 0
-    run.pool.free_blocks([stranger])
+    run.pool.free_blocks([other])
     assert run.step().tokens == {too_long.request_id: 3} and run.pool.num_free == 0
 
 
 def test_found_blocks_in_use_cost_nothing():
-    """One block is free; a prompt whose three full blocks somebody uses needs just that one."""
+    """One block is free; a prompt whose three full blocks are in use already needs just that one."""
     run = Steps(list(range(1, 8)), num_blocks=5, block_size=2)
     run.step()
     other = run.add([1, 2, 3, 4, 5, 6, 9])
@@ -231,7 +231,7 @@ def test_found_blocks_in_use_cost_nothing():
 
 
 def test_only_the_first_in_line_is_looked_at():
-    """It does not fit, so who stands behind it waits too."""
+    """It does not fit, so the sequences after it wait too."""
     run = Steps(5, 8, 1, num_blocks=6, block_size=2, enable_prefix_caching=False)
     assert run.step().tokens == {0: 5} and run.waiting() == [1, 2]
 

@@ -1,4 +1,4 @@
-"""The scheduler under random load: no token lost, repeated or swapped, no block leaked, nobody overtaken."""
+"""The scheduler under random load: no token lost, repeated or swapped, no block leaked, no sequence overtaken."""
 
 from collections import Counter
 
@@ -70,7 +70,7 @@ class Load(RuleBasedStateMachine):
         assert len(record.tokens) <= self.scheduler.max_num_seqs
         assert {s.request_id for s in advanced} <= set(record.tokens)
         assert set(record.admitted) == set(record.tokens) - running and not set(record.preempted) & set(record.tokens)
-        assert not (record.admitted and record.preempted), "blocks were missing, and somebody was admitted"
+        assert not (record.admitted and record.preempted), "blocks were missing, and a sequence was admitted"
         by_number = {s.request_id: s for s in self.expected}
         drafted = {request.request_id: request.num_draft_tokens for request in self.ranks.told[-1].requests}
         for number, count in record.tokens.items():
@@ -145,8 +145,8 @@ class Load(RuleBasedStateMachine):
                 assert output == expected
 
     @invariant()
-    def nobody_is_overtaken(self):
-        """First come, first served: who lost its place stands before everybody who came later."""
+    def no_sequence_is_overtaken(self):
+        """First come, first served: a preempted sequence stands before all that came later."""
         if hasattr(self, "engine"):
             numbers = [s.request_id for s in (*self.scheduler.running, *self.scheduler.waiting)]
             assert numbers == sorted(numbers) and len(self.scheduler.running) <= self.scheduler.max_num_seqs

@@ -24,7 +24,7 @@ def told(engine):
     return {part.request_id: part for part in engine.executor.told[-1].requests}
 
 
-def test_a_load_forgets_what_nobody_needs_and_says_what_it_costs():
+def test_a_load_drops_engines_that_are_not_needed_and_says_what_it_costs():
     made = SimpleNamespace(load_stats={"bytes_read": 5})
     state["engine a"] = "a runner"
     found = load_runner("engine b", ["engine a"], 1, 2, make=lambda *given: made if given == (1, 2) else None)
@@ -73,7 +73,7 @@ def test_seed_0_is_a_seed_and_no_seed_is_another_one_every_time():
     seeds = [engine.add([1], SamplingParams(seed=seed)).seed for seed in (0, 0, 5, None, None)]
     assert seeds[:3] == [0, 0, 5] and len({*seeds[3:], 0}) == 3
     engine.step()
-    assert [part.sampling.seed for part in told(engine).values()] == seeds, "also the ones that nobody gave"
+    assert [part.sampling.seed for part in told(engine).values()] == seeds, "also those that the engine drew"
 
 
 def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
@@ -92,7 +92,7 @@ def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
         assert part.segment == Segment(5 + position, 1, sequence.block_table.block_ids, 6)
 
 
-def test_one_token_that_nobody_drew_is_told():
+def test_one_token_that_the_ranks_did_not_draw_is_sent():
     """A prompt of one token, and the last one of a prompt in chunks, look like decoding and are not."""
     engine = make_engine(max_num_batched_tokens=2)
     engine.add([5, 6, 7], endless())
@@ -125,7 +125,7 @@ def test_after_a_step_that_failed_the_ranks_are_told_what_they_may_remember_diff
     assert [s.output_token_ids for s in sequences] == expected
 
 
-def test_who_missed_a_turn_is_told_its_token():
+def test_after_a_missed_turn_the_token_is_sent():
     """The ranks remember the last step alone; a budget of one lets the second prompt wait for its turn."""
     engine = make_engine(max_num_batched_tokens=2)
     first, second = engine.add([1], endless(max_tokens=9)), engine.add([2], endless(max_tokens=9))
@@ -223,7 +223,7 @@ def test_a_step_that_fails_on_one_rank_changes_no_token(folder, broken_rank, whe
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_every_rank_computes_every_step_once(folder, strict):
-    """And answers with the slots it wrote only where somebody looks at them."""
+    """And answers with the slots it wrote only if they are checked."""
     seen = []
     patch = Patch("tplab.engine.runner.batch_order", lambda step: seen.append(step.step_number) or step.requests)
     with LLM(folder, 2, logical=True, patches=[patch], strict=strict) as llm:

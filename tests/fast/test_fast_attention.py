@@ -92,7 +92,7 @@ def test_parts_of_a_prompt_in_tiles(keys, new, head_dim, group, block_size, dtyp
 
     (k_words, k), (v_words, v) = memory(panels(v_steps * word) * WIDTH * k_steps), memory(
         panels(head_dim) * WIDTH * v_steps)
-    k_words[:] = v_words[:] = 0  # outputs that fill up a panel are computed, and nobody reads them
+    k_words[:] = v_words[:] = 0  # outputs that fill up a panel are computed and not read
     _pack(*case.arrays(), head_dim, case.table, block_size, keys, word, k_steps, v_steps, k, v)
     x_words, x = memory(TILE * group * max(k_steps, v_steps) + 16 * max(k_steps, v_steps))
     scores = np.full((TILE * group + 16) * max(panels(keys), panels(head_dim)) * WIDTH, np.nan, np.float32)

@@ -194,7 +194,7 @@ SPOILERS = [a_hook, a_global_hook, a_recording, another_function, another_method
 
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize("spoil", SPOILERS, ids=lambda spoil: spoil.__name__)
-def test_who_looks_inside_gets_the_reference_on_all_ranks(tmp_path, two, spoil, only_rank):
+def test_an_observed_model_is_computed_by_the_reference_on_all_ranks(tmp_path, two, spoil, only_rank):
     """Ranks agree at a command's first step, so each part is a command of its own."""
     folder = str(make_checkpoint(tmp_path, **MODELS["odd sizes, tied"]))
     two.run(_keep, folder, timeout=LOAD_TIMEOUT)

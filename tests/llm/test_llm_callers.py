@@ -1,4 +1,4 @@
-"""Several callers of one LLM: whoever steps, everybody's requests advance and end, and each caller gets its own."""
+"""Several callers of one LLM: a step of any caller advances all requests, and each caller gets its own."""
 
 import threading
 
@@ -254,7 +254,7 @@ def test_a_standstill_leaves_a_clean_queue(tmp_path):
 
 
 def test_a_failed_last_check_loses_no_token(llm, monkeypatch):
-    """Strict mode looks at the accounts after the tokens were taken in: who had ended by then has ended."""
+    """Strict mode checks the counts after the tokens were applied: a request that ended by then has ended."""
     expected = alone(llm, A, SHORT)
     number = llm.add_request(A, SHORT)
     accounts, calls = llm.engine.checks.accounts, []

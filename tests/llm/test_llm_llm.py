@@ -136,7 +136,7 @@ def test_what_an_llm_says_of_itself(folder):
     with llm:
         pass
     assert llm.closed and repr(llm).endswith(", closed>")
-    llm.engine.executor = None  # nobody asks it again
+    llm.engine.executor = None  # it is not called again
     llm.close()
     for call in (lambda: llm.generate("A"), llm.step, lambda: llm.add_request("A"), lambda: next(llm.stream("A"))):
         with pytest.raises(EngineError, match="this LLM is closed; make a new one"):

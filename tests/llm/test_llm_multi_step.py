@@ -92,7 +92,7 @@ def test_so_many_steps_for_a_call(steps, expected):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whoever_comes_and_goes_gets_his_tokens(seed):
+def test_requests_that_come_and_go_get_their_tokens(seed):
     """Requests of any length at any time, few blocks, shared beginnings, ends of all kinds, other work on the ranks."""
     rnd = random.Random(seed)
     engine = multi_step_engine(rnd.choice([2, 4, 8]), num_blocks=rnd.choice([12, 20, 64]),
@@ -124,7 +124,7 @@ def test_whoever_comes_and_goes_gets_his_tokens(seed):
 
 
 def started(steps=4, **options):
-    """Two sequences that decode, for which three steps have been computed that nobody has asked for."""
+    """Two sequences that decode, for which three steps have been computed ahead."""
     engine = multi_step_engine(steps, **options)
     sequences = [engine.add([3, 1, 4], params(40)), engine.add([1, 5], params(40))]
     while not calls(engine) or calls(engine)[-1] < steps:
@@ -132,7 +132,7 @@ def started(steps=4, **options):
     return engine, sequences
 
 
-def test_who_ends_does_not_cost_the_others_what_was_computed():
+def test_a_sequence_that_ends_costs_the_others_nothing_computed_ahead():
     engine, (first, second) = started()
     engine.finish(first, "abort")
     for _ in range(3):
@@ -170,7 +170,7 @@ def test_what_was_computed_is_forgotten(what):
         assert sequence.output_token_ids == one_at_a_time(prompt, len(sequence.output_token_ids), ignore_eos=True)
 
 
-def test_who_looks_at_the_ranks_between_steps_finds_one_at_a_time():
+def test_code_on_the_ranks_between_steps_finds_one_step_at_a_time():
     engine, _ = started()
     before = len(calls(engine))
     for _ in range(5):
@@ -197,7 +197,7 @@ def description(start=8, position=6, blocks=(4, 6, 9), token_ids=(), ids=(1, 2))
     ({"start": 10}, None), ({"position": 8}, None), ({"blocks": (4, 7, 9)}, None), ({"token_ids": (4,)}, None)],
     ids=str)
 def test_only_what_was_computed_is_handed_out(asked, answer):
-    """And only to those who ask."""
+    """And only for the sequences asked for."""
     steps = multi_step.MultiStep()
     second = [ModelRunnerOutput({1: 5, 2: 6}, {1: "of 1", 2: "of 2"}, [[3], [4]], (1, 2))] * 2
     first = steps.keep(description(), [[ModelRunnerOutput({1: 3, 2: 4}, {}), each] for each in second], 0.1)

@@ -221,7 +221,7 @@ def test_nan_ends_the_request_and_says_so(folder):
         expected = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5, 6]], params)]
     with LLM(folder, 2, logical=True, strict=True, patches=[nan_for_top_k(7)]) as llm:
         llm.add_request([4, 5, 6], params[1])
-        *_, (output,) = [llm.step() for _ in range(3)]  # first, since whoever is not told of the end waits for ever
+        *_, (output,) = [llm.step() for _ in range(3)]  # first, since a caller that misses the end waits for ever
         assert output.finished and isinstance(output.error, RequestError) and not llm.has_unfinished_requests
         with pytest.warns(UserWarning, match="prompt 1 ended early, the others did not: " + message):
             good, bad = llm.generate([[1, 2, 3], [4, 5, 6]], params)

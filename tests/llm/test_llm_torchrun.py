@@ -42,7 +42,7 @@ def test_what_rank_0_sends_arrives(size):
     assert logical_ranks(3, lambda: torchrun._receive() if rank() else torchrun._send(data)) == [None, data, data]
 
 
-def test_rank_0_lets_the_others_go_and_nobody_else_does(monkeypatch):
+def test_only_rank_0_ends_the_others(monkeypatch):
     sent, executor = [], torchrun.TorchrunExecutor(2)
     monkeypatch.setattr(torchrun, "_send", sent.append)
     for me in 1, 0:

@@ -43,7 +43,7 @@ def test_what_cannot_be_dealt_out_is_refused():
         plan(4, 8, shared=3)
 
 
-def test_it_says_who_holds_which_and_draws_itself():
+def test_a_plan_says_which_rank_holds_which_experts_and_draws_itself():
     cut, dealt_out = plan(2, 5, shared=7), plan(2, 5, shared=7, enable_expert_parallel=True)
     assert "MLP columns 64–126, columns 7–12 of each of 5 experts, columns 4–6 of the shared one, voc" in str(cut)
     assert "MLP columns 64–126, 2 experts (3–4), columns 4–6 of the shared one, vocabulary" in str(dealt_out)

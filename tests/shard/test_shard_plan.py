@@ -1,4 +1,4 @@
-"""The plan: who owns what. Pure arithmetic, so swept widely."""
+"""The plan: what each rank holds. Pure arithmetic, so swept widely."""
 
 import pytest
 from hypothesis import given
@@ -46,7 +46,7 @@ def test_every_head_column_and_row_has_its_owner(kv, group, tp, inter, vocab):
     assert max(p.sizes("mlp")) - min(p.sizes("mlp")) <= 1
     for s in p.ranks:
         assert [s.kv_heads[local] for local in s.kv_for_q] == [head // group for head in s.q_heads]
-        assert sorted({s.kv_heads[local] for local in s.kv_for_q}) == list(s.kv_heads), "a KV head that nobody reads"
+        assert sorted({s.kv_heads[local] for local in s.kv_for_q}) == list(s.kv_heads), "a KV head is not read"
         # The runs that attention computes with say the same as the head-by-head map.
         from_runs = {qh: kvs[(qh - qs.start) * len(kvs) // len(qs)] for qs, kvs in s.kv_groups for qh in qs}
         assert [from_runs[i] for i in range(len(s.q_heads))] == list(s.kv_for_q)
