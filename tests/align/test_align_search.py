@@ -289,7 +289,7 @@ def test_a_rank_that_died_has_left_nothing_out():
                       [[first, second], [first]])
     diagnosis = diagnose(error)
     assert diagnosis.fault is None
-    assert diagnosis.sentence == "Rank 1 died (SIGKILL). The trouble is in this rank alone; the others only lost it."
+    assert diagnosis.sentence == "Rank 1 died (SIGKILL). The error is in this rank alone; the others only lost it."
 
 
 def test_an_average_on_one_rank_only_is_said_to_be_on_that_rank(folder):

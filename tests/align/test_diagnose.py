@@ -12,9 +12,8 @@ from tplab.align import Diagnosis, align, diagnose
 from tplab.align.diagnose.attention import decoded_lost
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault
-from tplab.model import attention
 from tplab.patch import Patch, original
-from tplab.ranks import all_reduce, rank, world_size
+from tplab.ranks import all_reduce, rank
 
 ATTENTION = "tplab.model.attention.TensorParallelAttention"
 ROW = "tplab.shard.linear.RowParallelLinear"
@@ -106,29 +105,12 @@ def test_a_sum_whose_parts_are_written_over_or_change_places(tmp_path, made, tex
     assert found.fault in ("buffer_reused", "wrong_rows_scattered") and text in found.sentence
 
 
-@pytest.mark.parametrize("shift", [1, -1])
-def test_a_mask_that_is_one_off(shift):
-    def causal_mask(positions, keys):
-        hidden = torch.arange(keys) > positions[..., None] + shift
-        return (hidden & (torch.arange(keys) > 0))[:, None]
-
-    diagnosis = hold(broken("tplab.model.attention.causal_mask", causal_mask))
-    assert diagnosis.point == "layers.0.attn"
-
-
 def test_rows_in_which_everything_is_hidden():
     def causal_mask(positions, keys):
         return (torch.arange(keys) >= positions[..., None])[:, None]
 
     diagnosis = hold(broken("tplab.model.attention.causal_mask", causal_mask))
     assert diagnosis.fault is None
-
-
-def test_an_average_instead_of_a_sum():
-    def reduce(self, partial):
-        return all_reduce(partial).div_(world_size())
-
-    assert "averaged" in broken(f"{ROW}.reduce", reduce).sentence
 
 
 def test_rows_in_the_wrong_order_are_described():
@@ -154,22 +136,6 @@ def test_gate_and_up_written_by_column():
         Patch("tplab.shard.linear.QKVParallelLinear.load", original("tplab.shard.linear.QKVParallelLinear.load"))])
     found = hold(diagnose(report))
     assert found.fault == "written_by_column"
-
-
-def test_positions_from_one_instead_of_zero(tmp_path):
-    def call(self, x, positions, lengths):
-        return original("tplab.model.rope.Rotary.__call__")(self, x, positions + 1, lengths)
-
-    diagnosis = hold(broken("tplab.model.rope.Rotary.__call__", call, model=make_checkpoint(tmp_path / "m", "qwen3")))
-    assert diagnosis.numbers["used"] == 1
-
-
-def test_positions_that_run_on_from_one_prompt_into_the_next():
-    def call(self, x, positions, lengths):
-        return original("tplab.model.rope.Rotary.__call__")(self, x, torch.arange(len(positions)), lengths)
-
-    diagnosis = hold(broken("tplab.model.rope.Rotary.__call__", call))
-    assert diagnosis.fault == "rope_positions" and diagnosis.numbers == {"first_token": 26, "position": 0, "used": 26}
 
 
 def test_a_diagnosis_prints_as_its_sentence():
@@ -202,32 +168,6 @@ def test_a_small_error_of_the_angles_is_not_taken_for_other_positions():
 
     diagnosis = hold(broken(f"{ATTENTION}.apply_rope", apply_rope))
     assert diagnosis.point == "layers.0.q_rope"
-
-
-def test_query_heads_that_read_other_kv_heads(tmp_path):
-    def attend_all(self, q, k, v, context):
-        heads = torch.arange(q.shape[1]) % k.shape[1]
-        out = torch.empty_like(q)
-        for rows, keys, values, mask in context.batches(self.layer, k, v):
-            queries = q[rows].transpose(0, 1)[None]
-            out[rows] = attention.attend(queries, keys[:, heads], values[:, heads], mask,
-                                         self.scaling)[0].transpose(0, 1)
-        return out
-
-    folder = make_checkpoint(tmp_path / "m", "llama", heads=6, kv_heads=2, hidden=36)
-    diagnosis = hold(broken(f"{ATTENTION}.attend_all", attend_all, tp=1, model=folder))
-    assert diagnosis.point == "layers.0.attn"
-
-
-def test_logits_that_stand_in_another_ranks_place():
-    def tie_weights(self, embedding):
-        other = range(384, 768) if rank() == 0 else range(384)
-        with open_checkpoint("fable").reader() as reader:
-            self.weight.data.copy_(reader["model.embed_tokens.weight"][other.start:other.stop])
-        return self
-
-    diagnosis = hold(broken("tplab.shard.embedding.ParallelLMHead.tie_weights", tie_weights))
-    assert diagnosis.point == "logits"
 
 
 def test_a_prompt_of_one_token_was_not_decoded():

@@ -157,7 +157,7 @@ def test_a_rank_that_raised_in_an_llm(folder):
             llm.generate([1, 2, 3], GREEDY)
     diagnosis = diagnose(caught.value)
     assert diagnosis.fault is None
-    assert "raised ValueError: no positions today. The trouble is in this rank alone" in diagnosis.sentence
+    assert "raised ValueError: no positions today. The error is in this rank alone" in diagnosis.sentence
 
 
 def test_strict_checks_are_quoted(folder):

@@ -1,4 +1,4 @@
-"""Errors in which runs ended, made by hand: who left what out, who waits, who holds the blocks, in exact words."""
+"""Errors in which runs ended, made by hand: which rank left what out, which waits, which sequences hold the blocks."""
 
 import pytest
 from helpers.sentences import hold
@@ -39,7 +39,7 @@ def test_the_first_collective_in_which_ranks_are_not_together(logs, number, skip
     ((3, 2, 2), ("waiting", "returned", "returned"), True), ((3, 2, 1), ("waiting", "running", "returned"), True),
     ((1, 2), ("waiting", "waiting"), True), ((3, 3), ("waiting", "waiting"), False),
     ((3, 0), ("waiting", "returned"), True), ((3, 2), ("waiting", "running"), False)])
-def test_who_waits_for_whom(lengths, kinds, seen):
+def test_which_rank_waits_for_which(lengths, kinds, seen):
     logs = [[op(seq) for seq in range(1, length + 1)] for length in lengths]
     found = hold(errors.different_collectives(failed(logs, kinds)))
     assert (found and (found.fault, found.numbers)) == (

@@ -234,6 +234,18 @@ def test_features_of_keys_that_stand_elsewhere(run, rank, head, row, wanted):
     assert in_other_places(run.case(AT + "k", held)) is None
 
 
+@pytest.mark.parametrize("places, says", [
+    ({"q": "q0 q1 k0 v0", "k": "q2 q3", "v": "k1 v1"}, "it is filled group by group"),
+    ({"q": "q0 q1 k0 k1", "k": "q2 v0", "v": "q3 v1"}, "it was read group by group")])
+@pytest.mark.parametrize("point", ["q", "k", "v"])
+def test_heads_that_stand_group_by_group(run, places, says, point):
+    """What stands in each place of a rank's q, k and v; a rank has 4 query heads and 2 KV heads."""
+    held = [torch.stack([run.x(AT + part, rank)[:, int(head)] for part, head in places[point].split()], 1)
+            for rank in range(2)]
+    found = asked(run, asks_for("qkv_interleaved"), held, AT + point)
+    assert found.fault == "qkv_interleaved" and says in found.sentence
+
+
 # The MLP.
 
 @pytest.mark.parametrize("point, other", [("gate", "up"), ("up", "gate")])

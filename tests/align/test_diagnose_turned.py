@@ -266,7 +266,7 @@ def test_rows_of_the_token_beside(plain, shift, whole):
     assert found.fault == "rows_shifted" and found.numbers == {"shift": shift}
 
 
-def test_of_two_rows_nobody_knows_which_is_the_one_before(tmp_path):
+def test_of_two_rows_it_is_unknown_which_is_the_one_before(tmp_path):
     run = RealRun(tmp_path / "m", layers=2, heads=4, kv_heads=2, head_dim=DIM, hidden=HIDDEN, texts=[[5, 6]])
     held = run.changed(AT + "q", lambda x, rank: x.roll(1, 0))
     assert asks_for("ids_shifted", "rows_shifted")(run.case(AT + "q", held)) is None

@@ -1,4 +1,4 @@
-"""The table of mistakes: what strangers' engines do and the museum does not have is named, wherever it stands, and a
+"""The table of mistakes: what third-party engines do and the museum does not have is named, wherever it stands, and a
 near miss is not."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What strangers' engines do, as patches of the lab's: norms, loading, [q|k|v]; and the table of all."""
+"""What third-party engines do, as patches of the lab's: norms, loading, [q|k|v]; and the table of all."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""More of what strangers' engines do: RoPE, attention, sums."""
+"""More of what third-party engines do: RoPE, attention, sums."""
 
 import torch
 from helpers.mistakes import ATTENTION, EMBEDDING, MISTAKES, ROTARY, ROW, mistake

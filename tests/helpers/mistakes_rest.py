@@ -1,4 +1,4 @@
-"""More of what strangers' engines do: the residual stream, the MLP, the two ends, digits."""
+"""More of what third-party engines do: the residual stream, the MLP, the two ends, digits."""
 
 import torch
 from helpers.mistakes import DECODER, EMBEDDING, HEAD, MISTAKES, NORM, ROW, loaded, mistake

@@ -34,7 +34,7 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
                           f"together ({calls}). None was left out; what they bring is wrong.", collective=number)
         return _ended("collective_skipped", f"The ranks go different ways at collective #{number} ({calls}). One of "
                       "them left out a collective that the others are in.", collective=number)
-    # A rank that is still at work may yet come; one that has returned, or waits elsewhere, will not.
+    # A rank that is still running may reach it later; one that has returned, or waits elsewhere, will not.
     ends = {rank: max(known, default=0) for rank, known in enumerate(by_number)}
     waiting = max(ends, key=ends.get)
     gone = [rank for rank, cause in error.causes.items() if cause.kind != "running" and ends[rank] < ends[waiting]]
@@ -58,7 +58,7 @@ def still_running(error: TplabError) -> Diagnosis | None:
 
 @procedure(ERROR, names="full_length_after_prefix_hit block_leaked")
 def standstill(error: TplabError) -> Diagnosis | None:
-    """An engine that stands still: who waits, and who holds the blocks?"""
+    """An engine that stands still: which sequences wait, and which hold the blocks?"""
     if not isinstance(error, StandstillError):
         return None
     for number, tokens, computed in error.waiting:
@@ -86,7 +86,7 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
 def one_rank_failed(error: TplabError) -> Diagnosis | None:
     """Did one rank raise or die, and the others only lose it?"""
     if isinstance(error, RankError) and error.first is not None and error.first.kind in ("raised", "died"):
-        return _ended(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The trouble is in this rank "
+        return _ended(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The error is in this rank "
                       "alone; the others only lost it.", rank=error.first.rank)
 
 

@@ -210,32 +210,31 @@ def _over_heads(at: At) -> torch.Tensor:
                    ).transpose(0, 1)
 
 
-def _front(change: Callable) -> Callable:
-    """``change(x, cos, sin)`` of the numbers of a head that turn, and the others as they are."""
-    def made(at: At) -> torch.Tensor:
+def _paired(neighbours: bool) -> Callable:
+    """Numbers 0 and 1, 2 and 3, … of a head turned as pairs, or its two halves."""
+    def change(at: At) -> torch.Tensor:
         x, size = at.given(), at.case.turned
-        cos, sin = (table[0, :, None].repeat(1, 1, size // table.shape[-1]) for table in at.rotary().values())
-        return torch.cat([change(x[..., :size], cos, sin), x[..., size:]], -1)
-    return made
+        cos, sin = (table[0, :, None, :size // 2] for table in at.rotary().values())
+        a, b = (x[..., :size:2], x[..., 1:size:2]) if neighbours else x[..., :size].chunk(2, -1)
+        turned = a * cos - b * sin, a * sin + b * cos
+        turned = torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)
+        return torch.cat([turned, x[..., size:]], -1)
+    return change
 
 
-def _other_half(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
+def _tables(says: str, change: Callable) -> Mistake:
+    """Other tables: ``change(cos, sin)``, each ``[1, rows, numbers of a head that turn]``."""
+    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".",
+                   lambda at: dict(zip(("cos", "sin"), change(*at.rotary().values()))))
 
 
-def _neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = (table[..., :x.shape[-1] // 2] for table in (cos, sin))
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+def _mirrored(sin: torch.Tensor) -> torch.Tensor:
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
 
 
 def _in_pairs(table: torch.Tensor) -> torch.Tensor:
     return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
-
-
-def _terms(says: str, change: Callable) -> Mistake:
-    return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".", _front(change))
 
 
 def _first_numbers(at: At, value: tuple[int, int]) -> torch.Tensor:
@@ -279,10 +278,10 @@ ROPE = (
         when=lambda case: case.config.partial_rotary_factor != 1)),
     Family(ROPE_POINTS, Mistake(
         "rope_pairs", "{op} is {op[0]} with numbers 0 and 1, 2 and 3, … turned as pairs. This checkpoint pairs i with "
-        "i + {half}, the two halves of a head.", _front(_neighbours),
+        "i + {half}, the two halves of a head.", _paired(True),
         when=lambda case: not case.config.rotates_pairs), Mistake(
         "rope_pairs", "{op} is {op[0]} with the two halves of a head turned together; this checkpoint pairs numbers 0 "
-        "and 1, 2 and 3, ….", _front(lambda x, cos, sin: x * cos + _other_half(x) * sin),
+        "and 1, 2 and 3, ….", _paired(False),
         when=lambda case: case.config.rotates_pairs)),
     Family(ROPE_POINTS, Mistake(
         "rope_over_heads", "All tokens of a head are turned by the same angle, head h by that of position h: cos and "
@@ -325,13 +324,13 @@ ROPE = (
         "rope_dtype", "{op} is turned by angles of too few digits: {text}. They belong in float32.", _rounded_tables,
         ROUNDED, when=lambda case: case.rope["rope_type"] in FULL_FLOAT and not case.config.rope_layer_types)),
     Family(ROPE_POINTS,
-           _terms("cos and sin have changed places", lambda x, cos, sin: x * sin + _other_half(x) * cos),
-           _terms("it is multiplied with cos, and the sine's part is missing", lambda x, cos, sin: x * cos),
-           _terms("the cosine's part is missing", lambda x, cos, sin: _other_half(x) * sin),
-           _terms("the other half comes in without its sign, which mirrors and does not turn",
-                  lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * sin),
-           _terms("the halves are turned by tables that were laid out for pairs of neighbours",
-                  lambda x, cos, sin: x * _in_pairs(cos) + _other_half(x) * _in_pairs(sin)),
+           _tables("cos and sin have changed places", lambda cos, sin: (sin, cos)),
+           _tables("it is multiplied with cos, and the sine's part is missing", lambda cos, sin: (cos, 0 * sin)),
+           _tables("the cosine's part is missing", lambda cos, sin: (0 * cos, sin)),
+           _tables("the other half comes in without its sign, which mirrors and does not turn",
+                   lambda cos, sin: (cos, _mirrored(sin))),
+           _tables("the halves are turned by tables that were laid out for pairs of neighbours",
+                   lambda cos, sin: (_in_pairs(cos), _in_pairs(sin))),
            Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: theta's exponents have the wrong sign, "
                    "so the later pairs are the faster ones.", _upwards)),
     Family(ROPE_POINTS, _viewed("before the rotation and behind it", True, True), _viewed(

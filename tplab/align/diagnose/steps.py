@@ -1,7 +1,6 @@
 """Procedures about what only the lab's own engine tells: its steps, its block tables, what it cost."""
 
 import itertools
-from typing import NamedTuple
 
 import torch
 
@@ -73,73 +72,66 @@ def stale_block_table(report: AlignReport) -> str:
     return ""
 
 
-class _Read(NamedTuple):
-    """A slot in which a sequence finds something else than its own key."""
+# What a sequence finds in a slot that holds no key of its own.
+STRANGE_READS = {
+    "preempted_not_recomputed": "comes back after a preemption and reads its token {position} from a block that it has "
+    "just been given: its keys went with its old blocks and were not computed again.",
+    "prefix_hash_without_parent": "finds the block of token {position} in the prefix cache, and it holds the keys that "
+    "its tokens have behind the beginning of sequence {owner}: a block's key must include its parent's.",
+    "rejected_draft_findable": "finds a block in the prefix cache by tokens that were drafted for sequence {owner} and "
+    "rejected: since then the block holds other keys, that of token {token} at position {position}.",
+    "cached_before_computed": "finds a block in the prefix cache, and the key of token {position} in it was never "
+    "computed: it was made findable when its tokens were known, not when they were computed."}
 
-    step: int
-    sequence: int
-    position: int
-    holds: tuple[int, int] | None  # the (sequence, position) that was written there last; None: nothing
-    known: bool  # whether the sequence had computed this key before, in another slot
 
-
-def _strange_read(case: Case) -> _Read | None:
-    """The first such slot of all steps, if blocks are read and written as the tables say."""
-    if case.report.decode is None:
-        return None
-    texts, size = case.report.ids, case.report.decode.block_size
-    slots: dict[int, tuple[int, int]] = {}
+def _strange_read(report: AlignReport) -> tuple[int, int, int, tuple[int, int], bool] | None:
+    """The first such slot of all steps, if blocks are read and written as the tables say: in which step which position
+    of which sequence is read; the (sequence, position) that was written there last, or (sequence, -1); and whether the
+    sequence had computed this key before, in another slot."""
+    texts, size = report.ids, report.decode.block_size
+    written: dict[int, tuple[int, int]] = {}
     computed: dict[tuple[int, int], int] = {}
-    for step in case.report.decode.steps:
+
+    def slots(segment, begin: int, end: int):
+        return ((position, segment.block_ids[position // size] * size + position % size)
+                for position in range(begin, end))
+    for step in report.decode.steps:
         for number, segment, *_ in step.requests:
-            for position in range(segment.start, segment.start + segment.count):
-                slot = segment.block_ids[position // size] * size + position % size
-                slots[slot], computed[number, position] = (number, position), slot
+            for position, slot in slots(segment, segment.start, segment.start + segment.count):
+                written[slot], computed[number, position] = (number, position), slot
         for number, segment, *_ in step.requests:
-            for position in range(segment.start):
-                slot = segment.block_ids[position // size] * size + position % size
-                owner, at = slots.get(slot, (number, -1))
+            for position, slot in slots(segment, 0, segment.start):
+                owner, at = written.get(slot, (number, -1))
                 if at != position or texts[owner][:at + 1] != texts[number][:at + 1]:
-                    return _Read(step.step_number, number, position, slots.get(slot),
-                                 computed.get((number, position), slot) != slot)
+                    return (step.step_number, number, position, (owner, at),
+                            computed.get((number, position), slot) != slot)
     return None
 
 
-@procedure("attn", names="stale_block_table preempted_not_recomputed prefix_hash_without_parent "
-                         "rejected_draft_findable cached_before_computed")
+@procedure("attn", names=" ".join(("stale_block_table", *STRANGE_READS)))
 def strange_blocks(case: Case) -> Diagnosis | None:
     """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
     of its own?"""
     if says := stale_block_table(case.report):
         return case.diagnosis("stale_block_table", says)
-    if (read := _strange_read(case)) is None:
+    facts, texts = case.report.decode, case.report.ids
+    if facts is None or (read := _strange_read(case.report)) is None:
         return None
-    texts, (owner, at) = case.report.ids, read.holds or (read.sequence, -1)
-    where = dict(step=read.step, sequence=read.sequence, position=read.position)
-    if read.known:
-        return None if not case.report.decode.preemptions else case.diagnosis(
-            "preempted_not_recomputed", f"In step {read.step} sequence {read.sequence} comes back after a preemption "
-            f"and reads its token {read.position} from a block that it has just been given: its keys went with its old "
-            "blocks and were not computed again.", **where)
-    if at >= 0 and texts[owner][at] == texts[read.sequence][read.position]:
-        return case.diagnosis("prefix_hash_without_parent", f"In step {read.step} sequence {read.sequence} finds the "
-                              f"block of token {read.position} in the prefix cache, and it holds the keys that its "
-                              f"tokens have behind the beginning of sequence {owner}: a block's key must include its "
-                              "parent's.", owner=owner, **where)
-    if (owner, read.position, texts[read.sequence][read.position]) in {
-            found[1:] for found in _drafted(case.report.decode)}:
-        return case.diagnosis("rejected_draft_findable", f"In step {read.step} sequence {read.sequence} finds a block "
-                              f"in the prefix cache by tokens that were drafted for sequence {owner} and rejected: "
-                              f"since then the block holds other keys, that of token {texts[owner][read.position]} "
-                              f"at position {read.position}.", owner=owner, **where)
-    return case.diagnosis("cached_before_computed", f"In step {read.step} sequence {read.sequence} finds a block in "
-                          f"the prefix cache, and nobody ever computed the key of token {read.position} in it: it was "
-                          "made findable when its tokens were known, not when they were computed.", **where)
+    step, number, position, (owner, at), known = read
+    token = texts[number][position]
+    if known and not facts.preemptions:
+        return None
+    name = ("preempted_not_recomputed" if known else
+            "prefix_hash_without_parent" if at >= 0 and texts[owner][at] == token else
+            "rejected_draft_findable" if (owner, position, token) in {found[1:] for found in _drafted(facts)} else
+            "cached_before_computed")
+    says = STRANGE_READS[name].format(position=position, owner=owner, token=texts[owner][at])
+    return case.diagnosis(name, f"In step {step} sequence {number} {says}", step=step, sequence=number,
+                          position=position, owner=owner)
 
 
 @procedure(COST, names="full_copy_on_every_rank")
 def read_too_much(report: AlignReport) -> Diagnosis | None:
-    """Did the ranks read more of the checkpoint than they keep?"""
     stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
     times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
                  for stats in report.load_stats), default=0)
@@ -150,7 +142,6 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
 
 @procedure(COST, names="rank_local_sampling")
 def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
-    """Did all ranks draw the same tokens?"""
     for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
@@ -196,18 +187,17 @@ def prefix_never_found(report: AlignReport) -> Diagnosis | None:
             if number not in seen and not segment.start and before and segment.prompt_length > size:
                 return Diagnosis("prefix_never_found", f"The numbers are right, but prompt {number} is computed from "
                                  f"its first token on, although it begins as prompt {before[0]} does, whose blocks "
-                                 "are full and were handed out to nobody since: equal beginnings are not found in the "
+                                 "are full and went to no other sequence: equal beginnings are not found in the "
                                  "prefix cache.", "steps", {"prompt": number, "before": before[0]})
         for number, segment, *_ in step.requests:
             seen.add(number)
-            full = {block: other for block, other in full.items() if other == number or block not in segment.block_ids}
+            full = {block: other for block, other in full.items() if block not in segment.block_ids}
             if segment.start + segment.count >= size:
                 full[segment.block_ids[0]] = number
 
 
 @procedure(COST, names="cache_ignored")
 def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
-    """Were tokens computed more than once?"""
     if report.decode is None or report.decode.preemptions or next(_drafted(report.decode), None):
         return None
     done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
@@ -220,14 +210,12 @@ def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
 
 @procedure(COST, names="stale_block_table")
 def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
-    """Did the ranks work with other tables than the scheduler's, and were lucky?"""
     says = stale_block_table(report)
     return Diagnosis("stale_block_table", f"{says} This time it did no harm.", "blocks") if says else None
 
 
 @procedure(COST, names="block_leaked")
 def blocks_not_released(report: AlignReport) -> Diagnosis | None:
-    """Did all blocks come back?"""
     left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
     if left:
         return Diagnosis("block_leaked", f"The numbers are right, but {left} block{'s' * (left > 1)} of {many} "

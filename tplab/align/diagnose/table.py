@@ -105,8 +105,7 @@ def words(case: Case) -> dict[str, object]:
             "half": case.turned // 2, "turned": case.turned, "tp": case.recording.world_size,
             "theta": rope["rope_theta"], "kind": rope["rope_type"],
             "scale": f"1 / sqrt({dim}), of a head's size" if config.scaling == dim ** -0.5 else f"{config.scaling:.4g}",
-            "act": config.hidden_act, "eps": config.rms_norm_eps, "layer": case.layer,
-            "c": config}
+            "eps": config.rms_norm_eps, "c": config}
 
 
 def procedure(*subjects: str, names: str = "", last: bool = False) -> Callable:
