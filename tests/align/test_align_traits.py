@@ -18,7 +18,7 @@ def case(request, tmp_path_factory):
     return open_checkpoint(make_model(tmp_path_factory.mktemp("trait") / "m", **TRAITS[name])), 2 + at % 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])  # trait_sweep.py has float32
 def test_a_healthy_engine_is_clean_at_every_point(case, dtype):
     ckpt, tp = case
     for dealt_out in [False, True][:1 + (ckpt.config.experts is not None)]:

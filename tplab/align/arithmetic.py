@@ -1,6 +1,6 @@
 """Hugging Face's arithmetic, one function an operation, in whatever dtype its arguments have.
 
-Its casts are made where it makes them: statistics of norms, softmax and rotary tables are float32, whatever is given.
+Casts are made in the same places: statistics of norms, softmax and rotary tables are always float32.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import torch
 
 from tplab.model.rope import rotate
 
-LARGEST = 1 << 24  # scores that stand in memory at once, so that a long text needs no square of its length
+LARGEST = 1 << 24  # scores in memory at once, so that a long text does not need all of its length squared
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str = "RMSNorm",
              over: torch.Tensor | None = None) -> torch.Tensor:
-    """``weight * x / rms(x)`` along the last dimension; a ``kind`` of :mod:`tplab.model.norm`; ``over``: of which the
-    mean square is taken."""
+    """``weight * x / rms(x)`` along the last dimension; a ``kind`` of :mod:`tplab.model.norm`; ``over``: the tensor
+    whose mean square is taken."""
     y = x.to(torch.float32)
     y = y * torch.rsqrt((y if over is None else over.to(torch.float32)).pow(2).mean(-1, keepdim=True) + eps)
     if kind == "RMSNorm":
@@ -86,7 +86,7 @@ def distance(ours: torch.Tensor, right: torch.Tensor) -> float:
     """The largest difference, each row's relative to the row's largest value in ``right``, ``[rows, …]`` both.
 
     Row by row, because the first token's activations can be a thousand times the others'. Entries that are not finite
-    in ``right`` say nothing; one that is lost in ``ours`` alone is infinitely far.
+    in ``right`` are left out; an entry that is not finite in ``ours`` alone counts as infinitely far.
     """
     if not right.numel():
         return 0.0

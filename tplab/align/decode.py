@@ -1,8 +1,8 @@
 """The diff along the decode path: the same tokens through scheduler, paged cache and ranks, a few at a time.
 
-A plain forward pass sees no cache. Here the engine itself computes the prompts in its own steps (chunks, prefix hits,
-one token after the other), with the *next* token given instead of drawn, so that every computed position can be laid
-beside Hugging Face's single pass over the whole text.
+A plain forward pass uses no cache. Here the engine computes the prompts in its own steps (chunks, prefix hits, one
+token after the other). The *next* token is given instead of sampled, so that every computed position can be compared
+with Hugging Face's single pass over the whole text.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _KEY = "align decode"
 
 
 def traced_step(step: SchedulerOutput, forced: dict[int, int]) -> tuple[dict, dict[int, int]]:
-    """On a rank: one step with all trace points; the rank is made to believe that it drew ``forced``."""
+    """On a rank: one step with all trace points; ``forced`` replaces the sampled tokens."""
     with recording() as points:
         drawn = dict(execute_model(_KEY, step).sampled_token_ids)  # a copy: the rank's own is overwritten next
     state[_KEY].drawn.update(forced)
@@ -40,7 +40,7 @@ def traced_step(step: SchedulerOutput, forced: dict[int, int]) -> tuple[dict, di
 
 
 class _ForcingExecutor:
-    """Carries steps out as the engine's executors do, keeps their traces, and answers with the given tokens."""
+    """An executor that keeps the steps' traces and returns the given tokens."""
 
     def __init__(self, run, texts: list[list[int]]):
         self.run, self.texts = run, texts
@@ -83,7 +83,7 @@ class _ForcingExecutor:
                                    for _, (at, row) in sorted(self.places(name).items())]) for name in names}
 
     def num_keys(self) -> list[int]:
-        """For each row, how many keys there were when it was computed: the tokens up to the end of its step."""
+        """For each row, the number of keys when it was computed: the tokens up to the end of its step."""
         ends = {(s.request_id, position): s.segment.start + s.segment.count for step in self.steps
                 for s in step.requests for position in range(s.segment.start, s.segment.start + s.segment.count)}
         return [ends[place] for place in sorted(self.rows)]

@@ -1,4 +1,4 @@
-"""The operations of :mod:`tplab.align.operations` for experts: what those of a rank make of its tokens."""
+"""The operations of :mod:`tplab.align.operations` for experts."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from tplab.checkpoint.layout import EXPERTS
 
 
 class ExpertOperations:
-    """Of each expert a rank has what the plan gives it."""
+    """A rank's share of each expert is the plan's."""
 
     def experts_on(self, rank: int) -> dict[int, int]:
-        """The experts of which a rank holds something: the id by which tokens ask for it → whose weights it has."""
+        """The experts of which a rank holds a share: the id that the router chooses → the expert with the weights."""
         return {expert: expert for expert in self.plan.ranks[rank].experts}
 
     def expert(self, at: str, number: int, x: torch.Tensor, columns: range, share: float) -> torch.Tensor:
-        """What these columns of one expert make of some rows; ``share``: how much of its last bias."""
+        """The output of these columns of one expert for some rows; ``share``: the part of its last bias."""
         moe, columns = self.config.experts, slice(columns.start, columns.stop)
         _, *names = (f"model.{at}{name.format(number)}" for name in EXPERTS[moe.stored])
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = (
@@ -29,7 +29,7 @@ class ExpertOperations:
         return y if b_down is None else y + share * b_down
 
     def shared_expert(self, at: str, x: torch.Tensor, columns: range) -> torch.Tensor:
-        """The same of the expert that every token goes to, times its gate."""
+        """The same of the shared expert, which every token uses, times its gate."""
         columns, name = slice(columns.start, columns.stop), f"model.{at}mlp.shared_expert"
         gate, up, down = (self.weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
         hidden = activation(self.config.hidden_act)(F.linear(x, gate[columns])) * F.linear(x, up[columns])
@@ -38,7 +38,7 @@ class ExpertOperations:
     def experts(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None, moe=None,
                 among: Sequence[int] | None = None, held: dict[int, int] | None = None, share: float | None = None,
                 shared: bool = True) -> torch.Tensor:
-        """This rank's summand of what each token's experts give.
+        """This rank's summand of the output of each token's experts.
 
         ``moe``: another configuration of the router; ``among``: the experts among which tokens choose; ``held``: as
         :meth:`experts_on` gives them; ``share``: of the experts' last biases; ``shared``: whether the shared expert is

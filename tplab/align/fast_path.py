@@ -1,8 +1,8 @@
-"""``align_fast``: what the fast path computes, beside the reference and beside float64, on the machine at hand.
+"""``align_fast``: compares the fast path with the reference and with float64, on this machine.
 
 Compiled code has no trace points, so it is compared at its ends: the residual stream that leaves the last layer, the
-logits, and the keys and values in the cache. How far it may be from float64 is a small multiple of how far the
-reference of the same dtype is: on another processor, both are other numbers.
+logits, and the keys and values in the cache. Its distance from float64 may be a small multiple of the distance of the
+reference in the same dtype; both depend on the processor.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class FastDiff:
 
     @property
     def ok(self) -> bool:
-        """Whether it is as close as it must be. NaN is not."""
+        """Whether the distance is allowed; NaN is not."""
         return self.fast <= self.allowed
 
 
@@ -53,7 +53,7 @@ class FastReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all points are as close to float64 as they must be."""
+        """Whether the distances of all points are allowed."""
         return all(diff.ok for diff in self.diffs)
 
     def __str__(self) -> str:

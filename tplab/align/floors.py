@@ -1,7 +1,7 @@
 """The rounding floors: how far two correct computations of the same thing may stand apart.
 
 A point is *inside the floor* when ``max |tplab - HF| <= floor * max |HF|`` at that point. The numbers are upper bounds
-of what was measured on correct models, not wishes; ``LOGITS`` bounds the logits absolutely as well. Worst of all points
+of measurements on correct models; ``LOGITS`` bounds the logits absolutely as well. Worst of all points
 (fable, SmolLM2-135M, and 25 random checkpoints in the head layouts of real models; 1 to 4 ranks; up to 60 tokens):
 
 ========  ===================  ================  ==================  =========  ================
@@ -16,7 +16,7 @@ In float32, SmolLM2's logits are 5e-5 to 8e-5 from float64 in Hugging Face's own
 In float64, one value in a hundred million falls on the other side of a float32 cast's boundary; :func:`diagnose` knows
 that by its size. Along the decode path a softmax over another length rounds differently, up to 1e-5: ``DECODE``.
 
-Where each module is judged from its own recorded inputs, nothing adds up: ``LOCAL`` is always allowed, each row
+Where each module is judged from its own recorded inputs, errors do not add up: ``LOCAL`` is always allowed, each row
 relative to its own largest value (the worst of 456 healthy runs: float32 3.5e-6, float64 2.2e-15, bfloat16 3.4e-2,
 float16 3.8e-3). Beyond it, the module is computed once more in the run's dtype as Hugging Face would, from the same
 inputs; up to ``TIMES`` the rounding found there is rounding too. In bfloat16 and float16 that decides, and each point's
@@ -46,7 +46,3 @@ def bound(name: str, scale: float, dtype: torch.dtype, decode: bool = False) -> 
         return min(relative, max(LOGITS[dtype], LOGITS_RELATIVE[dtype] * scale))
     return relative
 
-
-def inside(name: str, max_abs: float, scale: float, dtype: torch.dtype, decode: bool = False) -> bool:
-    """Whether a difference at a trace point is explained by rounding."""
-    return max_abs <= bound(name, scale, dtype, decode)

@@ -1,4 +1,4 @@
-"""The tplab side: run a prompt on the ranks, bring every trace point back, put the shards into HF's layout."""
+"""The tplab side: runs a prompt on the ranks, collects every trace point, puts the shards into HF's layout."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -17,11 +17,11 @@ from tplab.shard import ShardPlan
 
 
 class Trace(NamedTuple):
-    """What one rank tells of a forward pass."""
+    """One rank's trace of a forward pass."""
 
     points: dict[str, torch.Tensor]
     op_log: list[OpRecord]  # its collectives
-    load_stats: LoadStats  # what loading cost
+    load_stats: LoadStats  # the bytes read and held
     shapes: dict[str, tuple[int, ...]]  # of layer 0's q, k and v weights, as they stand in this rank's fused one
 
 
@@ -43,8 +43,8 @@ def trace_on_rank(ckpt, plan: ShardPlan, dtype: torch.dtype, prompts: list[list[
 def recorded(traces: list[dict[str, torch.Tensor]], plan: ShardPlan, dtype: torch.dtype, ids: list[list[int]],
              places: list[tuple[int, int]], num_keys: list[int], logit_places: list[tuple[int, int]],
              origins: list[tuple[int, int]] | None = None) -> Recording:
-    """The lab's own traces, one per rank, as a :class:`Recording`: every share is the plan's; one call if no other
-    ``origins`` are given."""
+    """The lab's own traces, one per rank, as a :class:`Recording`: shares are the plan's, and without ``origins`` all
+    rows are of one call."""
     def shard(name: str, rank: int) -> Shard:
         how = layout(name)
         shares = () if how in ("replicated", "partial") else getattr(plan.ranks[rank], how)
@@ -55,10 +55,10 @@ def recorded(traces: list[dict[str, torch.Tensor]], plan: ShardPlan, dtype: torc
 
 
 def whole_point(name: str, shards: list[Shard | None]) -> tuple[torch.Tensor, float, list[int] | None]:
-    """One trace point of all ranks → the tensor Hugging Face has, the largest disagreement between ranks, and which of
-    the heads, columns or vocabulary rows the tensor holds (None: it is not dealt out).
+    """One trace point of all ranks → the whole tensor in Hugging Face's layout, the largest disagreement between ranks,
+    and the heads, columns or vocabulary rows that the tensor holds (None: it is not dealt out).
 
-    Ranks can disagree only about what more than one of them holds: replicated tensors and replicated KV heads.
+    Ranks can disagree only where several hold the same: replicated tensors and replicated KV heads.
     """
     held = [shard for shard in shards if shard is not None]
     tensors = [shard.tensor for shard in held]

@@ -1,4 +1,4 @@
-"""Which modules are wrong, and which only got wrong inputs? Every recorded point against the local frame."""
+"""Tells wrong modules from modules with wrong inputs: every recorded point against the local frame."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,20 +13,20 @@ from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
-CLEAR = 0.25  # of what is allowed: so far a float32 expectation's own rounding leaves no doubt
+CLEAR = 0.25  # of the tolerance: below it, an expected value in float32 decides
 
 
 @dataclass(frozen=True)
 class LocalDiff:
-    """One point, as recorded, against what it should be given what the engine had before it."""
+    """One recorded point against its expected value from the engine's values before it."""
 
     name: str
     relative: float  # on the worst rank: the largest difference, relative to the row's largest value
     rank: int  # the worst one
     tolerance: float  # there
     guilty: tuple[int, ...]  # the ranks on which rounding does not explain the difference
-    unknown: bool = False  # nothing to compare with: NaN or infinity came in everywhere
-    perhaps_from: str = ""  # a guilty point before it that was computed from the same points nobody recorded
+    unknown: bool = False  # all expected values are NaN or infinity
+    perhaps_from: str = ""  # a guilty point before it that was computed from the same unrecorded points
 
     @property
     def inside(self) -> bool:
@@ -34,19 +34,18 @@ class LocalDiff:
 
 
 class Judge:
-    """Every recorded point's :class:`LocalDiff`, to be asked for in the order of the forward pass.
+    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass.
 
-    Has the local frame of a recording in several precisions, each made where it is needed first.
-
-    float32 runs are looked through in float32, and wherever that leaves a doubt again in float64; bfloat16 and float16
-    in float32. The run's own dtype beside it shows the size of its rounding.
+    It has the local frame of a recording in several precisions, each made on demand. Points of a float32 run are judged
+    in float32, and near the tolerance again in float64; those of bfloat16 and float16 runs in float32. The frame in the
+    run's own dtype shows the size of its rounding.
     """
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan):
         self.recording, self.ckpt, self.plan = recording, ckpt, plan
         self.exact = torch.float32 if recording.dtype in SHORT else torch.float64
         self.layer, self._frames = 0, {}
-        self._suspects: dict[str, str] = {}  # points nobody recorded → the first guilty one computed from them
+        self._suspects: dict[str, str] = {}  # unrecorded points → the first guilty one computed from them
 
     def frame_in(self, dtype: torch.dtype) -> LocalFrame:
         """The frame in this precision, at the layer that was entered last."""
@@ -68,7 +67,7 @@ class Judge:
         self.layer = int(at.split(".")[1]) if at else 0 if point == "embed" else self.ckpt.config.num_layers
 
     def tolerance(self, name: str, rank: int, needed: float = float("inf")) -> float:
-        """How much of a difference rounding explains at a point, relative to the row's scale. The module's rounding is
+        """The difference that rounding explains at a point, relative to the row's scale. The module's rounding is
         measured only where ``needed`` is more than what is always allowed."""
         least = LOCAL[self.recording.dtype]
         if needed <= least:
@@ -77,8 +76,8 @@ class Judge:
         return max(least, TIMES * distance(rounded, self.frame.expected(name, rank)))
 
     def _off(self, name: str, rank: int, tensor: torch.Tensor, known: list) -> tuple[float, bool]:
-        """How far a point is off on a rank, and whether there is anything to compare it with. ``known``: the same for
-        pairs of tensors that came before; ranks may hold the very same."""
+        """A point's difference on a rank, and whether any expected value is a number. ``known``: the same for earlier
+        pairs of tensors, since ranks may share an object."""
         for dtype in dict.fromkeys((self.recording.dtype, self.exact)):
             if dtype is self.exact or dtype is torch.float32:
                 right = self.frame_in(dtype).expected(name, rank)
@@ -113,7 +112,7 @@ class Judge:
 
 
 def _says_something(right: torch.Tensor) -> bool:
-    """Whether any of it is a number; the first row mostly says so, and the rest need not be looked through."""
+    """Whether any value is a number; mostly the first row has one, which saves a look at the others."""
     return bool(torch.isfinite(right[:1]).any() or torch.isfinite(right).any())
 
 

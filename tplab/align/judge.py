@@ -1,4 +1,4 @@
-"""``judge``: what any engine computed, against Hugging Face on the same ids and against its own inputs."""
+"""``judge``: compares an engine's points with Hugging Face's on the same ids, and with its own inputs."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ from tplab.shard import ShardPlan
 
 def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tuple[Patch, ...] = (), *,
           by_local: bool = False, kind: type[AlignReport] = AlignReport, **more) -> AlignReport:
-    """Gather every recorded point, compare it with Hugging Face's, keep the evidence of the first broken layer.
+    """Gather every recorded point, compare it with Hugging Face's, and keep the tensors of the first broken layer.
 
     Args:
-        by_local: judge each point by its own inputs, the global differences only explain; so it is in bfloat16 and
-            float16 always, where the rounding of many layers looks like a bug.
+        by_local: judge each point by its own inputs; global differences only explain. bfloat16 and float16 are always
+            judged so, since the rounding of many layers looks like a bug.
         kind: the class of the report.
         more: further fields of the report.
 
@@ -57,7 +57,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
             points.append(point)
             layer = name.rpartition(".")[0]
             if layer and broken_layer is None:
-                # Until a layer breaks, keep only the layer at hand: the evidence stays small on deep models.
+                # Until a layer breaks, only the current layer is kept: so the evidence of a deep model stays small.
                 evidence = {kept: value for kept, value in evidence.items() if kept.rpartition(".")[0] in ("", layer)}
                 broken_layer = layer if not point.inside else None
             if layer in ("", broken_layer) or broken_layer is None:
@@ -65,7 +65,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
         except Exception as error:
             if not by_local or isinstance(error, TplabError):
                 raise
-            more["failed"] = internal_error(name, error)  # the last door of a check: what was found until then stays
+            more["failed"] = internal_error(name, error)  # the last resort of a check: earlier findings stay
             local.pop(name, None)
             break
     computed = None if plain else [[p for s, p in recording.places if s == number] for number in whole]
@@ -79,7 +79,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
 
 
 def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpoint) -> torch.Tensor:
-    """The sum of all summands, and the bias if the engine adds it to the sum: what is nearer to the whole."""
+    """The sum of all summands; with the bias, if that is nearer to the reference: then the engine adds it later."""
     layer, _, point = name.rpartition(".")
     bias, weights = f"model.{layer}.{POINTS[point].module}.bias", Weights(ckpt, ours.dtype, ours.dtype)
     more = ours + weights[bias] if bias in weights else ours
@@ -87,7 +87,7 @@ def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpo
 
 
 def _by_local(point: PointDiff, local: LocalDiff, broken: bool) -> PointDiff:
-    """Inside unless it is guilty, or outside and behind one that is (``broken``)."""
+    """Inside, unless the point is guilty, or outside the floor and behind a guilty one (``broken``)."""
     return replace(point, inside=local.inside and (point.inside or not broken))
 
 
@@ -96,7 +96,7 @@ def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class _Reference:
-    """Hugging Face's points on the ids of a recording, its rows; each is given out once, since traces are large."""
+    """Hugging Face's points on the ids and rows of a recording; each is returned once, since traces are large."""
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, dtype: torch.dtype):
         self.recording, model = recording, hf_model(ckpt, dtype)

@@ -1,8 +1,8 @@
-"""What every point should be, given what the engine itself had before it: the local frame.
+"""The local frame: the expected value of every point, from the engine's own values before it.
 
-One module of Hugging Face's after the other is recomputed from its own recorded inputs and the checkpoint's weights.
-A point that was not recorded is computed from those before it, so any selection of points will do. What is wrong
-already when it comes in is no fault of the module that gets it.
+Each module is computed again, with Hugging Face's arithmetic, from its own recorded inputs and the checkpoint's
+weights. A point that was not recorded is computed from those before it, so any selection of points is enough. A module
+is not guilty of an error in its inputs.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Weights:
             return read_part(self.parts[name], reader).to(self.run_dtype)
 
     def scales(self, name: str) -> torch.Tensor | None:
-        """What each number of a quantised tensor was multiplied with; None for others."""
+        """The scale of each number of a quantised tensor; None for others."""
         part = self.parts[name]
         scale = self.ckpt.tensors[part.tensor].scale
         if scale is None or part.shape != self.ckpt.tensors[part.tensor].shape:
@@ -58,8 +58,8 @@ class Weights:
 class LocalFrame(Operations):
     """Values and expectations of one recording, per rank, in ``dtype``.
 
-    Works along the forward pass: :meth:`enter` a layer before asking for its points; what belongs to the one before is
-    forgotten then, but for its output.
+    Call :meth:`enter` for each layer, in the order of the forward pass, before asking for its points. It forgets the
+    layers before, except for the last output.
     """
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype = torch.float64):
@@ -74,15 +74,15 @@ class LocalFrame(Operations):
         self._tables: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.ckpt = ckpt
 
-    # Where a point stands.
+    # Shards.
 
     def shard(self, name: str, rank: int) -> Shard | None:
-        """What was recorded of a point on a rank."""
+        """A point's recorded shard on a rank."""
         return self.recording.points.get(name, [None] * len(self.ranks))[rank]
 
     def indices(self, name: str, rank: int) -> Sequence[int]:
-        """The global heads, columns or vocabulary rows that a rank holds of a point: as recorded there or at another
-        point of the layer that is dealt out alike, by the plan otherwise."""
+        """The global heads, columns or vocabulary rows that a rank holds of a point: as recorded at this point or at
+        another point of the layer with the same layout, else by the plan."""
         if (name, rank) not in self._indices:
             self._indices[name, rank] = self._find_indices(name, rank)
         return self._indices[name, rank]
@@ -104,7 +104,7 @@ class LocalFrame(Operations):
     # Values.
 
     def value(self, name: str, rank: int) -> torch.Tensor:
-        """What the engine had at a point: as recorded, or computed from what it had before."""
+        """The engine's value at a point: recorded, or computed from its values before it."""
         key = name, rank
         if key not in self._values:
             self._values[key] = self._value(name, rank)
@@ -113,7 +113,7 @@ class LocalFrame(Operations):
     def _value(self, name: str, rank: int) -> torch.Tensor:
         held = [self.shard(name, r) for r in self.ranks]
         if layout(name) == "replicated":
-            if held[rank] is None and any(held):  # a rank that is missing is taken to hold what the others do
+            if held[rank] is None and any(held):  # a missing rank is assumed to hold the others' value
                 return self.value(name, next(r for r in self.ranks if held[r] is not None))
             for r in range(rank if held[rank] is not None else 0):  # the same bits are one tensor, judged once
                 if held[r] is not None and (held[r] is held[rank] or torch.equal(held[r].tensor, held[rank].tensor)):
@@ -121,8 +121,8 @@ class LocalFrame(Operations):
         return self.expected(name, rank) if held[rank] is None else held[rank].tensor.to(self.dtype)
 
     def parts_of(self, name: str, rank: int, wanted: Sequence[int]) -> torch.Tensor:
-        """The values of these heads or columns, ``[rows, len(wanted), …]``: this rank's own, or where it holds none,
-        another rank's; NaN for what nobody holds."""
+        """The values of these heads or columns, ``[rows, len(wanted), …]``: this rank's own, else another rank's; NaN
+        if no rank holds them."""
         own = self.indices(name, rank)
         if tuple(own) == tuple(wanted):
             return self.value(name, rank)
@@ -134,11 +134,11 @@ class LocalFrame(Operations):
         return torch.stack(list(found), 1)
 
     def expected(self, name: str, rank: int) -> torch.Tensor:
-        """What a point should be on a rank, from what this rank had before it."""
+        """The right value of a point on a rank, from this rank's own values before it."""
         return self.make(name, rank)
 
     def enter(self, layer: int) -> None:
-        """Forget the layers before ``layer``, but for what goes into it; the end of the model is one more layer."""
+        """Forget the layers before ``layer``, except for its input; the end of the model is one more layer."""
         name = f"layers.{layer - 1}.output" if layer else "embed"
         start = layer
         while start and not any(self.recording.points.get(f"layers.{start - 1}.output", ())) \
@@ -158,7 +158,7 @@ class LocalFrame(Operations):
         self.weights.drop()
 
     def _shared(self, name: str, make, *inputs: torch.Tensor) -> torch.Tensor:
-        """``make(*inputs)``, done once for ranks that have the very same inputs."""
+        """``make(*inputs)``, computed once for ranks with the same input objects."""
         key = name, *map(id, inputs)
         if key not in self._once:
             self._once[key] = make(*inputs), inputs  # the inputs are kept, so that no id is used again

@@ -1,6 +1,6 @@
-"""Every operation of the forward pass, on one rank, from what this rank had before it.
+"""Every operation of the forward pass on one rank, from this rank's own values before it.
 
-Each has its parameters at their right values. A mistake is a call with one of them changed.
+Each parameter's default is its right value. A mistake is a call with one of them changed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from tplab.model.rope import Rotary
 
 
 class Attended(NamedTuple):
-    """The rows of one sequence on one rank: where they stand, their queries, and all that they may look at."""
+    """The rows of one sequence on one rank: their positions, their queries, and all keys and values of the sequence."""
 
     number: int  # of the sequence
     rows: slice
@@ -36,8 +36,8 @@ def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.
 
 
 class Operations(ExpertOperations):
-    """What :class:`tplab.align.local.LocalFrame` does at each point. ``op(at, point, rank)`` makes the point ``at +
-    point``, where ``at`` is ``"layers.3."``, or ``""`` at the ends of the model; :meth:`make` finds the op.
+    """The operations of :class:`tplab.align.local.LocalFrame`. ``op(at, point, rank)`` makes the point ``at + point``,
+    where ``at`` is ``"layers.3."``, or ``""`` at the ends of the model; :meth:`make` finds the op.
     """
 
     def make(self, name: str, rank: int, **changed) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Operations(ExpertOperations):
         return f"layers.{layer - 1}.output" if layer else "embed"
 
     def given(self, at: str, point: str, rank: int) -> torch.Tensor:
-        """What goes into an operation of one input."""
+        """The input of an operation that has one."""
         source = made_from(at + point, self.config)[0]
         name = self.before(at) if source == "before" else at + source
         if POINTS[point].op in ("norm", "rope") and layout(source if source != "before" else point) != "replicated":
@@ -72,7 +72,7 @@ class Operations(ExpertOperations):
 
     @cached_property
     def embedding_multiplier(self) -> float:
-        """What embeddings are multiplied with; a number of the run's dtype where the model rounds it."""
+        """The factor of embeddings, in the run's dtype where the model rounds it."""
         factor = self.config.embedding_multiplier
         return torch.tensor(factor, dtype=self.recording.dtype).item() if self.config.rounds_multiplier else factor
 
@@ -128,8 +128,8 @@ class Operations(ExpertOperations):
     def linear(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None,
                weight: torch.Tensor | None = None, bias: torch.Tensor | float | None = None,
                features: Sequence[int] | None = None) -> torch.Tensor:
-        """A column- or row-parallel product; ``weight`` and ``bias`` are whole ones (a bias of 0 is none), ``features``
-        the rows (or columns) that the rank takes. A row-parallel bias is added by the ranks that add it."""
+        """A column- or row-parallel product; ``weight`` and ``bias`` are whole (a bias of 0 is none), ``features`` are
+        the rank's rows (or columns). :meth:`bias_shares` says which ranks add a row-parallel bias."""
         x = self.given(at, point, rank) if x is None else x
         if layout(point) == "partial":
             weight = self.matrix(at, point) if weight is None else weight
@@ -166,19 +166,19 @@ class Operations(ExpertOperations):
         norms = {r: self.value("norm", r) for r in self.ranks}
         if all(torch.equal(norms[rank], norm) for norm in norms.values()):
             return own
-        # Whole logits on a rank were computed there, or gathered from ranks that had other inputs.
+        # A rank with whole logits computed them itself, or gathered them from ranks with other inputs.
         gathered = torch.cat([product(norms[held.rank], held.vocab) for held in self.plan.ranks], 1)
         return min((own, gathered[:, as_index(rows)]), key=lambda right: distance(shard.tensor, right))
 
     def finished(self, logits: torch.Tensor, cap: float | None = None) -> torch.Tensor:
-        """What comes out of the head, scaled and capped."""
+        """The head's output, scaled and capped."""
         cap, logits = self.config.final_logit_softcapping if cap is None else cap, logits / self.config.logits_scaling
         return soft_cap(logits, cap) if cap else logits
 
     # RoPE.
 
     def rope_type(self, at: str) -> tuple[str, ...]:
-        """The type of a layer, as :class:`tplab.model.rope.Rotary` takes it: where each has its own frequencies."""
+        """A layer's type for :class:`tplab.model.rope.Rotary`, where each type has its own frequencies."""
         return self.config.rope_layer_types[layer_of(at):][:1]
 
     def cos_sin(self, at: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +189,7 @@ class Operations(ExpertOperations):
         return self._tables[kind]
 
     def tables(self, config, positions: torch.Tensor, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by a transformers ``config``, the rows taken to stand at ``positions``."""
+        """The same by a transformers ``config``, for rows at ``positions``."""
         # A dynamic RoPE depends on how long the sequence was when the row was computed.
         runs = groupby(zip(self.recording.places, self.recording.num_keys), lambda row: (row[0][0], row[1]))
         parts = [(len(list(rows)), keys) for (_, keys), rows in runs]
@@ -197,7 +197,7 @@ class Operations(ExpertOperations):
 
     def rope(self, at: str, point: str, rank: int, *, x: torch.Tensor | None = None,
              cos: torch.Tensor | None = None, sin: torch.Tensor | None = None) -> torch.Tensor:
-        """q or k turned, in layers that turn them; another input, or by other tables."""
+        """q or k rotated, in layers that rotate them; another input, or by other tables."""
         x = self.given(at, point, rank) if x is None else x
         if cos is None and sin is None:
             if not self.config.rotates[layer_of(at)]:
@@ -209,8 +209,8 @@ class Operations(ExpertOperations):
 
     @cached_property
     def key_rows(self) -> list[torch.Tensor]:
-        """Per sequence and position, the row in which its key was computed: its own, or where a prefix cache had it,
-        that of a sequence which begins alike; -1 if there is none."""
+        """Per sequence and position, the row in which its key was computed: its own row, or with a prefix cache the row
+        of a sequence with the same beginning; -1 if there is none."""
         texts, places = self.recording.ids, self.recording.places
         rows = {place: row for row, place in enumerate(places)}
 
@@ -235,8 +235,8 @@ class Operations(ExpertOperations):
         return torch.tensor(self.recording.num_keys, dtype=torch.long)
 
     def keys(self, number: int, name: str, rank: int, heads: Sequence[int]) -> torch.Tensor:
-        """``k_rope`` or ``v`` of a sequence as this rank had computed them, ``[positions, heads, head_dim]``; those
-        that no call computed are Hugging Face's: the engine took them out of a cache in which they never were."""
+        """``k_rope`` or ``v`` of a sequence as this rank computed them, ``[positions, heads, head_dim]``. Those that no
+        recorded call computed are Hugging Face's."""
         return self._keys(number, name, self.parts_of(name, rank, heads), heads)
 
     def _keys(self, number: int, name: str, computed: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
@@ -247,7 +247,7 @@ class Operations(ExpertOperations):
         return found
 
     def sequences(self, at: str, rank: int, heads: Sequence[int]) -> Iterator[Attended]:
-        """What attention has, sequence by sequence, with the keys and values of these KV heads."""
+        """Attention's inputs, sequence by sequence, with the keys and values of these KV heads."""
         q = self.parts_of(at + "q_rope", rank, self.indices(at + "attn", rank))
         names = at + "k_rope", at + "v"
         computed = [self.parts_of(name, rank, heads) for name in names]
@@ -258,7 +258,7 @@ class Operations(ExpertOperations):
 
     @property
     def kv_heads(self) -> list[int]:
-        """Which KV head each query head of the model reads."""
+        """The KV head that each query head of the model reads."""
         return [head // (self.config.num_heads // self.config.num_kv_heads) for head in range(self.config.num_heads)]
 
     def window(self, at: str) -> int:
@@ -279,9 +279,9 @@ class Operations(ExpertOperations):
         """Attention of this rank's query heads, ``[rows, heads here, head_dim]``.
 
         ``keys_of``, ``values_of``: the KV head that each query head of the model reads; ``rule``: as :func:`causal`;
-        ``weigh(scores, visible)``: the weights, both of them ``[heads, n, m]`` (``visible`` without heads), for who
-        does something else than a masked softmax; ``keys(one)`` and ``values(one)``: others than an :class:`Attended`
-        has; ``longest``: for each row to how many keys its own are filled up with the newest, 0 if they are not;
+        ``weigh(scores, visible)``: the weights, for something else than a masked softmax, from scores ``[heads, n,
+        m]`` and ``visible`` ``[n, m]``; ``keys(one)`` and ``values(one)``: others than an :class:`Attended` has;
+        ``longest``: per row, the number of keys to which its own are filled up with the newest, 0 for no filling;
         ``window``, ``cap``, ``sinks``: others than the model's (0: no window, no cap).
         """
         scaling, cap = self.config.scaling if scaling is None else scaling, (
@@ -310,8 +310,8 @@ class Operations(ExpertOperations):
     # The two row-parallel layers, behind their products.
 
     def summands(self, at: str, partial: str, rank: int) -> list[int]:
-        """The ranks whose summands make up the whole, seen from ``rank``: itself if it holds all columns, otherwise
-        every rank that adds columns of its own."""
+        """The ranks whose summands make up ``rank``'s sum: itself if it holds all columns, else every rank with columns
+        that no rank before it has."""
         if partial == "moe_partial":
             return list(self.holders(at))
         columns = {r: set(self.features(at, partial, r)) for r in self.holders(at)}
@@ -325,8 +325,8 @@ class Operations(ExpertOperations):
         return chosen
 
     def bias_shares(self, at: str, partial: str, rank: int) -> dict[int, float]:
-        """How much of the bias each summand has: once in all, or not at all where it is added to the sum; whichever
-        rank adds it. One that is added more often is a bug: then it should have been the first rank's."""
+        """The part of the bias in each summand, as recorded, if they add up to 1, or to 0 where the bias is added to
+        the sum. With any other total there is a bug, and the first rank alone should have added it."""
         ranks, bias = self.summands(at, partial, rank), self.vector(at, partial)  # experts' is among their summands
         if bias is None:
             return dict.fromkeys(ranks, 0.0)
@@ -345,7 +345,7 @@ class Operations(ExpertOperations):
         return found if min(abs(sum(found.values()) - total) for total in (0, 1)) < 1e-6 else default
 
     def reduce(self, at: str, point: str, rank: int) -> torch.Tensor:
-        """The sum of the ranks' summands, and the bias if none of them has it."""
+        """The sum of the ranks' summands, and the bias if no summand has it."""
         partial, = made_from(at + point, self.config)
         shares, bias = self.bias_shares(at, partial, rank), self.vector(at, point)
 
@@ -357,7 +357,7 @@ class Operations(ExpertOperations):
     # Where streams meet.
 
     def add(self, at: str, point: str, rank: int, *, times: float | None = None) -> torch.Tensor:
-        """The residual stream and what a sublayer put out, times the model's multiplier or another one."""
+        """The residual stream plus a sublayer's output, times the model's multiplier or another one."""
         times = self.config.residual_multiplier if times is None else times
         stream, branch = made_from(at + point, self.config)
         name = self.before(at) if stream == "before" else at + stream
@@ -372,8 +372,7 @@ class Operations(ExpertOperations):
 
 
 def call_by_call(one: Attended, longest: torch.Tensor | None) -> Iterator[Attended]:
-    """The rows of a sequence call by call, with the keys that there were; in a call of its own, they are filled up with
-    the newest to the ``longest``."""
+    """The rows of a sequence call by call, with the keys of that call, filled up with the newest to ``longest``."""
     for keys, run in groupby(range(len(one.q)), lambda row: int(one.num_keys[row])):
         first, *more = run
         rows, size = slice(first, first + 1 + len(more)), 0 if longest is None else int(longest[one.rows][first])

@@ -1,6 +1,6 @@
-"""The trace points, the same for tplab and for Hugging Face: one table of how each is made, and spread over the ranks.
+"""The trace points, the same for tplab and for Hugging Face: one table of how each is made and spread over the ranks.
 
-A further architecture is a matter of further rows.
+A further architecture needs further rows.
 """
 
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def made_from(name: str, config) -> tuple[str, ...]:
 
 
 def existing(name: str, config) -> str:
-    """The point itself; in the place of a norm that a layer does not have, what the norm would be given."""
+    """The point itself; for a norm that a layer does not have, the norm's input."""
     at, _, point = name.rpartition(".")
     if not at or point not in POINTS or POINTS[point].op != "norm" or POINTS[point].needs(config, layer_of(name)):
         return name

@@ -1,4 +1,4 @@
-"""``Recording``: what an engine computed, point by point and rank by rank, whoever the engine was."""
+"""``Recording``: what an engine computed, point by point and rank by rank; the lab's engine or any other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from tplab.shard import ShardPlan
 
 
 class PlacementError(TplabError):
-    """What was recorded cannot be laid beside this checkpoint; the message says what of it does not fit."""
+    """The recording does not fit this checkpoint; the message says what does not."""
 
 
 class Contradiction(str):
-    """A sentence about what cannot be, whatever the values are; with the bug's name, if it has one, and the points
-    (short names) of which a named bug at one is behind it."""
+    """A sentence about what is wrong with any values; with the bug's name, if it has one, and the points (short names)
+    at which a named bug explains it."""
 
     def __new__(cls, sentence: str, fault: str | None = None, about: tuple[str, ...] = ()) -> "Contradiction":
         made = super().__new__(cls, sentence)
@@ -29,7 +29,7 @@ class Shard:
     """What one rank holds of one point."""
 
     tensor: torch.Tensor  # [rows, heads, head_dim] at q_heads and kv_heads points, else [rows, columns]; as recorded
-    kind: str  # a layout of points.py; what is dealt out by it may be held whole: then `indices` are all
+    kind: str  # a layout of points.py; a rank may hold all of what is dealt out: then `indices` are all
     indices: tuple[int, ...] | range = ()  # the global heads, columns or vocabulary rows along dim 1, in their order
 
 
@@ -43,7 +43,7 @@ class Parameter(NamedTuple):
 
 @dataclass
 class Recording:
-    """All calls of a run, their rows in the order of sequence and position; each as it was computed last."""
+    """All calls of a run, their rows in the order of sequence and position; of each row the last computation."""
 
     world_size: int
     ids: list[list[int]]  # the whole text of each sequence
@@ -54,15 +54,15 @@ class Recording:
     dtype: torch.dtype  # in which most of the points were recorded
     origins: list[tuple[int, int]] = field(default_factory=list)  # per row, the call that computed it, its row there
     declared: list[int] | None = None  # per row, the position that the engine gave, if any of them differs
-    assumed: dict[str, str] = field(default_factory=dict)  # point → from which tensor, in which layout
-    unplaced: list[str] = field(default_factory=list)  # tensors that are no point we know, and why
-    notes: list[str] = field(default_factory=list)  # what else could not be seen: missing ranks, calls cut off
-    contradictions: list[Contradiction] = field(default_factory=list)  # what is wrong whatever the values are
+    assumed: dict[str, str] = field(default_factory=dict)  # point → its tensor and its layout, in words
+    unplaced: list[str] = field(default_factory=list)  # tensors that are no known point, and why
+    notes: list[str] = field(default_factory=list)  # what else was not seen: missing ranks, calls cut off
+    contradictions: list[Contradiction] = field(default_factory=list)  # what is wrong with any values
     parameters: list[dict[str, Parameter] | None] = field(default_factory=list)  # per rank, by the checkpoint's names
     plan: ShardPlan | None = None  # what each rank holds by the plan's rule, stage by stage of a pipeline
     lost: set[str] = field(default_factory=set)  # outputs of layers that did not run, as the next layer got them
     holders: dict[int, list[int]] = field(default_factory=dict)  # the ranks that hold a layer, where not all do
-    doubts: list[str] = field(default_factory=list)  # where the positions, taken for right, would give other texts
-    unjudged: list[str] = field(default_factory=list)  # what of the run could not be looked at
+    doubts: list[str] = field(default_factory=list)  # calls whose positions, if right, would give other texts
+    unjudged: list[str] = field(default_factory=list)  # the parts of the run that could not be judged
     reordered: bool = False  # whether the numbers in a head, or the parts of a fused output, have an order of their own
-    warnings: list[str] = field(default_factory=list)  # what a right engine may do, and what can follow
+    warnings: list[str] = field(default_factory=list)  # what a right engine may do, and what it can lead to

@@ -18,11 +18,11 @@ _loaded: OrderedDict = OrderedDict()
 
 
 def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
-    """transformers' model of a checkpoint on the CPU; the last two are kept in memory, while their files are as they
-    were. Eager attention, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not. Eager
-    experts, too: one after the other.
+    """transformers' model of a checkpoint on the CPU; the last two are kept in memory. Attention is eager, because its
+    arithmetic is tplab's: eager casts its softmax to float32, sdpa does not. Experts are eager, too: one after the
+    other.
 
-    Raises CheckpointError if they are no longer those that were opened: the two sides would run different models.
+    Raises CheckpointError if the files have changed since they were opened: the two sides would run different models.
     """
     ckpt.check_unchanged()
     key = ckpt.state, dtype
@@ -75,7 +75,7 @@ def hf_greedy(ckpt: Checkpoint, input_ids: list[int], max_new_tokens: int, dtype
 
 @contextmanager
 def _own_rope(model):
-    """A rotary module of dynamic type remembers the longest prompt it has met; each run gets a copy that met none."""
+    """Give each run a fresh copy of the rotary module: one of dynamic type keeps the longest prompt so far."""
     unused = model.model.rotary_emb
     model.model.rotary_emb = copy.deepcopy(unused)
     try:

@@ -1,4 +1,4 @@
-"""The report of one alignment: every trace point's difference, where it starts, what the next tokens are."""
+"""The report of one alignment: every trace point's difference, where it starts, and the logits."""
 
 import json
 import traceback
@@ -42,15 +42,15 @@ class PointDiff:
 
 def compare(name: str, ours: torch.Tensor, reference: torch.Tensor, spread: float, dtype: torch.dtype,
             decode: bool = False, measured: float = float("inf")) -> PointDiff:
-    """The difference at one trace point. Both tensors ``[tokens, …]``, the same shape. ``measured``: how far rounding
-    went here where it was measured, relative to the reference's scale; the floor is a few times that, never more than
-    the dtype's own."""
+    """The difference at one trace point, of two tensors ``[tokens, …]`` of one shape. ``measured``: the rounding at
+    this point, relative to the reference's scale, where it was measured; the floor is a few times that, and never more
+    than the dtype's own."""
     if ours.shape != reference.shape:
         raise ValueError(f"{name}: tplab has {tuple(ours.shape)}, Hugging Face {tuple(reference.shape)}")
     wide = torch.promote_types(torch.promote_types(ours.dtype, reference.dtype), torch.float32)
     ours, reference = ours.to(wide), reference.to(wide)
     diff, nan, inf = (ours - reference).abs_(), 0, 0
-    if not isfinite(diff.max()):  # counting what is no number costs more than the difference itself
+    if not isfinite(diff.max()):  # counting NaN costs more than the difference itself
         nan, inf = int(torch.isnan(ours).sum()), int(torch.isinf(ours).sum())
         diff = diff[torch.isfinite(ours) & torch.isfinite(reference)]
     scale = max(abs(extreme.item()) for extreme in torch.aminmax(reference))
@@ -80,11 +80,11 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeFacts:
-    """What the engine did on the way, for questions that no tensor answers."""
+    """What the engine's scheduler did, which no tensor shows."""
 
     steps: tuple[SchedulerOutput, ...]  # what was sent to the ranks
     tables: tuple[dict[int, tuple[int, ...]], ...]  # per step {sequence: its block table in the scheduler}
-    drawn: tuple[dict[tuple[int, int], int], ...]  # per rank {(sequence, position): its own token, before it got ours}
+    drawn: tuple[dict[tuple[int, int], int], ...]  # per rank {(sequence, position): the token that it sampled itself}
     block_size: int  # tokens per block
     blocks_left: int  # still in use after the last sequence had ended
     preemptions: int  # how often a sequence lost its blocks and had to begin again
@@ -114,13 +114,13 @@ class AlignReport:
 
     @cached_property
     def local(self) -> dict[str, LocalDiff]:
-        """Every recorded point judged from its own inputs, in the order of the forward pass. Empty where nothing is
-        wrong. Raises CheckpointError if the checkpoint has changed since the run."""
+        """Every recorded point judged from its own inputs, in the order of the forward pass. Empty where all points are
+        right. Raises CheckpointError if the checkpoint has changed since the run."""
         return {} if self.recording is None else local_diffs(self.recording, self.checkpoint, self.plan)
 
     @property
     def guilty(self) -> list[str]:
-        """The points that are wrong given their own inputs; what else is outside the floor only inherits an error."""
+        """The points that are wrong for their own inputs; other points outside the floor inherit an error."""
         return [name for name, diff in self.local.items() if not diff.inside]
 
     @cached_property
@@ -148,7 +148,7 @@ class AlignReport:
 
     @property
     def floor(self) -> float:
-        """What rounding can explain, relative to the reference's scale at each point."""
+        """The largest rounding error, relative to the reference's scale at each point."""
         return max(point.floor for point in self.points)
 
     @property
@@ -157,7 +157,7 @@ class AlignReport:
 
     @cached_property
     def first_divergence(self) -> PointDiff | None:
-        """The first point of the forward pass that rounding does not explain."""
+        """The first point of the forward pass whose difference is more than rounding."""
         return next((point for point in self.points if not point.inside), None)
 
     def __getitem__(self, name: str) -> PointDiff:
@@ -180,7 +180,7 @@ class AlignReport:
 
     @property
     def top1_agreement(self) -> float:
-        """Share of positions at which both sides would choose the same next token (a NaN row chooses none)."""
+        """The share of positions with the same largest logit on both sides; a row with NaN counts as different."""
         whole = ~torch.isnan(self.tp_logits).any(-1)
         same = self.tp_logits.nan_to_num().argmax(-1) == self.hf_logits.argmax(-1)
         return (same & whole).double().mean().item()

@@ -81,7 +81,7 @@ def align(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 2, dt
 
 
 def prepared(model, prompts, size: int, dtype, patches, enable_expert_parallel: bool) -> tuple:
-    """What every alignment begins with: checkpoint, dtype, patches, plan and ids, all checked."""
+    """Checkpoint, dtype, patches, plan and ids of an alignment, all checked."""
     ckpt = open_checkpoint(model)
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, size, enable_expert_parallel=enable_expert_parallel)
