@@ -31,31 +31,32 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 _ROOM = 1 << 16  # bytes kept free for a file's header; a call with more tensors goes on in a further file
-_thread = threading.local()  # .record: a weak reference to what this thread records with
+_thread = threading.local()  # .record: a weak reference to this thread's recorder
 _compiled = threading.Lock()
-_recorders: list = []  # those that watch; the first has the stance of torch.compile
-_begun: Counter = Counter()  # how often this process has begun to record rank N into a folder of this name
+_recorders: list = []  # one entry for each watching recorder; the first holds the stance of torch.compile
+_begun: Counter = Counter()  # how many recordings of rank N this process has begun in a folder of this name
 
 
 class RecordError(RuntimeError):
-    """The recorder cannot do what was asked; the message says what would work."""
+    """The recorder cannot do this; the message says what would work."""
 
 
 class record(AbstractContextManager):
     """Keep what one rank computes in ``folder/rankN``: a journal, and the tensors as safetensors, call by call.
 
-    A call begins with :meth:`inputs`, or when a watched model runs again. All is written as it happens, so an engine
-    that hangs or is killed half way leaves a folder that can be read; no rank waits for another. What cannot be kept is
-    said and never read: meta and fake tensors, quantised ones of a class of their own, what runs under vmap. Modules
-    under torch.compile run uncompiled meanwhile. A replayed CUDA graph calls no module, so nothing of it is seen: run
-    the engine eagerly (vLLM: ``enforce_eager``); a call in which no watched module ran is said. SmolLM2-135M on 2 ranks
-    in float32 costs each rank 0.48 GB and 1.0 s of CPU time for 512 tokens (the forward pass itself takes 1.5 s),
-    1.2 MB and 0.05 s for a decode step.
+    A call begins with :meth:`inputs`, or when a watched model runs again. Everything is written at once, so an engine
+    that hangs or is killed leaves a folder that can be read; no rank waits for another. Some tensors cannot be kept:
+    meta and fake tensors, quantised ones of a class of their own, those under vmap. They are never read, and the
+    journal names them. Modules under torch.compile run uncompiled while a recorder watches. A replayed CUDA graph calls
+    no module, so nothing is recorded, and a warning says so: run the engine eagerly (vLLM: ``enforce_eager``).
+
+    SmolLM2-135M on 2 ranks in float32 costs each rank 0.48 GB and 1.0 s of CPU time for 512 tokens (the forward pass
+    itself takes 1.5 s), 1.2 MB and 0.05 s for a decode step.
 
     Args:
-        layers: keep only these layers (``[0, 1]``); what belongs to no layer is always kept.
-        calls: keep only so many calls, or those with these numbers (``[0, 5]``).
-        max_bytes: keep no tensor that would take this rank's files beyond it. What was left out is said.
+        layers: keep only these layers (``[0, 1]``); modules outside of the layers are always kept.
+        calls: keep only the first so many calls, or the calls with these numbers (``[0, 5]``).
+        max_bytes: the size of this rank's files, beyond which no tensor is kept. The journal names the others.
     """
 
     def __init__(self, folder, *, rank: int, world_size: int, layers: Iterable[int] | None = None,
@@ -77,7 +78,7 @@ class record(AbstractContextManager):
         self._names: set[tuple[str, str]] = set()
         self._call, self._skips, self._running, self._weights = -1, False, None, _Files(self, "parameters")
         self._lock, self._ended, self._ran, self._watched = threading.RLock(), False, True, False
-        weakref.finalize(self, self._exit.close)  # of a recorder that is dropped without an end
+        weakref.finalize(self, self._exit.close)  # for a recorder that is dropped without its end
         self._journal = self._exit.enter_context(open(self._folder / "manifest.jsonl", "xb"))
         self._line(format="tplab-record", version=VERSION, run=_run(self._folder), rank=int(rank),
                    world_size=int(world_size), torch=torch.__version__)
@@ -108,11 +109,11 @@ class record(AbstractContextManager):
                 self._exit.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def inputs(self, input_ids, positions=None, sequences=None) -> None:
-        """Begin a call, and say what it is about.
+        """Begin a call, and describe its tokens.
 
         Args:
-            input_ids: of every row that the modules get, ``[tokens]`` or ``[batch, tokens]``; -1 is padding.
-            positions: each token's place in its text, from 0; -1 is padding. A decode step says that of its new token.
+            input_ids: the token of every row that the modules get, ``[tokens]`` or ``[batch, tokens]``; -1 is padding.
+            positions: each token's position in its text, from 0; -1 is padding. In a decode step, the new token's.
             sequences: the number of the text that each line of the batch, or each token of flat ids, belongs to, the
                 same from call to call; -1 is padding.
         """
@@ -130,7 +131,7 @@ class record(AbstractContextManager):
             self._ran = not self._watched
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Record what no module computes, such as ``"layers.3.self_attn.q_rope"``."""
+        """Record a tensor that is no module's output, such as ``"layers.3.self_attn.q_rope"``."""
         with self._lock:
             if self._call < 0:
                 self._begin()
@@ -160,7 +161,7 @@ class record(AbstractContextManager):
             if self._call < 0 or root and self._running in (None, name) and self._count[name]:
                 self._begin()
             if root and self._running is None:
-                self._running = name  # a watched model within it begins no call
+                self._running = name  # a watched model inside of it begins no call
             self._open[name, threading.get_ident()].append((self._count[name], sys.exc_info()[1]))
             if not self._skips:
                 self._line(event="enter", name=name)
@@ -280,17 +281,17 @@ def _plain(tensor):
     """(The tensor's values in order, on the CPU, ""); or (None, why there are none)."""
     kind = type(tensor).__name__
     try:
-        for unwrap in ("detach", "to_local", "wait"):  # of a DTensor, this rank's share; what a collective is to give
+        for unwrap in ("detach", "to_local", "wait"):  # this rank's share of a DTensor; an open collective's result
             tensor = getattr(tensor, unwrap)() if hasattr(tensor, unwrap) else tensor
         if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             return None, f"{tensor.dtype} in layout {tensor.layout} on {tensor.device} cannot be kept"
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None, "what runs while a CUDA graph is captured cannot be kept"
+            return None, "tensors cannot be kept while a CUDA graph is captured"
         plain = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-        if plain.numel() and not plain.data_ptr():  # it wraps others, or holds nothing
+        if plain.numel() and not plain.data_ptr():  # it wraps other tensors, or is fake
             raise TypeError("it has no memory of its own")
         return plain, ""
-    except Exception as error:  # whatever a tensor's class does not do: the engine goes on
+    except Exception as error:  # a tensor's class may lack any operation: the engine goes on
         return None, f"{kind} cannot be kept: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
@@ -311,7 +312,7 @@ def _eager():
     with _compiled:
         try:
             _recorders.append(torch.compiler.set_stance("force_eager") if not _recorders else None)
-        except ImportError:  # without numpy, say: then nothing can be compiled
+        except ImportError:  # for example without numpy: then nothing can be compiled
             _recorders.append(None)
     try:
         yield
@@ -329,7 +330,7 @@ def _call(method, *given):
 
 
 def _run(folder):
-    """One word that all ranks of this run share, and no other run; no rank waits for another."""
+    """A word that all ranks of this run share and no other run has; no rank waits for another."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return f"inode {folder.parent.stat().st_ino}"
     _begun.update([key := folder.parts[-2:]])  # in one process group, ranks begin the same runs one after the other

@@ -261,3 +261,13 @@ def test_recorded_weights_that_are_not(tmp_path, small, calls):
     wrong = wrong_parameters(find_points(read_recorded(tmp_path / "run"), small), small)
     assert set(wrong) == {f"rank 1: model.layers.{i}.self_attn.{x}_proj.weight" for i in (0, 1) for x in "kv"} | {
         f"rank {r}: model.layers.1.self_attn.o_proj.weight" for r in (0, 1)} | {"rank 1: model.norm.weight"}
+
+
+def test_a_row_parallel_bias_belongs_to_the_first_rank(tmp_path):
+    ckpt = open_checkpoint(make_checkpoint(tmp_path / "model", "llama", layers=1, attention_bias=True, hidden=24))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    for number in (0, 1):
+        with record(tmp_path / "run", rank=number, world_size=2) as rec:
+            rec.parameters({name: torch.zeros(24)})
+    wrong = wrong_parameters(find_points(read_recorded(tmp_path / "run"), ckpt), ckpt)
+    assert list(wrong) == [f"rank 0: {name}"], "the other ranks may hold zeros"

@@ -15,6 +15,7 @@ from tplab.align.check.folder import read_recorded
 from tplab.align.check.placement import find_points
 from tplab.align.check.rows import Texts, as_rows
 from tplab.align.recording import PlacementError
+from tplab.align.reference import hf_model, hf_trace
 from tplab.checkpoint import open_checkpoint
 from tplab.record import record
 
@@ -212,8 +213,6 @@ def test_names_that_cannot_be(ckpt, healthy, names, words):
 
 def test_tensors_recorded_by_hand(tmp_path, ckpt):
     """No module at all: only what the engine calls by the lab's names, or what equals Hugging Face's."""
-    from tplab.align.reference import hf_model, hf_trace
-
     trace = hf_trace(hf_model(ckpt, torch.float32), [3, 1, 4, 1, 5])
     with record(tmp_path / "run", rank=0, world_size=1) as rec:
         rec.inputs(torch.tensor([3, 1, 4, 1, 5]), torch.arange(5))
@@ -229,6 +228,16 @@ def test_tensors_recorded_by_hand(tmp_path, ckpt):
     assert set(found.points) == {*(f"layers.{i}.{point}" for i in range(2) for point in points), "logits"}
     assert "equals Hugging Face's layers.{i}.k_rope" in found.assumed["layers.1.k_rope"]
     assert found.unplaced == ["layers.{i}.y: no point that the conventions know (layers 0–1)"]
+
+
+def test_last_rows_alone(tmp_path, ckpt):
+    trace = hf_trace(hf_model(ckpt, torch.float32), [3, 1, 4, 1, 5])
+    with record(tmp_path / "run", rank=0, world_size=1) as rec:
+        rec.inputs(torch.tensor([3, 1, 4, 1, 5]), torch.arange(5))
+        rec.tensor("x", trace["norm"][-1:])
+        rec.tensor("logits", trace["logits"][-1:])
+    found = find_points(read_recorded(tmp_path / "run"), ckpt)
+    assert found.logit_places == [(0, 4)] and not wrong_points(found, ckpt)
 
 
 def test_folders_of_something_else(ckpt, healthy, tmp_path):

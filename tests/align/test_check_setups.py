@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tplab.align import check
+from tplab.align.check.ordinary import _noise
 from tplab.align.recording import PlacementError
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import all_gather, all_reduce, logical_ranks, rank
@@ -220,6 +221,12 @@ def test_what_cannot_be_told_says_why(ckpt, tmp_path, name):
     run(tmp_path / "run", ckpt, engine, calls, change=change)
     report = check(tmp_path / "run", ckpt)
     assert report.verdict == "cannot tell" and says in " ".join(report.open_questions), report.summary()
+
+
+def test_noise_is_no_multiple_of_what_is_right():
+    right = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
+    assert _noise(0.05 * right.roll(1, 1), right)
+    assert not _noise(0.05 * right, right) and not _noise(-0.05 * right, right)
 
 
 def test_what_is_placed_wrongly_is_no_bug(ckpt, tmp_path):
