@@ -138,7 +138,7 @@ class Shares:
         for one in self._as_they_stand(name):
             yield one if order is None else Candidate(
                 one.source, lambda rank, look, read=one.read: read(rank, look)[..., order],
-                f"{one.words}the numbers of a head in an order of their own, as what follows knows; ")
+                f"{one.words}the numbers of a head in an order of the engine’s own; ")
 
     def _as_they_stand(self, name: str) -> Iterator[Candidate]:
         at, _, point = name.rpartition(".")
