@@ -31,7 +31,7 @@ def test_every_computed_position_is_hugging_faces(folder, tp, options):
     report = align_decode(folder, ids(23, 11, 30), new_tokens=6, tensor_parallel_size=tp, dtype="float64", logical=True,
                           **options)
     assert report.ok and report.max_abs_diff <= 1e-5
-    # The prompts' rows but the very last token of each, whose keys nobody asks for; and one row of logits per draw.
+    # The prompts' rows but the very last token of each, whose keys are not needed; and one row of logits per draw.
     assert report.computed == [list(range(22)), list(range(10)), list(range(29))]
     assert report.tp_logits.shape == (18, 67)
 

@@ -102,7 +102,7 @@ def test_the_engine_is_made_as_it_was_asked_for(monkeypatch, folder, given, conf
 
 @pytest.mark.parametrize("one_by_one, alike", [(True, True), (False, True), (True, False), (False, False)])
 def test_prompts_are_finished_one_by_one_or_together(folder, one_by_one, alike):
-    """Who begins alike is not computed together in any case, but a step later."""
+    """Sequences with the same beginning are not computed together, but one step later."""
     report = align_decode(folder, [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4 if alike else 5, 9, 9]], new_tokens=1, logical=True,
                           one_by_one=one_by_one)
     facts = report.decode

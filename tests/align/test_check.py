@@ -1,4 +1,4 @@
-"""`check`: a folder that the recorder wrote, judged. The lab's own engine is recorded like a stranger's."""
+"""`check`: a folder that the recorder wrote, judged. The lab's own engine is recorded like any other."""
 
 import dataclasses
 import json

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_parts import Core, Weights, planned
-from helpers.stranger_runs import TEXTS, flat_calls
-from helpers.strangers import VllmLike
+from helpers.third_party import VllmLike
+from helpers.third_party_parts import Core, Weights, planned
+from helpers.third_party_runs import TEXTS, flat_calls
 
 from tplab.align import check
 from tplab.checkpoint import open_checkpoint
@@ -92,7 +92,7 @@ def test_texts_padded_on_their_left_under_a_mask(ckpt, tmp_path):
 
 
 class Shared(Core):
-    """The second text finds six keys of the first in the cache, or keys that nobody recorded."""
+    """The second text finds six keys of the first in the cache, or keys that were not recorded."""
 
     more = 0
 

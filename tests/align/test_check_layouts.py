@@ -1,11 +1,11 @@
-"""Who holds what: other layouts than the lab's are found where they are consistent, and a bug never passes for one."""
+"""The shares of ranks: other layouts than the lab's are found where they are consistent, and a bug is no layout."""
 
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_parts import Rotary, Weights, all_reduce, all_share, planned
-from helpers.stranger_runs import batch_calls, flat_calls, run, texts, wrong_points
-from helpers.strangers import FastAttention, FastLike, HfLike, VllmAttention, VllmLike
+from helpers.third_party import FastAttention, FastLike, HfLike, VllmAttention, VllmLike
+from helpers.third_party_parts import Rotary, Weights, all_reduce, all_share, planned
+from helpers.third_party_runs import batch_calls, flat_calls, run, texts, wrong_points
 
 from tplab.align import check
 from tplab.align.check.folder import read_recorded
@@ -207,7 +207,7 @@ def test_an_all_reduce_that_is_missing_leaves_its_mark_behind_it(tmp_path, small
                 block.self_attn.o_proj.reduce = False
 
     if engine is not VllmLike:  # whichever sum it is: attention and MLP both lack it
-        monkeypatch.setattr("helpers.strangers.all_reduce", lambda tensor: tensor)
+        monkeypatch.setattr("helpers.third_party.all_reduce", lambda tensor: tensor)
     found = placed(tmp_path, small, engine, change=change)
     wrong = wrong_points(found, small)
     assert "layers.0.attn" not in wrong and "layers.0.o_partial" not in wrong and "layers.0.residual" in wrong

@@ -1,4 +1,4 @@
-"""Whatever happened to a recording, its user gets an answer or one sentence why there is none."""
+"""A damaged recording has an answer, or one sentence why it has none."""
 
 import importlib
 import random
@@ -7,8 +7,8 @@ import shutil
 import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.mutations import in_memory, on_disk
-from helpers.stranger_runs import TEXTS, batch_calls, flat_calls, run
-from helpers.strangers import HfLike, VllmLike
+from helpers.third_party import HfLike, VllmLike
+from helpers.third_party_runs import TEXTS, batch_calls, flat_calls, run
 
 from tplab.align.check.folder import read_recorded
 from tplab.checkpoint import open_checkpoint

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.sentences import hold
-from helpers.stranger_parts import Core, Norm
-from helpers.stranger_runs import flat_calls, run
-from helpers.strangers import VllmLike
+from helpers.third_party import VllmLike
+from helpers.third_party_parts import Core, Norm
+from helpers.third_party_runs import flat_calls, run
 
 from tplab.align import check
 from tplab.checkpoint import open_checkpoint

@@ -1,12 +1,12 @@
-"""Which recorded tensor is which trace point: healthy strangers of three conventions, laid beside Hugging Face."""
+"""The trace point of each recorded tensor: healthy engines of three conventions, compared with Hugging Face."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_runs import batch_calls, flat_calls, run, texts, wrong_points
-from helpers.strangers import FastLike, HfLike, VllmLike
+from helpers.third_party import FastLike, HfLike, VllmLike
+from helpers.third_party_runs import batch_calls, flat_calls, run, texts, wrong_points
 
 from tplab.align.check.folder import read_recorded
 from tplab.align.check.placement import find_points
@@ -46,7 +46,7 @@ def recorded(tmp_path, ckpt, engine, calls, names=None, **options):
 
 @pytest.mark.parametrize("form, size", SIZES)
 @pytest.mark.parametrize("engine", SEEN)
-def test_a_healthy_stranger_is_placed_whole(tmp_path, models, engine, form, size):
+def test_a_healthy_third_party_engine_is_placed_whole(tmp_path, models, engine, form, size):
     ckpt = models[form]
     if engine is FastLike and ckpt.config.qk_norm:
         pytest.skip("gpt-fast has no such model")

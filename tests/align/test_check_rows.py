@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_parts import all_share, planned
-from helpers.stranger_runs import batch_calls, flat_calls, run, wrong_points
-from helpers.strangers import HfLike, VllmLike
+from helpers.third_party import HfLike, VllmLike
+from helpers.third_party_parts import all_share, planned
+from helpers.third_party_runs import batch_calls, flat_calls, run, wrong_points
 
 from tplab.align import check
 from tplab.align.check.folder import read_recorded

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.stranger_parts import Core, Matrix, Norm, Rotary, Weights, planned
-from helpers.stranger_runs import TEXTS, batch_calls, flat_calls, run
-from helpers.strangers import FastLike, HfLike, VllmLike
+from helpers.third_party import FastLike, HfLike, VllmLike
+from helpers.third_party_parts import Core, Matrix, Norm, Rotary, Weights, planned
+from helpers.third_party_runs import TEXTS, batch_calls, flat_calls, run
 from torch import nn
 from torch.nn import functional as F
 
@@ -209,7 +209,7 @@ def test_a_bug_in_an_ordinary_set_up_is_a_bug(ckpt, tmp_path, name):
 
 
 OPEN = {
-    "a cache of a scale that nobody knows": (VllmLike, FLAT, core(OddScale), "eight bits"),
+    "a cache of an unknown scale": (VllmLike, FLAT, core(OddScale), "eight bits"),
     "adapters that the checkpoint does not have": (HfLike, LINES, adapted(("q_proj", "v_proj"), merged=False),
                                                    "adapters"),
 }
@@ -312,7 +312,7 @@ class Gap(Staged):
     (Staged, lambda model, weights: None, [], ""), (Staged, halved_in_layer_2, ["layers.2.mlp_act"], ""),
     (Gap, lambda model, weights: None, [], "layer 1 ran on no rank: the input of layer 2 is the output of layer 0")])
 def test_stages_of_a_pipeline(ckpt, tmp_path, monkeypatch, engine, change, guilty, says):
-    monkeypatch.setattr("helpers.strangers.all_reduce", lambda x: x)
+    monkeypatch.setattr("helpers.third_party.all_reduce", lambda x: x)
     run(tmp_path / "run", ckpt, engine, LINES, shares=planned(ckpt, 1) * 2, change=change)
     report = check(tmp_path / "run", ckpt)
     assert report.guilty == guilty and report.recording.contradictions == [says] * bool(says), report.summary()

@@ -1,4 +1,4 @@
-"""The local frame: who is guilty, who only inherits an error; whatever was recorded, whoever holds it."""
+"""The local frame tells guilty points from those that inherit an error, for any selection of points and any layout."""
 
 import dataclasses
 import random
@@ -107,7 +107,7 @@ def test_a_point_that_was_not_recorded_leaves_its_guilt_to_the_next(ckpt):
 
 
 def shares(how):
-    """Who adds a row-parallel layer's bias: all are right but the last two."""
+    """The ranks that add a row-parallel layer's bias: all choices but the last two are right."""
     def partial(self, x):
         share = {"rank 0": rank() == 0, "rank 1": rank() == 1, "a part each": 1 / world_size(), "behind the sum": 0,
                  "nobody": 0, "every rank": 1}[how]

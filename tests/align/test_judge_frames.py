@@ -159,7 +159,7 @@ def test_nan_is_guilty_unless_nothing_but_nan_came_in():
     assert part.inside and not part.unknown
 
 
-# Who may have it from whom.
+# The origin of an error.
 
 def found_where(monkeypatch, recorded, wrong, qk_norm=False):
     """``perhaps_from`` of every guilty point, where these points of one layer were recorded and these are wrong."""
@@ -174,9 +174,9 @@ def found_where(monkeypatch, recorded, wrong, qk_norm=False):
 
 
 @pytest.mark.parametrize("recorded, wrong, origins", [
-    ("embed 0.q 0.k", "0.q 0.k", {"0.q": "", "0.k": "layers.0.q"}),  # both made from an input_norm nobody saw
+    ("embed 0.q 0.k", "0.q 0.k", {"0.q": "", "0.k": "layers.0.q"}),  # both made from an unrecorded input_norm
     ("embed 0.input_norm 0.q 0.k", "0.q 0.k", {"0.q": "", "0.k": ""}),
-    ("embed 0.q 0.k 0.v", "0.k 0.v", {"0.k": "", "0.v": "layers.0.k"}),  # a right point is nobody's origin
+    ("embed 0.q 0.k 0.v", "0.k 0.v", {"0.k": "", "0.v": "layers.0.k"}),  # a right point is no origin
     ("embed 0.q 0.k 0.v", "0.q 0.k 0.v", {"0.q": "", "0.k": "layers.0.q", "0.v": "layers.0.q"}),
     ("0.residual 0.output 1.residual", "0.output 1.residual", {"0.output": "", "1.residual": ""}),
     ("0.q 1.q", "0.q 1.q", {"0.q": "", "1.q": "layers.0.q"}),  # the embedding may be wrong, or what is between

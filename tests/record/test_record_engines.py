@@ -102,7 +102,7 @@ def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
 
 
 def test_runs_of_one_process_group_are_told_apart(tmp_path):
-    """Into folders of the same name, as somebody does who records again."""
+    """Into folders of the same name, as in a second recording."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for at in ("first", "second"):

@@ -1,7 +1,7 @@
-"""Strangers' engines recorded on logical ranks, and what they recorded laid beside Hugging Face."""
+"""Third-party engines recorded on logical ranks, and their recordings compared with Hugging Face."""
 
 import torch
-from helpers.stranger_parts import Share, Weights, planned
+from helpers.third_party_parts import Share, Weights, planned
 
 from tplab.align.reference import hf_model, hf_trace
 from tplab.checkpoint import Checkpoint

@@ -1,6 +1,6 @@
-"""Engines that nobody here wrote, recorded and judged: a learner's, and Hugging Face's own tensor parallelism.
+"""Engines from outside of the lab, recorded and judged: a learner's, and Hugging Face's own tensor parallelism.
 
-``TPLAB_LONG=1 python -m pytest -s tests/align/test_check_strangers.py`` goes through all bugs, dtypes and ways to
+``TPLAB_LONG=1 python -m pytest -s tests/align/test_check_third_party.py`` goes through all bugs, dtypes and ways to
 record, and prints the table.
 """
 

@@ -1,4 +1,4 @@
-"""What strangers' engines are made of: weights cut as one likes, and layers on logical ranks."""
+"""Parts of third-party engines: weights with any cut, and layers on logical ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -175,7 +175,7 @@ def norm_of(w: Weights, name: str) -> Norm:
     return Norm(w.get(f"{name}.weight"), w.config.rms_norm_eps)
 
 
-class Stranger(nn.Module):
+class ThirdParty(nn.Module):
     """What the engines share: the sequences of a call are said before it."""
 
     def call(self, ids, positions, sequences):

@@ -1,4 +1,4 @@
-"""Record real vLLM on a CPU and check it: ``python tests/strangers/vllm_recorded.py MODEL [TP] [DTYPE]`` in tplab's
+"""Record real vLLM on a CPU and check it: ``python tests/third_party/vllm_recorded.py MODEL [TP] [DTYPE]`` in tplab's
 environment.
 
 vLLM wants another torch and transformers than tplab, so it gets an environment of its own in ``~/.cache/tplab/vllm``

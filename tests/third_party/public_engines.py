@@ -1,4 +1,4 @@
-"""Check public engines on a CPU, from their unchanged files: ``python tests/strangers/public_engines.py CHECKOUT …``.
+"""Check public engines on a CPU, from their unchanged files: ``python tests/third_party/public_engines.py CHECKOUT …``.
 
 A checkout is the folder of a clone, or of an unpacked wheel, of LLMs-from-scratch, reasoning-from-scratch, litgpt,
 torchtune, llama-models or mistral-inference. Each engine gets a small random checkpoint, is recorded while it reads two

@@ -1,10 +1,10 @@
-"""Small engines as strangers write them, in the names and shapes of Hugging Face, of vLLM and of gpt-fast.
+"""Small third-party engines in the names and shapes of Hugging Face, of vLLM and of gpt-fast.
 
 Each runs on logical ranks and takes for every rank what it is to hold, so that other layouts than the lab's, and wrong
 ones, are a matter of arguments.
 """
 
-from helpers.stranger_parts import Core, Embedding, Matrix, Rotary, Stranger, linear, norm_of
+from helpers.third_party_parts import Core, Embedding, Matrix, Rotary, ThirdParty, linear, norm_of
 from torch import nn
 from torch.nn.functional import silu
 
@@ -98,7 +98,7 @@ class LogitsProcessor(nn.Module):
         return logits if rank() == 0 else None
 
 
-class VllmLike(Stranger):
+class VllmLike(ThirdParty):
     def __init__(self, w):
         super().__init__()
         self.model, self.logits_processor = VllmModel(w), LogitsProcessor(w)
@@ -179,7 +179,7 @@ class HfModel(nn.Module):
         return self.norm(hidden)
 
 
-class HfLike(Stranger):
+class HfLike(ThirdParty):
     def __init__(self, w):
         super().__init__()
         self.model, self.lm_head, self.sizes = HfModel(w), linear(w, "lm_head"), w.vocab_sizes
@@ -227,7 +227,7 @@ class FastBlock(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class FastLike(Stranger):
+class FastLike(ThirdParty):
     def __init__(self, w):
         super().__init__()
         self.tok_embeddings = nn.Embedding.from_pretrained(w.get("model.embed_tokens.weight"))
