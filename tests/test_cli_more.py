@@ -64,13 +64,6 @@ def test_a_shape_without_weights_is_planned_by_its_own_name(capsys, monkeypatch)
     assert out.endswith("\ntorch.bfloat16\nfast\n")
 
 
-@pytest.mark.parametrize("option", ["--json", "--picture"])
-def test_where_the_bench_cannot_write_nothing_is_measured(option, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: pytest.fail("it was measured"))
-    code, _, said = run(f"bench curves {option} {tmp_path}/no/x.png", capsys)
-    assert code == 2 and "there is no folder" in said
-
-
 def test_a_cell_of_a_notebook_can_run_a_command():
     with redirect_stdout(io.StringIO()) as cell:  # as a kernel's stream: no file, no encoding to be set
         assert not hasattr(cell, "reconfigure") and cli.main(["faults", "qkv_order"]) == 0

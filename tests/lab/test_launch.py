@@ -48,13 +48,8 @@ def test_wrong_words_are_refused_before_anything_is_installed(words, tmp_path):
     (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
     answer = shell("launch", *words, cwd=tmp_path)
     assert answer.returncode == 2
-    assert "usage" in answer.stderr
+    assert "usage" in answer.stderr and (words != ["frobnicate"] or "run, test, doctor" in answer.stderr)
     assert not (tmp_path / ".venv").exists()
-
-
-def test_unknown_command_names_the_commands(tmp_path):
-    answer = shell(str(ROOT / "launch"), "frobnicate")
-    assert "'frobnicate'" in answer.stderr and "run, test, doctor" in answer.stderr
 
 
 @pytest.mark.parametrize("words", [["01", "-p", "seed", "1", "02"], ["01", "02", "-p", "seed", "1"],
@@ -69,15 +64,6 @@ def test_notebooks_and_parameters_may_come_in_any_order(launch, monkeypatch, wor
     assert asked == {"notebooks": ["01", "02"], "parameters": [["seed", "1"]], "out": None}
 
 
-def test_the_tests_are_handed_on(launch, monkeypatch):
-    handed = []
-    monkeypatch.setattr(launch, "ready_environment", lambda: Path("python"))
-    monkeypatch.setattr(launch, "become", lambda python, *command: handed.append(command))
-    launch.test([])
-    launch.test(["--browser"])
-    assert handed == [("-m", "tplab.lab.testing"), ("-m", "tplab.lab.testing", "--browser")]
-
-
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +71,8 @@ def test_conda_environment_is_taken_but_never_base(fresh, monkeypatch, tmp_path)
     assert fresh.environment_folder() == tmp_path / ".venv"
     monkeypatch.setenv("CONDA_PREFIX", "/somewhere/envs/tplab")
     monkeypatch.setenv("CONDA_DEFAULT_ENV", "tplab")
+    assert fresh.environment_folder() == Path("/somewhere/envs/tplab")
+    monkeypatch.delenv("CONDA_DEFAULT_ENV")
     assert fresh.environment_folder() == Path("/somewhere/envs/tplab")
     monkeypatch.setenv("CONDA_DEFAULT_ENV", "base")
     assert fresh.environment_folder() == tmp_path / ".venv"
@@ -157,35 +145,6 @@ def test_old_python_in_the_environment_is_named(fresh, tmp_path):
         fresh.ready_environment()
 
 
-@pytest.fixture
-def pip_would_take(fresh, tmp_path):
-    """Make the environment's pip answer a dry run with packages of these names."""
-
-    def answer(*names):
-        report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
-        fake = tmp_path / "pip-says"
-        fake.write_text(f"#!/bin/sh\ncase \"$*\" in *--dry-run*torch==1.2.3*) echo '{report}';; *) exit 9;; esac\n")
-        fake.chmod(0o755)
-        return fake
-
-    return answer
-
-
-def test_cuda_build_on_a_machine_without_a_gpu_is_asked_about(fresh, pip_would_take, monkeypatch, capsys):
-    python = pip_would_take("torch", "nvidia-cublas", "cuda-bindings", "sympy")
-    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("builtins.input", lambda question: "")
-    with pytest.raises(fresh.LaunchError, match="before the CUDA build"):
-        fresh.refuse_cuda_by_accident(python)
-    said = capsys.readouterr().out
-    assert "2 extra packages" in said and "PIP_EXTRA_INDEX_URL" in said and "--torch-backend=cpu torch==1.2.3" in said
-
-
-def test_cpu_build_passes_in_silence(fresh, pip_would_take, capsys):
-    fresh.refuse_cuda_by_accident(pip_would_take("torch", "sympy"))
-    assert capsys.readouterr().out == ""
-
-
 # ---- JupyterLab ------------------------------------------------------------------------------------------------------
 
 
@@ -201,17 +160,6 @@ def test_lab_opens_a_browser_only_where_there_is_a_display(fresh, monkeypatch, w
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     fresh.lab(words)
     assert ("--no-browser" not in commands[0]) == opens
-
-
-def test_real_model_is_offered_to_a_person_once(fresh, monkeypatch, tmp_path):
-    questions = []
-    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")  # looking for the model fails, and so does fetching it
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "y")
-    for _ in range(2):
-        fresh.offer_smollm2(tmp_path / "python")
-    assert len(questions) == 1
 
 
 def installed_here():
@@ -266,20 +214,6 @@ def test_doctor_finds_the_lab_ready(monkeypatch, capsys):
         assert words in said
 
 
-def test_doctor_names_what_is_missing_or_of_another_version_with_the_remedy():
-    wrong, absent, fine = doctor.packages(["pytest<1", "no-such-package>=3", "pytest>1"])
-    assert re.match(r"\[FAIL\] pytest \d.*required: <1\)\n +-> .*pip install", str(wrong))
-    assert re.match(r"\[FAIL\] no-such-package is not installed \(required: >=3\)\n +-> .*pip install", str(absent))
-    assert str(fine).startswith("[ok  ] pytest")
-
-
-def test_doctor_tells_a_missing_real_model_from_a_missing_lab(tmp_path, monkeypatch):
-    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path))
-    fable, mixture, smollm2 = doctor.models()
-    assert not fable.remedy and not mixture.remedy
-    assert smollm2.remedy.endswith("-m tplab fetch smollm2") and not smollm2.essential
-
-
 def test_doctor_before_the_install_says_how_to_install(tmp_path):
     (tmp_path / "launch").write_bytes((ROOT / "launch").read_bytes())
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
@@ -302,7 +236,7 @@ def test_doctor_fails_for_what_the_lab_cannot_do_without(finding, code, monkeypa
     assert str(finding) in said and ("The lab is ready." in said) == (code == 0)
 
 
-def test_doctor_notices_ranks_that_cannot_add_and_another_pythons_kernel(monkeypatch):
+def test_doctor_notices_ranks_that_cannot_add(monkeypatch):
     class Pool:
         def run(self, fn):
             return [3.0, 2.0]
@@ -310,7 +244,3 @@ def test_doctor_notices_ranks_that_cannot_add_and_another_pythons_kernel(monkeyp
     monkeypatch.setattr("tplab.pool.RankPool", lambda size: nullcontext(Pool()))
     (found,) = doctor.ranks()
     assert "get 3 and 2" in str(found) and found.remedy and found.essential
-    spec = type("Spec", (), {"argv": ["/bin/sh", "-m", "ipykernel"]})()
-    monkeypatch.setattr("jupyter_client.kernelspec.KernelSpecManager.get_kernel_spec", lambda self, name: spec)
-    (found,) = doctor.kernel()
-    assert "runs /bin/sh" in str(found) and found.remedy.endswith("ipykernel install --sys-prefix")

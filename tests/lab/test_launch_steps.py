@@ -42,12 +42,6 @@ def test_the_python_of_an_environment_on_windows_is_condas_or_a_venvs(fresh, mon
     assert fresh.python_in(tmp_path) == tmp_path / "python.exe"
 
 
-def test_conda_without_a_name_is_an_environment_too(fresh, monkeypatch):
-    monkeypatch.setenv("CONDA_PREFIX", "/mine")
-    monkeypatch.delenv("CONDA_DEFAULT_ENV", raising=False)
-    assert fresh.environment_folder() == Path("/mine")
-
-
 def test_an_install_is_as_good_as_its_project_python_and_place(fresh, monkeypatch, tmp_path):
     keys = [fresh.install_key("python") for fresh.python_version in (lambda _: (3, 11, 7), lambda _: (3, 12, 1))]
     (tmp_path / "pyproject.toml").write_text("[project]")
@@ -124,9 +118,13 @@ def test_the_cuda_build_is_taken_if_somebody_says_so_or_nobody_is_there(
         with pytest.raises(fresh.LaunchError):
             fresh.refuse_cuda_by_accident("python")
     assert "1 extra packages" in (said := capsys.readouterr().out)
+    assert "PIP_EXTRA_INDEX_URL" in said and "--torch-backend=cpu torch==1.2.3" in said
+    assert any("torch==1.2.3" in words for words in calls.commands), "pip is asked about the version that is pinned"
     assert ("Nobody is here to ask" in said) == (answer is None)
     calls.codes["--dry-run"] = 1
     fresh.refuse_cuda_by_accident("python")  # the install itself will say why
+    calls.codes, calls.output = {}, json.dumps({"install": [{"metadata": {"name": "torch"}}]})
+    fresh.refuse_cuda_by_accident("python")
     assert capsys.readouterr().out == ""
 
 
@@ -227,7 +225,9 @@ def test_the_tests_and_the_doctor_are_run_by_the_environments_python(fresh, monk
     monkeypatch.setattr(fresh, "is_installed", lambda folder: folder == tmp_path / ".venv")
     fresh.doctor([])
     fresh.test([])
-    assert became == [(python, "-m", "tplab.lab.doctor"), (python, "-m", "tplab.lab.testing")]
+    fresh.test(["--browser"])
+    assert became == [(python, "-m", "tplab.lab.doctor"), (python, "-m", "tplab.lab.testing"),
+                      (python, "-m", "tplab.lab.testing", "--browser")]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
