@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,19 @@ def test_processes_write_the_index_one_after_the_other(monkeypatch):
         monkeypatch.setattr(caching.FunctionCache, name, is_alone)
         getattr(cache, name)("types", "code")
     assert len(seen) == 2
+
+
+def test_folders_that_were_not_used_for_a_month_go(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "own")
+    for name, days in (("own", 99), ("used", 1), ("unused", 31), ("of an old version", 31)):
+        (tmp_path / name).mkdir()
+        lock = tmp_path / name / "compile.lock"
+        if name != "of an old version":
+            lock.touch()
+        then = time.time() - days * 24 * 3600
+        os.utime(lock if lock.exists() else lock.parent, (then, then))
+    compiled._remove_unused()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "used"]
 
 
 def test_another_version_processor_or_source_has_another_folder(monkeypatch, tmp_path):

@@ -6,8 +6,10 @@ process, and the others load the result.
 
 import hashlib
 import pickle
+import shutil
 import subprocess
 import sys
+import time
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +31,8 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 # computing a row.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
 in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums keep the order in which they are written
+
+_MONTH = 30 * 24 * 3600  # seconds
 
 
 @cache
@@ -83,9 +87,19 @@ def compile_ahead(function, *arguments) -> None:
     done = _folder() / f"{function.__name__}-{hashlib.sha256(str(signature).encode()).hexdigest()[:16]}.done"
     with _lock("compile"):
         if not done.exists() and _is_writable():
+            _remove_unused()
             _compile_in_child(function.__module__, function.__name__, signature)
             done.touch()
     function.compile(signature)  # loads from the folder; compiles in this process if nothing can be kept there
+
+
+def _remove_unused() -> None:
+    """Remove the folders of other versions, each some megabytes, that no process has used for a month."""
+    for folder in _folder().parent.iterdir():
+        lock = folder / "compile.lock"  # touched by each use
+        with suppress(OSError):
+            if folder != _folder() and time.time() - (lock if lock.exists() else folder).stat().st_mtime > _MONTH:
+                shutil.rmtree(folder)
 
 
 def _lock(name: str):
