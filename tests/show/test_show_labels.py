@@ -52,7 +52,7 @@ FIGURES = {
              ["shared: 10 µs at least, then 0.0 GB/s"]),
     "threads": (lambda **given: show.threads_figure({1: [1.0] * 3, 2: [2.0] * 3}, 2, 1, **given),
                 "Threads of ranks that share the cores",
-                ("time of one step, relative to one thread per rank (this machine lends us 1 core)", ""), None),
+                ("time of one step, relative to one thread per rank (this machine has 1 free core)", ""), None),
 }
 
 

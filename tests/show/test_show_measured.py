@@ -105,7 +105,7 @@ def test_threads_beyond_the_cores_are_red():
             ax.xaxis.get_minor_formatter()(4.0, 0)) == ("× 1.5", "× 2", "")
     spread = show.threads_figure({1: [1.0] * 3, 2: [2.0, 4.0, 3.0, 6.0, 5.0]}, ranks=1, cores=2).axes[0]
     wide = [(bar.get_x(), bar.get_width()) for bar in spread.patches]
-    assert wide[1] == (3, 2) and spread.get_xlabel().endswith("(this machine lends us 2 cores)")
+    assert wide[1] == (3, 2) and spread.get_xlabel().endswith("(this machine has 2 free cores)")
     assert sorted(line.get_xdata().tolist() for line in spread.get_lines() if len(line.get_xdata()) > 3) == [[
         2, 4, 3, 6, 5]], "every repetition"
     heights = [y for line in spread.get_lines() if line.get_marker() == "o" for y in line.get_ydata()]

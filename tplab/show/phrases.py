@@ -37,6 +37,14 @@ def distance(point) -> float:
     return point.spread / scale
 
 
+def row_distances(report, point: str, label: str = "the report") -> list[float]:
+    """Per computed token, in the order of prompt and position, its :func:`distance` at a point of the evidence."""
+    if point not in report.evidence:
+        raise ShowError(f"{label}: {point!r} is not in its evidence, which has {', '.join(report.evidence)}")
+    ours, reference = (values.double() for values in report.evidence[point][:2])
+    return ((ours - reference).flatten(1).abs().amax(1) / reference.abs().max()).tolist()
+
+
 def describe_point(point) -> str:
     """One trace point: ``"inside the floor"``, ``"36 % NaN"`` or ``"1e-2"`` (relative to Hugging Face's values)."""
     if point.inside:

@@ -1,8 +1,8 @@
-"""The case files: sealed engines, each with something wrong in it that once was wrong in a real one.
+"""The case files: sealed engines, each with the bug of a real engine.
 
-One file a case, ``case_NN.py``, in the order of difficulty; each holds one ``CASE``, a
-:class:`tplab.faults.case_file.CaseFile`. A new file is found by itself: by the lesson, the score and the tests. Whoever
-is to solve them should not read them.
+One file per case, ``case_NN.py``, in the order of difficulty; each holds one ``CASE``, a
+:class:`tplab.faults.case_file.CaseFile`. The lesson, the score and the tests find a new file by its name. Do not read
+a case before you have solved it.
 """
 
 import pkgutil

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from html import escape
 
 from tplab.cache import BlockPool, slot_mapping
-from tplab.show.drawings.svg import Drawing, Svg, box, colour, write
+from tplab.show.drawings.svg import GREY, LINE, Drawing, Svg, box, cell, colour, write
 from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError
 from tplab.show.recording import Moment, StepRecording
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
-EMPTY, SHARED, LINE, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8a8a8a", "#D55E00"
+EMPTY, SHARED, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#8a8a8a", "#D55E00"
 FEW = 64  # blocks that are all drawn
 
 
@@ -49,8 +49,7 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
         fill, ink = colour(index)
         body += (f'<path d="M{x + middle:g} {top + HIGH} V{table + 18} C{x + middle:g} {table + 56} {to + middle:g} '
                  f'{below - 60} {to + middle:g} {below - 16}" fill="none" stroke="{fill}" stroke-width="2.5"/>')
-        body += box(x + middle - 62, table, 124, 18, fill)
-        body += write(x + middle, table + 9, f"block_ids[{index}] = {block}", size=11, anchor="middle", ink=ink)
+        body += cell(x + middle - 62, table, 124, 18, fill, f"block_ids[{index}] = {block}", size=11, ink=ink)
         for place in range(block_size):
             position = index * block_size + place
             if position < len(tokens):
@@ -59,9 +58,8 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
     for block in range(num_blocks):
         x = LEFT + block * wide
         owner = list(block_ids).index(block) if block in block_ids else None
-        fill, ink = ("#f2f2f2", FREE_INK) if owner is None else colour(owner)
-        body += box(x, below - 16, block_size * CELL, 16, fill)
-        body += write(x + middle, below - 8, f"block {block}", size=10.5, anchor="middle", ink=ink)
+        fill, ink = (GREY, FREE_INK) if owner is None else colour(owner)
+        body += cell(x, below - 16, block_size * CELL, 16, fill, f"block {block}", size=10.5, ink=ink)
         for place in range(block_size):
             slot = block * block_size + place
             text = tokens[standing[slot]] if slot in standing else ""
@@ -77,12 +75,9 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
 
 
 def _place(x: float, y: float, text: str, fill: str, ink: str = "#222", fresh: bool = False) -> str:
-    body = box(x, y, CELL, HIGH, fill, LINE)
     text = short(text)
-    body += write(x + CELL / 2, y + HIGH / 2, text, size=9.5 if len(text) < 6 else 8.5, anchor="middle", ink=ink)
-    if fresh:
-        body += box(x + 1, y + 1, CELL - 2, HIGH - 2, "none", "#222")
-    return body
+    body = cell(x, y, CELL, HIGH, fill, text, stroke=LINE, size=9.5 if len(text) < 6 else 8.5, ink=ink)
+    return body + (box(x + 1, y + 1, CELL - 2, HIGH - 2, "none", "#222") if fresh else "")
 
 
 def moment_drawing(recording: StepRecording, moment: Moment) -> Svg:
@@ -95,11 +90,10 @@ def moment_drawing(recording: StepRecording, moment: Moment) -> Svg:
     y = 38.0
     for number, table in moment.tables.items():
         fill, ink = colour(number)
-        body += box(LEFT, y - 9, 46, 18, fill) + write(LEFT + 23, y, f"seq {number}", size=11, anchor="middle", ink=ink)
+        body += cell(LEFT, y - 9, 46, 18, fill, f"seq {number}", size=11, ink=ink)
         body += write(LEFT + 54, y, f"{moment.status[number]}, {moment.computed[number]} tokens", size=11)
         for i, block in enumerate(table):
-            body += box(196 + 27 * i, y - 9, 27, 18, tint(number), "#fff")
-            body += write(196 + 27 * i + 13.5, y, str(block), size=10.5, anchor="middle")
+            body += cell(196 + 27 * i, y - 9, 27, 18, tint(number), str(block), size=10.5)
         y += 23
     rows = -(-_worth_drawing(recording) // across)
     drawn = min(rows * across, recording.num_blocks)
@@ -123,18 +117,16 @@ def _worth_drawing(recording: StepRecording) -> int:
 
 def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
     users = moment.users(block)
-    body, long = "", size * CELL
+    body, long = "", size * CELL / max(len(users), 1)
     for i, number in enumerate(users):
-        body += box(x + i * long / len(users), y, long / len(users), 16, colour(number)[0])
-        name = f"{block}: seq {number}" if not i else f"seq {number}"
-        body += write(x + (i + 0.5) * long / len(users), y + 8, name if size > 1 else str(block), size=10.5,
-                      anchor="middle", ink=colour(number)[1])
-    if not users:
+        fill, ink = colour(number)
+        name = str(block) if size == 1 else f"seq {number}" if i else f"{block}: seq {number}"
+        body += cell(x + i * long, y, long, 16, fill, name, size=10.5, ink=ink)
+    if moment.leaked(block):
+        body += cell(x, y, long, 16, MARK, f"{block}: leaked", size=10.5, ink="#000")
+    elif not users:
         what = "" if size == 1 else ": free, kept" if moment.findable[block] else ": free"
-        leaked = moment.leaked(block)
-        body += box(x, y, long, 16, MARK if leaked else "#f2f2f2")
-        body += write(x + long / 2, y + 8, f"{block}: leaked" if leaked else f"{block}{what}", size=10.5,
-                      anchor="middle", ink="#000" if leaked else FREE_INK)
+        body += cell(x, y, long, 16, GREY, f"{block}{what}", size=10.5, ink=FREE_INK)
     for place in range(size):
         text = moment.contents[block][place]
         known = text and (users or moment.ref_counts[block] or moment.findable[block])

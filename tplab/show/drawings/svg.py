@@ -52,6 +52,12 @@ def box(x: float, y: float, width: float, height: float, fill: str, stroke: str 
             f"{inside}</rect>")
 
 
+def cell(x: float, y: float, width: float, height: float, fill: str, text: str, *, stroke: str = "#fff", **look) -> str:
+    """A rectangle with a text in its middle; ``look`` is that of :func:`write`."""
+    return (box(x, y, width, height, fill, stroke)
+            + write(x + width / 2, y + height / 2, text, anchor="middle", **look))
+
+
 def beside(drawings: Sequence[Svg]) -> Svg:
     """Drawings next to each other, in as many rows as keep within a notebook's width."""
     body, x, y, row, width = "", 0.0, 0.0, 0.0, 0.0

@@ -3,19 +3,10 @@
 from itertools import islice
 
 from tplab.show.drawings.blocks import short
-from tplab.show.drawings.svg import Drawing, Svg, box, write
-from tplab.show.phrases import ShowError
+from tplab.show.drawings.svg import LINE, Drawing, Svg, box, cell, write
+from tplab.show.phrases import ShowError, row_distances
 
 WRONG, RIGHT, FOUND, HIGH, WIDE = "#f3b98f", "#d9f0e8", "#ffffff", 30.0, 940.0
-
-
-def rows_outside(report, point: str) -> list[bool]:
-    """Per computed token, in the order of prompt and position: whether it is outside the floor at ``point``."""
-    if point not in report.evidence:
-        raise ShowError(f"{point!r} is not in the evidence, which has {', '.join(report.evidence)}")
-    ours, reference, _ = report.evidence[point]
-    apart = (ours.double() - reference.double()).flatten(1).abs().amax(1)
-    return (~(apart <= report.floor * reference.double().abs().max())).tolist()
 
 
 def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
@@ -30,7 +21,7 @@ def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
         raise ShowError("token_grid_figure takes a report of align_decode")
     first = report.first_divergence
     point = point or ("norm" if first is None or first.name == "logits" else first.name)
-    outside = iter(rows_outside(report, point))
+    outside = (not distance <= report.floor for distance in row_distances(report, point))
     decoding = {s.request_id: s.segment.prompt_length for step in report.decode.steps for s in step.requests}
     body, y, details = write(8, 12, f"at {point}", bold=True), 30.0, []
     hits = any(computed[0] for computed in report.computed)
@@ -48,9 +39,8 @@ def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
             if position == decoding[number]:
                 body += box(x, y - 4, 3, HIGH + 2, "#222", "#222")
                 x += 7
-            body += box(x, y, wide, 21, fill, "#b8b8b8")
-            body += write(x + wide / 2, y + 10.5, short(text, 12), size=11, anchor="middle",
-                          ink="#222" if position in wrong else "#8a8a8a")
+            body += cell(x, y, wide, 21, fill, short(text, 12), stroke=LINE, size=11,
+                         ink="#222" if position in wrong else "#8a8a8a")
             if wrong.get(position):
                 body += box(x, y + 21, wide, 3, "#D55E00", "#D55E00")
             x += wide + 3
@@ -67,7 +57,7 @@ def _legend(x: float, hits: bool) -> str:
     body, kinds = "", [(RIGHT, "as Hugging Face"), (WRONG, "off the floor"),
                        (FOUND, "not computed: found in the cache")]
     for fill, label in kinds[:2 + hits]:
-        body += box(x, 4, 18, 14, fill, "#b8b8b8") + write(x + 24, 12, label, size=11)
+        body += box(x, 4, 18, 14, fill, LINE) + write(x + 24, 12, label, size=11)
         body += box(x, 18, 18, 3, "#D55E00", "#D55E00") if fill == WRONG else ""
         x += 44 + 6.4 * len(label)
     return body + box(x, 3, 3, 18, "#222", "#222") + write(x + 9, 12, "decoding begins", size=11)

@@ -37,8 +37,7 @@ def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]]
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda value, _: f"{1e6 * value:,.0f} µs" if value < 1e-3
                                  else f"{1e3 * value:g} ms")
-    ax.set_xlabel("size of the message on each rank")
-    ax.set_ylabel("time of one collective")
+    ax.set(xlabel="size of the message on each rank", ylabel="time of one collective")
     ax.grid(axis="y")
     drawn = "; ".join(f"{what}: {format_bytes(size)}" for what, size in (messages or {}).items())
     marked = f"Marked: {drawn}. " if drawn else ""

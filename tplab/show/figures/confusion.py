@@ -1,6 +1,6 @@
 """Which name the diagnosis gave to which fault, as a matrix."""
 
-import numpy as np
+from matplotlib.patches import Rectangle
 
 from tplab.show.figures.style import BLUE, FAINT, RED, Picture, picture, styled
 
@@ -32,13 +32,12 @@ def confusion_figure(score) -> Picture:
     columns = rows + [column for column in dict.fromkeys(column for _, column in counts) if column not in rows]
     figure, axes = picture(2.6 + 0.26 * len(columns), 2.6 + 0.22 * len(rows))
     for (row, column), count in counts.items():
-        right = row == column
-        colour = BLUE if right else FAINT if (row, column) in alike else RED
+        colour = BLUE if row == column else FAINT if (row, column) in alike else RED
         at = columns.index(column), rows.index(row)
-        axes.add_patch(_square(*at, colour))
+        axes.add_patch(Rectangle((at[0] - 0.46, at[1] - 0.46), 0.92, 0.92, color=colour))
         axes.text(*at, str(count), color="white", fontsize=7, ha="center", va="center")
-    axes.set_xticks(np.arange(len(columns)), columns, rotation=90, fontsize=8)
-    axes.set_yticks(np.arange(len(rows)), rows, fontsize=8)
+    axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
     axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(len(rows) - 0.4, -0.6), xlabel="what the diagnosis said",
              ylabel="what was wrong")
     axes.tick_params(length=0)
@@ -46,9 +45,3 @@ def confusion_figure(score) -> Picture:
     return figure.finished("Every fault gets its name" if score.ok else "Red: another fault's name", (
         f"{len(rows)} kinds of engines and what the diagnosis said of each. Off the diagonal: "
         f"{off or 'nothing'}."))
-
-
-def _square(x: float, y: float, colour: str):
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, color=colour)

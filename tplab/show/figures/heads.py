@@ -34,11 +34,9 @@ def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) 
             who, head, numbers = pictures[row]
             ax.imshow(numbers.T.float().numpy(), cmap="cividis", vmin=low, vmax=high, aspect="auto")
             ax.set(xticks=[], yticks=[])
-            for spine in ax.spines.values():
-                spine.set(visible=True, lw=4, color=RED if head is None else colour(head)[0])
-            ax.set_title(who + _named(head), fontsize=10, fontweight="normal", pad=5)
-        axes[0][column].set_title(f"{label}\n{axes[0][column].get_title(loc='left')}", fontsize=10,
-                                  fontweight="normal", pad=5)
+            ax.spines[:].set(visible=True, lw=4, color=RED if head is None else colour(head)[0])
+            above = "" if row else f"{label}\n"
+            ax.set_title(above + who + _named(head), fontsize=10, fontweight="normal", pad=5)
     return figure.finished(title or "What each rank holds, in the colour of the head that it is", (
         "what each rank holds of the KV heads. " + "; ".join(
         f"{label}: " + ", ".join(who.replace(":", "") + _named(head) for who, head, _ in pictures)

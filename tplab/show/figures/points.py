@@ -1,6 +1,7 @@
 """Inside one layer: every trace point's difference, in the order of the computation."""
 
 from collections.abc import Mapping
+from itertools import groupby
 
 from tplab.align.check.match import span
 from tplab.show.figures.diffs import label_differences
@@ -61,7 +62,7 @@ def _draw(ax, points, floors) -> None:
             if value is not None:
                 x += apart * (depth - (len(values) - 1) / 2)
                 ax.vlines(x, low, axis.height(label, value), color="#c4c4c4", lw=1, zorder=2)
-    axis.draw(colours, {label: label for label in values}, joined=False, apart=apart)
+    axis.draw(colours, joined=False, apart=apart)
     ax.set_xlim(-0.6, len(numbers) - 0.4)
 
 
@@ -81,11 +82,6 @@ def _finding(points, layer) -> str:
 
 def _groups(points) -> list[str]:
     """Neighbouring points with the same description, together: ``"input_norm to v inside the floor"``."""
-    groups: list[list] = []
-    for point in points:
-        name, difference = point.name.rpartition(".")[2], describe_point(point)
-        if groups and groups[-1][2] == difference:
-            groups[-1][1] = name
-        else:
-            groups.append([name, name, difference])
-    return [f"{first if first == last else f'{first} to {last}'} {difference}" for first, last, difference in groups]
+    groups = [(difference, [point.name.rpartition(".")[2] for point in alike])
+              for difference, alike in groupby(points, describe_point)]
+    return [f"{names[0]}{f' to {names[-1]}' * (len(names) > 1)} {difference}" for difference, names in groups]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tplab.show.figures.diffs import label_differences
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import Picture, looks, picture, styled
-from tplab.show.phrases import ShowError, dtype_name, magnitude
+from tplab.show.phrases import ShowError, dtype_name, magnitude, row_distances
 
 
 @styled
@@ -18,18 +18,12 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
 
         >>> show.position_figure({"no rotation": a, "wrong theta": b}, "layers.0.q_rope")
     """
-    values = {}
-    for label, report in reports.items():
-        if point not in report.evidence:
-            raise ShowError(f"{label}: {point!r} is not in its evidence, which has {', '.join(report.evidence)}")
-        ours, reference, _ = report.evidence[point]
-        apart = (ours.double() - reference.double()).flatten(1).abs().amax(1) / reference.double().abs().max()
-        values[label] = apart[:first].tolist()
+    values = {label: row_distances(report, point, label)[:first] for label, report in reports.items()}
     if len({len(line) for line in values.values()}) != 1:
         raise ShowError("the reports are not about the same prompt" if values else "there is no report to draw")
     figure, ax = picture(9.0, 4.4)
     axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
-    axis.draw(looks(values), {label: label for label in values})
+    axis.draw(looks(values))
     ax.set_xlabel("position of the token in the prompt")
     label_differences(ax, reports)
     details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "

@@ -24,18 +24,14 @@ def roofline_figure(points: Mapping[str, tuple[float, float]], roofs: Mapping[st
         raise ShowError("roofline_figure takes {what: (operations per byte, operations per second)} and {whose: (bytes "
                         "per second, operations per second)}, all above 0")
     figure, ax = picture(9.0, 4.6)
-    ridges = [peak / bandwidth for bandwidth, peak in roofs.values()]
-    x = np.geomspace(min([intensity for intensity, _ in points.values()] + ridges) / 3,
-                     max([intensity for intensity, _ in points.values()] + ridges) * 3, 200)
+    drawn = [one[0] for one in points.values()] + [peak / bandwidth for bandwidth, peak in roofs.values()]
+    x = np.geomspace(min(drawn) / 3, max(drawn) * 3, 200)
     for (label, (bandwidth, peak)), style in zip(roofs.items(), ("-", "--", ":", "-.")):
         ax.plot(x, np.minimum(bandwidth * x, peak), color=FAINT, ls=style, lw=2,
                 label=f"{label}: {bandwidth / 1e9:,.0f} GB/s, {peak / 1e9:,.0f} Gflop/s")
     for (label, (intensity, speed)), look in zip(points.items(), looks(points).values()):
         ax.plot(intensity, speed, color=look.color, marker=look.marker, ms=11, mec="white", ls="", label=label)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("operations per byte that must be read")
-    ax.set_ylabel("operations per second")
+    ax.set(xscale="log", yscale="log", xlabel="operations per byte that must be read", ylabel="operations per second")
     ax.grid()
     return figure.finished(title or "What memory and arithmetic allow", (
         "operations per second against operations per byte, on log axes. Points: "

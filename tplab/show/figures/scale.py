@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from tplab.show.figures.style import FAINT, FLOOR, INK, NOTHING, Look
 
@@ -61,11 +62,11 @@ class DifferenceAxis:
             return self.bottom - LANE * (0.9 + self.with_zero.index(label))
         return math.log10(value)
 
-    def draw(self, looks: dict[str, Look], legend: dict[str, str], joined: bool = True, apart: float = 0.0) -> None:
+    def draw(self, looks: dict[str, Look], legend: dict | None = None, joined: bool = True, apart: float = 0.0) -> None:
         """Draw all lines, the first at the bottom and with the largest marks, so that it shows below the others.
 
-        A line is broken where it changes lanes. ``joined``: whether neighbouring points are connected. ``apart``:
-        sideways distance between the lines' marks.
+        A line is broken where it changes lanes. ``legend``: what it says of each line, its label by default.
+        ``joined``: whether neighbouring points are connected. ``apart``: sideways distance between the lines' marks.
         """
         last = len(self.lines) - 1
         wider = min(1.5, 4.5 / max(last, 1)) * joined
@@ -77,7 +78,7 @@ class DifferenceAxis:
                 if values[start] is not None:
                     at = [x + apart * (depth - last / 2) for x in range(start, stop)]
                     self.ax.plot(at, [self.height(label, v) for v in values[start:stop]], **style)
-            self.ax.plot([], [], label=legend[label], **{**style, "ms": 8, "lw": 1.7 * joined})
+            self.ax.plot([], [], label=legend[label] if legend else label, **{**style, "ms": 8, "lw": 1.7 * joined})
 
 
 def _lane(value: float | None) -> str:
@@ -86,8 +87,6 @@ def _lane(value: float | None) -> str:
 
 def _runs(kinds):
     """Stretches of equal neighbours, as ``(start, stop)``."""
-    start = 0
-    for at in range(1, len(kinds) + 1):
-        if at == len(kinds) or kinds[at] != kinds[start]:
-            yield start, at
-            start = at
+    for _, run in groupby(range(len(kinds)), kinds.__getitem__):
+        start, *rest = run
+        yield start, start + 1 + len(rest)

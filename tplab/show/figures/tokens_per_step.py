@@ -21,8 +21,7 @@ def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None 
                 mec="white", label=label)
     ax.set_ylim(bottom=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.set_xlabel("step (the first one reads the prompt)")
-    ax.set_ylabel("tokens computed")
+    ax.set(xlabel="step (the first one reads the prompt)", ylabel="tokens computed")
     ax.grid(axis="y", zorder=0.5)
     details = "; ".join(f"{label}: {steps[0]} in the first step, {steps[-1]} in the last, {sum(steps)} in all"
                      for label, steps in counts.items())
