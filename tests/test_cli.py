@@ -152,7 +152,6 @@ def test_output_onto_a_full_disk_is_one_line():
     assert (done.returncode, done.stderr) == (2, "tplab: No space left on device\n")
 
 
-@pytest.mark.slow
 def test_a_command_that_is_ended_leaves_no_process_and_no_folder(tmp_path):
     (tmp_path / "temp").mkdir()
     command = [sys.executable, "-m", "tplab", "generate", "fable", "--prompt", "Once", "--max-tokens", "400"]

@@ -250,7 +250,6 @@ def kernel():
     asyncio.run(kernel.shutdown_kernel(now=True))
 
 
-@pytest.mark.slow
 @each_notebook
 def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path, kernel):
     import papermill

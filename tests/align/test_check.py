@@ -232,7 +232,6 @@ PARTS = {  # what was watched: (how, the ends that a figure can have)
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_a_few_modules_alone_are_judged_and_drawn(ckpt, tmp_path, part):
     watch, ends = PARTS[part]

@@ -74,7 +74,6 @@ def test_the_guilty_are_those_in_which_the_bug_is_and_no_others(ckpt, name, poin
     assert name in one.names and one.where == f"layers 0–2: {', '.join(points)}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 4])
 def test_any_selection_of_points_is_judged(ckpt, seed):
     chosen = random.Random(seed)

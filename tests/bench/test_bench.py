@@ -18,7 +18,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.pool
-@pytest.mark.slow
 def test_decode_against_both_peers(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "PAUSE", 0)
     monkeypatch.setattr(run, "STREAMED", 1 << 16)

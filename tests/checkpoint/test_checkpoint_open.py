@@ -254,7 +254,6 @@ def test_a_name_that_means_nothing_says_what_would_work(name, words):
     assert len(str(caught.value)) < 900 and "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_hub_model_that_cannot_be_reached_names_the_remedies(tmp_path, monkeypatch):
     """In a process of its own: the hub library reads its environment when it is imported."""
     code = "from tplab.checkpoint import *\ntry: open_checkpoint('someone/model-1')\n" \

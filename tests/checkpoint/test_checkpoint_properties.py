@@ -116,7 +116,6 @@ def damage(draw):
 FILES = st.sampled_from([*SHARDS, *SHARDS, INDEX, "config.json", "tokenizer.json"])
 
 
-@pytest.mark.slow
 @settings(thorough, max_examples=1050)
 @given(file=FILES, damaged=damage())
 def test_with_sums_no_change_of_any_file_passes(summed, file, damaged):
@@ -125,7 +124,6 @@ def test_with_sums_no_change_of_any_file_passes(summed, file, damaged):
         assert summed.open_with({file: content}) is None
 
 
-@pytest.mark.slow
 @settings(thorough, max_examples=1050)
 @given(file=FILES, damaged=damage())
 def test_without_sums_what_opens_has_the_right_shapes_and_finite_numbers(plain, file, damaged):
@@ -178,7 +176,6 @@ CONFIG_KEYS = (
 ).split()
 
 
-@pytest.mark.slow
 @settings(thorough, max_examples=350)
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + OTHER_KEYS), JSON, min_size=1, max_size=3))
 @example(changes={"num_hidden_layers": 10**15})

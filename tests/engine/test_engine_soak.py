@@ -193,7 +193,6 @@ class Load(RuleBasedStateMachine):
         STEPS["accepted"] += sum(s.metrics.num_accepted_tokens for s in self.expected)
 
 
-@pytest.mark.slow
 def test_random_load():
     """At least 5,000 engine steps, and each of the hard things really happened."""
     for name in STEPS:

@@ -59,7 +59,6 @@ def said(process) -> list[str]:
     return out.splitlines()
 
 
-@pytest.mark.slow
 def test_one_process_compiles_and_all_load(start, tmp_path):
     """Three that start at once: a child of the first one compiles; no other process does, then or later."""
     assert [said(process) for process in [start() for _ in range(3)]] == [["42 1 0"]] * 3
@@ -67,7 +66,6 @@ def test_one_process_compiles_and_all_load(start, tmp_path):
     assert said(start()) == ["42 1 0"]
 
 
-@pytest.mark.slow
 def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(start):
     process = start("""
         for ending in ("nbc", "nbi"):
@@ -131,7 +129,6 @@ def test_another_version_processor_or_source_has_another_folder(monkeypatch, tmp
     assert len(folders | {folder()}) == len(changes) + 1 and folder() == folder()
 
 
-@pytest.mark.slow
 def test_where_nothing_can_be_kept_each_process_compiles(start, tmp_path):
     """A file stands where the folder would be: what root may write too, a read-only folder would not stop. Then no byte
     can be written (RLIMIT_FSIZE is 0 and SIGXFSZ ignored, so each write fails)."""
@@ -148,7 +145,6 @@ def test_where_nothing_can_be_kept_each_process_compiles(start, tmp_path):
     assert not list((tmp_path / "full").rglob("*.nbc"))
 
 
-@pytest.mark.slow
 def test_a_rank_alone_imports_numba():
     """Importing tplab or making an engine does not import the compiler."""
     code = "import sys, tplab; tplab.LLM('fable', 1).close(); print('numba' in sys.modules, 'llvmlite' in sys.modules)"

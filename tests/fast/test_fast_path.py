@@ -86,7 +86,6 @@ def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dty
     assert [diff.point for diff in report.diffs] == ["hidden", "logits", "k_cache", "v_cache"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ends_of_real_models(smollm2, pool, dtype):
     for model in ("fable", smollm2) if dtype == "bfloat16" or pool.size == 2 else ("fable",):

@@ -84,7 +84,6 @@ def done(tmp_path_factory):
     return done
 
 
-@pytest.mark.slow
 def test_torchrun_on_one_machine(expected, done):
     assert json.loads((done.folder / "out.json").read_text())["token_ids"] == expected.outputs[0].token_ids
     assert done.stdout.count(expected.text.strip()) == 1, "only rank 0 may print"
@@ -94,7 +93,6 @@ def test_a_bad_request_under_torchrun_ends_all_ranks(done):
     assert done.returncode != 0 and "max_tokens must be" in done.stderr
 
 
-@pytest.mark.slow
 def test_patches_are_applied_on_every_rank_while_loading_and_in_steps(done):
     """Rank 0 alone had them, and only in its steps: half of a fault is another fault."""
     from tplab.llm import LLM, SamplingParams
@@ -139,7 +137,6 @@ def namespaces():
         remove()
 
 
-@pytest.mark.slow
 def test_two_network_namespaces(namespaces, expected, tmp_path):
     """Nothing but the veth pair joins the two: what arrives went over it."""
     running = []

@@ -99,7 +99,6 @@ def test_sigkill_of_the_parent_while_the_fork_server_imports(tmp_path):
     assert remains(tmp_path) == []
 
 
-@pytest.mark.slow
 def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
     process = script(tmp_path, BUSY)
     assert process.stdout.readline() == "ready\n"
@@ -109,7 +108,6 @@ def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
     assert process.returncode == 0 and "Fatal" not in rest and remains(tmp_path) == [], rest
 
 
-@pytest.mark.slow
 def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
     """A bare script works, beside this process and its ranks, on as many threads as asked for; its fork can neither use
     nor end its ranks, and can have ranks of its own."""
@@ -164,7 +162,6 @@ def test_a_script_without_a_guard_and_a_fork_of_it(tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_jupyter_kernel(tmp_path, monkeypatch):
     """A real kernel: cells, an error, an interrupt, and the hard stop."""
     from jupyter_client.manager import KernelManager

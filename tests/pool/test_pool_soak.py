@@ -140,7 +140,6 @@ def settle(pool):
         pool.run(lambda: dist.all_reduce(torch.ones(())))
 
 
-@pytest.mark.slow
 def test_soak():
     choose = random.Random(SEED)
     seen, worst = Counter(), ("", 0.0)

@@ -171,7 +171,6 @@ os._exit(0)  # how gloo's threads meet the end of Python is no matter of the rec
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dies", ["", "1"])
 def test_one_file_beside_an_engine_where_tplab_is_not_installed(tmp_path, root, dies):
     shutil.copy(root / "tplab/record.py", tmp_path)

@@ -138,7 +138,6 @@ with record(sys.argv[1], rank=0, world_size=1) as rec:
 """
 
 
-@pytest.mark.slow
 def test_a_model_that_is_compiled_whole_after_it_is_watched(tmp_path, root):
     shutil.copy(root / "tplab/record.py", tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILED, tmp_path / "run"], cwd=tmp_path, capture_output=True,
