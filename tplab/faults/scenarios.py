@@ -25,8 +25,8 @@ def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
         return torch.randint(vocab_size, (count,), generator=generator).tolist()
 
     if name == "stale_block_table":
-        # Both need 9 blocks in the end and there are 14: the second one is preempted, and the first one, still running,
-        # gets its blocks.
+        # Each needs 9 blocks in the end, and there are 14: the second prompt is preempted, and the first one, which
+        # goes on, gets its blocks.
         return {"prompts": [tokens(17), tokens(18)], "new_tokens": 8, "block_size": 2, "num_blocks": 14,
                 "enable_prefix_caching": False}
     if name == "prefix_hash_without_parent":
@@ -41,8 +41,8 @@ def scenario(name: str, vocab_size: int, seed: int = 0) -> dict:
     if name == "embedding_unscaled":
         return {"prompts": [tokens(19)], "new_tokens": 5}
     if name in ("rejected_draft_kept", "rejected_draft_findable"):
-        # Eight tokens, and four of them again: the next four are drafted, and the first of those is another one. The
-        # second prompt says them all twice.
+        # Eight tokens, then the first four again: the engine drafts the next four, and the first of them is wrong. The
+        # second prompt says all eight twice.
         first = tokens(8)
         other = (first[4] + 1) % vocab_size
         return {"prompts": [[*first, *first[:4], other, *first[5:7], *tokens(5)], first + first + tokens(13)],

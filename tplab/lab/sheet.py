@@ -17,11 +17,11 @@ STREET = ["x [T, hidden]", "input_norm", "QKV, column parallel", "q k v [T, head
           "post_norm", "gate, up, column parallel", "act(gate) · up [T, columns here]", "down, row parallel: a summand",
           "ALL-REDUCE 2", "+ residual"]
 NUMBERS = [
-    ("max |Δ logits| at tp 1", "wrong on one rank already? then not communication: mask, dim 1, RoPE, cache, head"),
-    ("the first point off the floor", "what stands before it is right; the bug is between the two"),
-    ("spread across ranks", "what must be equal on all ranks and is not: a sum that is missing, or dropped"),
-    ("NaN, from which point on", "attention of the first layer: something multiplies 0 by -inf"),
-    ("tensors that differ from the checkpoint", "reassemble all shards: 0, or the weight was cut or placed wrongly"),
+    ("max |Δ logits| at tp 1", "large: the bug is not in the communication, but in mask, dim 1, RoPE, cache or head"),
+    ("the first point off the floor", "the points before it are right; the bug is after the last of them"),
+    ("spread across ranks", "not 0 where all ranks must agree: a sum is missing, or its result is not used"),
+    ("NaN, from which point on", "the first layer's attention: something multiplies 0 by -inf"),
+    ("tensors that differ from the checkpoint", "put all shards together; not 0: the weight was cut or placed wrongly"),
 ]
 # What a fault shows in where its numbers stay right.
 BEYOND = {"load": "bytes read at loading", "steps": "tokens computed for each new one",

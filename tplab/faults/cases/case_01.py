@@ -48,7 +48,7 @@ def divided(self, hidden, cos, sin, context):
 def trials(take):
     return (Trial("a prompt of 26 tokens", [take(26)]),
             Trial("two prompts at once, of 31 and 7 tokens", [take(31), take(7)]),
-            Trial("two prompts of which five tokens come one by one", [take(19), take(14)], 5))
+            Trial("two prompts, the last five tokens of each one by one", [take(19), take(14)], 5))
 
 
 CASE = CaseFile(

@@ -32,7 +32,7 @@ def long_first(self, parameter, *sources):
 
 def trials(take):
     return (Trial("a prompt of 26 tokens", [take(26)]),
-            Trial("two prompts of which five tokens come one by one", [take(19), take(14)], 5))
+            Trial("two prompts, the last five tokens of each one by one", [take(19), take(14)], 5))
 
 
 CASE = CaseFile(
@@ -50,7 +50,7 @@ CASE = CaseFile(
             "then one rank would be right, and it is wrong on one rank, too",
         "q, k and v are stacked in another order than they are split.":
             "q, k and v are right; only mlp_act and what is computed from it are wrong",
-        "The activation is another one than the checkpoint's.":
+        "The activation is not the checkpoint's.":
             "act(up) × gate fits to the last digit; another activation of gate does not",
     },
     elsewhere={

@@ -31,7 +31,7 @@ def back(self, config):
 def trials(take):
     return (Trial("a prompt of 190 tokens", [take(190)]),
             Trial("two prompts at once, of 31 and 100 tokens", [take(31), take(100)]),
-            Trial("a prompt of which five tokens come one by one", [take(60)], 5))
+            Trial("a prompt, the last five tokens one by one", [take(60)], 5))
 
 
 def fixed(config, tensor_parallel_size):
@@ -62,7 +62,7 @@ CASE = CaseFile(
     bugs=(Bug("Rotary.__init__", __init__, my_init, "numbers are rounded to too few digits", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
-        "Theta is another one than the checkpoint's, so far tokens look near.":
+        "Theta differs from the checkpoint's, so far tokens look near.":
             "no theta fits: the error differs from pair to pair without an order, and the first pair is right",
         "Positions beyond 256 cannot be distinguished in bfloat16.":
             "here the positions are whole numbers below 256, which bfloat16 holds exactly, and the result is still "

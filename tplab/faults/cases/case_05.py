@@ -22,9 +22,9 @@ def softened(scores_here, first):
 
 
 def trials(take):
-    return (Trial("four prompts, of each of which twelve tokens come one by one",
+    return (Trial("four prompts, the last twelve tokens of each one by one",
                   [take(40), take(31), take(25), take(36)], 12),
-            Trial("two prompts, of each of which ten tokens come one by one", [take(30), take(23)], 10))
+            Trial("two prompts, the last ten tokens of each one by one", [take(30), take(23)], 10))
 
 
 CASE = CaseFile(

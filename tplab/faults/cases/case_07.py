@@ -25,7 +25,7 @@ def two_hops(self, partial):
 
 def trials(take):
     return (Trial("a prompt of 26 tokens", [take(26)]),
-            Trial("two prompts of which five tokens come one by one", [take(19), take(14)], 5))
+            Trial("two prompts, the last five tokens of each one by one", [take(19), take(14)], 5))
 
 
 def three_ranks(config, tensor_parallel_size):

@@ -43,9 +43,9 @@ def the_first_time(self, sequence, budget):
 
 def trials(take):
     crowded = {"block_size": 2, "enable_prefix_caching": False}
-    return (Trial("prompts of 17 and 18 tokens in a cache of 14 blocks of two, eight of each coming one by one",
+    return (Trial("prompts of 17 and 18 tokens in a cache of 14 blocks of two, the last eight of each one by one",
                   [take(17), take(18)], 8, {**crowded, "num_blocks": 14}),
-            Trial("three prompts in a cache of 11 blocks of two, twelve tokens of each coming one by one",
+            Trial("three prompts in a cache of 11 blocks of two, the last twelve tokens of each one by one",
                   [take(18), take(19), take(16)], 12, {**crowded, "num_blocks": 11}),
             Trial("two prompts with room for all", [take(19), take(14)], 5))
 

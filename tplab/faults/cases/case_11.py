@@ -71,8 +71,8 @@ def user_output(ckpt, ranks):
             found = llm.generate([turn], params, use_tqdm=False)[0]
             same = list(found.outputs[0].token_ids) == hf_greedy(ckpt, turn, 8)
             said.append(f"after an answer of {count} tokens ({16 + count} in all) the second turn finds "
-                        f"{found.metrics.prefix_hit_tokens} tokens in the cache and is "
-                        + ("as transformers'" if same else "another one"))
+                        f"{found.metrics.prefix_hit_tokens} tokens in the cache and "
+                        f"{'agrees with' if same else 'differs from'} transformers")
     return "A prompt of 16 tokens, blocks of four: " + "; ".join(said) + "."
 
 

@@ -20,7 +20,7 @@ def wider(positions, keys, window=64):
 
 
 def trials(take):
-    return (Trial("a prompt of 60 tokens, of which eight come one by one", [take(60)], 8),
+    return (Trial("a prompt of 60 tokens, the last eight one by one", [take(60)], 8),
             Trial("a prompt of 110 tokens, read at once", [take(110)]),
             Trial("two prompts at once, of 12 and 40 tokens", [take(12), take(40)]))
 

@@ -43,15 +43,15 @@ def patient(self, partial):
 def trials(take):
     return (Trial("a prompt of 43 tokens", [take(43)]),
             Trial("two prompts at once, of 58 and 19 tokens", [take(58), take(19)]),
-            Trial("a prompt of 26 tokens of which five come one by one", [take(26)], 5),
-            Trial("a prompt of 51 tokens of which four come one by one", [take(51)], 4))
+            Trial("a prompt of 26 tokens, the last five one by one", [take(26)], 5),
+            Trial("a prompt of 51 tokens, the last four one by one", [take(51)], 4))
 
 
 CASE = CaseFile(
     title="Summaries are about the second half of the text",
     report="Chats are right. Answers to long prompts look as if the end was read twice and the beginning never, the "
-           "same with one rank as with {ranks}. It began with the release that made long prompts faster. On the desk "
-           "of the colleague who wrote that change it never happened; there the text was always right.",
+           "same with one rank as with {ranks}. It began with the release that made long prompts faster. The "
+           "colleague who wrote that change never saw it on their own machine.",
     trials=trials,
     bugs=(Bug("RowParallelLinear.reduce", reduce, my_reduce,
               "memory is overwritten while it is still needed", "buffer_reused"),),

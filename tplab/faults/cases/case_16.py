@@ -32,16 +32,16 @@ def long_ones(draft, chosen):
 
 
 def said_again(begin, kept, goes_on):
-    """Eight tokens, four of them again, ``kept`` more, another one in the next one's place, and what follows."""
+    """Eight tokens, the first four again, ``kept`` more, a token that differs from the next one, and what follows."""
     at = 4 + kept
     other = next(token for token in goes_on if token != begin[at])
     return [*begin, *begin[:at], other, *begin[at + 1:], *goes_on]
 
 
 def trials(take):
-    return (Trial("a text of which the first four words come again, and then others", [said_again(take(8), 0, take(6))],
-                  11, DRAFTS),
-            Trial("two texts, in which one more word comes again, and behind another one some more",
+    return (Trial("a text that repeats its first four words and then goes on with others",
+                  [said_again(take(8), 0, take(6))], 11, DRAFTS),
+            Trial("two texts that repeat their first words, one of them one word more",
                   [said_again(take(8), 1, take(6)), said_again(take(8), 0, take(5))], 10, DRAFTS),
             Trial("a text with guesses of two tokens at a time", [said_again(take(8), 0, take(6))], 11,
                   {"num_speculative_tokens": 2}))
@@ -62,9 +62,9 @@ def user_output(ckpt, ranks):
 
 CASE = CaseFile(
     title="With speculation, the model repeats the user's text",
-    report="Since n-gram drafts are on, answers to prompts that say something twice go on as the prompt did. I was "
-           "told that this is rounding: in bfloat16, a token's logits do not have the same bits after a draft. With "
-           "the drafts off it does not happen. It is the same with one rank as with {ranks}.",
+    report="Since n-gram drafts are on, the answer to a prompt that says something twice goes on as the prompt did. I "
+           "was told that this is rounding: in bfloat16, a token's logits do not have the same bits after a draft. "
+           "With the drafts off it does not happen. It is the same with one rank as with {ranks}.",
     trials=trials, user_output=user_output,
     bugs=(Bug("num_accepted", num_accepted, my_num_accepted, "a guess is kept without a check",
               "rejected_draft_kept"),),

@@ -96,7 +96,7 @@ def _failed_run(error) -> _FailedRun:
 
 
 def _short(cause) -> str:
-    """The cause without its line, which is another one in every edition of the notebook."""
+    """The cause without its line number, which changes with every edit of the notebook."""
     known = re.match(r"died \([^)]*\)|raised [\w.]+|waits in [\w.]+|is still running|returned|stopped", cause.text)
     return known.group() if known else cause.kind
 
