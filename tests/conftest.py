@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# What the tests solve is nobody's progress.
+# What the tests solve must not stand in the user's own progress.
 os.environ["TPLAB_PROGRESS"] = os.path.join(tempfile.mkdtemp(prefix="tplab-tests-"), "progress.json")
 
 import hypothesis

@@ -18,7 +18,7 @@ def run(line, capsys):
     return code, *capsys.readouterr()
 
 
-def test_curves_are_drawn_where_somebody_asks_for_them(capsys, monkeypatch, tmp_path):
+def test_curves_are_drawn_where_they_are_asked_for(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: given)
     monkeypatch.setattr("tplab.show.curves_figure", lambda found: SimpleNamespace(png=lambda: repr(found).encode()))
     assert run(f"bench curves --model m --picture {tmp_path}/c.png", capsys)[0] == 0

@@ -38,7 +38,7 @@ def test_an_error_without_a_number_keeps_its_words(tmp_path):
         write_file(tmp_path / "report.json", write)
 
 
-def test_whoever_reads_the_earlier_file_reads_it_to_its_end(tmp_path):
+def test_a_reader_of_the_earlier_file_reads_it_to_its_end(tmp_path):
     (tmp_path / "report.json").write_text("the old report")
     with open(tmp_path / "report.json") as earlier:
         write_file(tmp_path / "report.json", lambda new: new.write_text("the new one") if new.parents[1] == tmp_path
@@ -106,7 +106,7 @@ def test_a_name_that_cannot_be_written_is_refused(path, words, tmp_path, monkeyp
 @pytest.mark.parametrize("closed, words", [("report", "report cannot be written: no permission$"),
                                            (".", "no permission to make files in "), (None, None)])
 def test_what_may_not_be_written_is_refused(closed, words, tmp_path, monkeypatch):
-    """Asked of the system, for whoever runs this as root may write everywhere."""
+    """The system is asked: a user who runs this as root can write everywhere."""
     (tmp_path / "report").write_text("")
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and not (

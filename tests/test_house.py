@@ -126,7 +126,7 @@ def test_top_level_holds_only_what_the_layout_names():
     assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
 
 
-def test_no_file_holds_a_path_of_somebodys_machine():
+def test_no_file_holds_a_path_of_one_machine():
     own = {ROOT / "tests/test_notebooks.py", ROOT / "tests/test_house.py"}  # they hold the patterns
     pattern = re.compile(r"(?<![\w.:/-])/(?:home|Users|root|work|farm|tmp)/[\w.]")
     found = {}

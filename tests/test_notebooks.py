@@ -36,7 +36,7 @@ A heading says *In the wild*, another says *Takeaway*; at least one answer is fo
 solutions (the *Predict* question). Median length of code cells: under 10 lines.
 
 Stored state: executed once from the top (counts 1, 2, 3, …), no error output, no widget state, no timing metadata, no
-path of anybody's machine, no memory address, kernelspec ``python3``. One command stores a notebook in this state::
+path of one machine, no memory address, kernelspec ``python3``. One command stores a notebook in this state::
 
     python -m tplab.lab.store notebooks/00_start_here.ipynb
 
@@ -279,7 +279,7 @@ def test_a_prompt_that_no_fault_of_notebook_07_can_reach_is_said_to_be_so(capsys
     assert capsys.readouterr().out.startswith("first outside the floor: nowhere, rank 0 holds all tokens")
 
 
-def test_notebook_00_is_stored_with_nobodys_progress():
+def test_notebook_00_is_stored_without_progress():
     (cell,) = [cell for cell in code_cells(load(SERIES[0])) if cell.source == "lesson.progress()"]
     (output,) = cell.outputs
     assert "mask_scores" in output.data["text/plain"] and not re.search(r"\d{4}-\d\d-\d\d", str(output.data))

@@ -125,7 +125,7 @@ def test_after_an_interrupt_at_any_instruction_what_is_in_force_is_what_living_b
     with applied(*under):
         before, inherited = attention.mask_scores, vars(linear.QKVParallelLinear).get("load")
         while kept := interrupted_at(number, [Patch(TARGET, no_mask), INHERITED]):  # as IPython keeps the last error
-            assert not patch._lock._is_owned(), f"{number}: whoever applies next would wait for ever"
+            assert not patch._lock._is_owned(), f"{number}: the next application would wait for ever"
             assert patch.in_force() == under, number
             assert attention.mask_scores is before, number
             assert vars(linear.QKVParallelLinear).get("load") is inherited, number
@@ -267,7 +267,7 @@ def test_a_module_that_lacks_another_one_says_which(monkeypatch, tmp_path):
         original("tplab.broken_room.function")
 
 
-def test_who_reads_the_places_holds_their_lock(monkeypatch):
+def test_a_reader_of_the_places_holds_their_lock(monkeypatch):
     """Or a thread that applies a patch at this moment would change them under the reader."""
     class Guarded(dict):
         def look(self, *args):

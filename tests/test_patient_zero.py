@@ -127,7 +127,7 @@ def test_fallback_loses_the_head(without, truth):
     assert wrong.head.std() == pytest.approx(0.02, rel=0.05)
 
 
-def test_cache_that_nobody_reads_gives_the_same_text(without, truth, ids):
+def test_cache_that_is_not_read_gives_the_same_text(without, truth, ids):
     right, wrong = without()[0], without("model.TensorParallelModel.generate")[0]
     assert wrong.text == right.text == truth[1]
     assert right.tokens == [len(ids)] + [1] * 11
@@ -139,7 +139,7 @@ def test_repeated_heads_in_the_cache_fail_as_soon_as_it_is_read(without):
     assert wrong.cache_bytes == 4 * right.cache_bytes  # 8 query heads, 2 KV heads
     assert "Sizes of tensors must match" in wrong.text
     masked = without("attention.extend_cache", "model.TensorParallelModel.generate")[0]
-    assert masked.text == right.text, "while nobody reads it, nobody sees it"
+    assert masked.text == right.text, "a cache that is not read shows nothing"
 
 
 def test_sizes_divided_and_multiplied_cancel_only_where_heads_divide(without, truth):

@@ -120,7 +120,7 @@ def test_ranks_without_a_core_take_turns():
     assert crowded[2:] == apart[2:], "they are measured with all ranks"
 
 
-def test_one_rank_meets_nobody():
+def test_one_rank_has_no_collectives():
     alone = ShardPlan.from_config(CONFIG, 1)
     one = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
     assert one.collectives == 0 and one.products == 2 * (10 * 32 + 150) + 70

@@ -191,7 +191,7 @@ def expected(prompt, count):
 
 
 @pytest.mark.parametrize("dtype, kinds", [("float32", (0, 0)), ("bfloat16", (1, 1))])
-def test_its_side_reads_prompts_in_chunks_beside_those_who_decode(dtype, kinds):
+def test_its_side_reads_prompts_in_chunks_beside_decoding_sequences(dtype, kinds):
     api = Api()
     llama = llama_side.Llama(api, "m.gguf", dtype, 2000, 3, 2)
     assert (api.params.n_ctx, api.params.n_seq_max, api.params.n_threads, api.params.n_threads_batch) == (2000, 3, 2, 2)

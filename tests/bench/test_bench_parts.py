@@ -99,7 +99,7 @@ def test_contestants_take_turns_at_being_the_first(race):
     assert log[-5:] == [("close", name) for name in ("Reading", "HuggingFaceTP", "HuggingFace", "Tplab2", "Tplab")]
 
 
-def test_ready_is_who_has_loaded_and_not_who_has_warmed_up(race, monkeypatch):
+def test_a_contestant_is_ready_when_it_has_loaded_before_it_warms_up(race, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
     init, timed = Contestant.__init__, Contestant.time
@@ -129,7 +129,7 @@ def test_hugging_face_loads_in_the_asked_dtype_with_a_thread_for_each_rank(monke
 
 
 @pytest.mark.parametrize("kind, tp", [("prefill", 1), ("batch", 2)])
-def test_who_has_no_part_in_a_race(kind, tp, race):
+def test_which_contestants_have_no_part_in_a_race(kind, tp, race):
     seen, log = race(kind, tp)
     assert list(seen.values) == ["Tplab", *["Tplab2"] * (tp > 1), "HuggingFace"] and "limit" not in log
     assert (seen.limits, seen.absent) == ([], {})
@@ -162,7 +162,7 @@ def test_a_peer_that_cannot_run_is_absent_with_its_reason_and_ends(race, monkeyp
     assert log[-1] == ("close", "Tplab")
 
 
-def test_who_waits_is_stopped_while_another_one_loads_or_is_measured(race, monkeypatch):
+def test_the_others_are_stopped_while_one_loads_or_is_measured(race, monkeypatch):
     told = []
     pids = {"Tplab": [1, 2], "Tplab2": [6], "HuggingFace": [3], "HuggingFaceTP": [4], "VLLM": [5]}
     monkeypatch.setattr(Contestant, "pids", property(lambda self: pids[self.name]))
@@ -172,7 +172,7 @@ def test_who_waits_is_stopped_while_another_one_loads_or_is_measured(race, monke
     monkeypatch.setattr(run, "VLLM", type("VLLM", (Contestant,), {"__init__": lambda self, *given, **options: setattr(
         self, "name", "VLLM")}))
     seen, _ = race("decode", broken=("HuggingFaceTP",), vllm="python")
-    waiting = ([], [1, 2], [1, 2, 6], [1, 2, 6, 3], [1, 2, 6, 3])  # who cannot run is not among them
+    waiting = ([], [1, 2], [1, 2, 6], [1, 2, 6, 3], [1, 2, 6, 3])  # one that cannot run is not among them
     assert told[:10] == [(pids, number) for pids in waiting for number in ("SIGSTOP", "SIGCONT")]
     assert told[10:15] == [([1, 2], [6, 3, 5]), ([6], [1, 2, 3, 5]), ([3], [1, 2, 6, 5]), ([5], [1, 2, 6, 3]),
                            ([], [1, 2, 6, 3, 5])], "last the limit"
@@ -226,7 +226,7 @@ def test_the_benchmark_passes_on_whether_it_is_busy(monkeypatch):
     assert run.bench("decode", "fable") == (False, False)
 
 
-def test_a_terminal_is_told_who_is_measured(race, monkeypatch):
+def test_a_terminal_is_told_which_one_is_measured(race, monkeypatch):
     told = []
     monkeypatch.setattr(run, "tqdm", lambda **options: nullcontext(SimpleNamespace(set_description_str=told.append)))
     race("prefill")

@@ -78,7 +78,7 @@ def test_questions_and_answers_are_lines(peer):
         child.ask({"prompts": [[5]]}, 60)
 
 
-def test_who_is_not_measured_stands_still_with_all_it_has_started(peer):
+def test_one_that_is_not_measured_stands_still_with_all_it_has_started(peer):
     child, hello = peer
     assert [process.pid for process in tree([child.pid])] == [child.pid, hello["child"]]
     with alone((), [child.pid]):
@@ -154,7 +154,7 @@ with signals_end_properly():
 """
 
 
-def test_a_race_that_is_ended_ends_who_stands_still(script):
+def test_a_race_that_is_ended_ends_stopped_contestants(script):
     race = subprocess.Popen([sys.executable, "-c", RACE, script], stdout=subprocess.PIPE, text=True)
     pids = list(map(int, race.stdout.readline().split()))
     race.send_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ def test_either_signal_ends_once(number):
             try:
                 signal.raise_signal(number)
             finally:
-                signal.raise_signal(number)  # who is impatient does not interrupt the cleaning up
+                signal.raise_signal(number)  # a second signal does not interrupt the cleaning up
                 cleaned.append(number)
         assert cleaned == [number] and ended.value.code == 128 + number and signal.getsignal(number) is signal.SIG_DFL
     finally:

@@ -1,4 +1,4 @@
-"""JupyterLab as ``launch`` starts it, on a copy of the notebooks, in a headless browser; nobody's settings or trust.
+"""JupyterLab as ``launch`` starts it, on a copy of the notebooks, in a headless browser, without a user's settings.
 
 Asked for by ``./launch test --browser`` (``pytest --browser tests/browser``); skipped where no Chromium is found.
 """

@@ -231,7 +231,7 @@ def test_path_that_is_a_file(single):
 
 
 def test_weight_file_that_is_a_folder_or_a_pipe(single):
-    """A named pipe would hang whoever opens it."""
+    """A process that opens a named pipe hangs."""
     (single / "model.safetensors").unlink()
     (single / "model.safetensors").mkdir()
     assert "not an ordinary file" in refusal(single)

@@ -220,7 +220,7 @@ def test_a_name_of_any_kind_and_a_folder_that_looks_like_a_hub_id(tmp_path, monk
             open_checkpoint(name)
 
 
-def test_a_home_folder_that_nobody_has(monkeypatch):
+def test_a_home_folder_of_no_user(monkeypatch):
     with pytest.raises(CheckpointError, match="'~nosuchuser/m', but there is no user here with the home"
                                               " folder '~nosuchuser'"):
         open_checkpoint("~nosuchuser/m")

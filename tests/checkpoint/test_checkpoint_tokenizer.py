@@ -135,7 +135,7 @@ def test_a_tokenizer_that_transformers_reads_differently_is_refused(tmp_path, mo
 def test_tokenizer_json_alone_is_enough(tmp_path):
     own = byte_tokenizer()
     folder = with_tokenizer(tmp_path / "m", own)
-    (folder / "eval.json").mkdir()  # somebody's folder, which nobody reads
+    (folder / "eval.json").mkdir()  # a folder, which is not read
     (folder / "tokenizer_config.json").unlink()
     assert open_checkpoint(folder).tokenizer().encode(TEXT) == own.encode(TEXT).ids
 
@@ -180,7 +180,7 @@ def test_a_length_as_hugging_face_writes_it(tmp_path, longest):
                                   "chat_template.jinja",
                                   "additional_chat_templates/tool.jinja"])
 def test_a_named_pipe_in_the_place_of_a_file(tmp_path, file):
-    """Whoever opens one to read waits for ever for a writer."""
+    """A process that opens one to read waits for ever for a writer."""
     folder = with_tokenizer(tmp_path / "m", byte_tokenizer())
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).unlink(missing_ok=True)

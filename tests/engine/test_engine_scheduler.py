@@ -176,7 +176,7 @@ def test_a_prefix_hit_is_counted_and_not_computed_again():
 
 
 def test_a_block_that_the_step_computes_already_is_waited_for():
-    """Whoever needs it is admitted a step later and finds it; those behind keep their places."""
+    """A request that needs it is admitted a step later and finds it; those behind keep their places."""
     first, alike, other = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10, 9], [9] * 4
     run = Steps(first, alike, other, block_size=4, max_num_batched_tokens=16)
     assert [r.tokens for r in run.steps(2)] == [{0: 9}, {0: 1, 1: 2, 2: 4}]
@@ -242,7 +242,7 @@ def test_the_budget_decides_how_much_must_fit():
     assert run.step().tokens == {0: 3, 1: 2} and run.pool.num_used == 3
 
 
-def test_after_a_restart_of_the_ranks_everybody_waits_in_order():
+def test_after_a_restart_of_the_ranks_all_requests_wait_in_order():
     run = Steps(3, 2, 4, 2, max_num_seqs=3, block_size=2)
     run.steps(3)
     assert run.running() == [0, 1, 2] and run.waiting() == [3] and run.pool.num_cached > 0

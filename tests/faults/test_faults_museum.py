@@ -74,7 +74,7 @@ def test_neighbours_are_turned_by_the_angles_of_the_halves():
 
 
 def test_the_rotation_that_fails_is_called():
-    """With another library's order of arguments, so that it raises; nobody hears of it."""
+    """With another library's order of arguments, so that it raises; the error is swallowed."""
     asked = []
 
     def rotate(q, k, cos, sin):

@@ -29,7 +29,7 @@ def calls(fresh, monkeypatch):
 
 
 def terminal(monkeypatch, answer=None):
-    """A person who says ``answer``; nobody if it is None."""
+    """A person who says ``answer``; no terminal if it is None."""
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: answer is not None))
     monkeypatch.setattr("builtins.input", lambda question: answer)
 
@@ -108,7 +108,7 @@ def test_what_pip_finds_at_hand_is_not_told_and_the_rest_is(fresh, monkeypatch, 
 
 
 @pytest.mark.parametrize("answer, goes_on", [("y", True), (" YES ", True), ("n", False), ("", False), (None, True)])
-def test_the_cuda_build_is_taken_if_somebody_says_so_or_nobody_is_there(
+def test_the_cuda_build_is_taken_if_a_person_says_so_or_there_is_no_terminal(
         answer, goes_on, fresh, calls, monkeypatch, capsys):
     calls.output = json.dumps({"install": [{"metadata": {"name": "nvidia-x"}}, {"metadata": {"name": "torch"}}]})
     terminal(monkeypatch, answer)
@@ -177,7 +177,7 @@ def test_the_real_model_is_offered(answer, here, fetched, settled, fresh, calls,
     assert len(calls.commands) == (2 if answer is None and not here else 1 + fetched)
 
 
-def test_in_somebody_elses_checkout_the_offer_is_not_noted(fresh, calls, monkeypatch, capsys):
+def test_in_a_checkout_that_cannot_be_written_the_offer_is_not_noted(fresh, calls, monkeypatch, capsys):
     calls.codes.update({"-c": 1, "fetch": 1})
     terminal(monkeypatch, "y")
     monkeypatch.setattr(fresh.os, "access", lambda folder, mode: mode != os.W_OK)

@@ -47,7 +47,7 @@ def lab(tmp_path_factory):
     environment = {**os.environ, "TMPDIR": str(temp), "JUPYTER_RUNTIME_DIR": str(place / "runtime"),
                    "OMP_NUM_THREADS": "1",
                    "JUPYTER_CONFIG_DIR": str(place / "config"), "IPYTHONDIR": str(place / "ipython")}
-    words = open(place / "words", "w+")  # a file: nobody empties a pipe while the tests run
+    words = open(place / "words", "w+")  # a file: a pipe would not be emptied while the tests run
     server = subprocess.Popen([sys.executable, *command_of_launch()], stdin=subprocess.DEVNULL, stdout=words,
                               stderr=words,
                               env=environment, cwd=place)

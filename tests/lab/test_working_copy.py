@@ -90,7 +90,7 @@ def test_an_original_that_only_ran_anew_is_copied_anew_and_kept_files_are_called
     assert "another output" in (copies / "a.ipynb").read_text()
 
 
-def test_a_copy_that_was_there_before_any_record_is_somebodys(folders):
+def test_a_copy_that_was_there_before_any_record_is_kept(folders):
     originals, copies = folders
     copies.mkdir()
     (copies / "a.ipynb").write_text("no notebook")

@@ -127,7 +127,7 @@ def test_a_killed_rank_costs_nothing_that_was_generated(folder, pool, expected, 
 
 
 def test_stepping_goes_on_where_the_ranks_died(folder, pool, expected, tmp_path):
-    """Nobody gave up these requests, so they are computed again and end as if nothing had happened."""
+    """These requests were not given up, so they are computed again and end as if nothing had happened."""
     with LLM(folder, 2, pool=pool, patches=[kill_rank_1_at(str(tmp_path / "killed"))], strict=True) as llm:
         numbers = [llm.add_request(prompt, PARAMS) for prompt in PROMPTS]
         finished, failures = {}, 0

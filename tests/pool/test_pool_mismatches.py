@@ -182,7 +182,7 @@ def test_all_stuck_in_gloo(pool):
     fails(pool, fn, "rank 0 waits in dist.recv at .*; rank 1 waits in dist.recv at", timeout=0.5)
 
 
-def test_who_left_gloo_between_two_looks_is_not_stuck(monkeypatch):
+def test_a_rank_that_left_gloo_between_two_looks_is_not_stuck(monkeypatch):
     gloo = [Frame(os.path.join("torch", "distributed", "c.py"), 1, "all_reduce")]
     stacks = iter([gloo, [], gloo, gloo])
     monkeypatch.setattr("tplab.pool.watch.snapshot", lambda processes: {0: next(stacks)})

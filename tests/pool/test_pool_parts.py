@@ -139,7 +139,7 @@ def test_slots_are_views_by_turn_and_kind(control):
 
 
 @pytest.mark.parametrize("abandoned, leaves", [(4, False), (5, True), (6, True)])
-def test_who_waits_leaves_when_its_epoch_is_over(control, monkeypatch, abandoned, leaves):
+def test_a_waiting_rank_leaves_when_its_epoch_is_over(control, monkeypatch, abandoned, leaves):
     group = SharedMemoryGroup(1, control, strict=False)
     group.epoch, naps = 5, []
 
@@ -274,7 +274,7 @@ def test_the_pipe_of_a_process_that_has_gone():
     process.pipe.close()
 
 
-def test_a_snapshot_waits_for_who_answers_and_leaves_nothing_behind(monkeypatch, tmp_path):
+def test_a_snapshot_waits_for_ranks_that_answer_and_leaves_nothing_behind(monkeypatch, tmp_path):
     def process(rank, up, *parts):
         one = object.__new__(RankProcess)
         one.rank, one.is_up, one.stacks = rank, lambda: up, SharedFile("stacks", str(tmp_path))
@@ -322,7 +322,7 @@ def test_the_main_module_stays_out_of_ranks_only(monkeypatch, name, kept):
 
 
 @pytest.mark.parametrize("end", ["started", "refused", "interrupted"])
-def test_a_start_that_nobody_waits_for_any_more(monkeypatch, end):
+def test_a_start_that_no_caller_waits_for_any_more(monkeypatch, end):
     calls = []
     process = SimpleNamespace(kill=lambda: calls.append("killed"), join=lambda: calls.append("gone"))
     spec = SimpleNamespace(rank=1, folder="/own", close=lambda: calls.append("closed"))
@@ -357,7 +357,7 @@ def test_an_interrupt_while_a_rank_starts_makes_it_unwanted(monkeypatch):
     assert tasks[0].unwanted
 
 
-def test_who_has_met_whom(control):
+def test_which_ranks_have_met(control):
     """What a watch makes of the op logs: only collectives of this command count."""
     watch = object.__new__(Watch)
     watch.control, watch.before, watch.status = control, [1, 1, 2], ["running", "returned", "returned"]

@@ -96,7 +96,7 @@ def test_a_thread_that_is_started_meanwhile_is_unpinned_too():
         assert pool.run(start) == [[1, len(EVERYWHERE)]]
 
 
-def test_threads_that_somebody_else_has_pinned_are_left_alone():
+def test_threads_that_other_code_has_pinned_are_left_alone():
     def bound(core):
         compute_beside(1)
         os.sched_setaffinity(0, [core])  # as a learner does, or GOMP_CPU_AFFINITY with each

@@ -45,8 +45,8 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one_that_makes_a_
     assert not list(temporary.iterdir())
 
 
-def test_a_folder_that_somebody_holds_stays_whatever_its_number(temporary):
-    """In another container a process has another number, and what is no folder of ours is nobody's to take."""
+def test_a_folder_that_a_process_holds_stays_whatever_its_number(temporary):
+    """In another container a process has another number; and a folder that is not tplab's is never removed."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     held, left, file = (temporary / f"tplab-{ended.pid}-{name}" for name in ("held", "left", "file"))

@@ -1,4 +1,4 @@
-"""How long a watch waits for whom: on a clock of its own, with no process at hand."""
+"""How long a watch waits for which ranks: on a clock of its own, with no process at hand."""
 
 import os
 import select
@@ -115,7 +115,7 @@ def test_an_answer_counts_though_its_rank_has_died(scene):
     assert watch.results() == [0, 0] and watch.status == ["returned"] * 2
 
 
-def test_who_waits_for_one_that_has_returned(scene):
+def test_a_rank_waits_for_one_that_has_returned(scene):
     watch = scene(2, {0.0: both(answers(0), waits(1))})
     assert verdict(watch) == ("skipped", 0.0)
     kind, at = verdict(scene(3, {0.0: both(answers(0), waits(1))}))  # the third may still say where it will wait
@@ -127,7 +127,7 @@ def test_the_last_one_says_where_it_will_wait(scene):
     assert kind == "skipped" and at <= 0.05 + 2 * _TICK < _GRACE
 
 
-def test_who_waits_for_ranks_that_are_on_their_way(scene):
+def test_a_rank_waits_for_ranks_that_are_on_their_way(scene):
     watch = scene(3, {0.0: waits(1), 0.5: both(waits(0), waits(2)), 0.6: both(*map(answers, range(3)))})
     assert watch.results() == [0] * 3
 
@@ -138,7 +138,7 @@ def test_the_time_is_up(scene, timeout):
     assert kind == "too_late" and timeout <= at <= timeout + 0.001
 
 
-def test_who_hangs_in_gloo_is_looked_for_now_and_then(scene, monkeypatch):
+def test_ranks_that_hang_in_gloo_are_looked_for_now_and_then(scene, monkeypatch):
     looks = []
     monkeypatch.setattr(watch_module, "snapshot", lambda processes: looks.append([p.rank for p in processes]) or {
         p.rank: GLOO for p in processes})
@@ -146,7 +146,7 @@ def test_who_hangs_in_gloo_is_looked_for_now_and_then(scene, monkeypatch):
     assert kind == "skipped" and _GLOO_SAMPLE + _GLOO_STUCK <= at <= _GLOO_SAMPLE + _GLOO_STUCK + 6 * _TICK * 2
     assert set(map(tuple, looks)) == {(1,)} and len(looks) <= 2 + _GLOO_STUCK / _GLOO_SAMPLE
     looks.clear()
-    assert verdict(scene(2, timeout=9.0))[0] == "too_late" and not looks  # nobody has returned: they may all be at work
+    assert verdict(scene(2, timeout=9.0))[0] == "too_late" and not looks  # no rank has returned: all may be at work
 
 
 def test_ranks_are_brought_to_rest(scene, monkeypatch):

@@ -174,7 +174,7 @@ def test_modules_and_files_are_looked_for_where_the_notebook_does(rank, last, tm
 # The parent's helpers.
 
 
-def test_a_working_folder_that_somebody_removed(tmp_path, monkeypatch):
+def test_a_working_folder_that_was_removed(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     assert pool_module._working_folder() == str(tmp_path / "gone")

@@ -52,7 +52,7 @@ def test_until_wait_the_tensor_has_no_sum_in_it_and_a_write_goes_into_the_sum(ru
     assert run(fn) == [([1.0] * 4, False, [3.0] * 4, [30.0] * 4)] * 3
 
 
-def test_sums_are_made_in_the_order_of_their_starts_whoever_waits_when(run):
+def test_sums_are_made_in_the_order_of_their_starts_also_if_waited_for_in_another(run):
     """Rank 1 waits for the second one first, rank 2 for none before the barrier."""
     def fn():
         a, b = torch.ones(2), torch.full((3,), 2.0)

@@ -128,7 +128,7 @@ def test_op_logs_beside_each_other(logs, causes, rows):
 
 
 @pytest.mark.parametrize("ends, consequence", [(lambda: None, False), (lambda: 1 / 0, True)])
-def test_who_waits_for_a_rank_that_returned_is_a_cause_and_for_one_that_raised_a_consequence(ends, consequence):
+def test_waiting_for_a_rank_that_returned_is_a_cause_and_for_one_that_raised_a_consequence(ends, consequence):
     with pytest.raises(RankError) as caught:
         logical_ranks(2, lambda: barrier() if own_rank() else ends())
     (waits,) = [cause for cause in caught.value.causes.values() if cause.kind == "waiting"]

@@ -64,7 +64,7 @@ def test_the_log_knows_every_file(run):
     assert run(fn) == [[*(f"<cell {i}>" for i in range(300)), "/" + "x" * 510]] * 3
 
 
-def test_who_reads_while_a_record_is_replaced_sees_no_old_record_under_the_new_name():
+def test_a_reader_sees_no_old_record_under_the_new_name_while_it_is_replaced():
     log, frames, seen = OpLog(), [], []
     for name in "old", "new":
         scope = {"sys": sys}

@@ -56,7 +56,7 @@ def test_every_moment_has_the_users_and_the_contents_of_its_blocks(folder, run, 
             tokens = [*PROMPTS[number], *run.outputs[number].outputs[0].token_ids][:moment.computed[number]]
             stored = [moment.contents[block][place] for block in table for place in range(4)]
             assert stored[:len(tokens)] == [str(token) for token in tokens]
-            assert not any(stored[len(tokens):]), "a place that was not written is empty, whoever had the block before"
+            assert not any(stored[len(tokens):]), "not written: empty, also in a used block"
 
 
 def test_a_recording_of_a_model_with_a_tokenizer_has_texts(run):
@@ -80,7 +80,7 @@ def test_a_token_in_a_cell(text, drawn):
     assert short(text) == drawn
 
 
-def test_places_are_white_tinted_or_grey_by_who_uses_their_block(run):
+def test_places_are_white_tinted_or_grey_by_the_use_of_their_block(run):
     seen = set()
     for moment in run.moments:
         shown = ET.fromstring(show.blocks_figure(run, [moment.step]).svg)

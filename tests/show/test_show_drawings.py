@@ -46,7 +46,7 @@ def test_an_svg_is_the_same_every_time_and_has_no_markup_from_titles():
     assert "<b>&" in texts(first)
 
 
-def test_the_words_of_plans_say_who_holds_what():
+def test_the_words_of_plans_say_which_rank_holds_what():
     words = show.describe(show.plan_figure({"SmolLM2": plan(2, 9, 3), "fable": plan(4, 8, 2)}))
     assert words.startswith("Figure: ")
     assert "SmolLM2: 9 query and 3 KV heads, uneven: rank 0 query heads 0–5, KV heads 0–1; " \

@@ -120,7 +120,7 @@ def test_the_error_of_real_ranks():
         "1 agrees, then rank 0 waits in all_reduce [3] float32; rank 1 returned.")
 
 
-def test_boxes_say_by_their_colour_who_met_who_waits_and_who_cannot():
+def test_boxes_say_by_their_colour_which_ranks_met_wait_and_cannot():
     def looks(figure):
         boxes = [patch for patch in figure.axes[0].patches if type(patch).__name__ == "FancyBboxPatch"]
         return [(to_hex(box.get_edgecolor()), box.get_hatch()) for box in boxes]
