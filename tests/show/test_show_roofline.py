@@ -39,6 +39,6 @@ def test_what_cannot_be_drawn_on_log_axes_is_refused(points, roofs):
 
 
 def test_a_folded_table_opens_with_its_summary():
-    bundle = show.folded("What <was> seen", [{"a": 1, "b": 2}], index="a")._repr_mimebundle_()
+    bundle = show.table([{"a": 1, "b": 2}], "a", "What <was> seen")._repr_mimebundle_()
     assert bundle["text/html"].startswith("<details><summary>What &lt;was&gt; seen</summary><table>")
     assert bundle["text/plain"] == str(show.table([{"a": 1, "b": 2}], index="a"))

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from tplab.errors import TplabError
 from tplab.files import write_file
-from tplab.show.tables import Table, folded
+from tplab.show.tables import Table, table
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
 _LONGEST = 20_000  # characters of an answer's cell that are kept
@@ -93,7 +93,7 @@ def progress() -> Table:
     rows = [{"notebook": notebook, "exercise": name, "solved": kept.get(name, {}).get("solved", ""),
              "tries": kept.get(name, {}).get("tries", len(kept.get(name, {}).get("answers", ())) or "")}
             for name, notebook in named.items()]
-    return folded(f"{sum(bool(row['solved']) for row in rows)} of {len(rows)} are solved", rows, index="notebook")
+    return table(rows, "notebook", f"{sum(bool(row['solved']) for row in rows)} of {len(rows)} are solved")
 
 
 def clear_progress() -> None:

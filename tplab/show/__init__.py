@@ -18,7 +18,7 @@ _HOMES = {name: home for home, names in {
     ".figures.curves": "curves_figure", ".drawings.shards": "plan_figure plan_html weight_figure ShardedWeight",
     ".drawings.experts": "experts_figure", ".drawings.linears": "column_row_figure",
     ".drawings.blocks": "slots_figure blocks_figure block_stepper", ".drawings.timeline": "timeline_figure",
-    ".drawings.token_grid": "token_grid_figure", ".tables": "layer_table rank_shapes table folded top_tokens",
+    ".drawings.token_grid": "token_grid_figure", ".tables": "layer_table rank_shapes table top_tokens",
     ".recording": "record", ".phrases": "describe say magnitude ShowError"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -13,12 +13,12 @@ class Table:
     Its styles are in the cells: a notebook that is not trusted loses ``<style>``, and a ``Styler``'s ids are random.
     """
 
-    def __init__(self, frame, bad=None, summary: str = ""):
+    def __init__(self, frame, bad=None, folded: str = ""):
         """``bad``: a boolean frame of the same shape; True is shown bold, on a tint, with a mark before it.
 
-        ``summary``: a line that hides the table until a click opens it.
+        ``folded``: a line that hides the table until a click opens it.
         """
-        self.frame, self._bad, self.summary = frame, bad, summary
+        self.frame, self._bad, self.folded = frame, bad, folded
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {"text/plain": str(self), "text/html": self._html()}
@@ -42,7 +42,7 @@ class Table:
                 f'<td style="{_CELL}{_BAD if wrong else ""}">{escape(_text(value))}</td>'
                 for value, wrong in zip(values, bad)) + "</tr>"
         whole = f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"<details><summary>{escape(self.summary)}</summary>{whole}</details>" if self.summary else whole
+        return f"<details><summary>{escape(self.folded)}</summary>{whole}</details>" if self.folded else whole
 
 
 _BAD = "; font-weight: bold; background: #fbe3d6; color: #222"
@@ -53,23 +53,17 @@ def _text(value) -> str:
     return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
-def table(rows, index: str | None = None) -> Table:
-    """Any list of dictionaries (one per row) as a :class:`Table`; ``index`` names the column that leads each row.
+def table(rows, index: str | None = None, folded: str = "") -> Table:
+    """Any list of dictionaries (one per row) as a :class:`Table`.
+
+    ``index``: the column that leads each row. ``folded``: a line that hides the table until a click opens it.
 
         >>> show.table(plan.rows(), index="rank")
     """
     import pandas as pd
 
     frame = pd.DataFrame(rows)
-    return Table(frame.set_index(index) if index else frame)
-
-
-def folded(summary: str, rows, index: str | None = None) -> Table:
-    """:func:`table`, hidden by a line until a click opens it.
-
-        >>> show.folded("What was measured here", rows, index="ranks")
-    """
-    return Table(table(rows, index).frame, summary=summary)
+    return Table(frame.set_index(index) if index else frame, folded=folded)
 
 
 def layer_table(report, layer: int | None = None) -> Table:

@@ -11,7 +11,7 @@ from tplab.lesson.cases.repairing import judge_repair
 from tplab.lesson.cases.sealed import OpenCase, one_thread_if_small
 from tplab.patch import as_patches
 from tplab.show.phrases import ShowError
-from tplab.show.tables import Table, folded
+from tplab.show.tables import Table, table
 
 
 class Solved:
@@ -68,4 +68,4 @@ def prove_cases(model: str | Checkpoint = "fable", prompt="", *, tensor_parallel
         rows.append({"case": file.number, "ranks": solved.case.tensor_parallel_size, "seen at": solved.seen,
                      "named": ", ".join(solved.named) or "nothing: innocent", "its repair": "accepted",
                      "repairs that hide it": f"{len(solved.hidden)} refused"})
-    return folded("Where each case shows, and what the diagnosis calls it: spoils all of them", rows, index="case")
+    return table(rows, "case", "Where each case shows, and what the diagnosis calls it: spoils all of them")
