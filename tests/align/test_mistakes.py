@@ -100,7 +100,8 @@ IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by th
                "logits scaled", "norms in bfloat16", "norm in place", "averaged", "head rows reversed",
                "embedding × 3.7", "last rows of the head lost", "heads viewed", "theta 12345", "mask times scores",
                "mask behind the softmax", "mask added as 1", "sequences see each other",
-               "embedding of the token before", "logits of the token before"]
+               "embedding of the token before", "logits of the token before", "softmax over queries",
+               "mask the wrong way round"]
 
 
 MASKS = {"mask times scores", "mask behind the softmax", "mask added as 1"}  # a token alone has nothing to hide

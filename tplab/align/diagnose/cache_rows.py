@@ -99,8 +99,9 @@ class _Cache:
         self.key_of[row], self.values[row] = kept
 
     def keys_confirmed(self) -> bool:
-        """Whether unknown keys are read again, as no query would read the row's own, and not by all of them so many
-        times as much: what only the call shows that wrote it may be a wrong mask, and what is alike for all a bias."""
+        """Whether later queries confirm the unknown keys: none of them fits the row's own key, and they do not all fit
+        one multiple of its weight. What only the call shows that wrote the row may be a wrong mask; one multiple for
+        all queries is a bias."""
         unknown = {row: last for row, last in self.changed.items() if self.key_of[row] == UNKNOWN}
         for row, last in unknown.items():
             later, times = range(last + 1, len(self.sees)), [torch.zeros(0)]

@@ -14,7 +14,7 @@ def _ended(fault: str | None, sentence: str, **numbers: float) -> Diagnosis:
 
 
 def _hung(error: TplabError) -> bool:
-    """Whether no rank failed by itself: they wait for each other, or do not come to an end."""
+    """Whether no rank failed: the ranks wait for each other, or do not end."""
     return isinstance(error, RankError) and not any(cause.kind in ("raised", "died") for cause in error.causes.values())
 
 
@@ -47,7 +47,7 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
 
 @procedure(ERROR)
 def still_running(error: TplabError) -> Diagnosis | None:
-    """Does a rank merely take long?"""
+    """Is a rank still running?"""
     busy = [cause for cause in error.causes.values() if cause.kind == "running"] if _hung(error) else []
     if busy:
         waits = [f"rank {cause.rank} {cause.text}" for cause in error.causes.values() if cause.kind == "waiting"]
@@ -78,13 +78,13 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
         return None
     if not error.drawn:
         return _ended(None, f"The strict checks stopped the engine before the damage spread: {error}")
-    return _ended("rank_local_sampling", f"The ranks drew different tokens ({error}): each decides by itself what "
-                  "only all of them together can know.")
+    return _ended("rank_local_sampling", f"The ranks drew different tokens ({error}): each sampled by itself, "
+                  "where one choice must hold for all.")
 
 
 @procedure(ERROR)
 def one_rank_failed(error: TplabError) -> Diagnosis | None:
-    """Did one rank raise or die, and the others only lose it?"""
+    """Did one rank raise or die, so that the others lost their connection to it?"""
     if isinstance(error, RankError) and error.first is not None and error.first.kind in ("raised", "died"):
         return _ended(None, f"Rank {error.first.rank} {error.first.text.splitlines()[0]}. The error is in this rank "
                       "alone; the others only lost it.", rank=error.first.rank)
@@ -92,7 +92,7 @@ def one_rank_failed(error: TplabError) -> Diagnosis | None:
 
 @procedure(ERROR)
 def refused(error: TplabError) -> Diagnosis | None:
-    """Was it refused for what it is, before anything was computed?"""
+    """Was the request, the checkpoint or the plan refused before anything was computed?"""
     if isinstance(error, RequestError | CheckpointError | ShardPlanError):
         return _ended(None, f"Nothing was computed wrongly; it was refused: {str(error).splitlines()[0]}")
 

@@ -133,7 +133,7 @@ NORMS = (
         "norm_over_all_heads", "{op} was divided by the root mean square of all heads of a token together; each head "
         "has its own.", _divided(_over_own_heads), when=lambda case: not case.config.full_width_qk_norm), Mistake(
         "qk_norm_own_heads", "{op} was divided by the root mean square of the heads that are on its rank; this norm "
-        "goes over all heads of the model, so the ranks must tell each other.", _divided(_over_own_heads),
+        "goes over all heads of the model, so the ranks' sums of squares must be added up.", _divided(_over_own_heads),
         when=lambda case: case.config.full_width_qk_norm and several_ranks(case)), Mistake(
         "qk_norm_each_head", "{op} was normalized head by head; this norm goes over all heads of the model together.",
         _divided(lambda x: x.pow(2).mean(-1, keepdim=True)), when=lambda case: case.config.full_width_qk_norm)),

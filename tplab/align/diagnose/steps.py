@@ -146,8 +146,8 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
                 return Diagnosis("rank_local_sampling", f"From the same right logits rank 0 drew token {token} and "
-                                 f"rank {rank} token {drawn.get(place)}: each decides by itself what only all of them "
-                                 "together can know.", "drawn",
+                                 f"rank {rank} token {drawn.get(place)}: each sampled by itself, where one choice "
+                                 "must hold for all.", "drawn",
                                  {"rank": rank, "prompt": place[0], "position": place[1]})
 
 
