@@ -64,16 +64,16 @@ class Sources:
                          for rank, known in enumerate(recorded.ranks) if known is not None}
         self.ranks, calls = [*self.recorded], [*self.recorded.values()]
         if not self.ranks:
-            raise PlacementError(f"{recorded.folder} holds nothing of any of its {recorded.world_size} ranks")
+            raise PlacementError(f"{recorded.folder} holds no recording of any of its {recorded.world_size} ranks")
         if missing := [rank for rank in range(self.world_size) if rank not in self.recorded]:
-            self.notes.append(f"nothing was recorded by {listed('rank', missing)} of {self.world_size}")
+            self.notes.append(f"{listed('rank', missing)} of {self.world_size} recorded nothing")
         began = [index for index in sorted(set().union(*calls)) if all(index in of and any(
             entry.dtype.is_floating_point for entry in of[index].entries) for of in calls)]
         done = [index for index in began if all(of[index].status == "done" for of in calls)]
         whole = [index for index in done if all(of[index].left_out == of[done[0]].left_out for of in calls)]
         self.used = whole or began[:1]
         if short := [index for index in done if index not in whole]:
-            self.notes.append(f"calls {span(short)} lack what call {done[0]} has, and were not looked at")
+            self.notes.append(f"calls {span(short)} were not judged: they lack tensors that call {done[0]} has")
         self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
         entries = [entry for of in calls for index in self.used for entry in of[index].entries]
         if {entry.name.rpartition(".")[2] for entry in entries} & {"post_self_attn_layernorm", "post_mlp_layernorm"}:
@@ -86,8 +86,8 @@ class Sources:
         self._check_rows()
         self._order_rows()
         if self.calls and not self.places:
-            raise PlacementError("every token is padding (a negative id or position): no row says anything" if any(
-                call.size for call in self.calls) else "no call that was recorded is about a token")
+            raise PlacementError("every token is padding (a negative id or position): there is no row to judge" if any(
+                call.size for call in self.calls) else "no recorded call has a token")
         self._check_sizes(entries)
         self.claim()
         self._check_parallel()
@@ -100,8 +100,7 @@ class Sources:
                                 for which in range(3))
             if not ids:
                 if index in self.used:
-                    raise PlacementError(f"call {index} says nothing about its token ids: rec.inputs(input_ids, "
-                                         "positions) before the call does")
+                    raise PlacementError(f"call {index} has no token ids: rec.inputs(input_ids, positions) gives them")
                 continue
             for what, given in (("token ids", ids), ("positions", said)):
                 self.contradictions += [Contradiction(
@@ -138,8 +137,8 @@ class Sources:
                for source in sources.values() for (rank, _), entry in source.entries.items() if rank == other):
             positions = first[other][1]
             how = "data" if positions is None or not positions.flatten()[0] else "context"
-            raise PlacementError(f"{how} parallelism: rank {other} holds whole layers and was given other tokens than "
-                                 f"rank {min(ids)} from the start; check compares ranks that compute the same tokens: "
+            raise PlacementError(f"{how} parallelism: rank {other} holds whole layers and has other tokens than rank "
+                                 f"{min(ids)} from the first call on; check compares ranks with the same tokens: "
                                  "record one rank alone, with rank=0 and world_size=1, on a whole text")
 
     def _order_rows(self) -> None:
@@ -221,9 +220,8 @@ class Sources:
                      and not (entry.dtype.is_floating_point or entry.dtype.is_complex))
             if ids is None or usual % call.tokens or not any(
                     torch.equal(tensor[:call.size].long(), ids.flatten()) for tensor in given):
-                raise PlacementError(f"call {call.index} was said to be about {call.size} token ids, but what was "
-                                     f"recorded in it has {usual} rows; rec.inputs(input_ids, positions) must be given "
-                                     "the ids of the call that follows")
+                raise PlacementError(f"call {call.index} has {call.size} token ids, but its tensors have {usual} rows; "
+                                     "give rec.inputs(input_ids, positions) the ids of the call that follows")
             call.pad(usual)
 
     def layers_of(self, *ranks: int) -> set[int]:
