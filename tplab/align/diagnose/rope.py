@@ -47,9 +47,9 @@ def _positions(name: str, says: str, which: str, *alike: str) -> Mistake:
 def other_positions(case: Case) -> Diagnosis | None:
     """As which position was each token turned? Try them all."""
     used = _positions_used(case)
-    if used is None or torch.equal(used, 2 * case.positions) or any(
+    if used is None or torch.equal(used, 2 * case.positions) or used.any() and any(
             torch.equal(used, usual) for usual in (case.positions, *_usual_positions(case).values())):
-        return None
+        return None  # all at 0 is no rotation, for which there are several names
     (numbers, says), = _misplaced(case, used).items()
     found = case.diagnosis("rope_positions", f"RoPE is right, the positions are not: {says}.",
                            **dict(zip(("first_token", "position", "used"), numbers)))
