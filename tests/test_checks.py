@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tplab.checks import number, positive_int, quoted, readable, whole_number
+from tplab.checks import counted, number, positive_int, quoted, readable, whole_number
 from tplab.errors import TplabError
 
 
@@ -59,3 +59,7 @@ def test_a_text_that_no_tokenizer_can_read():
     assert readable("é🦊", TplabError) == "é🦊"
     with pytest.raises(TplabError, match=r"character 3 is '\\udce9', half of a character"):
         readable(b"caf\xe9".decode(errors="surrogateescape"), TplabError)
+
+
+def test_things_are_counted_in_words():
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

@@ -51,11 +51,6 @@ def test_what_a_terminal_would_obey_is_shown_and_not_done(capsys):
     assert code == 2 and "no\\x1b[2Jsuch" in err and "\x1b" not in err
 
 
-@pytest.mark.parametrize("count, words", [(1, "1 rank"), (2, "2 ranks"), (3, "3 ranks")])
-def test_ranks_are_counted_in_words(count, words):
-    assert cli._ranks(SimpleNamespace(plan=SimpleNamespace(tensor_parallel_size=count))) == words
-
-
 def test_a_shape_without_weights_is_planned_by_its_own_name(capsys, monkeypatch):
     monkeypatch.setattr("tplab.bench.outlook.memory_lines", lambda config, made, dtype: [str(dtype)])
     monkeypatch.setattr("tplab.bench.outlook.speed_lines", lambda config, made, dtype: ["fast"])

@@ -45,6 +45,11 @@ def quoted(value) -> str:
     return text if len(text) <= 200 else f"{text[:150]}…{text[-20:]}"
 
 
+def counted(count: int, what: str) -> str:
+    """``"1 rank"``, ``"2 ranks"``."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def spans(numbers: Iterable[int]) -> list[str]:
     """Whole numbers as texts, one for each run of consecutive numbers: ``["0–5", "7"]``."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]

@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 
+from tplab.checks import counted
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
 from tplab.lab import bench_command, museum
@@ -254,7 +255,8 @@ def generate(chosen) -> int:
     guessed = (f", {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} draft tokens kept"
                if chosen.num_speculative_tokens else "")
     print(f"[{metrics.num_output_tokens} tokens{guessed}, first after {metrics.time_to_first_token:.2f} s, "
-          f"{metrics.tokens_per_second:.0f} tokens/s, {_ranks(llm)}]", file=sys.stderr)
+          f"{metrics.tokens_per_second:.0f} tokens/s, {counted(llm.plan.tensor_parallel_size, 'rank')}]",
+          file=sys.stderr)
     if chosen.json is not None:
         write_file(chosen.json, lambda new: new.write_text(json.dumps(chunk.output.to_dict(), indent=1)))
     return 0
@@ -267,11 +269,6 @@ def bench(chosen) -> int:
 def _print_lines(lines: list[str]) -> None:
     for line in lines:
         print(textwrap.fill(line, 100, subsequent_indent="   "))
-
-
-def _ranks(llm) -> str:
-    count = llm.plan.tensor_parallel_size
-    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _about(name: str, c) -> str:

@@ -7,6 +7,7 @@ from tplab.bench.cost import step_cost
 from tplab.bench.machine import measure_machines
 from tplab.bench.steps import TOKENS, decode_seconds
 from tplab.checkpoint import Checkpoint
+from tplab.checks import counted
 from tplab.engine.config import longest_sequence
 from tplab.llm.llm import LLM
 from tplab.model.dtypes import parse_dtype
@@ -38,6 +39,6 @@ def bench_curves(ckpt: Checkpoint, model: str, tp: int, dtype: str, show) -> dic
                     parts = [Part(context + TOKENS // 2, 1)] * sequences
                     limit = step_cost(config, plan, parts, sequences, parse_dtype(dtype), bare).total
                     line[sequences if axis == "sequences" else context] = [sequences / seconds, sequences / limit]
-                    show(f"{size} rank{'s' * (size > 1)}, {sequences} × {context} tokens{sequences / seconds:12.1f}"
+                    show(f"{counted(size, 'rank')}, {sequences} × {context} tokens{sequences / seconds:12.1f}"
                          f"{sequences / limit:12.1f}")
     return {"benchmark": "curves", "model": model, "dtype": dtype, **found}

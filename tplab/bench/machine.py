@@ -16,6 +16,7 @@ import torch
 from tplab.bench.amounts import Part, attention_amount, mlp_amount
 from tplab.bench.steps import CONTEXT, SEQUENCES, Kind
 from tplab.checkpoint.random_weights import write_random
+from tplab.checks import counted
 from tplab.fast import why_not
 from tplab.llm.llm import LLM
 from tplab.pool import RankPool, available_cores
@@ -103,7 +104,7 @@ def measure_machines(config, sizes: Iterable[int], dtype: torch.dtype) -> dict[i
     # A tiny layer's compiled work is shared by the ranks; the reference's Python is paid by each, in turn.
     latency = {size: max(0.0, found.layer - own[1].layer * (max(1, size / cores) if in_turn else 1 / min(size, cores))
                          ) / 2 if size > 1 else 0.0 for size, found in own.items()}
-    return {tp: Machine(f"this machine, {cores} core{'s' * (cores > 1)}", cores,
+    return {tp: Machine(f"this machine, {counted(cores, 'core')}", cores,
                         **_per_unit(config, plans[here], dtype, layers[here], seconds[here], own[here],
                                     (latency[here], byte[tp] if here > 1 else 0.0)),
                         reduce_latency=latency[tp], reduce_byte=byte[tp],

@@ -15,7 +15,7 @@ from tplab.bench.shapes import shape_config
 from tplab.checkpoint import ModelConfig
 from tplab.checkpoint.config import config_of
 from tplab.checkpoint.headers import read_json
-from tplab.checks import whole_number
+from tplab.checks import counted, whole_number
 from tplab.engine.config import longest_sequence
 from tplab.shard import ShardPlan
 
@@ -49,7 +49,7 @@ def memory_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
 def speed_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
     """A table: tokens per second on this machine, which is measured now, and on accelerators behind each link."""
     tp = plan.tensor_parallel_size
-    yield _row(f"predicted, {_ranks(tp)}", "decode", f"{SEQUENCES} sequences", f"prompt of {PROMPT}",
+    yield _row(f"predicted, {counted(tp, 'rank')}", "decode", f"{SEQUENCES} sequences", f"prompt of {PROMPT}",
                "in collectives")
     each = [parameter_bytes(config, shard, dtype) for shard in plan.ranks]
     memory = psutil.virtual_memory().total
@@ -78,10 +78,10 @@ def link_rows(names: Iterable[str], sizes: Iterable[int], dtype: torch.dtype) ->
             for tp in sizes:
                 plan = ShardPlan.from_config(config, tp)
                 if max(parameter_bytes(config, shard, dtype) for shard in plan.ranks) > MEMORY_BYTES:
-                    row[_ranks(tp)] = "no room"
+                    row[counted(tp, "rank")] = "no room"
                 else:
                     cost = step_cost(config, plan, [Part(CONTEXT, 1)], 1, dtype, linked_machine(link, tp, dtype))
-                    row[_ranks(tp)] = f"{1 / cost.total:.0f} ({cost.collectives / cost.total:.0%})"
+                    row[counted(tp, "rank")] = f"{1 / cost.total:.0f} ({cost.collectives / cost.total:.0%})"
             rows.append(row)
     return rows
 
@@ -99,10 +99,6 @@ def _speeds(config, plan: ShardPlan, dtype: torch.dtype, machine: Machine) -> st
 def _row(*cells: str) -> str:
     first, *others = cells
     return f"{first:{_WIDTHS[0]}}" + "".join(f"{cell:>{width}}" for cell, width in zip(others, _WIDTHS[1:]))
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _size(count: float) -> str:

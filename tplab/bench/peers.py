@@ -12,6 +12,7 @@ import torch
 from tplab.bench import gguf_file, llama_side, vllm_side
 from tplab.bench.processes import Child, PeerError
 from tplab.checkpoint import Checkpoint
+from tplab.checks import counted
 from tplab.llm.llm import LLM
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
@@ -31,7 +32,6 @@ class Work:
         """What was asked for, padding and overshoot apart."""
         return sum(self.new_tokens)
 
-
     def shifted(self, by: int, vocab: int) -> "Work":
         """As much work on other tokens, so that no cache has met them."""
         return Work([[10 + (token - 10 + by) % (vocab - 10) for token in prompt] for prompt in self.prompts],
@@ -50,7 +50,7 @@ class Timing:
 
 
 def _ranks(count: int, threads: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}" + f" of {threads} threads" * (threads > 1)
+    return counted(count, "rank") + f" of {threads} threads" * (threads > 1)
 
 
 class Tplab:
@@ -109,7 +109,7 @@ class HuggingFace(_HuggingFacePeer):
     """One process with ``threads`` threads; several prompts as one padded batch."""
 
     def __init__(self, ckpt: Checkpoint, threads: int, dtype: str):
-        super().__init__(f"HF generate, {threads} thread{'s' * (threads > 1)}", 1, _load_hf, ckpt, dtype, threads)
+        super().__init__(f"HF generate, {counted(threads, 'thread')}", 1, _load_hf, ckpt, dtype, threads)
 
 
 class HuggingFaceTP(_HuggingFacePeer):
@@ -182,7 +182,7 @@ class LlamaCpp(_Elsewhere):
             if written.returncode:
                 said = written.stderr.splitlines() or ["nothing is said"]
                 raise PeerError(f"no GGUF of the checkpoint: {said[-1]}")
-            super().__init__(f"llama.cpp, {threads} thread{'s' * (threads > 1)}", Child(
+            super().__init__(f"llama.cpp, {counted(threads, 'thread')}", Child(
                 python, llama_side.__file__, file, dtype, str(tokens), str(len(work.prompts)), str(threads),
                 env={"PYTHONPATH": ""}))
 

@@ -20,6 +20,7 @@ from tplab.bench.processes import PeerError, alone, private_bytes, send, signals
 from tplab.bench.shapes import RANDOM_MODELS, random_checkpoint
 from tplab.bench.steps import busy_process
 from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checks import counted
 from tplab.engine.errors import EngineError
 from tplab.model.dtypes import parse_dtype
 from tplab.pool import RankPool
@@ -269,7 +270,7 @@ def _value(kind: str, work: Work, timing) -> float:
 
 def _table(kind: str, model: str, tp: int, dtype: str, race: Race, busy: bool, show) -> dict:
     ours, rows = next(iter(race.values.values())), []
-    show(f"{kind}, {model}, {dtype}, {tp} rank{'s' * (tp > 1)}, {len(ours)} rounds{', one busy process' * busy}")
+    show(f"{kind}, {model}, {dtype}, {counted(tp, 'rank')}, {len(ours)} rounds{', one busy process' * busy}")
     show(f"{'':32}{UNITS[kind]:>20}{'spread':>18}{'tplab is':>10}{'ready':>9}{'memory':>10}{'same tokens':>13}")
     limit = {"limit: weights once from memory": race.limits} if race.limits else {}
     for name, seen in {**race.values, **limit}.items():

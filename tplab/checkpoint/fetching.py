@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from .checkpoint import open_checkpoint
@@ -80,11 +81,8 @@ def _replace(target: Path, make: Callable[[Path, Path], None]) -> None:
 
 
 def _make(source: Source, folder: Path, scratch: Path, progress: Progress | None) -> None:
-    if progress is None:
-        with _Bars() as bars:
-            convert(source.get(scratch, bars), folder, bars)
-    else:
-        convert(source.get(scratch, progress), folder, progress)
+    with _Bars() if progress is None else nullcontext(progress) as told:
+        convert(source.get(scratch, told), folder, told)
     (folder / "README.md").write_text(source.about, encoding="utf-8")
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors writes for the owner alone; a class may share one cache

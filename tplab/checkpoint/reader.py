@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tplab.checks import counted
+
 from .errors import CheckpointError, words_of
 from .headers import TensorInfo
 from .quantised import widened
@@ -103,7 +105,7 @@ class TensorSlice:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):
-            raise IndexError(f"{self._name} has {len(self.shape)} dimension{'s' * (len(self.shape) != 1)}, "
+            raise IndexError(f"{self._name} has {counted(len(self.shape), 'dimension')}, "
                              f"{len(parts)} slices were asked for")
         exact = tuple(self._exact(part, size, dim) for dim, (part, size) in enumerate(zip(parts, self.shape)))
         return self._reader._take(self._name, self._info, exact)

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from urllib.parse import quote
 
 from tplab.files import write_file
+from tplab.lab.store import without_live_views
 
 MARK = '<meta name="generator" content="tplab run">'  # in every page: a later run may overwrite it
 
@@ -125,22 +126,13 @@ def _write_page(path, page):
 
 
 def _read(executed):
-    """An executed notebook; None if there is none, or a part only since the disk was full.
-
-    Its panels are pictures: live views would need a kernel and a downloaded script.
-    """
+    """An executed notebook; None if there is none, or a part only since the disk was full."""
     import nbformat
 
     try:
-        notebook = nbformat.read(executed, as_version=4)
+        return without_live_views(nbformat.read(executed, as_version=4))
     except (FileNotFoundError, nbformat.reader.NotJSONError):
         return None
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            if "data" in output:
-                output.data.pop("application/vnd.jupyter.widget-view+json", None)
-    notebook.metadata.pop("widgets", None)
-    return notebook
 
 
 def _gallery(title, pictures):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tplab.files import write_file
 
-VIEW = "application/vnd.jupyter.widget-view+json"
-
 
 def stored(notebook, folder: Path):
     """The nbformat node executed in ``folder``, cleaned. Raises nbconvert's CellExecutionError if a cell fails."""
@@ -20,11 +18,19 @@ def stored(notebook, folder: Path):
 
     run = ExecutePreprocessor(timeout=1200, kernel_name="python3", record_timing=False, store_widget_state=False)
     notebook, _ = run.preprocess(notebook, {"metadata": {"path": str(folder)}})
-    notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-        for output in cell.get("outputs", ()):
-            output.get("data", {}).pop(VIEW, None)
+    return without_live_views(notebook)
+
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def without_live_views(notebook):
+    """The notebook, whose panels are then pictures: a live view would need a kernel and a downloaded script."""
+    notebook.metadata.pop("widgets", None)
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        output.get("data", {}).pop(VIEW, None)
     return notebook
 
 
