@@ -1,6 +1,7 @@
 """A learner's function as a check sees it: called with copies, its mistakes said in at most three lines."""
 
 import copy
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 
 from tplab.checks import quoted
-from tplab.lesson.words import CALLED, NotYet, in_words, off_alike
+from tplab.lesson.compare import Made
+from tplab.lesson.words import CALLED, NotYet, in_words
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
 from tplab.ranks.errors import CollectiveMismatch, RankError
@@ -35,6 +37,7 @@ class Attempt:
 
     def __init__(self, function: Callable, takes: str, writes: str = ""):
         self.function, self.takes = kept(function, takes), [name.strip() for name in takes.split(",")]
+        self.made = {}  # by rank: what the torch calls of the latest call made, line by line
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
@@ -47,11 +50,29 @@ class Attempt:
 
     def __call__(self, *args):
         self.given = given = [copy.deepcopy(arg) for arg in args]
-        result = guarded(self.function, *given)
+        with Made() as made:
+            self.made[rank() if inside_rank() else 0] = made.found
+            result = guarded(self.function, *given)
         for name, arg, after in zip(self.takes, args, given):
             if name not in self.writes and not _same(arg, after):
                 raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
         return result
+
+    def unread(self, spare: str) -> list[str]:
+        """The parameters, besides ``spare``, that no line of a function reads."""
+        function = inspect.unwrap(self.function)
+        if not inspect.isfunction(function) or function.__code__.co_flags & (
+                inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+            return []
+        read, codes = set(), [function.__code__]
+        for code in codes:
+            codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
+            read |= {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
+        return [own for name, own in zip(self.takes, inspect.signature(function).parameters)
+                if own not in read and name != spare]
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"made": {}}
 
     def tensor(self, *args, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """What it returns for ``args``, refused unless it is a tensor of that shape; ``dims`` names its dimensions."""
@@ -270,29 +291,6 @@ def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{
             asks = ": is a number written down, or a remainder left out?" * passed[-1].endswith("ranks")
             raise NotYet(f"{wrong}\nOn {' and '.join(dict.fromkeys(passed))} it is right{asks}") from wrong
         passed.append(what(case))
-
-
-def agree(value, right, mistakes: Mapping[str, object], otherwise: str, within: float = 1e-4) -> None:
-    """Raise `NotYet` unless ``value`` is ``right`` to within ``within`` of its largest number.
-
-    ``mistakes``: ``{sentence: what comes of this mistake, or a tuple of several such}``; the first sentence whose
-    numbers are the same is said, else ``otherwise``.
-    """
-    value, right = _numbers(value), _numbers(right)
-
-    def same(other) -> bool:
-        other = _numbers(other)
-        return other.shape == value.shape and torch.allclose(
-            value, other, rtol=0, atol=within * max(1.0, right.abs().max().item()))
-
-    if not same(right):
-        given = {says: one if isinstance(one, tuple) else (one,) for says, one in mistakes.items()}
-        raise NotYet(next((says for says, some in given.items() if any(map(same, some))),
-                          otherwise + off_alike(value, right, same)))
-
-
-def _numbers(value) -> torch.Tensor:
-    return (value if isinstance(value, torch.Tensor) else torch.as_tensor(value)).double()
 
 
 def one_number(value, what: str = "a number") -> float:

@@ -7,7 +7,7 @@ import torch
 from tplab.checkpoint.reader import TensorSlice
 from tplab.checks import spans
 from tplab.lesson.attempt import NotYet, kind
-from tplab.lesson.words import off_alike
+from tplab.lesson.compare import related, where
 from tplab.shard import ShardPlan
 
 _KINDS = "rows", "columns"
@@ -53,9 +53,13 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
                      f"{_KINDS[1 - dim]}. The checkpoint has [out, in]")
     if found.dim() == 2 and found.mT.shape == right.shape and found.mT.equal(right):
         raise NotYet(f"{head}{shapes}: these are the right numbers, turned")
-    raise NotYet(f"{head}{shapes}" if found.shape != right.shape else
-                 f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied"
-                 f"{off_alike(found.double(), right.double())}")
+    if found.shape != right.shape:
+        is_right = found.numel() == right.numel() > 0 and found.flatten().equal(right.flatten())
+        raise NotYet(f"{head}{shapes}" + ": these are the right numbers, in another shape" * is_right
+                     + f": is {label(wanted)} outside of what you slice?" * (0 in found.shape and 0 not in right.shape))
+    names, (ours, must) = ["row", "column"][:found.dim()], (one.double() for one in (found, right))
+    raise NotYet(f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied\n"
+                 f"{related(ours, must, 1e-9, names) or where(ours, must, 1e-9, names)}")
 
 
 def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int] | None:

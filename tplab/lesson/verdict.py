@@ -102,11 +102,18 @@ class Exercise:
     patches: Callable = lambda answer: []  # those that put an answer into the engine
     place: str = ""  # what it does in the engine, if it stands there in the learner's own; "hides the future"
     alone: str = ""  # the remark where there is one rank, which says what has judged it instead
+    spare: str = ""  # the one of ``takes`` that an answer need not read
 
     def judged(self, answer, setting: Setting) -> str | None:
         attempt = Attempt(answer, self.takes, self.writes)
         setting.patches = self.patches(attempt.function)
-        return self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
+        try:
+            return self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
+        except NotYet as wrong:
+            idle = attempt.unread(self.spare)
+            if not idle or str(wrong).count("\n") > 1:
+                raise
+            raise NotYet(f"{wrong}\nYour code never reads {' and '.join(idle)}") from wrong
 
 
 EXERCISES: dict[str, Exercise] = {}

@@ -4,9 +4,7 @@ import functools
 import linecache
 import os
 import re
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack, location
 from tplab.ranks.oplog import is_machinery
@@ -82,26 +80,3 @@ def is_learners(file: str) -> bool:
     library = tplab.__file__.rpartition("__init__")[0]
     return not (is_machinery(file) or file.startswith((library, _STANDARD_LIBRARY, "<frozen"))
                 or "site-packages" in file)
-
-
-def off_alike(value: torch.Tensor, right: torch.Tensor, same: Callable | None = None) -> str:
-    """What all numbers of ``value`` share in how they differ from ``right``, as a line to say below; "" if nothing."""
-    if value.shape != right.shape or not value.isfinite().all() or not value.any() or not right.any():
-        return ""
-    same, many = same or (lambda other: torch.allclose(value, other)), value.numel() > 2
-    factor, more = (value * right).sum() / right.pow(2).sum(), (value - right).mean()
-    of_rows = (value * right).sum(-1, keepdim=True) / right.pow(2).sum(-1, keepdim=True).clamp_min(1e-9)
-    ranked = value.flatten().argsort().argsort()
-    found = {
-        "What is off by so little has lost digits: in which dtype is it computed, or kept?":
-            (value - right).abs().max() < 5e-3 * right.abs().max(),
-        "It is right but for its sign": same(-right), "It is right but for signs": same(right.abs().copysign(value)),
-        "It is the square of that": same(right.pow(2)), "Is it cut to whole numbers?": same(right.trunc()),
-        f"Every number is {factor:.4g} times what it must be": many and same(factor * right),
-        f"Every number is off by {more:+.4g}": many and same(right + more),
-        "Each row is right but for a factor: what divides rows here?":
-            many and value.shape[-1] > 2 and of_rows.abs().min() > 1e-3 and same(of_rows * right),
-        "The numbers are right, and stand in another order":
-            many and same(right.flatten().sort().values[ranked].view(value.shape)),
-    }
-    return next((f"\n{says}" for says, is_so in found.items() if is_so), "")

@@ -6,17 +6,8 @@ import tempfile
 from pathlib import Path
 from textwrap import dedent
 
-from tplab.lesson.attempt import (
-    Attempt,
-    NotYet,
-    agree,
-    kind,
-    on_ranks,
-    one_number,
-    ranks_in_words,
-    saying,
-    whole_numbers,
-)
+from tplab.lesson.attempt import Attempt, NotYet, kind, on_ranks, one_number, ranks_in_words, saying, whole_numbers
+from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
 from tplab.ranks import rank
@@ -45,14 +36,18 @@ def my_mean(attempt: Attempt, setting: Setting):
                     f"{said}. That is the mean of the ranks' means: how much does a rank with many requests count?":
                         (sum(means) / len(shares), sum(means) / len(means)),
                     f"{said}. Those are the ranks' means, added up: how much does a rank with many requests count?":
-                        sum(means), f"{said}. Is no request counted as one of length 0?":
-                        sum(lengths) / (len(lengths) + shares.count([])),
-                    f"{said}. That is the sum: by how many is it divided?": sum(lengths),
-                    f"{said}. That is the sum, divided by the number of ranks": sum(lengths) / len(shares),
-                    f"{said}. Is it rounded, or divided with //?": (int(mean), round(mean)),
+                        sum(means), f"{said}. Is it rounded, or divided with //?": (int(mean), round(mean)),
                     f"{said}. That is requests per length": 1 / mean,
-                }, said + f". There are {sums} all_reduces: the second adds up what is a sum already" * (sums > 1),
-                    within=1e-6 / max(1, mean))
+                }, said + (f". There are {sums} all_reduces: the second adds up what is a sum already" if sums > 1 else
+                           _quotient(found, sum(lengths), len(lengths))), within=1e-6 / max(1, mean))
+
+
+def _quotient(found: float, total: int, count: int) -> str:
+    """Of which two whole numbers it may be the quotient, where ``total / count`` is right."""
+    by, of = total / found if found else 0.5, found * count
+    return (f". The requests' lengths add up to {total}, and that is {total} / {by:.0f}; there are {count} requests"
+            if abs(by - round(by)) < 1e-6 else f". There are {count} requests, and that is {of:.0f} / {count}; their "
+            f"lengths add up to {total}" if abs(of - round(of)) < 1e-6 else "")
 
 
 class _Shares:

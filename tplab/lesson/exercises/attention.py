@@ -2,7 +2,8 @@
 
 import torch
 
-from tplab.lesson.attempt import Attempt, agree, for_each, saying
+from tplab.lesson.attempt import Attempt, for_each, saying
+from tplab.lesson.compare import agree
 from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.attention import attend, causal_mask
@@ -23,13 +24,21 @@ def my_attend(attempt: Attempt, setting: Setting):
                             dtype=q.dtype)
         nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong "
                "way round (True means: must not look), or is a softmax given nothing but -inf?")
-        agree(found.nan_to_num(), right, attention_ways(q, k, v, mask, scaling), nan if found.isnan().any() else
-              f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: query head "
-              f"{int((found - right).abs().amax((0, 2, 3)).argmax())} is off by {(found - right).abs().max():.1g}, and "
-              "by none of the usual mistakes")
+        k_each, v_each = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = q @ k_each.mT * scaling
+        masked = scores.masked_fill(mask, float("-inf"))
+        k_steps, v_steps = ({f"{name} for each query head": one} if group > 1 else {} for name, one in (
+            ("k", k_each), ("v", v_each)))
+        with saying(f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: "):
+            agree(found.nan_to_num(), right, attention_ways(q, k, v, mask, scaling), nan if found.isnan().any() else "",
+                  dims="sequence, query head, query", made=attempt.made[0],
+                  parts={f"the value of key {at}": v_each[:, :, at:at + 1] for at in range(keys)} | {
+                      "the query": q}, steps={
+                      **k_steps, "the scaled scores": scores, "the masked scores": masked,
+                      "the weights": masked.softmax(-1), **v_steps})
 
     shown = (1, 1, 4, 5, 5, 16), (0,)
-    for_each((((2, 3, 2, 4, 7, 5), (3, 2)), ((1, 2, 3, 1, 6, 8), (5,)), ((2, 4, 1, 3, 3, 6), (0, 0))), check,
+    for_each((((2, 3, 2, 4, 7, 9), (3, 2)), ((1, 2, 3, 1, 6, 8), (5,)), ((2, 4, 1, 3, 3, 6), (0, 0))), check,
              lambda case: f"{case[0][1]} KV heads", shown=shown,
              says="right for what was shown, one sequence and one KV head with the usual scaling, and not otherwise")
     half = (numbers(1, heads, 3, 6).bfloat16() for heads in (4, 2, 2))
@@ -44,7 +53,8 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
     group = q.shape[1] // kv_heads
     k_each, v_each = (x.repeat_interleave(group, 1) for x in (k, v))
     k_copy, v_copy = (x.repeat(1, group, 1, 1) for x in (k, v))
-    k_first, v_first = (x[:, :1].expand_as(k_each) for x in (k, v))
+    factors = {"1, not at all": 1, "1 / scaling": 1 / scaling, "scaling ** 2": scaling ** 2,
+               "scaling ** 0.5": scaling ** 0.5, "head_dim ** -0.5": q.shape[-1] ** -0.5}
 
     def hidden(scores):
         return scores.masked_fill(mask, float("-inf"))
@@ -58,47 +68,23 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
     raw = product(k_each)
     scores = raw * scaling
     return {
-        "the queries come back as they went in: nothing has looked at a key": q,
         f"with {group} query heads for each of {kv_heads} KV heads, query head 1 reads KV head {1 % kv_heads}. "
         "Neighbours belong together: in which order must the copies lie?":
             weighed(hidden(product(k_copy) * scaling), v_copy),
-        "the keys are right, the values lie in another order": weighed(hidden(scores), v_copy),
-        "the values are right, the keys lie in another order": weighed(hidden(product(k_copy) * scaling)),
-        "all query heads read KV head 0": weighed(hidden(product(k_first) * scaling), v_first),
-        "the scores are not scaled: what is scaling for?": weighed(hidden(raw)),
-        "the scores are divided by scaling, which is a factor":
-            tuple(weighed(hidden(raw / by)) for by in (scaling, scaling ** 0.5)),
-        "head_dim ** -0.5 stands where scaling was given: a model may scale by another number":
-            weighed(hidden(raw * q.shape[-1] ** -0.5)),
-        "the scores are scaled twice": weighed(hidden(scores * scaling)),
-        "the queries are added to it, and no residual is asked for": weighed(hidden(scores)) + q,
-        "the root of scaling is taken, and it is a factor already": weighed(hidden(raw * scaling ** 0.5)),
-        "the weights are scaled, where the scores should be": scaling * weighed(hidden(raw)),
-        **{f"the softmax runs over the {over}: which numbers must add up to 1?":
-           tuple(weighed(hidden(each), dim=dim) for each in (scores, raw))
-           for over, dim in {"queries": -2, "heads": 1, "sequences": 0}.items()},
+        **{f"the scores are multiplied with {what}, and scaling ({scaling:.3g}) is given for that":
+           weighed(hidden(raw * factor)) for what, factor in factors.items()},
         "the mask is not used: tokens see the future": weighed(scores),
         "True in the mask means: must not look. Yours looks just there":
             weighed(scores.masked_fill(~mask, float("-inf"))),
         "the mask comes after the softmax, so the weights that are left do not add up to 1":
             torch.softmax(scores, -1).masked_fill(mask, 0) @ v_each,
-        "hidden scores become 0, and a score of 0 is not a weight of 0": weighed(scores.masked_fill(mask, 0)),
-        "hidden scores become low, and not low enough: exp of them is not 0":
-            tuple(weighed(scores.masked_fill(mask, low)) for low in (-1, -2, -3, -5, -10, -20)),
-        "the weights are a sigmoid's: a softmax's add up to 1": torch.sigmoid(hidden(scores)) @ v_each,
-        "the weights of all queries and heads add up to 1, where those of each query should":
-            torch.softmax(hidden(scores).flatten(), 0).view_as(scores) @ v_each,
+        "hidden scores become 0, or low and not low enough: exp of them is not 0":
+            tuple(weighed(scores.masked_fill(mask, low)) for low in (0, -1, -2, -3, -5, -10, -20)),
         "is_causal lines up query 0 with key 0, and with a cache they stand apart: the mask knows where each one is":
             weighed(scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), float("-inf"))),
-        "the softmax is there twice": tuple(
-            weighed(each) for each in (torch.softmax(hidden(scores), -1), hidden(torch.softmax(scores, -1)))),
-        "the mask is added as a number, 1 for what is hidden": weighed(scores + mask.float()),
-        "there is no softmax: weights must be positive and add up to 1": scores.masked_fill(mask, 0) @ v_each,
-        "keys are taken for values": weighed(hidden(scores), k_each),
-        "every sequence of the batch looks at the keys of the first one":
-            attend(q, k[:1].expand_as(k), v[:1].expand_as(v), mask, scaling),
-        "every sequence of the batch has the mask of the first one": attend(q, k, v, mask[:1].expand_as(mask), scaling),
-    }
+        **{f"the softmax runs over the {over}: which numbers must add up to 1?":
+           tuple(weighed(hidden(each), dim=dim) for each in (scores, raw))
+           for over, dim in {"queries": -2, "heads": 1, "sequences": 0}.items()}}
 
 
 @exercise("my_mask", "04", takes="positions, keys", place="makes the mask",

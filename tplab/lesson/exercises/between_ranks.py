@@ -5,7 +5,8 @@ import torch
 from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts
 from tplab.faults import fault
-from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, one_number, saying, with_its_own
+from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, one_number, saying, with_its_own
+from tplab.lesson.compare import agree
 from tplab.lesson.cuts import judge_part, owns, read_once
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, exercise
@@ -85,7 +86,8 @@ def my_spread(attempt: Attempt, setting: Setting):
         ([equal, equal], "both hold the same"), ([equal, low], "they differ at two places, in both directions"),
         ([equal, equal, low], "only rank 2 differs"), ([equal, low, high], "rank 1 is below rank 0, rank 2 above"),
         ([low, equal, high], "rank 0 is below rank 1, rank 2 above")):
-        _examine_spread(on_ranks(len(versions), with_its_own, attempt, versions, waits=_WAITS), versions, why)
+        _examine_spread(on_ranks(len(versions), with_its_own, attempt, versions, waits=_WAITS), versions, why,
+                        attempt.made)
     size, ckpt = setting.tensor_parallel_size, setting.checkpoint
     if size == 1:
         return None
@@ -105,7 +107,7 @@ def _spread_in_engine(attempt: Attempt, ckpt, plan: ShardPlan, dtype: torch.dtyp
     return attempt(points["norm"]), (all_of.amax(0) - all_of.amin(0)).max().item()
 
 
-def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> None:
+def _examine_spread(answers: list, versions: list[torch.Tensor], why: str, made: dict) -> None:
     stacked = torch.stack(versions)
     off, largest = stacked - stacked.mean(0), stacked.flatten(1).amax(1)
     true = (stacked.amax(0) - stacked.amin(0)).max().item()
@@ -115,21 +117,18 @@ def _examine_spread(answers: list, versions: list[torch.Tensor], why: str) -> No
             said = f"it says {found:g}"
             if not ops:
                 raise NotYet(f"{said} without a word to the others; how could it know?")
-            ways = {"that is their mean; the largest is asked for": (stacked.amax(0) - stacked.amin(0)).mean(),
-                    "that is the standard deviation": stacked.std(0).max(),
-                    "it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
+            ways = {"it compares each rank's largest number, and they differ elsewhere": largest.max() - largest.min(),
                     "that is between the first rank and the last; and the others?":
                         (stacked[0] - stacked[-1]).abs().max(),
                     "that is between ranks 0 and 1; and the others?": (stacked[0] - stacked[1]).abs().max(),
                     "that is between neighbours; and ranks that are none?": stacked.diff(dim=0).abs().max(),
-                    "those are all differences added up; the largest is asked for":
-                        (stacked.amax(0) - stacked.amin(0)).sum(),
-                    "it is between any two numbers; the same place on two ranks is meant":
-                        stacked.max() - stacked.min(),
                     "that is the distance from the ranks' mean": off.abs().max(),
                     "that is how far this one is from the mean": off[rank_].abs().max()}
             if len({str(one) for one, _ in answers}) > 1:
                 ways["that is how far this one is from rank 0"] = (stacked[rank_] - stacked[0]).abs().max()
             like = [f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5]
             cause = like[0] if len(like) == 1 else ""  # two mistakes with one number are no cause
-            agree(found, true, {}, f"{said}, the largest difference between two ranks is {true:g}{cause}", within=1e-5)
+            agree(found, true, {}, f"{said}, the largest difference between two ranks is {true:g}{cause}", within=1e-5,
+                  made=made[rank_], steps={
+                      "the numbers of all ranks": stacked, "their maxima": stacked.amax(0), "their minima":
+                      stacked.amin(0), "the differences at each place": stacked.amax(0) - stacked.amin(0)})

@@ -1,6 +1,7 @@
 """Notebook 10: what a decode step reads, and what meetings add to it."""
 
 from collections.abc import Mapping
+from itertools import combinations, product
 from types import SimpleNamespace
 
 from tplab.bench.amounts import Part, step_amount
@@ -9,7 +10,7 @@ from tplab.lesson.verdict import Setting, exercise
 from tplab.model.dtypes import parse_dtype
 from tplab.shard import ShardPlan
 
-_SMALL = 0.01  # norms, biases and one row of the embedding are less, and nobody has to count them
+_SMALL = 0.01  # norms, biases and one row of the embedding are less, and need not be counted
 
 
 def decode_bytes(config, shard, context: int, itemsize: int) -> int:
@@ -20,7 +21,7 @@ def decode_bytes(config, shard, context: int, itemsize: int) -> int:
 
 
 def step_seconds(rank_bytes, bandwidth: float, num_layers: int, latency: float) -> float:
-    """What the exercise asks for: the slowest rank's bytes, then the meetings, if there is anybody to meet."""
+    """What the exercise asks for: the slowest rank's bytes, then the meetings, if there is another rank."""
     meetings = 2 * num_layers + 2 if len(rank_bytes) > 1 else 0
     return max(rank_bytes) / bandwidth + meetings * latency
 
@@ -29,9 +30,9 @@ def step_seconds(rank_bytes, bandwidth: float, num_layers: int, latency: float) 
           agreed="every matrix of the rank once, and its cache")
 def my_decode_bytes(attempt: Attempt, setting: Setting):
     """Sizes of which no two are alike, heads that do and do not divide; then the notebook's model on its ranks."""
-    for heads, kv, itemsize, context in ((8, 2, 4, 3000), (9, 3, 2, 500)):
-        config = SimpleNamespace(hidden_size=1000, head_dim=100, num_heads=heads, num_kv_heads=kv, num_layers=10,
-                                 intermediate_size=3000, vocab_size=5000, experts=None)
+    for heads, kv, itemsize, context in ((8, 2, 4, 3100), (9, 3, 2, 500)):
+        config = SimpleNamespace(hidden_size=1000, head_dim=96, num_heads=heads, num_kv_heads=kv, num_layers=11,
+                                 intermediate_size=2900, vocab_size=5300, experts=None)
         for shard in ShardPlan.from_config(config, 2).ranks:
             have = f"{heads} query and {kv} KV heads over 2 ranks, rank {shard.rank}, {context} tokens"
             _examine_bytes(attempt(config, shard, context, itemsize), config, shard, context, itemsize, have)
@@ -46,37 +47,26 @@ def my_decode_bytes(attempt: Attempt, setting: Setting):
 
 
 def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str) -> None:
-    h, d = config.hidden_size, config.head_dim
-    q, kv, columns, layers = len(shard.q_heads), len(shard.kv_heads), len(shard.mlp), config.num_layers
-    right, cache = decode_bytes(config, shard, context, itemsize), layers * context * 2 * kv * d * itemsize
-    head, weights = h * len(shard.vocab) * itemsize, right - cache
+    h, d, layers = config.hidden_size, config.head_dim, config.num_layers
+    q, kv, columns = len(shard.q_heads), len(shard.kv_heads), len(shard.mlp)
+    right = decode_bytes(config, shard, context, itemsize)
     whole = SimpleNamespace(q_heads=range(config.num_heads), kv_heads=range(config.num_kv_heads),
                             mlp=range(config.intermediate_size), vocab=range(config.vocab_size))
     everything = decode_bytes(config, whole, context, itemsize)
+    numbers = {"q_proj": layers * h * q * d, "k_proj with v_proj": 2 * layers * h * kv * d,
+               "o_proj": layers * q * d * h, "the MLP": 3 * layers * h * columns,
+               "the cache": layers * context * 2 * kv * d, "the head": h * len(shard.vocab)}
     _name(found, right, {
-        "those are numbers; a number of this dtype has bytes of its own": right / itemsize, "those are bits": right * 8,
-        "the cache is counted in numbers, the weights in bytes": weights + cache / itemsize,
-        "the weights are counted in numbers, the cache in bytes": weights / itemsize + cache,
         "that is what all ranks hold together; what does this shard hold?": everything,
         "that is an even part of the whole; do all ranks hold as much?": everything / 2,
-        "the cache is missing: attention reads keys and values too": weights,
-        "the cache alone: every weight is read for every token": cache,
-        "keys or values: attention reads both": right - cache / 2,
-        "the cache holds KV heads; the query heads share them": weights + layers * context * 2 * q * d * itemsize,
-        "the cache of one layer: each layer has its own": weights + cache / layers,
-        "the LM head is missing: it is read for every token": right - head,
-        "the embedding is counted as a matrix: of it, one row is read": right + head,
-        "the LM head is counted in every layer": right + (layers - 1) * head,
-        "one layer: all of them are read": (weights - head) / layers + head + cache / layers,
-        "up, gate and down are three matrices": right - layers * h * columns * itemsize,
-        "the MLP is counted whole, as all ranks hold it together":
-            right + layers * 3 * h * (config.intermediate_size - columns) * itemsize,
-        "o_proj is missing: it reads the attended heads": right - layers * h * q * d * itemsize,
-        "k_proj and v_proj are two matrices": right - layers * h * kv * d * itemsize,
         "a head has head_dim numbers, not hidden_size / num_heads": decode_bytes(
             SimpleNamespace(hidden_size=h, head_dim=h // config.num_heads, num_layers=layers), shard, context, itemsize)
-    }, have, "bytes", f"Of them {_plainly(weights - head)} are the layers' matrices, {_plainly(cache)} the cache, "
-       f"{_plainly(head)} the head")
+    }, {name: count * itemsize for name, count in numbers.items()}, {
+        "num_layers": layers, "itemsize": itemsize, "bits of a byte": 8, "hidden_size": h, "head_dim": d,
+        "query heads here": q, "KV heads here": kv, "MLP columns here": columns,
+        "query heads / KV heads": q / kv, "context": context, "all heads / heads here": config.num_heads / q,
+        "all MLP columns / columns here": config.intermediate_size / columns,
+        "all words / words here": config.vocab_size / len(shard.vocab)}, have, "bytes")
 
 
 @exercise("my_step_seconds", "10", takes="rank_bytes, bandwidth, num_layers, latency", right=step_seconds,
@@ -100,32 +90,50 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
     right, longest = step_seconds(rank_bytes, bandwidth, layers, latency), max(rank_bytes) / bandwidth
     meet = right - longest
     _name(found, right, {
-        "ranks work at the same time; nobody reads for the others": sum(rank_bytes) / bandwidth + meet,
+        "ranks work at the same time; none reads for the others": sum(rank_bytes) / bandwidth + meet,
         "a sum waits for the slowest rank, not for the mean": sum(rank_bytes) / size / bandwidth + meet,
         "a sum waits for the slowest rank, not for the quickest": min(rank_bytes) / bandwidth + meet,
         "rank_bytes are a rank's own: they are divided already": longest / size + meet,
-        "nobody meets for nothing: where is the latency?": longest, "one rank alone still reads all its bytes": 0.0,
-        "who is alone meets nobody": longest + (2 * layers + 2) * latency,
-        "the ranks meet more than once a step": longest + latency,
-        "the layers' sums are there, and two meetings are missing: one behind the embedding, one for the best tokens":
-            longest + 2 * layers * latency,
-        "one meeting is missing: one stands behind the embedding, and in one the ranks compare their best tokens":
-            longest + (2 * layers + 1) * latency,
-        "a layer has two sums, behind attention and behind the MLP": longest + layers * latency,
-        "a meeting is one for all ranks, not one for each": longest + meet * size,
-        "a meeting is one for all ranks, not one for each pair": longest + meet * (size - 1),
+        "one rank alone meets no other": longest + (2 * layers + 2) * latency,
         "nothing overlaps: the next product needs the sum": max(longest, meet),
-        "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet}, have, "seconds",
-        f"Of them {_plainly(longest)} are for bytes, {_plainly(meet)} for meetings")
+        "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet,
+        **{f"that is {longest:.4g} s for bytes and {n} meetings. There are {2 * layers + 2}: two in a layer, behind "
+           "attention and behind the MLP, one behind the embedding, one for the best tokens": longest + n * latency
+           for n in range(8 * layers) if size > 1}},
+        {"the time for bytes": longest, "the time for meetings": meet}, {
+            "num_layers": layers, "ranks": size, "ranks - 1": size - 1}, have, "seconds")
 
 
-def _name(found, right: float, mistakes: Mapping[str, float], have: str, unit: str, parts: str) -> None:
+def _name(found, right: float, mistakes: Mapping[str, float], terms: Mapping[str, float], named: Mapping[str, float],
+          have: str, unit: str) -> None:
     """:class:`NotYet` with the mistake that gives this number, if one is known, unless it is right."""
     with saying(f"{have}: "):
         if abs((found := one_number(found, unit)) - right) > _SMALL * right:
-            near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= _SMALL * abs(wrong) / 4] or [parts]
-            raise NotYet(f"it says {_plainly(found)} {unit}, {_plainly(right)} are right\n"
-                         f"{near[0][0].upper()}{near[0][1:]}")
+            near = [why for why, wrong in mistakes.items() if abs(found - wrong) <= 1e-4 * abs(wrong)]
+            why = near[0] if near else _counted(found, terms, named) or "Of them " + ", ".join(
+                f"{_plainly(many)} are for {name}" for name, many in terms.items())
+            raise NotYet(f"it says {_plainly(found)} {unit}, {_plainly(right)} are right\n{why[0].upper()}{why[1:]}")
+
+
+def _counted(found: float, terms: Mapping[str, float], named: Mapping[str, float]) -> str:
+    """That one of the terms, all of them, or two of them count another number of times than once, if that gives just
+    this number, and nothing else as simple does. ``named``: numbers that may be such a factor, or its inverse."""
+    few = {a / b for a in range(5) for b in (1, 2, 3, 4)} - {1.0}
+    ratios = {a / b: f" ({one} / {other})" for one, a in named.items() for other, b in named.items() if a and b}
+    names = ratios | {number: f" ({name})" for name, number in named.items()} | {
+        1 / number: f" (1 / {name})" for name, number in named.items() if number}
+    total, all_of = sum(terms.values()), {"all of it": sum(terms.values()), **terms}
+    for some, factors in ((1, few), (1, few | names.keys()), (2, few)):
+        fits = {}
+        for changed in combinations(all_of if some == 1 else terms, some):
+            for times in product(factors - {1.0}, repeat=some):
+                more = sum((f - 1) * all_of[name] for f, name in zip(times, changed))
+                if abs(total + more - found) <= 1e-7 * found:
+                    fits[changed, times] = " and ".join(
+                        f"{name} counts {f:.4g} times{'' if f in few else names[f]}" for f, name in zip(times, changed))
+        if fits:
+            return f"It fits if {' or if '.join(fits.values())}" if len(fits) < 3 else ""
+    return ""
 
 
 def _plainly(value: float) -> str:

@@ -8,7 +8,8 @@ import torch
 from tplab.align import align
 from tplab.checkpoint import Checkpoint
 from tplab.checks import whole_number
-from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, kind, saying, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, for_each, kind, saying, several, tensor
+from tplab.lesson.compare import agree
 from tplab.lesson.cuts import span
 from tplab.lesson.experts_toys import toy_experts
 from tplab.lesson.verdict import Setting, at, exercise
@@ -57,14 +58,14 @@ def my_router(attempt: Attempt, setting: Setting):
         logits = (2 * torch.randn(tokens, experts, generator=generator)).to(dtype)
         head = f"{tokens} tokens, {experts} experts, top_k={top_k}, renormalize={renormalize}: "
         with saying(head + "in bfloat16, " * (dtype == torch.bfloat16)):
-            _judge_route(attempt(logits, top_k, renormalize), logits, top_k, renormalize)
+            _judge_route(attempt(logits, top_k, renormalize), logits, top_k, renormalize, attempt.made[0])
 
     for_each(ROUTES, check, lambda case: f"top_k={case[2]}, renormalize={case[3]}")
     check((200, 8, 2, True), torch.bfloat16)
     try_beside_hugging_face(setting, modes=[False])
 
 
-def _judge_route(answer, logits: torch.Tensor, top_k: int, renormalize: bool) -> None:
+def _judge_route(answer, logits: torch.Tensor, top_k: int, renormalize: bool, made) -> None:
     shape = [len(logits), top_k]
     weights, ids = (tensor(one, "tokens, top_k", shape) for one in several(answer, "(weights, ids)"))
     if ids.is_floating_point() and not weights.is_floating_point():
@@ -87,7 +88,9 @@ def _judge_route(answer, logits: torch.Tensor, top_k: int, renormalize: bool) ->
         return
     agree(found, right, _wrong_weights(found, right, wide, renormalize),
           f"the experts are right, and their weights are not: token 0 has {_numbers(found[0])} where "
-          f"{_numbers(right[0])} are right")
+          f"{_numbers(right[0])} are right", dims="token, expert", made=made, steps={
+              "the probabilities of all experts": torch.softmax(wide, -1),
+              "those of the chosen": torch.softmax(wide, -1).topk(top_k).values})
 
 
 def _judge_choice(ids: torch.Tensor, right: torch.Tensor, logits: torch.Tensor, top_k: int) -> None:
@@ -211,7 +214,9 @@ def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, colum
             if not held:
                 raise NotYet(f"rank {rank} holds no {name}: {_counts(shares)}. Can they be dealt out more evenly?")
             if strange := [i for i in held if not 0 <= i < there]:
-                raise NotYet(f"rank {rank} holds {name} {strange[0]}, and they are 0 to {there - 1}")
+                raise NotYet(f"rank {rank} holds {name} {strange[0]}, and they are 0 to {there - 1}: with "
+                             f"enable_expert_parallel={whole}, the {'experts' if whole else 'columns'} are dealt out, "
+                             f"and every rank has all {'columns' if whole else 'experts'}")
             if held != list(range(held[0], held[0] + len(held))):
                 raise NotYet(f"rank {rank} holds {span(held, name + 's')}: a rank reads one slice of the file, so its "
                              f"{name}s follow each other")

@@ -5,17 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from tplab.lesson.attempt import (
-    Attempt,
-    NotYet,
-    agree,
-    for_each,
-    on_ranks,
-    ranks_in_words,
-    saying,
-    tensor,
-    with_its_own,
-)
+from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.compare import agree, first_without, known
 from tplab.lesson.cuts import span
 from tplab.lesson.exercises.experts import try_beside_hugging_face
 from tplab.lesson.exercises.linears import Multiplications
@@ -29,9 +20,9 @@ from tplab.shard import split_evenly
 
 # Tokens, hidden features, columns of an expert, experts, of each token, ranks; whole experts are dealt out or each is
 # cut; and how the tokens choose. First what halves.
-LAYERS = ((6, 6, 8, 8, 2, 2, True, "any"), (5, 8, 7, 8, 2, 3, True, "expert 4 never"),
-          (4, 5, 11, 8, 3, 2, False, "any"), (3, 6, 5, 8, 2, 3, True, "experts 0 to 2"),
-          (1, 6, 9, 7, 2, 3, True, "any"))
+LAYERS = ((6, 12, 8, 8, 2, 2, True, "any"), (5, 14, 7, 8, 2, 3, True, "expert 4 never"),
+          (4, 13, 11, 8, 3, 2, False, "any"), (3, 12, 5, 8, 2, 3, True, "experts 0 to 2"),
+          (1, 12, 9, 7, 2, 3, True, "any"))
 # Tokens, head_dim, of each rank the heads: evenly, not evenly, and heads that more than one rank holds.
 NORMS = ((4, 6, ((0, 4), (4, 8))), (5, 4, ((0, 3), (3, 5))), (3, 6, ((0, 2), (2, 3), (3, 4))),
          (3, 8, ((0, 1), (0, 1), (1, 2), (1, 2))), (4, 4, ((0, 1), (0, 2), (1, 2), (1, 2))))
@@ -71,7 +62,7 @@ def my_moe(attempt: Attempt, setting: Setting):
         where = {"any": "", "expert 4 never": ", no token for expert 4",
                  "experts 0 to 2": ", all of whose experts are on rank 0"}[choice]
         what = f"{tokens} token{'s' * (tokens > 1)}{where}, {how} on the ranks: "
-        _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what)
+        _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what, attempt.made)
 
     for_each(LAYERS, check, lambda case: f"{case[5]} ranks")
     moe, size = setting.checkpoint.config.experts, setting.tensor_parallel_size
@@ -109,7 +100,7 @@ def _counted(attempt: Attempt, x, weights, ids, held, cut, gate_up, down) -> tup
         return attempt(x, weights, ids, experts, torch.cat([gate, up], 1), own.contiguous()), work.count
 
 
-def _judge_moe(ran: list, x, weights, ids, held, cut, gate_up, down, what: str) -> None:
+def _judge_moe(ran: list, x, weights, ids, held, cut, gate_up, down, what: str, made: dict) -> None:
     size, summands, values = len(ran), _summands(x, weights, ids, held, cut, gate_up, down), []
     true = summands.sum(0)
     for number, ((value, _), _) in enumerate(ran):
@@ -121,7 +112,12 @@ def _judge_moe(ran: list, x, weights, ids, held, cut, gate_up, down, what: str) 
             raise NotYet("there is NaN in it, though nothing that goes in has one: what is the mean, or the sum, of no "
                          "rows at all?")
         ops = [record.op for record in ran[0][1]]
-        agree(found, right, _ways(summands, x, weights, ids, held, cut, gate_up, down, ops), _unknown(found, right))
+        wrong = first_without(made, summands)
+        agree(found, right, _ways(summands, x, weights, ids, held, cut, gate_up, down, ops), dims="rank, token",
+              parts={f"expert {n}": _expert(x, *gate_up[n].chunk(2), down[n])[-1] for n in range(len(down))} | {
+                  "the token itself": x}, made=made[wrong],
+              steps=_steps(x, weights, ids, held[wrong], cut[wrong], gate_up, down) | {
+                  f"rank {wrong}'s summand": summands[wrong]})
         if ops != ["all_reduce"]:
             log = ", ".join(f"{ops.count(op)} × {op}" for op in dict.fromkeys(ops)) or "no collective"
             raise NotYet(f"the result is right, and the op log holds {log}. One sum is enough, after the loop: a rank "
@@ -132,6 +128,23 @@ def _judge_moe(ran: list, x, weights, ids, held, cut, gate_up, down, what: str) 
             if multiplied > share:
                 raise NotYet(f"the result is right, and rank {number} multiplies {multiplied:,} times where its share "
                              f"is {share:,}: only the rows that have chosen an expert go through it")
+
+
+def _expert(x, gate, up, down) -> tuple[torch.Tensor, ...]:
+    inner = x @ gate.T, x @ up.T, F.silu(x @ gate.T) * (x @ up.T)
+    return *inner, inner[-1] @ down.T
+
+
+def _steps(x, weights, ids, experts, columns, gate_up, down) -> dict:
+    """What a rank makes for its first expert that is chosen."""
+    chosen = next((expert for expert in experts if (ids == expert).any()), None)
+    if chosen is None:
+        return {}
+    rows, place = torch.where(ids == chosen)
+    gate, up = (part[columns.start:columns.stop] for part in gate_up[chosen].chunk(2))
+    gate, up, act, out = _expert(x[rows], gate, up, down[chosen][:, columns.start:columns.stop])
+    return {f"expert {chosen}'s rows": x[rows], "its gate": gate, "its up": up, "silu(gate) · up": act,
+            "what it gives": out, "that times its weight": out * weights[rows, place, None]}
 
 
 def _summands(x, weights, ids, held, cut, gate_up, down, act=F.silu, turned: bool = False, of: Callable = lambda w: w,
@@ -158,7 +171,7 @@ def _summands(x, weights, ids, held, cut, gate_up, down, act=F.silu, turned: boo
 
 def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str]) -> dict:
     """``{mistake: what comes out on all ranks}``."""
-    size, whole = len(summands), summands.sum(0)
+    size = len(summands)
 
     def of(**changed):
         return _summands(x, weights, ids, held, cut, gate_up, down, **changed).sum(0).expand_as(summands)
@@ -174,17 +187,12 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
     def other(given):
         return _summands(x, given, ids, held, cut, gate_up, down).sum(0).expand_as(summands)
 
-    def everywhere(sum_of_all):
-        return sum_of_all.expand_as(summands)
-
     return {
         "there are only zeros: which rows go through which expert?": torch.zeros_like(summands),
         "each rank returns its own summand. " + (
             "The log shows an all_reduce: who keeps its result?" if "all_reduce" in ops else "Who adds them up?"
             if held[0] != held[1] else "It holds all experts, but only some columns of each: who adds them up?"):
             summands,
-        f"this is {size} times the result: the sum of the ranks is added up once more": everywhere(size * whole),
-        f"the summands are averaged: this is the sum divided by {size}": everywhere(whole / size),
         "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
             of(first=[0] * size),
         "rank() * len(experts) is taken for a rank's first expert, and not every rank holds as many: its range says "
@@ -201,23 +209,7 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
         "another activation than silu": tuple(of(act=act) for act in (torch.relu, F.gelu, torch.sigmoid, torch.tanh)),
         "where a token has two experts on a rank, the second overwrites the first: add them up": of(of=last),
         "the weights are divided by their sum on each rank: a rank that holds one of a token's experts holds a part of "
-        "its weights": of(of=renormalised),
-        f"the tokens themselves are in it {size} times: the residual is not asked for": everywhere(whole + size * x),
-        "the tokens themselves are in it: the residual is not asked for": everywhere(whole + x),
-        "each token goes to its first expert only": tuple(other(
-            part * (torch.arange(ids.shape[1]) == 0)) for part in (weights, torch.ones_like(weights))),
-        f"the sum is divided by the {ids.shape[1]} experts of a token": everywhere(whole / ids.shape[1])}
-
-
-def _unknown(found: torch.Tensor, right: torch.Tensor) -> str:
-    off, size = (found - right).abs(), len(found)
-    wrong = (off.amax((1, 2)) > 1e-4).nonzero().flatten().tolist()
-    if 0 < len(wrong) < size:
-        return (f"right on {ranks_in_words([r for r in range(size) if r not in wrong], size)}, wrong on "
-                f"{ranks_in_words(wrong, size)}: the sum belongs on every rank")
-    tokens = (off.amax((0, 2)) > 1e-4).nonzero().flatten().tolist()
-    return (f"wrong on every rank, for token{'s' * (len(tokens) > 1)} {', '.join(map(str, tokens))} of "
-            f"{right.shape[1]}. Which rows go through which expert, and with which weight do they come back?")
+        "its weights": of(of=renormalised)}
 
 
 def _norm_of(answer: Callable) -> list[Patch]:
@@ -255,7 +247,7 @@ def my_full_width_norm(attempt: Attempt, setting: Setting):
                        waits="Does every rank come to the collective?")
         *others, last = (span(part, "").strip() for part in heads)
         held = f"{len(heads)} ranks with heads {', '.join(others)} and {last}: "
-        _judge_norm(ran, x, weight, eps, heads, held + "in float16, " * (dtype == torch.float16))
+        _judge_norm(ran, x, weight, eps, heads, held + "in float16, " * (dtype == torch.float16), attempt.made)
 
     for_each(NORMS, check, lambda case: "layouts with copies of a head" if len(case[2]) == 4 else
              "layouts without copies of a head")
@@ -263,7 +255,7 @@ def my_full_width_norm(attempt: Attempt, setting: Setting):
     try_beside_hugging_face(setting, toy_full_width(), modes=[False])
 
 
-def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str) -> None:
+def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str, made: dict) -> None:
     wide, each = x.float(), weight.float().view(x.shape[1], -1)
 
     def cut(whole, dim: int = 1) -> list[torch.Tensor]:
@@ -321,10 +313,19 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str)
             "these are the numbers that went in": torch.cat([part.flatten() for part in cut(wide)]),
             "one mean is taken over all tokens; each has its own": normed(squares.mean().expand_as(mean)),
             "the mean runs over the tokens": normed([part.mean(0, keepdim=True) for part in cut(squares)])}
-        within = 1e-2 if x.dtype == torch.float16 else 1e-4
-        agree(found, normed(mean), ways, "wrong, and by none of the usual mistakes: which squares are added up, and by "
-              "how many numbers is their sum divided?", within=within)
-        ops = [record.op for record in ran[0][1]]
-        if len(ops) != 1:
-            raise NotYet(f"the numbers are right, with {len(ops)} collectives; one is enough: what must a rank know "
-                         "of the others' heads?")
+        within, right = 1e-2 if x.dtype == torch.float16 else 1e-4, normed(mean)
+        if says := known(found, right, ways, within):
+            raise NotYet(says)
+    for number, (value, own) in enumerate(zip(values, right.split([value.numel() for value in values]))):
+        with saying(f"{what}on rank {number}, "):
+            wanted = cut(squares)[number]
+            first = [not any(head in other for other in heads[:number]) for head in heads[number]]
+            agree(value.float(), own.view_as(value), {}, dims="token, head", within=within, made=made[number], steps={
+                      f"rank {number}'s sum of squares": (wanted[:, first].sum((1, 2)), wanted.sum((1, 2))),
+                      "the sum of all squares": squares.sum((1, 2)), "their mean": mean,
+                      "one by the root of mean and eps": torch.rsqrt(mean + eps),
+                      "the heads times that": cut(wide)[number] * torch.rsqrt(mean + eps),
+                      "the weights of its heads": cut(each, 0)[number]})
+    if len(ops := ran[0][1]) != 1:
+        raise NotYet(f"{what}the numbers are right, with {len(ops)} collectives; one is enough: what must a rank know "
+                     "of the others' heads?")

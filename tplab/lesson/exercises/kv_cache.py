@@ -3,7 +3,8 @@
 import torch
 
 from tplab.cache import ContiguousKVCache
-from tplab.lesson.attempt import Attempt, NotYet, Object, agree, on_ranks, saying, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, Object, on_ranks, saying, several, tensor
+from tplab.lesson.compare import agree
 from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model import NoCache, load_model
@@ -90,7 +91,7 @@ def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: in
         "digits are lost: in which dtype is it kept?": (right.half().float(), right.bfloat16().float()),
         "what another layer has stored is given out": tuple(
             torch.cat([pair[at][:start], right[start:]]) for other, pair in whole.items() if other != layer),
-    }, f"{name} is not what was given", within=1e-6)
+    }, f"{name} is not what was given", within=1e-6, dims="token, KV head")
 
 
 def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:

@@ -4,7 +4,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checkpoint.layout import read_part, tensor_parts
-from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, ranks_in_words, saying, tensor
+from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor
+from tplab.lesson.compare import agree, first_without
 from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.verdict import Setting, exercise
 from tplab.pool import shared_pool
@@ -28,7 +29,8 @@ def linears(attempt: Attempt, setting: Setting):
         x, up, down, bias = (torch.randn(shape, generator=generator) for shape in (
             (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
         ran = on_ranks(size, _counted, attempt, x, up, down, bias, waits=_WAITS)
-        _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ")
+        _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ",
+               attempt.made)
 
     for_each(SIZES, check, lambda case: f"{case[3]} ranks")
     size, ckpt = setting.tensor_parallel_size, setting.checkpoint
@@ -62,8 +64,8 @@ class Multiplications(TorchDispatchMode):
         return result
 
 
-def _judge(ran: list, x, up, down, bias, what: str) -> None:
-    """``ran``: of each rank, what it returned and has multiplied, and its collectives."""
+def _judge(ran: list, x, up, down, bias, what: str, made: dict | None = None) -> None:
+    """``ran``: of each rank, what it returned and has multiplied, and its collectives; ``made``: by rank, by line."""
     size, true, values = len(ran), x @ up.T @ down.T + bias, []
     for number, ((value, _), _) in enumerate(ran):
         with saying(f"{what}on rank {number} "):
@@ -72,8 +74,17 @@ def _judge(ran: list, x, up, down, bias, what: str) -> None:
     with saying(what):
         if found.isnan().any():
             raise NotYet("there is NaN in it, though nothing that goes in has one")
+        parts = split_evenly(len(up), size)
+        inner = [x @ up[part.start:part.stop].T for part in parts]
+        summands = [own @ down[:, part.start:part.stop].T for own, part in zip(inner, parts)]
+        at = first_without(made or {}, summands)
         agree(found, right, _ways(size, ops.count("all_reduce"), x, up, down, bias),
-              _unknown(found, right, [record.shape for record in ran[0][1] if record.op == "all_reduce"]))
+              _unsummable([record.shape for record in ran[0][1] if record.op == "all_reduce"], true.shape),
+              dims="rank, token", made=(made or {}).get(at, ()), steps={
+                  f"rank {at}'s inner features": inner[at], f"rank {at}'s summand": summands[at],
+                  "the sum of all summands": true - bias}, parts={
+                  **{f"inner feature {n}": torch.outer(x @ up[n], down[:, n]) for n in range(len(up))},
+                  "the bias": bias, "x itself": x} if made else None)
         if (reduces := ops.count("all_reduce")) != 1 or len(ops) > 1:
             log = ", ".join(f"{ops.count(op)} × {op}" for op in dict.fromkeys(ops)) or "no collective"
             raise NotYet(f"the result is right, and the op log holds {log}. " + (
@@ -102,41 +113,21 @@ def _ways(size: int, sums: int, x, up, down, bias) -> dict:
             (summands, summands + bias, summands + bias * first, summands + bias / size),
             f"the bias is in it {size} times, once for each rank: does it belong to the summands or to the sum?":
                 everywhere(whole + size * bias),
-            "the bias is missing": everywhere(whole),
-            f"the bias is divided by {size}: it is added to the sum, once": everywhere(whole + bias / size),
-            "the bias is subtracted": everywhere(whole - bias),
             "there is an activation between the two layers, and none is asked for":
                 everywhere(*(f(x @ up.T) @ down.T + bias for f in (torch.relu, torch.nn.functional.silu,
-                                                                   torch.nn.functional.gelu))),
-            f"the summands are averaged: this is the sum divided by {size}":
-                everywhere(whole / size, whole / size + bias, (whole + bias) / size),
-            f"this is {size} times the result: is something added up that was whole already?":
-                everywhere(size * (whole + bias), size * whole + bias)}
-    floor = inner // size * size
-    if floor < inner:  # its bias is right: the sizes before this one divide
-        lost = f"{floor}" if inner - floor == 1 else f"{floor}–{inner - 1}"
-        ways[f"the {inner} inner features do not divide by {size}, and feature{'s' * (inner - floor > 1)} {lost} went "
-             "lost: who takes the rest?"] = everywhere(x @ up[:floor].T @ down[:, :floor].T + bias)
+                                                                   torch.nn.functional.gelu)))}
     for cut in (("up",), ("down",), ("up", "down")) if hidden == inner else ():
         guess = x @ (up if "up" in cut else up.T) @ (down if "down" in cut else down.T)
         turned = ("is", "it fits") if len(cut) == 1 else ("are", "they fit")
         ways[f"this is what comes out when {' and '.join(cut)} {turned[0]} cut along the other dimension and turned "
              f"until {turned[1]}: outputs are rows (dim 0), inputs are columns (dim 1)"] = everywhere(
                  guess, guess + bias, guess + size * bias)
-    same = size * summands[0]
-    ways["every rank has used the first share of the weights"] = everywhere(same, same + bias, same + size * bias)
     return ways
 
 
-def _unknown(found: torch.Tensor, right: torch.Tensor, sums: list[tuple[int, ...]]) -> str:
-    off = (found - right).abs().amax((1, 2)) > 1e-4 * max(1.0, right.abs().max().item())
-    wrong, size = off.nonzero().flatten().tolist(), len(found)
-    if 0 < len(wrong) < size:
-        return (f"right on {ranks_in_words([r for r in range(size) if r not in wrong], size)}, wrong on "
-                f"{ranks_in_words(wrong, size)}: the sum belongs on every rank")
-    if len(sums) > 1 or sums and sums[0] != right[0].shape:
-        what = f"{len(sums)} sums" if len(sums) > 1 else f"a sum over {list(sums[0])}"
-        return (f"wrong on every rank, with {what}. Each rank's part of up makes other inner features, which are "
-                "no summands of one number: what is summed up first?")
-    return (f"wrong on every rank, by up to {(found - right).abs().max().item():.1g} where the numbers go up to "
-            f"{right.abs().max().item():.1g}. Which rows of up, and which columns of down, does a rank need?")
+def _unsummable(sums: list[tuple[int, ...]], shape: torch.Size) -> str:
+    if len(sums) == 1 and sums[0] == shape or not sums:
+        return ""
+    what = f"{len(sums)} sums" if len(sums) > 1 else f"a sum over {list(sums[0])}"
+    return (f"wrong, with {what}. Each rank's part of up makes other inner features, which are no summands of one "
+            "number: what is summed up first?")

@@ -4,7 +4,9 @@ import re
 
 import torch
 
-from tplab.lesson.attempt import Attempt, NotYet, agree, kind, saying
+from tplab.checks import spans
+from tplab.lesson.attempt import Attempt, NotYet, kind, saying
+from tplab.lesson.compare import agree, related, where
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch
 
@@ -47,14 +49,26 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         if one.isfinite().all() and (one.sum(-1) - 1).abs().max() < 1e-4:
             raise NotYet(f"{what} adds up to 1: that is what comes out of a softmax, and the engine's own comes behind "
                          "your function. Scores must come back")
+    weights, square = masked.softmax(-1), torch.ones(scores.shape[-2:], dtype=torch.bool)
+    gone, ways = weights == 0, {
+        "nothing is hidden": torch.zeros_like(mask),
+        "it is the wrong way round: what may be seen is hidden, and the rest is not": ~mask,
+        "it is sequence 0's mask, for all of them. Each sequence has its own, mask[0] and mask[1]": mask[:1],
+        "what one sequence hides is hidden in all of them. Each has a mask of its own": mask.any(0, keepdim=True),
+        "queries are counted from key 0 on, as triu(1) does; the mask knows where they stand": square.triu(1),
+        "it hides the past: have queries and keys changed places?": square.tril(-1),
+        "queries and keys have changed places": mask.mT if len(square) == square.shape[1] else ~mask,
+        "it hides a token from itself": square.triu(),
+        "it hides each token from itself, and none of the future": square.triu().tril(),
+        "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2)}
     if (empty := (masked == -INF).all(-1)).any():
-        rows = int(empty.flatten(0, 1).any(0).sum())
+        rows, at = int(empty.flatten(0, 1).any(0).sum()), empty.nonzero()[0].tolist()
+        open_to = (~hidden)[tuple(at)].nonzero().flatten().tolist()
         raise NotYet(f"softmax makes NaN in {rows} of {scores.shape[2]} rows, those in which every key is hidden: " + (
             "every single score is -inf. Which ones must stay?" if empty.all() and scores.shape[2] > 1 else
-            "may a token look at itself?" if ((~hidden).sum(-1)[empty] == 1).all() else
-            "is the mask the wrong way round? What it hides must not be what may be seen"))
-    weights = masked.softmax(-1)
-    gone, square = weights == 0, torch.ones(scores.shape[-2:], dtype=torch.bool)
+            "may a token look at itself?" if len(open_to) == 1 else next(
+                (says for says, way in ways.items() if way.expand_as(scores).equal(masked == -INF)),
+                f"query {at[-1]} may look at keys {', '.join(spans(open_to))}, and yours hides them too")))
     seen = hidden & ~gone
     if seen.any():
         left = f"{int(seen.sum())} of {int(hidden.sum())} hidden keys still get some weight: "
@@ -70,20 +84,12 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
                          "False")
     else:
         left = f"{int((gone & ~hidden).sum())} keys that may be seen are hidden as well: "
-    agree(gone, hidden, {left + says: way.expand_as(hidden) for says, way in {
-        "nothing is hidden": torch.zeros_like(mask),
-        "it is sequence 0's mask, for all of them. Each sequence has its own, mask[0] and mask[1]": mask[:1],
-        "what one sequence hides is hidden in all of them. Each has a mask of its own": mask.any(0, keepdim=True),
-        "queries are counted from key 0 on, as triu(1) does; the mask knows where they stand": square.triu(1),
-        "it hides the past: have queries and keys changed places?": square.tril(-1),
-        "queries and keys have changed places": mask.mT if len(square) == square.shape[1] else ~mask,
-        "it hides a token from itself": square.triu(),
-        "it hides each token from itself, and none of the future": square.triu().tril(),
-        "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2),
-    }.items()}, left + ("head {1}, query {2} sees key {3}, for example. Which line hides the keys?".format(
-        *seen.nonzero()[0].tolist()) if seen.any() else "which entries of the mask are True for them?"))
-    if not masked[~hidden].equal(scores[~hidden]):
-        raise NotYet("scores of keys that may be seen have changed; only the hidden ones may")
+    names = ["sequence", "head", "query", "key"]
+    agree(gone, hidden, {left + says: way.expand_as(hidden) for says, way in ways.items()},
+          left + where(gone, hidden, 0, names, "hidden"))
+    if not (ours := masked[~hidden]).equal(scores[~hidden]):
+        how = related(ours, scores[~hidden], 1e-4) or where(masked, torch.where(hidden, masked, scores), 0, names)
+        raise NotYet(f"scores of keys that may be seen have changed; only the hidden ones may\n{how}")
 
 
 def _added(answer) -> list[Patch]:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from tplab.cache import paged
-from tplab.lesson.attempt import Attempt, NotYet, agree, kind, saying, tensor, whole_numbers
+from tplab.lesson.attempt import Attempt, NotYet, kind, saying, tensor, whole_numbers
+from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.attention import AttentionBatch
 from tplab.patch import Patch
@@ -118,9 +119,12 @@ def _written(table: list[int], before, after, attempt, slots: list[int], start: 
     if wrong:
         at, now = slots.index(wrong[0]), attempt.flatten(0, 1)[wrong[0]]
         held = [start + n for n, slot in enumerate(slots[start:]) if now.equal(after.flatten(0, 1)[slot])]
-        raise NotYet(f"{_place(wrong[0], size)} is position {at}'s, and holds " + (
-            f"position {held[0]}" if held else "what was there before" if now.equal(before.flatten(0, 1)[wrong[0]]) else
-            "none of the new ones"))
+        old, new = (one.flatten(0, 1)[wrong[0]] for one in (before, after))
+        with saying(f"{_place(wrong[0], size)} is position {at}'s, and holds "):
+            if held:
+                raise NotYet(f"position {held[0]}")
+            agree(now, new, {"what was there before": old}, "none of the new ones", dims="KV head", within=1e-9,
+                  parts={"what was there before": old, "what is new": new})
 
 
 def _in_order(found, after, before, slots: list[int]) -> None:
@@ -130,10 +134,10 @@ def _in_order(found, after, before, slots: list[int]) -> None:
         if row.equal(old[slot]) and not row.equal(rows[slot]):
             raise NotYet(f"position {position} comes back as it was before the write: which comes first, writing or "
                          "reading?")
-        if not row.equal(rows[slot]):
-            held = next((_place(at, size) for at, other in enumerate(rows) if other.equal(row)),
-                        "something that is not in the cache")
-            raise NotYet(f"row {position} must be position {position}, at {_place(slot, size)}; yours is {held}")
+        held = next((_place(at, size) for at, other in enumerate(rows) if other.equal(row)),
+                    "something that is not in the cache")
+        agree(row, rows[slot], {}, f"row {position} must be position {position}, at {_place(slot, size)}; yours is "
+              f"{held}", within=1e-9)
 
 
 def _place(slot: int, size: int) -> str:

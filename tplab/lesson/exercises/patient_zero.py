@@ -10,13 +10,14 @@ import torch
 
 from tplab.errors import TplabError
 from tplab.lesson import patient
-from tplab.lesson.attempt import Attempt, NotYet, Uncopied, agree, one_number, saying, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, one_number, saying, several, tensor
+from tplab.lesson.compare import agree
 from tplab.lesson.cuts import judge_part
 from tplab.lesson.exercises.generating import ENDS, Toy, judge_calls
 from tplab.lesson.exercises.heads import LAYOUTS
 from tplab.lesson.exercises.mask import judge_masked, shaped
 from tplab.lesson.exercises.rope_call import fails_aloud, pair
-from tplab.lesson.exercises.rotation import misturned
+from tplab.lesson.exercises.rotation import halves, misturned
 from tplab.lesson.limit import works
 from tplab.lesson.verdict import Setting, exercise
 from tplab.lesson.words import in_words
@@ -35,7 +36,8 @@ def apply_causal_mask(attempt: Attempt, setting: Setting):
                   lambda report: [one.sentence for one in report.diagnoses if one.point.endswith(".attn")])
 
 
-@exercise("shard_weight", "09", takes="loaded, start, size, hidden_size", right=patient.shard_weight,
+@exercise("shard_weight", "09", takes="loaded, start, size, hidden_size",
+          right=patient.shard_weight, spare="hidden_size",
           agreed="the rows of the rank's heads, and of a bias the same numbers")
 def shard_weight(attempt: Attempt, setting: Setting):
     """Weights that are no squares, one that is, and a bias."""
@@ -73,7 +75,7 @@ def extend_cache(attempt: Attempt, setting: Setting):
                                     stored[at].repeat(1, 3, 1, 1),
                                 "the new tokens stand in front": right.roll(stop - start, 2),
                                 "it is the other's: have k and v changed places?": rights[1 - at]},
-                                "it is not what was given")
+                                dims="batch, head, token")
             cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
     return _cures(setting, "attention.extend_cache", attempt, "the text is Hugging Face's, with the cache read",
                   _tokens)
@@ -152,7 +154,10 @@ def apply_rope(attempt: Attempt, setting: Setting):
                     **over_heads},
                     "it is not turned by Hugging Face's angles: which function do cos and sin belong to, and which "
                     "axis do they lie on?" if torch.allclose(ours.norm(dim=-1), x.norm(dim=-1), atol=1e-4) else
-                    f"it changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?")
+                    f"it changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?",
+                    dims="sequence, head, token", made=attempt.made[0], steps={
+                        "the cosines": cos, "the sines": sin, f"{name} times cosine": x * cos,
+                        "the other half": halves(x), "the other half times sine": halves(x) * sin})
     return _cures(setting, "attention.apply_rope", attempt, "no layer leaves Hugging Face any more", lambda report: (
         first := report.first_divergence) and first.name.startswith("layers.") and [_sentence(report)])
 

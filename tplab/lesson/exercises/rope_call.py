@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tplab.lesson.attempt import Attempt, NotYet, agree, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, several, tensor
+from tplab.lesson.compare import agree, is_like
 from tplab.lesson.exercises.rotation import angles, misturned, numbers, turned
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.rope import rotate
@@ -28,10 +29,10 @@ def my_apply_rope(attempt: Attempt, setting: Setting):
 
 
 def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int) -> None:
-    calls, errors = [], []
+    asked, errors = [], []
 
     def watched(*args, **kwargs):
-        calls.append(len(args) + len(kwargs))
+        asked[:] = [*args, *kwargs.values()]
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -44,8 +45,8 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
     found = attempt(SimpleNamespace(rotate=watched), q, k, cos, sin)
     if errors:
         raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}\n"
-                     "and nobody was told: what catches it?")
-    if not calls:
+                     "and your function went on: what catches it?")
+    if not asked:
         raise NotYet("self.rotate was never called: the rotation of the checkpoint's own architecture is to turn q "
                      "and k")
     fails_aloud(lambda failing: attempt(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
@@ -56,9 +57,14 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
             raise NotYet(f"{name} comes back as {list(one.shape)}, for {list(x.shape)}: does a squeeze take more than "
                          "the batch?")
         tensor(one, "tokens, heads, head_dim", x.shape, x.dtype, it=f"{name} comes back as")
+        given = dict(zip(("q", "k", "cos", "sin"), asked))
+        others = [what for what, came in zip(given, (q, k, cos, sin)) if not is_like(given[what], came, 1e-6)]
+        shapes = ", ".join(f"{what} {list(tensor.shape)}" for what, tensor in given.items())
         agree(one, turned(x, angle[:, None]), _confused(name, x, angle),
-              f"{name} is neither turned right nor in one of the usual wrong ways; [tokens, heads, head_dim] = "
-              f"{list(x.shape)}, the same angle for all heads of a token")
+              f"{name} is not turned right: self.rotate was given " + (
+                  f"another {' and '.join(others)} than yours was" if others else
+                  f"{shapes}; it takes [batch, heads, tokens, head_dim] and [batch, tokens, head_dim]"),
+              dims="token, head", made=attempt.made[0], steps={"the result": ()})
 
 
 def pair(found, q: torch.Tensor, k: torch.Tensor) -> list:
@@ -84,7 +90,7 @@ def fails_aloud(call, name: str, idle: str) -> None:
         if not isinstance(error.__cause__, _Failing):
             raise
         return
-    raise NotYet(f"{name} raised an error and nobody heard of it: a rotation that fails must stop the engine. What "
+    raise NotYet(f"{name} raised an error, and your function went on: a rotation that fails must stop the engine. What "
                  "catches it?" if asked else idle)
 
 

@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from tplab.lesson.attempt import Attempt, agree, for_each
+from tplab.lesson.attempt import Attempt, for_each
+from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, original
 
@@ -132,25 +133,14 @@ def my_rope(attempt: Attempt, setting: Setting):
     def check(case):
         (tokens, heads, dim), positions, theta = case
         x, positions = numbers(tokens, heads, dim), torch.tensor(positions)
-        half, right = dim // 2, angles(positions, theta, dim)
+        right = angles(positions, theta, dim)
         cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
-        step = torch.arange(half)
+        speeds = angles(torch.ones(1), theta, dim).flatten()
         known = {
             **misturned(x, cos, sin),
             "every token is turned as if its row were its position; positions says where it stands":
                 turned(x, angles(torch.arange(tokens), theta, dim)),
             f"theta {theta:g} was given; this is right for 10000": turned(x, angles(positions, 10000.0, dim)),
-            "the exponents rise in steps of 1 / head_dim, so theta is reached half as fast: how many pairs are there?":
-                turned(x, positions[:, None, None] * theta ** -(step / dim)),
-            "the exponents rise in steps of 4 / head_dim, so theta is reached twice as fast: head_dim, or half of it?":
-                turned(x, positions[:, None, None] * theta ** -(4 * step / dim)),
-            "the angles are taken for degrees: cos and sin take radians": turned(x, right * math.pi / 180),
-            "the first exponent is not 0: how fast is the first pair?": tuple(turned(
-                x, positions[:, None, None] * theta ** -((2 * step + more) / dim)) for more in (1, 2)),
-            "the exponents have the wrong sign, or stand in reverse: the first pair must be the fastest":
-                (turned(x, positions[:, None, None] * theta ** (2 * step / dim)), turned(x, right.flip(-1))),
-            "all pairs are turned by the same angle: what makes the later ones slower?":
-                turned(x, (positions[:, None, None] * torch.ones(half))),
             "every token is turned one position too far": turned(x, angles(positions + 1, theta, dim)),
             "every token is turned one position too little": turned(x, angles(positions - 1, theta, dim)),
             "all tokens are turned by the angle of the first": turned(x, angles(positions[:1], theta, dim)),
@@ -159,7 +149,11 @@ def my_rope(attempt: Attempt, setting: Setting):
             known |= {"each head has an angle of its own, whatever its token: along which dimension of x do the "
                       "angles run?": turned(x, angles(positions[:heads], theta, dim).transpose(0, 1))}
         found = attempt.tensor(x, positions, theta, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
-        agree(found, turned(x, right), known, _off(found, x, positions, right), within=2e-3)
+        agree(found, turned(x, right), known, _off(found, x, positions, right), within=2e-3, made=attempt.made[0],
+              steps={f"the speeds of the pairs, {', '.join(f'{speed:.3g}' for speed in speeds)}": speeds,
+                     "the angles": (right, torch.cat([right, right], -1)), "their cosines": (right.cos(), cos),
+                     "their sines": (right.sin(), sin), "x times cosine": x * cos, "the other half": halves(x),
+                     "the other half times sine": halves(x) * sin})
 
     size = setting.checkpoint.config.head_dim
     for_each((((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0)), check,

@@ -9,6 +9,7 @@ from tplab.align import align, hf_greedy
 from tplab.faults import fault
 from tplab.lesson.answers import greedy
 from tplab.lesson.attempt import Attempt, NotYet, count_ops, kind, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch, original
@@ -193,9 +194,11 @@ def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
                     "this is the mean of the leaves": [whole / len(leaves)] * size,
                     f"this is {size} times the sum": [whole * size] * size,
                     "this is the mean of the ranks' sums": [whole / size] * size}
+            if says := next((says for says, way in ways.items() if all(map(near, values, way))), ""):
+                raise NotYet(says)
             wrong = next(r for r, value in enumerate(values) if not near(value, whole))
-            raise NotYet(next((says for says, way in ways.items() if all(map(near, values, way))),
-                              f"on rank {wrong} that is not the sum of all leaves: is one left out, or twice there?"))
+            agree(values[wrong], whole, {}, f"on rank {wrong} that is not the sum of all leaves", dims="token",
+                  parts={f"leaf {n}": leaf for n, leaf in enumerate(leaves)})
         if not all(torch.equal(value, values[0]) for value in values):
             raise NotYet("the ranks' results differ in their last bits: each adds in an order of its own")
         if size > 1:

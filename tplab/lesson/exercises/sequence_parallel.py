@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.compare import agree, related, where
 from tplab.lesson.toy_checkpoint import toy_model
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.trace import point
@@ -107,8 +108,12 @@ def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
     def whole(at):
         return sum(part[at % size] for part in parts)
 
-    right = kept(whole)
-    agree(torch.cat(values).float(), right, {
+    right, found, parted = kept(whole), torch.cat(values).float(), {}
+    if len(set(sizes)) == 1:  # then rows of another rank can stand where a rank's own belong
+        right, found = (one.view(size, sizes[0], -1) for one in (right, found))
+        parted = {f"rank {r}'s summand of rank {of}'s rows": parts[r][of] for of in range(size) for r in range(size)}
+    agree(found, right, {says: tuple(one.view_as(right) for one in (way if isinstance(way, tuple) else (way,))
+                                     if one.numel() == right.numel()) for says, way in {
         "each rank returns its own summand of its rows: who adds the others'?": kept(lambda r: parts[r][r]),
         "each rank ends with the sum of the next rank's rows: with whose rows must a rank begin?":
             kept(lambda r: whole(r + 1)),
@@ -123,9 +128,10 @@ def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
             kept(lambda r: whole(r - 1) + parts[r][r - 1])),
         **({_CUT: torch.cat([sum(parts[r][r] for r in range(size))] * size)} if len(set(sizes)) == 1 else {}),
         f"the sum is divided by {size}": right / size,
-        f"the sum is in it {size} times": right * size},
-        "wrong, and by none of the usual mistakes: write down, for two ranks, which rows each rank holds after each "
-        "message", within=3e-2 if x.dtype == torch.bfloat16 else 1e-4)
+        f"the sum is in it {size} times": right * size}.items()},
+        dims="rank, row" if parted else "row", parts=parted or {
+            f"rank {r}'s summand": x[r].float() for r in range(size)},
+        within=3e-2 if x.dtype == torch.bfloat16 else 1e-4)
     for number, ((_, sent), log) in enumerate(ran):
         if len(log) > 2 * len(sent):  # pass_on has two for each message
             raise NotYet(f"the sum is right, and rank {number} calls {', '.join({record.op for record in log})}, which "
@@ -205,14 +211,14 @@ class _Toy:
     def mlp(self, r: int, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x) @ self.up[r] + self.bias * (r == 0)
 
-    def called(self, attempt: Attempt) -> tuple[object, list[tuple[str, int]]]:
-        """On a rank: what the answer returns, and which part it has called with how many rows."""
+    def called(self, attempt: Attempt) -> tuple[object, list[tuple[str, torch.Tensor]]]:
+        """On a rank: what the answer returns, and which part it has called with which rows."""
         r, seen = rank(), []
 
         def part(name: str, of: Callable):
             def call(x):
-                seen.append((name, len(tensor(x, "rows, hidden", (len(x), self.x.shape[1]), self.dtype,
-                                              it=f"{name} is given"))))
+                seen.append((name, tensor(x, "rows, hidden", (len(x), self.x.shape[1]), self.dtype,
+                                          it=f"{name} is given").clone()))
                 if name in ("attention", "mlp") and len(x) != len(self.x):
                     raise NotYet(f"{name} is given {len(x)} of {len(self.x)} rows: its heads and columns are this "
                                  "rank's, so it needs the rows of all")
@@ -248,11 +254,30 @@ class _Toy:
         own = self.own_rows(summands).split(self.sizes)
         return torch.cat([sum(own)] * len(own)) if len(set(self.sizes)) == 1 else torch.cat(own)
 
+    def given(self, calls: list[list[tuple[str, torch.Tensor]]]) -> str:
+        """The first part that is given other rows than it must get, of the rank's calls."""
+        ranks, x = range(len(self.sizes)), self.x
+        between = x + sum(self.attention(r, self.norm(0, x)) for r in ranks)
+        right = {"input_norm": x, "attention": self.norm(0, x), "post_norm": between, "mlp": self.norm(1, between)}
+        for r, seen in enumerate(calls):
+            for at, (name, rows) in enumerate(seen):
+                wanted = right[name] if len(rows) == len(x) else right[name].split(self.sizes)[r]
+                if [one for one, _ in seen[:at]].count(name):
+                    return f"on rank {r}, {name} is called {sum(one == name for one, _ in seen)} times: once is enough"
+                if len(rows) != len(wanted):
+                    return f"on rank {r}, {name} is given {len(rows)} rows; {len(wanted)} are a rank's own"
+                if not torch.allclose(rows.float(), wanted.float(), 0, 6e-2):
+                    how = [of(rows.double(), wanted.double(), 6e-2, ["row"]) for of in (related, where)]
+                    fine = f"; what is right is given to {', '.join(one for one, _ in seen[:at])}" * bool(at)
+                    return f"on rank {r}, {name} is given other rows than it must get{fine}\n{how[0] or how[1]}"
+        return f"each part gets the right rows, {', '.join(right)}: what is added to what behind them?"
+
     def judge(self, ran: list) -> None:
         size, values, x = len(self.sizes), [], self.x
         for number, ((value, _), _) in enumerate(ran):
             with saying(f"on rank {number} "):
                 values.append(tensor(value, "rows kept, hidden", (self.sizes[number], x.shape[1]), self.dtype))
+        within = 6e-2 if self.dtype == torch.bfloat16 else 1e-4
         agree(torch.cat(values), self.layer(), {
             "it comes back as it went in": x,
             "the first residual is missing": self.layer(first=0.0),
@@ -272,13 +297,12 @@ class _Toy:
             _CUT: self.with_sums(self.cut_first),
             "the MLP is missing": self.layer(sums=(sum, lambda summands: 0)),
             "attention is missing": self.layer(sums=(lambda summands: 0, sum))},
-            "wrong, and by none of the usual mistakes: which rows does each of the four parts get, and what is added "
-            "to what?", within=6e-2 if self.dtype == torch.bfloat16 else 1e-4)
+            self.given([seen for (_, seen), _ in ran]), within=within)
         for number, ((_, seen), log) in enumerate(ran):
-            for name, rows in seen:
-                if "norm" in name and rows > self.sizes[number]:
-                    raise NotYet(f"the rows are right, and on rank {number} {name} is given {rows} rows, of which it "
-                                 f"keeps {self.sizes[number]}: normalise before you gather")
+            for name, given in seen:
+                if "norm" in name and len(given) > self.sizes[number]:
+                    raise NotYet(f"the rows are right, and on rank {number} {name} is given {len(given)} rows, of "
+                                 f"which it keeps {self.sizes[number]}: normalise before you gather")
             ops = sorted(record.op for record in log)
             if ops != ["all_gather"] * 2 + ["reduce_scatter"] * 2:
                 said = ", ".join(f"{ops.count(op)} × {op}" for op in dict.fromkeys(ops)) or "no collective"

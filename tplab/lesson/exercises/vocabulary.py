@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from tplab.lesson.attempt import Attempt, NotYet, agree, count_ops, for_each, on_ranks, saying, tensor
+from tplab.lesson.attempt import Attempt, NotYet, count_ops, for_each, on_ranks, saying, tensor
+from tplab.lesson.compare import agree
+from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch
 from tplab.ranks import rank
@@ -35,13 +37,13 @@ def my_embedding(attempt: Attempt, setting: Setting):
     """Eleven words on two and on three ranks, in bfloat16 too, and words of one rank alone; then in the engine."""
     def check(case):
         size, words, dtype = case
-        weight, ids = torch.arange(1.0, 56.0).sin().view(11, 5).to(dtype), torch.tensor(words)
+        weight, ids = numbers(11, 14).to(dtype), torch.tensor(words)
         parts = split_evenly(11, size)
 
         def look_up():
             rows = parts[rank()]
             found = attempt(ids, weight[rows.start:rows.stop], rows)
-            return tensor(found, "tokens, hidden", (len(ids), 5), weight.dtype)
+            return tensor(found, "tokens, hidden", (len(ids), 14), weight.dtype)
 
         waits = "must a rank that owns none of the tokens not come to the sum as well?"
         ran = on_ranks(size, look_up, waits=waits, asks={
@@ -49,7 +51,7 @@ def my_embedding(attempt: Attempt, setting: Setting):
                           f"{len(parts[1]) - 1}: which row is word {parts[1].start}, and which is a word that lives "
                           "elsewhere?"})
         for r, (found, ops) in enumerate(ran):
-            _looked_up(f"rank {r} of {size}", found, weight, ids, parts, bool(ops))
+            _looked_up(f"rank {r} of {size}", found, weight, ids, parts, bool(ops), attempt.made[r])
         count_ops(ran, {"all_reduce": 1})
 
     words = [10, 0, 6, 3, 4, 1, 7, 5]
@@ -58,8 +60,8 @@ def my_embedding(attempt: Attempt, setting: Setting):
     setting.align()
 
 
-def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
-    owner, n = {word: r for r, rows in enumerate(parts) for word in rows}, len(parts)
+def _looked_up(who: str, found, weight, ids, parts, talked: bool, made) -> None:
+    owner = {word: r for r, rows in enumerate(parts) for word in rows}
 
     def same(row, other):
         return torch.allclose(row, other, atol=1e-6)
@@ -69,14 +71,13 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
         raise NotYet(f"{who} gets for word {word} the row of word {other}: rank {owner[word]}'s rows begin with word "
                      f"{parts[owner[word]].start}. Is it just that which you subtract?")
     for word, row in wrong:
-        raise NotYet(f"{who} gets for word {word}, which lives on rank {owner[word]}, " + (
-            "NaN: what can be added without a trace?" if row.isnan().any() else
-            f"its row {n} times: is something added up that was whole already?" if same(row, weight[word] * n) else
-            "its row with the other sign" if same(row, -weight[word]) else
-            "zeros: does its owner add its row to the sum?" if not row.any() and talked else
-            "zeros: who tells it what the other ranks have looked up?" if not row.any() else
-            f"its row divided by {n}: how many ranks have looked it up?" if same(row * n, weight[word]) else
-            "a sum with rows of other words: what does a rank add for a word that it does not have?"))
+        with saying(f"{who} gets for word {word}, which lives on rank {owner[word]}, "):
+            if row.isnan().any() or not row.any():
+                raise NotYet("NaN: what can be added without a trace?" if row.any() else
+                             "zeros: does its owner add its row to the sum?" if talked else
+                             "zeros: where does it get what the other ranks have looked up?")
+            agree(row, weight[word], {}, "other numbers: what does a rank add for a word that it does not have?",
+                  parts={f"row {n} of the embedding": one for n, one in enumerate(weight)}, within=1e-3)
 
 
 @exercise("my_head_logits", "06", takes="hidden, weight_here, sizes", place="makes logits", alone=_ALONE,
@@ -94,11 +95,12 @@ def my_head_logits(attempt: Attempt, setting: Setting):
             return attempt(hidden, weight[parts[rank()].start:parts[rank()].stop], sizes)
 
         ran = on_ranks(size, logits, waits="Every rank needs the logits of all words", asks={
+            "sizes": f"{sizes} words: sizes says how many of them each rank has, in the order of the ranks",
             "calls all_reduce": f"{sizes} words: a sum adds up numbers of the same word; these are different words' "
                                 "logits. What puts them side by side?",
             "different collectives": f"{sizes} words: how does a rank hear how many the others send?"})
         for r, (found, _) in enumerate(ran):
-            _whole(f"rank {r} of {size}", found, right, parts)
+            _whole(f"rank {r} of {size}", found, right, parts, parts[r], attempt.made[r])
         count_ops(ran, {"all_gather": 1})
         (sent,) = ran[0][1]
         if math.prod(sent.shape) > right.numel():
@@ -109,7 +111,7 @@ def my_head_logits(attempt: Attempt, setting: Setting):
     setting.align()
 
 
-def _whole(who: str, found, right, parts) -> None:
+def _whole(who: str, found, right, parts, own_rows: range, made) -> None:
     own = [len(rows) for rows in parts]
     with saying(f"{who}: "):
         columns = found.shape[1] if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == 3 else 0
@@ -131,7 +133,8 @@ def _whole(who: str, found, right, parts) -> None:
             "it has the ranks' words in another order: column 0 must be token 0, which lives on rank 0": turned,
         }, "no column is right: logits are the products of hidden with the rows of the head, and nothing else"
            if wrong.all() else f"{int(wrong.sum())} of {right.shape[1]} columns are wrong, the first is token {first}'s"
-           f", which lives on rank {owner}; which rows of the head made it?", within=1e-5)
+           f", which lives on rank {owner}; which rows of the head made it?", within=1e-5, dims="token, word",
+           made=made, steps={"the logits of this rank's words": right[:, own_rows.start:own_rows.stop]})
 
 
 @exercise("my_best_offer", "06", takes="offer_here", place="decides for a token",
@@ -179,7 +182,7 @@ def _decided(answer: list[int], table: torch.Tensor, ids: torch.Tensor) -> None:
     others = " to this sequence" if answer[row] in ids else ""
     said = f"sequence {row} of {len(right)}: {answer[row]} comes back, where {right[row]} has the best score"
     agree(answer, right, {
-        f"{said}. NaN counts as the largest, as in torch.argmax, or nobody would hear of it":
+        f"{said}. NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
             offers(table.nan_to_num(-1e9).argmax(1)),
         f"{said}. Two scores differ in the twelfth digit: have they lost digits on the way?":
             offers(table.float().argmax(1)),
@@ -191,6 +194,8 @@ def _decided(answer: list[int], table: torch.Tensor, ids: torch.Tensor) -> None:
            offers(torch.tensor([r])) for r in range(size if len(right) > 1 else 0)},
         f"{said}. That is the worst one": offers(table.argmin(1)),
         f"{said}. That is the largest without its sign": offers(table.abs().argmax(1)),
+        f"{said}. That is the number of the rank with the best score; which token does it offer?": best,
+        f"{said}. That is the best score, cut to a whole number": table.amax(1).long(),
     }, f"{said}. Is every rank's offer looked at?" if answer[row] in ids[row] else
-        f"sequence {row} of {len(right)}: {answer[row]} comes back, which nobody offered{others}; the offered tokens "
-        f"are {ids[row].tolist()}", within=1e-9)
+        f"sequence {row} of {len(right)}: {answer[row]} comes back, which no rank offered{others}; the ranks offered "
+        f"tokens {ids[row].tolist()} with scores {table[row].tolist()}", within=1e-9)

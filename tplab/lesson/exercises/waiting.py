@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tplab.lesson.attempt import Attempt, NotYet, agree, for_each, on_ranks, saying, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, several, tensor
+from tplab.lesson.compare import agree
 from tplab.lesson.exercises.sequence_parallel import in_the_engine
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
@@ -68,7 +69,7 @@ def my_overlapped_row_parallel(attempt: Attempt, setting: Setting):
         x, weight = (torch.randn(size, many, inputs, generator=generator).to(dtype) for many in (tokens, outputs))
         with applied(*WATCHED), saying(f"{tokens} tokens in {parts} part{'s' * (parts > 1)}, {size} ranks: "):
             ran = on_ranks(size, _computed, attempt, x, weight, parts, waits=_WAITS, asks=_ASKS)
-            _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts)
+            _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts, attempt.made[0])
 
     for_each(PRODUCTS, check, lambda case: f"{case[3]} parts")
     check(PRODUCTS[1], torch.bfloat16)
@@ -83,7 +84,7 @@ def _computed(attempt: Attempt, x, weight, parts: int) -> tuple[object, list[str
     return value, [what for what, _ in state.pop("seen")]
 
 
-def _judge_parts(ran: list, summands: torch.Tensor, parts: int) -> None:
+def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
     size, right, values = len(summands), summands.sum(0), []
     for number, ((value, _), _) in enumerate(ran):
         with saying(f"on rank {number} "):
@@ -103,7 +104,10 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int) -> None:
         f"this is {size} times the sum: is something added up that was whole already?": size * right.expand_as(found),
         f"the summands are averaged: this is the sum divided by {size}": right.expand_as(found) / size,
         "there are only zeros: is a tensor added up that was never written?": torch.zeros_like(found)},
-        "wrong, and by none of the usual mistakes: which rows of x make a part, and where do they belong?", within=near)
+        dims="rank, token", within=near, made=made, steps={
+            f"part {n}'s product": part for n, part in enumerate(summands[0].chunk(parts))} | {
+            f"part {n}'s sum": part for n, part in enumerate(right.chunk(parts))},
+        parts={f"rank {r}'s summand": own for r, own in enumerate(summands)})
     if not starts:
         raise NotYet("the result is right, and no sum is started: all_reduce(…, async_op=True) returns at once, and "
                      "its wait() later")
@@ -199,10 +203,15 @@ def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: i
     def begin(t):
         return t[:len(one)] if len(t) >= len(one) else t.new_empty(0)
 
+    if one.isnan().any():
+        raise NotYet(f"there is NaN in the sum of part {i}: what stood in the buffer before, or behind the part, is in "
+                     "it")
     others = [j for j in range(len(sums)) if j != i]
     agree(one, sums[i], {
         f"part {i} is this rank's own summand: it is copied out before its wait()": own[i],
         **{f"in the place of part {i}'s sum stands what part {j} makes: its buffer takes part {j} before the sum of "
            f"part {i} is made and copied out": (begin(sums[j]), size * begin(sums[j]), begin(own[j])) for j in others},
         f"the sum of part {i} is in it {size} times: it is started twice": size * sums[i]},
-        f"the sum of part {i} is wrong: which rows of the buffer does it take?")
+        f"the sum of part {i} is wrong: which rows of the buffer does it take?", dims="row",
+        parts={f"the sum of part {i}": sums[i], "this rank's own summand": own[i],
+               **{f"the sum of part {j}": sums[j] for j in others if sums[j].shape == sums[i].shape}})

@@ -1,7 +1,6 @@
 """Notebook 06: a whole decoder layer from an empty cell, judged point by point as the recording of an engine."""
 
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -12,6 +11,7 @@ from tplab.align.judge import judge
 from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
 from tplab.lesson.attempt import Attempt, NotYet, guarded, kept, on_ranks, saying, tensor
+from tplab.lesson.compare import Made, right_lines
 from tplab.lesson.own_engine import layer_fits, written
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, toy_model
 from tplab.lesson.verdict import Setting, exercise, in_learners_words
@@ -91,7 +91,9 @@ def _in_steps(attempt: Attempt, toy: Checkpoint, plan: ShardPlan) -> tuple[list[
         for start, stop in pairwise(STEPS):
             steps.append(points := _Points(stop - start, here, toy.config))
             points.given = embed[start:stop]
-            out = guarded(layer, *(x[start:stop].clone() for x in (embed, cos[0], sin[0])), points)
+            with Made() as made:
+                out = guarded(layer, *(x[start:stop].clone() for x in (embed, cos[0], sin[0])), points)
+            points.made = made.found
             points.keep("output", out, "what it returns")
         own = sum(4 * weight.numel() for weight in load_model(toy, plan).layers[0].parameters())
     return steps, counted.taken.total(), own
@@ -113,71 +115,60 @@ def _examine(ranks: list[list[_Points]], toy: Checkpoint, plan: ShardPlan) -> No
     found, shown = diagnose(report), ranks[0][0]
     name = (found.point or "").rpartition(".")[2]
     says = in_learners_words(found)
-    if found.fault is None or found.point in report.evidence and report.evidence[found.point].ours.isnan().any():
-        _, right, _ = report.evidence[found.point]
-        for trace, here in zip(traces, plan.ranks):
-            seen = {key.removeprefix("layers.0."): value for key, value in trace.items()}
-            says = next((why for why, guess in _ways(name, seen, right, here, plan, toy) if guess.shape == seen[
-                name].shape and torch.allclose(guess, seen[name], atol=1e-4, equal_nan=True)), says)
     before = names[:names.index(name)] if name in names else []
     on = f"on rank {', '.join(map(str, found.ranks))}, " * bool(found.ranks)
-    raise NotYet(f"{on}{shown[name][1] if name in shown else name}: {says}\n" + (
-        f"Right up to {shown[before[-1]][1].removeprefix('point ')}" if before else "It is the first point"
-        if name == POINTS[0] else "Nothing before it was shown: call point(…) on the way"))
+    fine = (f"Right up to {shown[before[-1]][1].removeprefix('point ')}" if before else "It is the first point"
+            if name == POINTS[0] else "Nothing before it was shown: call point(…) on the way")
+    raise NotYet(f"{on}{shown[name][1] if name in shown else name}: {says}\n{fine}\n"
+                 f"{_on_the_way(name, ranks, traces, plan, toy)}".rstrip())
 
 
-def _ways(name: str, seen: dict[str, torch.Tensor], right: torch.Tensor, here: RankShard, plan: ShardPlan,
-          toy: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the table of mistakes has no name for: in the order of a cache, over the rows of a step, in the sums."""
-    if name == "attn" and {"q_rope", "k_rope", "v"} <= seen.keys():
-        yield "k stands in front of those in the cache, v behind them", _attended(seen, here, k_first=True)
-        yield "v stands in front of those in the cache, k behind them", _attended(seen, here, v_first=True)
-        yield "the new keys and values stand in front of the old ones", _attended(seen, here, True, True)
-        yield ("the mask is the wrong way round: it hides what is there, and shows what comes",
-               _attended(seen, here, hides=lambda key, query: key <= query))
-        yield ("the mask comes after the softmax, so the weights that are left do not add up to 1",
-               _attended(seen, here, weigh=lambda scores, hidden: scores.softmax(-1).masked_fill(hidden, 0)))
-        yield "values stand behind cached keys: is v put behind k?", _attended(seen | {"old_v": seen["k_rope"]}, here)
-        if "k" in seen:
-            yield "the keys are those from before the rotation", _attended(seen | {"k_rope": seen["k"]}, here)
+def _on_the_way(name: str, ranks: list[list[_Points]], traces: list[dict], plan: ShardPlan, toy: Checkpoint) -> str:
+    """Which steps to a point are right, of the first rank and step whose lines have made less than all."""
     with toy.reader() as files:
         weights = {key.removeprefix(_AT): files[key][:] for key in toy.tensors if key.startswith(_AT)}
+    for steps, trace, here in zip(ranks, traces, plan.ranks):
+        seen = {key.removeprefix("layers.0."): value for key, value in trace.items()}
+        for points, (start, stop) in zip(steps, pairwise(STEPS)):
+            try:
+                wanted = _steps(name, seen, weights, here, toy.config, start, stop)
+            except KeyError:  # a point that was not shown
+                return ""
+            said = right_lines({**wanted, "the result": ()}, points.made, 1e-4) if wanted else ""
+            if "What comes" not in said:
+                return said and f"{said}, in the step with tokens {start} to {stop - 1}"
+    return ""
+
+
+def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start: int, stop: int) -> dict:
+    """What a right layer makes between the points before it, as they were shown, and this one."""
+    d, now = config.head_dim, slice(start, stop)
     if name in ("input_norm", "post_norm"):
-        key, source = ("input", "embed") if name == "input_norm" else ("post_attention", "residual")
-        first = seen.get("input_norm", seen[source])
-        for x, what in ((seen[source], ""), (first, "it reads what the first norm made")):
-            for dims, over in ((-1, ""), (0, "one mean is taken over the tokens, for each number"),
-                               ((0, 1), "one mean is taken over all tokens; each has its own")):
-                normed = torch.cat([part * (part.pow(2).mean(dims, keepdim=True) + toy.config.rms_norm_eps).rsqrt()
-                                    for part in x.split([b - a for a, b in pairwise(STEPS)])])
-                yield what or over, normed * weights[f"{key}_layernorm.weight"]
-                yield "the weight is added, and it is a factor", normed + weights[f"{key}_layernorm.weight"]
-    if into := {"o_proj": "embed", "mlp": "residual"}.get(name):
-        size = len(plan.ranks)
-        yield (f"the residual is in it {size} times: it is added on every rank, before the sum",
-               right + size * seen.get(into, right))
-    if name == "mlp" and "post_norm" in seen:
-        gate, up = (seen["post_norm"] @ weights[f"mlp.{one}_proj.weight"].T for one in ("gate", "up"))
-        act, down = torch.nn.functional.silu(gate) * up, weights["mlp.down_proj.weight"]
-        yield "every rank takes the first columns of down_proj", sum(
-            act[:, one.mlp.start:one.mlp.stop] @ down[:, :len(one.mlp)].T for one in plan.ranks)
-        yield "every rank takes the first rows of gate and up, and the first columns of down", sum(
-            act[:, :len(one.mlp)] @ down[:, :len(one.mlp)].T for one in plan.ranks)
-
-
-def _attended(seen: dict, here: RankShard, k_first: bool = False, v_first: bool = False, hides=torch.gt,
-              weigh=lambda scores, hidden: scores.masked_fill(hidden, float("-inf")).softmax(-1)) -> torch.Tensor:
-    """Attention of a rank in the steps, with another order in its cache, another mask, another softmax."""
-    q, k, v, reads, rows = seen["q_rope"], seen["k_rope"], seen["v"], list(here.kv_for_q), []
-    keys, values = [], []
-    for start, stop in pairwise(STEPS):
-        now = list(range(start, stop))
-        keys, values = (now + keys if k_first else keys + now), (now + values if v_first else values + now)
-        v_here = torch.cat([seen.get("old_v", v)[:start], v[start:stop]])[values]
-        scores = torch.einsum("qhd,khd->hqk", q[now], k[keys][:, reads]) * q.shape[-1] ** -0.5
-        hidden = hides(torch.arange(stop), torch.tensor(now)[:, None])
-        rows.append(torch.einsum("hqk,khd->qhd", weigh(scores, hidden), v_here[:, reads]))
-    return torch.cat(rows)
+        x = seen["embed" if name == "input_norm" else "residual"][now]
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return {"the mean of the squares": mean, "x by its root": x * torch.rsqrt(mean + config.rms_norm_eps)}
+    if name in ("q", "k", "v"):
+        heads, proj = getattr(here, layout(name)), f"self_attn.{name}_proj."
+        rows = slice(heads.start * d, heads.stop * d)
+        product = seen["input_norm"][now] @ weights[f"{proj}weight"][rows].T
+        return {f"x times this rank's rows of {name}_proj": (product, product + weights[f"{proj}bias"][rows])}
+    if name == "attn":
+        reads = list(here.kv_for_q)
+        k, v = seen["k_rope"][:stop], seen["v"][:stop]
+        scores = torch.einsum("qhd,khd->hqk", seen["q_rope"][now], k[:, reads]) * d ** -0.5
+        masked = scores.masked_fill(torch.arange(stop) > torch.arange(start, stop)[:, None], float("-inf"))
+        return {"k of all tokens so far": (k, k[:, reads]), "the scaled scores": scores, "the masked scores": masked,
+                "the weights": masked.softmax(-1), "v of all tokens so far": (v, v[:, reads])}
+    if name == "o_proj":
+        columns = slice(here.q_heads.start * d, here.q_heads.stop * d)
+        return {"this rank's summand": seen["attn"][now].flatten(1) @ weights["self_attn.o_proj.weight"][:, columns].T}
+    if name == "mlp":
+        mlp = slice(here.mlp.start, here.mlp.stop)
+        gate, up = (seen["post_norm"][now] @ weights[f"mlp.{one}_proj.weight"][mlp].T for one in ("gate", "up"))
+        act = torch.nn.functional.silu(gate) * up
+        return {"its columns of gate": gate, "its columns of up": up, "silu(gate) · up": act,
+                "this rank's summand": act @ weights["mlp.down_proj.weight"][:, mlp].T}
+    return {}
 
 
 def _cost(number: int, read: int, own: int, ops: list[str]) -> None:
