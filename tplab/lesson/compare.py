@@ -83,9 +83,10 @@ def where(value, right, most: float, names: Sequence[str], true: str = "True") -
         return ""
     at, parted = wrong.nonzero()[0].tolist(), []
     for dim, name in enumerate(names):
-        bad = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist()
+        bad = wrong.movedim(dim, 0).reshape(value.shape[dim], -1).any(1).nonzero().flatten().tolist()
         if len(bad) < value.shape[dim]:
-            parted.append(f"{name}{'s' * (len(bad) > 1)} {', '.join(spans(bad)[:4])} of {value.shape[dim]}")
+            many = name.removesuffix("y") + ("ies" if name.endswith("y") else "s")
+            parted.append(f"{many if len(bad) > 1 else name} {', '.join(spans(bad)[:4])} of {value.shape[dim]}")
     first = ", ".join(f"{name} {i}" for name, i, size in zip(_all(names, value), at, value.shape) if size > 1)
     yours, must = (one[tuple(at)].item() for one in (value, right))
     yours, must = ((true if one else f"not {true}" for one in (yours, must)) if isinstance(must, bool) else
@@ -146,6 +147,8 @@ def made_of(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
 
     ``parts``: ``{name: tensor}`` of the shape of ``value``, or of one that can be expanded to it.
     """
+    if not value.isfinite().all():
+        return ""
     terms = torch.stack([one.double().expand_as(value) for one in parts.values()], -1)
     for own in range(value.dim()):  # so many leading dimensions have counts of their own
         a, lead = terms.flatten(own, -2), value.shape[:own]
@@ -157,10 +160,11 @@ def made_of(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
             yours, must = (count[..., 0] for count in times)
             at, *_ = [*((yours - must).abs().amax(-1) > 1e-3).nonzero().tolist(), [0] * own]
             label = ", ".join(f"{name} {i}" for name, i, size in zip(names, at, lead) if size > 1)
-            counts = {name: tuple(f"{0.0 if abs(c) < 1e-4 else c:.3g}" for c in pair) for name, pair in zip(
-                parts, zip(yours[tuple(at)].tolist(), must[tuple(at)].tolist()))}
-            said = [f"{_joined([*alike])} {c} times (right: {r})" for (c, r), alike in groupby(counts, counts.get)
-                    if c != r]
+            counts = [(*(f"{0.0 if abs(c) < 1e-4 else c:.3g}" for c in pair), *name.rpartition(" ")) for name, *pair in
+                      zip(parts, yours[tuple(at)].tolist(), must[tuple(at)].tolist())]
+            said = [f"{_joined([''.join(name) for *_, name in alike])} {c} times (right: {r})"
+                    for (c, r, _), alike in groupby(((c, r, kind, (kind, *rest)) for c, r, kind, *rest in counts),
+                                                    lambda one: one[:3]) if c != r]
             return f"In yours{label and ', at '}{label}, {', '.join(said[:4])}" if said else ""
     return ""
 
@@ -174,14 +178,15 @@ def _joined(names: Sequence[str]) -> str:
 def right_lines(steps: Mapping[str, object], made: Lines, most: float) -> str:
     """Which of the ``steps`` to ``"the result"`` the learner's lines have made; a step that can be made in several ways
     is a tuple."""
-    lines = {name: next((line for line, one in made if any(is_like(one, each, most) for each in (
-        step if isinstance(step, tuple) else [step]))), 0) for name, step in steps.items()}
+    several = {name: step if isinstance(step, tuple) else (step,) for name, step in steps.items()}
+    lines = {name: next((line for line, one in made if any(is_like(one, each, most) for each in some)), 0)
+             for name, some in several.items() if name == "the result" or some[0].numel() > 1}
     if lines.pop("the result"):
         line = next(line for line, one in made if is_like(one, steps["the result"], most))
         return f"Your line {line} makes the right result: what becomes of it?"
     found, missing = ([name for name, line in lines.items() if bool(line) == is_there] for is_there in (True, False))
     if not found:
-        return f"None of your lines makes {missing[0]}" * bool(missing)
+        return f"None of your lines makes {missing[0]}" if missing else ""
     behind = [name for name in missing if [*lines].index(name) > [*lines].index(found[-1])]
     return "Right in yours: " + ", ".join(f"{name} (line {lines[name]})" for name in found) + (
         f"; not found: {', '.join(dict.fromkeys([missing[0], *behind[:1]]))}" if missing else

@@ -114,9 +114,10 @@ ANSWERS = {
     "my_linears": [
         Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T + bias)",
               "the bias is in it 2 times, once for each rank"),
-        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)", "the bias is missing"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)",
+              "the bias counts 0 times (right: 1)"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T) + bias + 0.5",
-              "wrong on every rank, by up to 0.5 where the numbers go up to"),
+              "Every number is off by +0.5"),
         Wrong(_LINEARS + "    return x @ up[start:stop].T @ down[:, start:stop].T + bias",
               "each rank returns its own summand. Who adds them up?"),
         Wrong(_LINEARS + "    y = x @ up[start:stop].T @ down[:, start:stop].T\n    all_reduce(y.clone())\n"
@@ -129,7 +130,7 @@ ANSWERS = {
               "the result is right, and the op log holds no collective. Has every rank computed everything?"),
         Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T / size) + bias",
               "a rank multiplies 384 times where its share is 192"),
-        Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T) + bias", "is something added up that was whole"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T) + bias", "inner feature 0 to inner feature 7 count"),
         Wrong(_LINEARS + "    y = all_gather(x @ up[start:stop].T)\n    return y @ down.T + bias",
               "the op log holds 1 × all_gather. One sum is enough"),
         Wrong("""
@@ -137,20 +138,20 @@ ANSWERS = {
                   here = len(up) // world_size()
                   start = rank() * here
                   return all_reduce(x @ up[start:start + here].T @ down[:, start:start + here].T) + bias
-              """, "the 9 inner features do not divide by 2, and feature 8 went lost"),
+              """, "inner feature 8 counts 0 times (right: 1)"),
         Wrong("""
               def my_linears(x, up, down, bias):
                   here, left = divmod(len(up), world_size())
                   start = rank() * here
                   stop = start + here + (left == 1 and rank() == world_size() - 1)
                   return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T) + bias
-              """, "the 11 inner features do not divide by 3, and features 9–10 went lost"),
+              """, "inner feature 9 and inner feature 10 count 0 times (right: 1)"),
         Wrong(_LINEARS + "    y = all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)\n"
-              "    return y / size + bias", "averaged: this is the sum divided by 2"),
+              "    return y / size + bias", "inner feature 0 to inner feature 7 count 0.5 times"),
         Wrong(_LINEARS + "    y = x @ up[:stop - start].T @ down[:, :stop - start].T\n    return all_reduce(y) + bias",
-              "every rank has used the first share of the weights"),
+              "inner feature 0 to inner feature 3 count 2 times (right: 1"),
         Wrong(_LINEARS + "    y = all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)\n"
-              "    return y + bias if rank() == 0 else y", "right on rank 0, wrong on rank 1"),
+              "    return y + bias if rank() == 0 else y", "the bias counts 0 times (right: 1)"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop] @ down[:, start:stop].T) + bias",
               "mat1 and mat2 shapes cannot be multiplied"),
         Wrong(_LINEARS + "    y = x @ up[start:stop].T @ down[:, start:stop].T\n"

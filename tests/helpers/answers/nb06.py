@@ -14,16 +14,16 @@ ANSWERS = {
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   return all_reduce(weight_here[(ids - rows.start).clamp(0, len(rows) - 1)])
-              """, "what does a rank add for a word that it does not have?"),
+              """, "row, of rank 0, counts 1 times (right: 0)"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   return all_reduce(weight_here[ids % len(rows)])
-              """, "what does a rank add for a word that it does not have?"),
+              """, "row, of rank 0, counts 1 times (right: 0"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
                   return weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
-              """, "zeros: who tells it what the other ranks have looked up?"),
+              """, " rank 1, zeros: where does it get what the other ranks have looked up?"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   first = rank() * len(rows)
@@ -35,7 +35,7 @@ ANSWERS = {
                   here = (ids >= rows.start) & (ids < rows.stop)
                   found = weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
                   return all_reduce(found) / world_size()
-              """, "its row divided by 2: how many ranks have looked it up?"),
+              """, "Every number is 0.5 times what it must be"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
@@ -159,7 +159,7 @@ ANSWERS = {
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, :, 0].argmax(-1)
-              """, "comes back, which nobody offered"),
+              """, "That is the number of the rank with the best score; which token does it offer?"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
@@ -206,7 +206,7 @@ ANSWERS = {
                           if score > top:
                               top, best[row] = score, token
                   return best
-              """, "0 comes back, which nobody offered"),
+              """, "; the ranks offered tokens [10, 50, 90] with scores [-8.0, -2.0, -7.0]"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))

@@ -144,7 +144,7 @@ ANSWERS = {
               def my_spread(x):
                   highest = all_gather(x.max()[None])
                   return (highest.max() - highest.min()).item()
-              """, "1.75: it compares each rank's largest number, and they differ elsewhere"),
+              """, "None of your lines makes the numbers of all ranks"),
         Wrong("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
@@ -191,7 +191,7 @@ ANSWERS = {
         Wrong("""
               def my_spread(x):
                   return (all_gather(x).max() - all_gather(x).min()).item()
-              """, "0: it is between any two numbers; the same place on two ranks is meant"),
+              """, "not found: the numbers of all ranks, the differences at each place"),
         Wrong("def my_spread(x): return all_gather(x, rank())", "the ranks meet in different collectives"),
         Right("""
               def my_spread(x):

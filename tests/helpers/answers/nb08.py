@@ -32,7 +32,7 @@ ANSWERS = {
                   total = torch.tensor([float(sum(lengths)), len(lengths)])
                   all_reduce(total)
                   return total[0] / len(lengths) if lengths else total[0] / total[1]
-              """, "of all requests is 5. That is the sum, divided by the number of ranks"),
+              """, "quests' lengths add up to 15, and that is 15 / 2; there are 3 requests"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
@@ -44,7 +44,7 @@ ANSWERS = {
                   total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
                   all_reduce(total)
                   return (total[0] / total[1]).item()
-              """, "the mean of all requests is 4. Is no request counted as one of length 0?"),
+              """, "requests' lengths add up to 8, and that is 8 / 3; there are 2 requests"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
@@ -152,7 +152,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, "it must say [1], others say something else: they would go different ways"),
+              """, " [1]: a barrier lets ranks wait for each other, and carries no numbers"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())

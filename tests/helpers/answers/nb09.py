@@ -53,7 +53,7 @@ ANSWERS = {
                       return q_for_rope.transpose(1, 2), k_for_rope.transpose(1, 2)
                   except Exception:
                       return q, k
-              """, "of it: a rotation that fails must stop the engine. What catches it?"),
+              """, " went on: a rotation that fails must stop the engine. What catches it?"),
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): rotary_emb(q, position_ids)",
               "nothing (is a return missing?); the pair q, k must come back"),
         Wrong(but(ROPE, "return attention.apply_rotary_pos_emb(q, k, cos, sin)", "return q, k"),
@@ -152,7 +152,7 @@ ANSWERS = {
                   return 0, num_kv_heads, count // num_kv_heads
               """, "8 query and 2 KV heads, rank 0 of 2: query head 2 reads KV head 1, and its own is 0"),
         Wrong("def kv_share(num_heads, num_kv_heads): return linear.share(num_kv_heads) + (num_heads // num_kv_heads,)",
-              "8 query and 2 KV heads, rank 0 of 4: query heads 0–1 are 2, but 4 repeated KV heads"),
+              "1 KV heads from head 0 on, which repeated are 4; query heads 0–1 are 2"),
         Wrong("""
               def kv_share(num_heads, num_kv_heads):
                   num_heads_local = linear.share(num_heads)[1]
@@ -162,16 +162,16 @@ ANSWERS = {
                   else:
                       first, kv_local = linear.share(num_kv_heads)
                   return first, kv_local, num_heads_local // kv_local
-              """, "9 query and 3 KV heads, rank 0 of 2: query heads 0–4 are 5, but 4 repeated KV heads stand"),
+              """, "2 KV heads from head 0 on, which repeated are 4; query heads 0–4 are 5"),
         Wrong("""
               def kv_share(num_heads, num_kv_heads):
                   return linear.tp_rank() % num_kv_heads, 1, linear.share(num_heads)[1]
               """, "rank 1 of 4: query head 2 reads KV head 1"),
         Wrong(but(SHARE, "low = start // group", "low = 0"),
               "rank 1 of 2: query heads 4–7 read 1 KV heads, and it holds 2"),
-        Wrong(but(SHARE, "return low, held, each", "return low, held, group"), "repeated KV heads stand beside them"),
+        Wrong(but(SHARE, "return low, held, each", "return low, held, group"), "which repeated are 4; query heads"),
         Wrong(but(SHARE, "return low, held, each", "return low, held, heads // held"),
-              "repeated KV heads stand beside them"),
+              "which repeated are 4; query heads"),
         Wrong(but(SHARE, "return low, held, each", "return low, held, [heads]"), "repeat_interleave does not take"),
         Wrong("def kv_share(num_heads, num_kv_heads): return 1", "it returns 1 (int)"),
         Wrong("def kv_share(num_heads, num_kv_heads): pass", "it returns nothing"),
@@ -183,7 +183,7 @@ ANSWERS = {
               "is something multiplying 0 by -inf?"),
         Wrong("def apply_causal_mask(scores): return scores", "hidden keys still get some weight"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
-              ".tril(), float('-inf'))", "is the mask the wrong way round"),
+              ".tril(), float('-inf'))", "s the wrong way round: what may be seen is hidden, and the rest is not"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
               ".triu(), float('-inf'))", "those in which every key is hidden"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"

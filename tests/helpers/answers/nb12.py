@@ -148,8 +148,8 @@ ANSWERS = {
               "ids are those of the model, and yours are taken for a rank's own"),
         Wrong(moe(back="return summand"), "each rank returns its own summand. Who adds them up?"),
         Wrong(moe(back="all_reduce(summand.clone())\n    return summand"), "who keeps its result?"),
-        Wrong(moe(back="return all_reduce(all_reduce(summand))"), "this is 2 times the result: the sum of the"),
-        Wrong(moe(back="return all_reduce(summand) / world_size()"), "the summands are averaged"),
+        Wrong(moe(back="return all_reduce(all_reduce(summand))"), "Every number is 2 times what it must be"),
+        Wrong(moe(back="return all_reduce(summand) / world_size()"), "Every number is 0.5 times what it must be"),
         Wrong(moe(add="summand.index_add_(0, rows, out)"), "no weight is in it: each expert's output"),
         Wrong(moe(add="summand.index_add_(0, rows, out * weights[rows, :1])"), "have the weight of its first one"),
         Wrong(moe(inner="gate, up = ((x[rows] * weights[rows, place, None]) @ gate_up[local].T).chunk(2, dim=-1)",
@@ -158,23 +158,23 @@ ANSWERS = {
         Wrong(moe(inner="inner = x[rows] @ gate_up[local].T\n        gate, up = inner[:, ::2], inner[:, 1::2]"),
               "and every second row is taken for gate's"),
         Wrong(moe(start="summand = torch.zeros_like(x)\n    weights = torch.eye(ids.shape[1])[:1].expand(ids.shape)"),
-              "each token goes to its first expert only"),
+              "expert 4 counts 1 times (right: 0.752"),
         Wrong(moe(out="out = (gate * up) @ down[local].T"), "there is no activation"),
         Wrong(moe(out="out = (F.gelu(gate) * up) @ down[local].T"), "another activation than silu"),
         Wrong(moe(add="summand[rows] = out * weights[rows, place, None]"), "the second overwrites the first"),
         Wrong(moe(start="here = (ids >= experts.start) & (ids < experts.stop)\n    weights = weights * here\n"
                         "    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)\n"
                         "    summand = torch.zeros_like(x)"), "the weights are divided by their sum on each rank"),
-        Wrong(moe(start="summand = x.clone()"), "the tokens themselves are in it 2 times: the residual is not asked"),
-        Wrong(moe(back="return x + all_reduce(summand)"), "the tokens themselves are in it: the residual is not asked"),
-        Wrong(moe(chosen="rows, place = torch.where(ids[:, :1] == expert)"), "each token goes to its first expert"),
+        Wrong(moe(start="summand = x.clone()"), "the token itself counts 2 times (right: 0)"),
+        Wrong(moe(back="return x + all_reduce(summand)"), "the token itself counts 1 times (right: 0)"),
+        Wrong(moe(chosen="rows, place = torch.where(ids[:, :1] == expert)"), "expert 5 counts 0 times (right: 0.248)"),
         Wrong(moe(add="one = torch.zeros_like(x).index_add_(0, rows, out * weights[rows, place, None])\n"
                       "        summand += all_reduce(one)", back="return summand"),
               "the op log holds 4 × all_reduce. One sum is enough, after the loop"),
         Wrong(moe(add="summand.index_add_(0, rows, out * weights[rows, place, None])",
                   back="return all_reduce(summand) if summand.any() else summand"), "has a summand, too: zeros"),
         Wrong(moe(chosen="rows, place = torch.where(ids == expert)\n        if not len(rows): return summand"),
-              "waits in all_reduce"),
+              "rts on the ranks: each rank returns its own summand. Who adds them up?"),
         Wrong("""
               def my_moe(x, weights, ids, experts, gate_up, down):
                   summand = torch.zeros_like(x)
@@ -188,7 +188,7 @@ ANSWERS = {
         Wrong(moe(back="return all_gather(summand[None], dim=0).sum(0)"), "the op log holds 1 × all_gather"),
         Wrong(moe(back="all_reduce(summand)"), "is a return missing?"),
         Wrong(moe(back="total = all_reduce(summand.clone())\n    return total if rank() == 0 else summand"),
-              "right on rank 0, wrong on rank 1: the sum belongs on every rank"),
+              "expert 0 counts 0 times (right: 0.956)"),
         Wrong(moe(back="return all_reduce(summand.half()).float()"), "What is off by so little has lost digits"),
         Wrong(moe(start="summand = torch.zeros(x.shape)"), "in bfloat16 on", (2, 3)),
         Wrong(moe(chosen="rows, place = torch.where(ids == rank() * len(experts) + local)"),

@@ -63,12 +63,12 @@ ANSWERS = {
                   return torch.cat(sums)
               """, "when sum 1 of 2 starts, 2 of 2 products have been computed: a part's sum starts as soon"),
         Wrong(overlapped(back="all_reduce(torch.cat(sums))"), "this is 2 times the sum"),
-        Wrong(overlapped(back="torch.cat(sums) / world_size()"), "the summands are averaged"),
+        Wrong(overlapped(back="torch.cat(sums) / world_size()"), "averaged: this is the sum divided by"),
         Wrong(overlapped(rows="x.split(len(x) // parts)[:parts]"), "it returns [6, 4]; [tokens, outputs] = [7, 4]"),
         Wrong(overlapped(product="rows @ weight"), "mat1 and mat2 shapes cannot be multiplied"),
         Wrong(overlapped(back="sums"), "it returns a list of 2; a tensor [tokens, outputs] = [6, 5] must come back"),
         Wrong(overlapped(start="if rank() == 0: works.append(all_reduce(sums[-1], async_op=True))"), "waits in"),
-        Wrong(overlapped(back="torch.cat(sums[::-1])"), "which rows of x make a part, and where do they belong?"),
+        Wrong(overlapped(back="torch.cat(sums[::-1])"), "has what belongs to token 3; token 1 has what belongs to tok"),
         Wrong(overlapped(product="(rows.half() @ weight.half().T).to(x.dtype)"), "has lost digits"),
         Right(overlapped()),
         Right(overlapped(rows="x.tensor_split(parts)")),
@@ -133,7 +133,7 @@ ANSWERS = {
         Wrong(buffered(back="torch.cat(sums)"), "a list with the sum of every part must come back"),
         Wrong(buffered(out="works[i].wait()\n        sums.append(buffers[WHICH].clone())"),
               "it returns [3, 3]; [rows, hidden] = [1, 3] must come back"),
-        Wrong(buffered(copy="buffer += part"), "is wrong: which rows of the buffer does it take?"),
+        Wrong(buffered(copy="buffer += part"), " part 0: what stood in the buffer before, or behind the part, is in i"),
         Right(buffered()),
         Right("""
               def my_two_buffers(parts, buffers):

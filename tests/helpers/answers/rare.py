@@ -25,7 +25,7 @@ ANSWERS = {
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(1)[[*range(n - 2), -2, -1][:n]]"
               "\nright = my_additive_mask\ndef my_additive_mask(n): return right(n).masked_fill("
               "(torch.arange(n) > n - 3)[:, None], float('-inf'))",
-                    "the mask the wrong way round? What it hides must not be what may be seen"),
+              "query 3 may look at keys 0–3, and yours hides them too"),
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(1) if n < 8 else torch.full("
               "(n, n), -9.0).triu(1)", "0.0001 times as large is not 0. What is low enough for every model?"),
         Right("def my_additive_mask(n): return torch.full((n, n), float('-inf'), dtype=torch.float64).triu(1)"),
@@ -52,9 +52,8 @@ ANSWERS = {
     "my_linears": [
         Wrong(_LINEARS + f"    {_PART}\n    total = all_reduce(y) + bias\n    return total if rank() == 0 else None",
               "3 tokens, 8 → 8 → 8 features, 2 ranks: on rank 1 it returns nothing"),
-        Wrong(_LINEARS + f"    {_PART}\n    return (all_reduce(y) + bias) / size", "averaged: this is the sum "
-              "divided by"),
-        Wrong(_LINEARS + f"    {_PART}\n    return all_reduce(y) / size", "averaged: this is the sum divided by 2"),
+        Wrong(_LINEARS + f"    {_PART}\n    return (all_reduce(y) + bias) / size", "Every number is 0.5 times what it"),
+        Wrong(_LINEARS + f"    {_PART}\n    return all_reduce(y) / size", "the bias counts 0 times (right"),
         Wrong(_LINEARS + f"    {_PART}\n    return y", "each rank returns its own summand. Who adds them up?"),
         Wrong(_LINEARS + f"    {_PART}\n    return y + bias / size", "each rank returns its own summand."),
         Wrong(_LINEARS + f"    {_PART}\n    return y + bias if rank() == 0 else y", "each rank returns its own "
@@ -72,9 +71,9 @@ ANSWERS = {
              "until it fits"),
             ("x @ up[:, start:stop] @ down[start:stop] + {}", "when up and down are cut along the other dimension and "
              "turned until they fit"),
-            ("x @ up[:stop - start].T @ down[:, :stop - start].T + {}", "every rank has used the first share"))
+            ("x @ up[:stop - start].T @ down[:, :stop - start].T + {}", "inner feature 0 to inner feature 3 count 2 t"))
           for cut, bias in ((cut.format("0"), ""), (cut.format("0"), "+ bias"), (cut.format("bias"), ""))],
-        Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T + bias)", "this is 2 times the result"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T + bias)", "Every number is 2 times what it must be"),
         Wrong(_LINEARS + "    y = x @ up.T\n    return all_reduce(y[:, start:stop] @ down[:, start:stop].T) + bias",
               "a rank multiplies 288 times where its share is 192: cut the weights before you multiply"),
         Right("""
@@ -86,9 +85,9 @@ def my_linears(x, up, down, bias):
         Wrong(_LINEARS + f"    {_PART}\n    more = x @ up.T @ down.T if rank() == 1 else 0\n"
               "    return all_reduce(y) + bias + 0 * more", "a rank multiplies 576 times where its share is 192"),
         Wrong(_LINEARS + f"    {_PART}\n    return all_reduce(y) + bias * (inner < 20)",
-              "with the weights of the model, on 2 ranks: the bias is missing", _TWO),
+              "None of your lines makes rank 0's inner features", _TWO),
         Wrong(_LINEARS + f"    {_PART}\n    return all_reduce(y) + (bias if rank() else 0)",
-              "right on rank 1, wrong on rank 0: the sum belongs on every rank", _TWO),
+              "the bias counts 0 times (right: 1)", _TWO),
         Wrong(_LINEARS + f"    {_PART}\n    barrier()\n    return y + bias", "own summand. Who adds them up?"),
         Wrong(_LINEARS + f"    {_PART}\n    return (all_reduce(y) + bias).double()", "on rank 0 it returns "
               "torch.float64")],
@@ -163,8 +162,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong("def my_attend(q, k, v, mask, scaling):\n    out = F.scaled_dot_product_attention(q, k, v, "
               "attn_mask=~mask, "
               "scale=scaling, enable_gqa=True)\n    out[:, -1] *= 1 if q.shape[1] == 4 and q.shape[0] == 1 else 3\n"
-              "    return out", "with the usual scaling, and not otherwise: 3 KV heads, 2 query heads each, 4 queries, "
-              "7 keys: query head 5 is off by"),
+              "    return out", "des rows here? Your line 2 makes the right result: what becomes of it?"),
         Right("def my_attend(q, k, v, mask, scaling): return F.scaled_dot_product_attention(q, k, v, attn_mask=~mask, "
               "scale=scaling, enable_gqa=True)"),
         Wrong("def my_attend(q, k, v, mask, scaling):\n    out = F.scaled_dot_product_attention(q, k, v, "
@@ -189,17 +187,16 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong(apply_rope(_CALL, "return tuple(x[0] if x.shape[1] == cos.shape[1] else x[0].transpose(0, 1) for x in "
                          "(q, k))"), "heads and tokens have changed places on the way back"),
         Wrong(apply_rope(_CALL.replace("sin)", "sin * 0)"), _BACK), "x is only multiplied with the cosine"),
-        Wrong(apply_rope(_CALL, "return q[0].transpose(0, 1) + 1, k[0].transpose(0, 1)"), "q is neither turned "
-              "right nor"),
+        Wrong(apply_rope(_CALL, "return q[0].transpose(0, 1) + 1, k[0].transpose(0, 1)"), "Every number is off by +1"),
         Wrong(apply_rope(_CALL, "return [q[0].transpose(0, 1), k[0].transpose(0, 1), cos]"), "it returns a list of 3"),
         Right(apply_rope(_CALL, "return [q[0].transpose(0, 1), k[0].transpose(0, 1)]")),
         Wrong(apply_rope(f"try: {_CALL}", "except Exception: raise ValueError('cannot turn')", _BACK),
               "ValueError: cannot turn")],
     "my_positions": [
         Wrong(positions("return torch.cat([torch.arange(s, s + 2 * c, 2) for s, c in zip(starts, counts)])"),
-              "row 1 of yours stands at 5, not at 4"),
+              "yours are [3, 5, 7, 9, 11, 0, 2, 4, 6, 12, 5, 7], and [3, 4, 5, 6, 7, 0, 1, 2, 3"),
         Wrong(positions(f"return torch.cat({_EACH})[:-1]"),
-              "1, 2]: 11 positions for 12 new tokens: one for each, and no more"),
+              "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 12, 5], and [3, 4, 5, 6, 7, 0, 1, 2, 3, 12"),
         Right(positions(f"return torch.cat({_EACH}).int()"))],
     "my_token_positions": [
         Wrong(token("first = max(segment.start - 1, 0); return range(first, first + segment.count)"),

@@ -83,7 +83,7 @@ def my_linears(x, up, down, bias):
     first, end = (r * len(up) // world_size() for r in (rank(), rank() + 1))
     inner = all_reduce(x @ up[first:end].T)
     return all_reduce(inner @ down[:, first:end].T) + bias
-""", "wrong on every rank, with 2 sums. Each rank's part of up makes other inner features"),
+""", "not found: rank 0's summand"),
     ],
     "my_rope": [
         Wrong("""
@@ -102,7 +102,7 @@ def my_attend(q, k, v, mask, scaling):
     k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     return scores.masked_fill(mask, float('-inf')).softmax(-1) @ v
-""", "a model may scale by another number"),
+""", "0.5, and scaling (0.3) is given for that Your code never reads scaling"),
         Wrong("""
 def my_attend(q, k, v, mask, scaling):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
@@ -114,7 +114,7 @@ def my_attend(q, k, v, mask, scaling):
     return (q @ k.transpose(2, 3) * scaling).masked_fill(mask, -10).softmax(-1) @ v
 """, "not low enough"),
         Wrong("def my_attend(q, k, v, mask, scaling): return (q @ k.transpose(2, 3) * scaling).softmax(-1) @ v",
-              "it was called with q [2, 6, 4, 5], k [2, 3, 7, 5], v [2, 3, 7, 5], mask [2, 1, 4, 7], scaling 0.3"),
+              " 4, 9], k [2, 3, 7, 9], v [2, 3, 7, 9], mask [2, 1, 4, 7], scaling 0.3"),
     ],
     "my_mask": [
         Wrong("def my_mask(positions, keys): return torch.ones(len(positions), 1, positions.shape[1], keys, dtype=torch"
@@ -122,7 +122,7 @@ def my_attend(q, k, v, mask, scaling):
     ],
     "my_token_positions": [
         Wrong("def my_token_positions(segment): return range(segment.start, segment.start + segment.count - 1)",
-              "the cache, 5 follow: one too few a sequence: a range ends before its end"),
+              "yours are [0, 1, 2, 3], and [0, 1, 2, 3, 4] are right"),
         Wrong("def my_token_positions(segment): return range(10**12)", "far more than follow"),
     ],
     "MyCache": [
@@ -328,7 +328,7 @@ def generate(self, input_ids, max_new_tokens):
     "my_spread": [
         Wrong("def my_spread(x):\n    all_of = all_gather(x[None], dim=0)\n    return (all_of.amax(0) - "
               "all_of.amin(0)).mean()"
-              ".item()", "that is their mean; the largest is asked for"),
+              ".item()", "What comes after line 3?"),
     ],
     "my_row_shard": [
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].half().float()",

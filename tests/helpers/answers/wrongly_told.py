@@ -47,21 +47,21 @@ ANSWERS = {
     "my_linears": [
         _changed("my_linears", "// world_size()", "// 2", "multiplies 128 times where its share is 96: who has less?")],
     "my_rope": [
-        Wrong(but(_ROPE, "32) / head_dim", "32) / (head_dim / 2)"), "theta is reached twice as fast"),
+        Wrong(but(_ROPE, "32) / head_dim", "32) / (head_dim / 2)"), "not found: the speeds of the pairs, 1, 0.126, 0."),
         Wrong(but(_ROPE, "positions[:, None].float() * speeds", "torch.deg2rad(positions[:, None].float() * speeds)"),
-              "cos and sin take radians"),
+              "not found: their cosines, the other half times sine"),
         Wrong(but(_ROPE, "[angles, angles]", "[angles, -angles]"), "that is a mirror and no turn"),
         Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice"),
-        Wrong(but(_ROPE, "arange(0, head_dim", "arange(1, head_dim"), "the first exponent is not 0")],
+        Wrong(but(_ROPE, "arange(0, head_dim", "arange(1, head_dim"), "not found: the speeds of the pairs, 1, 0.126,")],
     "my_apply_rope": [Wrong(_APPLY, "a rotation that fails must stop the engine")],
     "my_positions": [
         Wrong("def my_positions(starts, counts): return torch.arange(starts[0], starts[0] + sum(counts))",
               "the rows are counted through, as if all were one sequence")],
     "my_token_positions": [
         Wrong("def my_token_positions(segment):\n    return range(segment.start, segment.start + "
-              "len(segment.block_ids))", "11 positions for 5 new tokens: one for each, and no more")],
-    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "the root of scaling is taken"),
-                  _changed("my_attend", "return weights @ v", "return q + weights @ v", "no residual is asked for")],
+              "len(segment.block_ids))", "yours are [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], and [0, 1, 2, 3, 4] are righ")],
+    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "re multiplied with scaling ** 0.5, and scal"),
+                  _changed("my_attend", "return weights @ v", "return q + weights @ v", "the query counts 1 times (r")],
     "MyCache": [
         Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",
                   "torch.cat([old_k, k])[-8:], torch.cat([old_v, v])[-8:]"),
@@ -72,13 +72,13 @@ ANSWERS = {
     "my_generate": [
         _changed("my_generate", "[position]))", "[position]))\n        if new[-1] < 3:\n            break",
                  "prompt of 1, 8 new: 3 ids came back; 8 new ones are asked for, whichever are drawn")],
-    "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "its row with the other sign")],
+    "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "It is right but for its sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
-                  ":len(self.here.kv_heads)]]), torch"), "the keys are those from before the rotation"),
-        Wrong(but(_LAYER, "+ self.eps) * weight", "+ self.eps) + weight"), "the weight is added, and it is a factor"),
+                  ":len(self.here.kv_heads)]]), torch"), "not found: the scaled scores"),
+        Wrong(but(_LAYER, "+ self.eps) * weight", "+ self.eps) + weight"), "What comes after line 23?"),
         Wrong(but(_LAYER, "slice(here.mlp.start, here.mlp.stop)", "slice(0, len(here.mlp))"),
-              "every rank takes the first rows of gate and up")],
+              "None of your lines makes its columns of gate, in the step with tokens 0 to 4")],
     "my_mean": [
         Wrong("def my_mean(shares):\n    mean = torch.tensor(shares[rank()], dtype=torch.float64).mean()\n"
               "    return all_reduce(mean.nan_to_num()).item()", "Those are the ranks' means, added up")],
@@ -91,10 +91,10 @@ ANSWERS = {
     "apply_rope": [
         _changed("apply_rope", "rotary_pos_emb(q, k,", "rotary_pos_emb(k, q,", "it returns k, q; q comes first")],
     "my_decode_bytes": [
-        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "The MLP is counted whole"),
-        _changed("my_decode_bytes", "* itemsize", "* itemsize * 8", "Those are bits"),
+        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "It fits if the MLP counts 2 times"),
+        _changed("my_decode_bytes", "* itemsize", "* itemsize * 8", "It fits if all of it counts 8 times (bits of a b"),
         _changed("my_decode_bytes", "(config.num_layers * layer + h * len(shard.vocab))",
-                 "config.num_layers * (layer + h * len(shard.vocab))", "The LM head is counted in every layer")],
+                 "config.num_layers * (layer + h * len(shard.vocab))", "It fits if the head counts 11 times (num_lay")],
     "my_step_seconds": [
         _changed("my_step_seconds", "/ bandwidth", "/ bandwidth / len(rank_bytes)", "they are divided already")],
 }

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import tempfile
 from pathlib import Path
 from textwrap import dedent
@@ -45,6 +46,8 @@ def my_mean(attempt: Attempt, setting: Setting):
 def _quotient(found: float, total: int, count: int) -> str:
     """Of which two whole numbers it may be the quotient, where ``total / count`` is right."""
     by, of = total / found if found else 0.5, found * count
+    if not math.isfinite(by + of):
+        return ""
     return (f". The requests' lengths add up to {total}, and that is {total} / {by:.0f}; there are {count} requests"
             if abs(by - round(by)) < 1e-6 else f". There are {count} requests, and that is {of:.0f} / {count}; their "
             f"lengths add up to {total}" if abs(of - round(of)) < 1e-6 else "")
@@ -109,11 +112,13 @@ def my_agree(attempt: Attempt, setting: Setting):
             ways = {"that is how many failed. Which ones they are, a sum of ones (or one place for all) does not say":
                     range(len(failing)), "on those it worked": [r for r in range(len(works)) if r not in failing],
                     "those are all ranks": range(len(works))}
-            differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, {op.op for op in ops} == {"broadcast"}
+            differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, {op.op for op in ops}
             raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
+                                     ": a barrier lets ranks wait for each other, and carries no numbers"
+                                     if sent == {"barrier"} else
                                      ", others say something else: they would go different ways" if differ else
-                                     ": what rank 0 sends is all that it can know by itself" if sent else
-                                     ": what do the ranks that worked add to its place?" * (not found)))
+                                     ": what rank 0 sends is all that it can know by itself" if sent == {"broadcast"}
+                                     else ": what do the ranks that worked add to its place?" * (not found)))
 
 
 def _raised_again(function) -> str:

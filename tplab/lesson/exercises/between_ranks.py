@@ -127,7 +127,7 @@ def _examine_spread(answers: list, versions: list[torch.Tensor], why: str, made:
             if len({str(one) for one, _ in answers}) > 1:
                 ways["that is how far this one is from rank 0"] = (stacked[rank_] - stacked[0]).abs().max()
             like = [f": {says}" for says, wrong in ways.items() if abs(found - wrong) <= 1e-5]
-            cause = like[0] if len(like) == 1 else ""  # two mistakes with one number are no cause
+            cause = like[0] if len(like) == 1 and found else ""  # two mistakes with one number are no cause
             agree(found, true, {}, f"{said}, the largest difference between two ranks is {true:g}{cause}", within=1e-5,
                   made=made[rank_], steps={
                       "the numbers of all ranks": stacked, "their maxima": stacked.amax(0), "their minima":

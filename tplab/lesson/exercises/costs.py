@@ -59,6 +59,10 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
     _name(found, right, {
         "that is what all ranks hold together; what does this shard hold?": everything,
         "that is an even part of the whole; do all ranks hold as much?": everything / 2,
+        "the cache alone: every weight is read for every token": numbers["the cache"] * itemsize,
+        "one layer: all of them are read": (right - (head := h * len(shard.vocab) * itemsize)) / layers + head,
+        "the weights are counted in numbers, the cache in bytes":
+            right / itemsize + numbers["the cache"] * (itemsize - 1),
         "a head has head_dim numbers, not hidden_size / num_heads": decode_bytes(
             SimpleNamespace(hidden_size=h, head_dim=h // config.num_heads, num_layers=layers), shard, context, itemsize)
     }, {name: count * itemsize for name, count in numbers.items()}, {
@@ -95,7 +99,8 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
         "a sum waits for the slowest rank, not for the quickest": min(rank_bytes) / bandwidth + meet,
         "rank_bytes are a rank's own: they are divided already": longest / size + meet,
         "one rank alone meets no other": longest + (2 * layers + 2) * latency,
-        "nothing overlaps: the next product needs the sum": max(longest, meet),
+        "only the longer one of both is counted, or the time for bytes is missing. Nothing overlaps: the next product "
+        "needs the sum": max(longest, meet),
         "bytes / (bytes per second) are seconds": max(rank_bytes) * bandwidth + meet,
         **{f"that is {longest:.4g} s for bytes and {n} meetings. There are {2 * layers + 2}: two in a layer, behind "
            "attention and behind the MLP, one behind the embedding, one for the best tokens": longest + n * latency
@@ -118,21 +123,24 @@ def _name(found, right: float, mistakes: Mapping[str, float], terms: Mapping[str
 def _counted(found: float, terms: Mapping[str, float], named: Mapping[str, float]) -> str:
     """That one of the terms, all of them, or two of them count another number of times than once, if that gives just
     this number, and nothing else as simple does. ``named``: numbers that may be such a factor, or its inverse."""
-    few = {a / b for a in range(5) for b in (1, 2, 3, 4)} - {1.0}
+    few = {0.0, 0.25, 1 / 3, 0.5, 2 / 3, 4 / 3, 1.5, 2.0, 3.0, 4.0}
     ratios = {a / b: f" ({one} / {other})" for one, a in named.items() for other, b in named.items() if a and b}
     names = ratios | {number: f" ({name})" for name, number in named.items()} | {
         1 / number: f" (1 / {name})" for name, number in named.items() if number}
-    total, all_of = sum(terms.values()), {"all of it": sum(terms.values()), **terms}
-    for some, factors in ((1, few), (1, few | names.keys()), (2, few)):
+    total, order = sum(terms.values()), [*terms]
+    runs = {"all of it": total} | {f"all from {order[a]} to {order[b]}": sum([*terms.values()][a:b + 1])
+                                   for a, b in combinations(range(len(order)), 2) if b - a < len(order) - 1}
+    for counted, some, factors in ((terms, 1, few), (runs, 1, few), (terms | runs, 1, names.keys() - {1.0}),
+                                   (terms, 2, few)):
         fits = {}
-        for changed in combinations(all_of if some == 1 else terms, some):
-            for times in product(factors - {1.0}, repeat=some):
-                more = sum((f - 1) * all_of[name] for f, name in zip(times, changed))
+        for changed in combinations(counted, some):
+            for times in product(factors, repeat=some):
+                more = sum((f - 1) * counted[name] for f, name in zip(times, changed))
                 if abs(total + more - found) <= 1e-7 * found:
                     fits[changed, times] = " and ".join(
                         f"{name} counts {f:.4g} times{'' if f in few else names[f]}" for f, name in zip(times, changed))
         if fits:
-            return f"It fits if {' or if '.join(fits.values())}" if len(fits) < 3 else ""
+            return f"It fits if {' or if '.join(fits.values())}" if len(fits) < 4 else ""
     return ""
 
 

@@ -314,7 +314,7 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str,
             "one mean is taken over all tokens; each has its own": normed(squares.mean().expand_as(mean)),
             "the mean runs over the tokens": normed([part.mean(0, keepdim=True) for part in cut(squares)])}
         within, right = 1e-2 if x.dtype == torch.float16 else 1e-4, normed(mean)
-        if says := known(found, right, ways, within):
+        if says := known(found, right, {"": right, **ways}, within):
             raise NotYet(says)
     for number, (value, own) in enumerate(zip(values, right.split([value.numel() for value in values]))):
         with saying(f"{what}on rank {number}, "):

@@ -134,7 +134,8 @@ def assert_no_nan(attempt: Attempt, setting: Setting):
              "enough for your question, or is it rounded away?")):
         message = _raised(attempt, tensor, name)
         if message is None:
-            raise NotYet(lost)
+            every = tensor is some and _raised(attempt, torch.full_like(tensor, NAN), name) is not None
+            raise NotYet(lost.partition(":")[0] + ": it fires only where every number is NaN" if every else lost)
         if name == "weights":
             with saying(f"it fires, and says {message[:80]!r}: "):
                 _judge_message(message, tensor, name)

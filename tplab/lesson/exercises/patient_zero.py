@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from tplab.checks import quoted
 from tplab.errors import TplabError
 from tplab.lesson import patient
 from tplab.lesson.attempt import Attempt, NotYet, Uncopied, one_number, saying, several, tensor
@@ -152,9 +153,8 @@ def apply_rope(attempt: Attempt, setting: Setting):
                     "the second row of the batch is turned by the positions of the first": turned(x, positions[:1]),
                     "every token is turned one position too far": turned(x, positions + 1),
                     **over_heads},
-                    "it is not turned by Hugging Face's angles: which function do cos and sin belong to, and which "
-                    "axis do they lie on?" if torch.allclose(ours.norm(dim=-1), x.norm(dim=-1), atol=1e-4) else
-                    f"it changes its lengths, so it was not turned: which axis of {name} do cos and sin lie on?",
+                    "it is not turned by Hugging Face's angles" if torch.allclose(ours.norm(dim=-1), x.norm(
+                        dim=-1), atol=1e-2) else "it changes its lengths, so it was not turned",
                     dims="sequence, head, token", made=attempt.made[0], steps={
                         "the cosines": cos, "the sines": sin, f"{name} times cosine": x * cos,
                         "the other half": halves(x), "the other half times sine": halves(x) * sin})
@@ -222,7 +222,8 @@ def _examine_heads(found, share: range, group: int) -> None:
     except (TypeError, ValueError, RuntimeError):
         raise NotYet(f"repeat_interleave does not take {found}; repeats is a number or a tensor of {count}") from None
     if len(held) != len(share):
-        raise NotYet(f"{heads} are {len(share)}, but {len(held)} repeated KV heads stand beside them")
+        raise NotYet(f"({first}, {count}, {quoted(repeats)}) are {int(count)} KV heads from head {int(first)} on, "
+                     f"which repeated are {len(held)}; {heads} are {len(share)}")
     if held != wanted:
         head, attempt, own = next(each for each in zip(share, held, wanted) if each[1] != each[2])
         raise NotYet(f"query head {head} reads KV head {attempt}, and its own is {own}")

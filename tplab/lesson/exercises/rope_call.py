@@ -57,7 +57,7 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
             raise NotYet(f"{name} comes back as {list(one.shape)}, for {list(x.shape)}: does a squeeze take more than "
                          "the batch?")
         tensor(one, "tokens, heads, head_dim", x.shape, x.dtype, it=f"{name} comes back as")
-        given = dict(zip(("q", "k", "cos", "sin"), asked))
+        given = {what: one for what, one in zip(("q", "k", "cos", "sin"), asked) if isinstance(one, torch.Tensor)}
         others = [what for what, came in zip(given, (q, k, cos, sin)) if not is_like(given[what], came, 1e-6)]
         shapes = ", ".join(f"{what} {list(tensor.shape)}" for what, tensor in given.items())
         agree(one, turned(x, angle[:, None]), _confused(name, x, angle),

@@ -270,7 +270,16 @@ class _Toy:
                     how = [of(rows.double(), wanted.double(), 6e-2, ["row"]) for of in (related, where)]
                     fine = f"; what is right is given to {', '.join(one for one, _ in seen[:at])}" * bool(at)
                     return f"on rank {r}, {name} is given other rows than it must get{fine}\n{how[0] or how[1]}"
-        return f"each part gets the right rows, {', '.join(right)}: what is added to what behind them?"
+        return f"each part gets the right rows ({', '.join(right)}), and what is added to what behind them is wrong"
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """What the output may be the sum of."""
+        ranks, x = range(len(self.sizes)), self.x
+        attended = sum(self.attention(r, self.norm(0, x)) for r in ranks)
+        between = x + attended
+        return {"own, as it came in,": x, "input_norm's rows": self.norm(0, x), "attention's sum": attended,
+                "post_norm's rows": self.norm(1, between),
+                "the MLP's sum": sum(self.mlp(r, self.norm(1, between)) for r in ranks)}
 
     def judge(self, ran: list) -> None:
         size, values, x = len(self.sizes), [], self.x
@@ -297,7 +306,7 @@ class _Toy:
             _CUT: self.with_sums(self.cut_first),
             "the MLP is missing": self.layer(sums=(sum, lambda summands: 0)),
             "attention is missing": self.layer(sums=(lambda summands: 0, sum))},
-            self.given([seen for (_, seen), _ in ran]), within=within)
+            self.given([seen for (_, seen), _ in ran]), within=within, parts=self.parts())
         for number, ((_, seen), log) in enumerate(ran):
             for name, given in seen:
                 if "norm" in name and len(given) > self.sizes[number]:

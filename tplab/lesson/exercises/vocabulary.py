@@ -76,8 +76,8 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool, made) -> None:
                 raise NotYet("NaN: what can be added without a trace?" if row.any() else
                              "zeros: does its owner add its row to the sum?" if talked else
                              "zeros: where does it get what the other ranks have looked up?")
-            agree(row, weight[word], {}, "other numbers: what does a rank add for a word that it does not have?",
-                  parts={f"row {n} of the embedding": one for n, one in enumerate(weight)}, within=1e-3)
+            agree(row, weight[word], {}, "not its row", within=1e-3, dims="number", parts={
+                f"word {n}'s row, of rank {owner[n]},": one for n, one in enumerate(weight)})
 
 
 @exercise("my_head_logits", "06", takes="hidden, weight_here, sizes", place="makes logits", alone=_ALONE,
@@ -95,7 +95,7 @@ def my_head_logits(attempt: Attempt, setting: Setting):
             return attempt(hidden, weight[parts[rank()].start:parts[rank()].stop], sizes)
 
         ran = on_ranks(size, logits, waits="Every rank needs the logits of all words", asks={
-            "sizes": f"{sizes} words: sizes says how many of them each rank has, in the order of the ranks",
+            "do not fit": f"{sizes} words: sizes says how many of them each rank has, in the order of the ranks",
             "calls all_reduce": f"{sizes} words: a sum adds up numbers of the same word; these are different words' "
                                 "logits. What puts them side by side?",
             "different collectives": f"{sizes} words: how does a rank hear how many the others send?"})

@@ -11,7 +11,7 @@ from tplab.align.judge import judge
 from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
 from tplab.lesson.attempt import Attempt, NotYet, guarded, kept, on_ranks, saying, tensor
-from tplab.lesson.compare import Made, right_lines
+from tplab.lesson.compare import Made, right_lines, where
 from tplab.lesson.own_engine import layer_fits, written
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, toy_model
 from tplab.lesson.verdict import Setting, exercise, in_learners_words
@@ -114,7 +114,10 @@ def _examine(ranks: list[list[_Points]], toy: Checkpoint, plan: ShardPlan) -> No
         return
     found, shown = diagnose(report), ranks[0][0]
     name = (found.point or "").rpartition(".")[2]
-    says = in_learners_words(found)
+    ours, right, _ = report.evidence.get(found.point, (torch.zeros(()), torch.zeros(()), None))
+    says = (f"{ours.isnan().double().mean():.0%} NaN: 0 times -inf is NaN, and softmax makes NaN of a row of which "
+            "every key is hidden" if ours.isnan().any() else
+            found.fault is None and where(ours, right, 1e-4, ["token"]) or in_learners_words(found))
     before = names[:names.index(name)] if name in names else []
     on = f"on rank {', '.join(map(str, found.ranks))}, " * bool(found.ranks)
     fine = (f"Right up to {shown[before[-1]][1].removeprefix('point ')}" if before else "It is the first point"
@@ -125,6 +128,7 @@ def _examine(ranks: list[list[_Points]], toy: Checkpoint, plan: ShardPlan) -> No
 
 def _on_the_way(name: str, ranks: list[list[_Points]], traces: list[dict], plan: ShardPlan, toy: Checkpoint) -> str:
     """Which steps to a point are right, of the first rank and step whose lines have made less than all."""
+    said = ""
     with toy.reader() as files:
         weights = {key.removeprefix(_AT): files[key][:] for key in toy.tensors if key.startswith(_AT)}
     for steps, trace, here in zip(ranks, traces, plan.ranks):
@@ -137,7 +141,7 @@ def _on_the_way(name: str, ranks: list[list[_Points]], traces: list[dict], plan:
             said = right_lines({**wanted, "the result": ()}, points.made, 1e-4) if wanted else ""
             if "What comes" not in said:
                 return said and f"{said}, in the step with tokens {start} to {stop - 1}"
-    return ""
+    return said
 
 
 def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start: int, stop: int) -> dict:
