@@ -60,6 +60,12 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str = "", wit
     raise NotYet("\n".join(filter(None, lines)))
 
 
+def apart(value: torch.Tensor, right: torch.Tensor, names: Sequence[str] = ()) -> str:
+    """What explains numbers that were to be copied, or where they are others."""
+    gap = (value.double() - right.double()).abs().nan_to_num(torch.inf, torch.inf).max().item()
+    return related(value.double(), right.double(), gap / 50, names) or where(value, right, 0, names)
+
+
 def known(value, right, mistakes: Mapping[str, object], within: float) -> str | None:
     """The first sentence of ``mistakes``, as `agree` has them, whose numbers are those of ``value``."""
     value, most = _tensor(value).double(), _most(_tensor(right), within)
@@ -85,7 +91,7 @@ def where(value, right, most: float, names: Sequence[str], true: str = "True") -
     for dim, name in enumerate(names):
         bad = wrong.movedim(dim, 0).reshape(value.shape[dim], -1).any(1).nonzero().flatten().tolist()
         if len(bad) < value.shape[dim]:
-            many = name.removesuffix("y") + ("ies" if name.endswith("y") else "s")
+            many = name[:-1] + "ies" if name.endswith("ry") else name + "s"
             parted.append(f"{many if len(bad) > 1 else name} {', '.join(spans(bad)[:4])} of {value.shape[dim]}")
     first = ", ".join(f"{name} {i}" for name, i, size in zip(_all(names, value), at, value.shape) if size > 1)
     yours, must = (one[tuple(at)].item() for one in (value, right))

@@ -7,7 +7,7 @@ import torch
 from tplab.checkpoint.reader import TensorSlice
 from tplab.checks import spans
 from tplab.lesson.attempt import NotYet, kind
-from tplab.lesson.compare import related, where
+from tplab.lesson.compare import apart
 from tplab.shard import ShardPlan
 
 _KINDS = "rows", "columns"
@@ -57,9 +57,8 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
         is_right = found.numel() == right.numel() > 0 and found.flatten().equal(right.flatten())
         raise NotYet(f"{head}{shapes}" + ": these are the right numbers, in another shape" * is_right
                      + f": is {label(wanted)} outside of what you slice?" * (0 in found.shape and 0 not in right.shape))
-    names, (ours, must) = ["row", "column"][:found.dim()], (one.double() for one in (found, right))
     raise NotYet(f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied\n"
-                 f"{related(ours, must, 1e-9, names) or where(ours, must, 1e-9, names)}")
+                 f"{apart(found, right, ['row', 'column'][:found.dim()])}")
 
 
 def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int] | None:

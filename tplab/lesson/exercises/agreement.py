@@ -21,7 +21,7 @@ _TIMEOUT = 10  # seconds on real ranks; on logical ones a rank that is left alon
 def my_mean(attempt: Attempt, setting: Setting):
     """Lists of lengths, some of them empty, on 2 and 3 ranks."""
     asks = "Which rank has not come, and what did it decide by itself?"
-    cases = [[[3, 5], [7]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
+    cases = [[[3, 5], [10]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
         ran = on_ranks(ranks, attempt, _Shares(shares), waits=asks, timeout=_TIMEOUT)

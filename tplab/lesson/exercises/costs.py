@@ -66,7 +66,8 @@ def _examine_bytes(found, config, shard, context: int, itemsize: int, have: str)
         "a head has head_dim numbers, not hidden_size / num_heads": decode_bytes(
             SimpleNamespace(hidden_size=h, head_dim=h // config.num_heads, num_layers=layers), shard, context, itemsize)
     }, {name: count * itemsize for name, count in numbers.items()}, {
-        "num_layers": layers, "itemsize": itemsize, "bits of a byte": 8, "hidden_size": h, "head_dim": d,
+        "num_layers": layers, "num_layers - 1": layers - 1, "itemsize": itemsize, "bits of a byte": 8,
+        "hidden_size": h, "head_dim": d,
         "query heads here": q, "KV heads here": kv, "MLP columns here": columns,
         "query heads / KV heads": q / kv, "context": context, "all heads / heads here": config.num_heads / q,
         "all MLP columns / columns here": config.intermediate_size / columns,
@@ -123,7 +124,7 @@ def _name(found, right: float, mistakes: Mapping[str, float], terms: Mapping[str
 def _counted(found: float, terms: Mapping[str, float], named: Mapping[str, float]) -> str:
     """That one of the terms, all of them, or two of them count another number of times than once, if that gives just
     this number, and nothing else as simple does. ``named``: numbers that may be such a factor, or its inverse."""
-    few = {0.0, 0.25, 1 / 3, 0.5, 2 / 3, 4 / 3, 1.5, 2.0, 3.0, 4.0}
+    few = {-1.0, 0.0, 0.25, 1 / 3, 0.5, 2 / 3, 4 / 3, 1.5, 2.0, 3.0, 4.0}
     ratios = {a / b: f" ({one} / {other})" for one, a in named.items() for other, b in named.items() if a and b}
     names = ratios | {number: f" ({name})" for name, number in named.items()} | {
         1 / number: f" (1 / {name})" for name, number in named.items() if number}
@@ -136,7 +137,7 @@ def _counted(found: float, terms: Mapping[str, float], named: Mapping[str, float
         for changed in combinations(counted, some):
             for times in product(factors, repeat=some):
                 more = sum((f - 1) * counted[name] for f, name in zip(times, changed))
-                if abs(total + more - found) <= 1e-7 * found:
+                if abs(total + more - found) <= 1e-7 * abs(found):
                     fits[changed, times] = " and ".join(
                         f"{name} counts {f:.4g} times{'' if f in few else names[f]}" for f, name in zip(times, changed))
         if fits:

@@ -9,7 +9,7 @@ from tplab.align import align
 from tplab.checkpoint import Checkpoint
 from tplab.checks import whole_number
 from tplab.lesson.attempt import Attempt, NotYet, for_each, kind, saying, several, tensor
-from tplab.lesson.compare import agree
+from tplab.lesson.compare import agree, right_lines
 from tplab.lesson.cuts import span
 from tplab.lesson.experts_toys import toy_experts
 from tplab.lesson.verdict import Setting, at, exercise
@@ -76,9 +76,7 @@ def _judge_route(answer, logits: torch.Tensor, top_k: int, renormalize: bool, ma
             must = "whole numbers" if name == "ids" else torch.float32
             raise NotYet(f"the {name} are {one.dtype}; {must} must come back")
     right_weights, right_ids = softmax_then_top_k(logits, top_k, renormalize)
-    _judge_choice(ids.long(), right_ids, logits, top_k)
-    if weights.isnan().any():
-        raise NotYet("there is NaN among the weights")
+    _judge_choice(ids.long(), right_ids, logits, top_k, made)
     wide = logits.float()
     found, right = (torch.zeros_like(wide).scatter(1, i.long(), w.float())
                     for i, w in ((ids, weights), (right_ids, right_weights)))
@@ -93,7 +91,7 @@ def _judge_route(answer, logits: torch.Tensor, top_k: int, renormalize: bool, ma
               "those of the chosen": torch.softmax(wide, -1).topk(top_k).values})
 
 
-def _judge_choice(ids: torch.Tensor, right: torch.Tensor, logits: torch.Tensor, top_k: int) -> None:
+def _judge_choice(ids: torch.Tensor, right: torch.Tensor, logits: torch.Tensor, top_k: int, made) -> None:
     """:class:`NotYet` unless every token goes to its experts, in whatever order."""
     count = logits.shape[1]
     if strange := [i for i in ids.flatten().tolist() if not 0 <= i < count]:
@@ -107,8 +105,9 @@ def _judge_choice(ids: torch.Tensor, right: torch.Tensor, logits: torch.Tensor, 
     why = next((says for says, one in ways.items() if one.sort(1).values.equal(ids.sort(1).values)), "")
     token = int((ids.sort(1).values != right.sort(1).values).any(1).nonzero()[0])
     twice = len(set(ids[token].tolist())) < top_k
+    lines = right_lines({"the probabilities of all experts": logits.float().softmax(-1), "the result": ()}, made, 1e-4)
     raise NotYet(f"token {token} goes to experts {_listed(ids[token])}; its {top_k} largest logits are those of "
-                 f"{_listed(right[token])}\n" + (why or "one of them is there twice" * twice))
+                 f"{_listed(right[token])}\n" + (why or ("one of them is there twice" if twice else lines)))
 
 
 def _wrong_weights(found: torch.Tensor, right: torch.Tensor, logits: torch.Tensor, renormalize: bool) -> dict:

@@ -6,7 +6,7 @@ import torch
 
 from tplab.checks import spans
 from tplab.lesson.attempt import Attempt, NotYet, kind, saying
-from tplab.lesson.compare import agree, related, where
+from tplab.lesson.compare import agree, apart, where
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch
 
@@ -77,6 +77,9 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         if (lower := (scores - masked)[seen].min()) > 0:
             raise NotYet(f"{left}their scores are lower, some by {lower:.3g} only, and a weight {(-lower).exp():.1g} "
                          "times as large is not 0. What is low enough for every model?")
+        if (share := (masked == scores.min())[seen].double().mean()) > 0.5:
+            raise NotYet(f"{left}{share:.0%} of their scores are {scores.min():.3g}, the lowest score that there is, "
+                         "and exp of it is not 0")
         if (lowest := masked[seen].min()) > 1e4:
             raise NotYet(f"{left}their scores are {lowest:.3g}, which is high. A hidden key's is as low as there is")
         if not weights[hidden.any(-1, keepdim=True) & ~hidden].any():
@@ -88,8 +91,9 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
     agree(gone, hidden, {left + says: way.expand_as(hidden) for says, way in ways.items()},
           left + where(gone, hidden, 0, names, "hidden"))
     if not (ours := masked[~hidden]).equal(scores[~hidden]):
-        how = related(ours, scores[~hidden], 1e-4) or where(masked, torch.where(hidden, masked, scores), 0, names)
-        raise NotYet(f"scores of keys that may be seen have changed; only the hidden ones may\n{how}")
+        how = apart(ours, scores[~hidden]), where(masked, torch.where(hidden, masked, scores), 0, names)
+        raise NotYet("scores of keys that may be seen have changed; only the hidden ones may\n"
+                     f"{how['wrong' in how[0]]}")
 
 
 def _added(answer) -> list[Patch]:

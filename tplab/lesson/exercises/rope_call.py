@@ -43,6 +43,7 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
     angle = angles(torch.arange(3, 3 + tokens), 500.0, 6)[:, 0]
     cos, sin = (torch.cat([table, table], -1)[None] for table in (angle.cos(), angle.sin()))
     found = attempt(SimpleNamespace(rotate=watched), q, k, cos, sin)
+    made = attempt.made[0]
     if errors:
         raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}\n"
                      "and your function went on: what catches it?")
@@ -64,7 +65,7 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
               f"{name} is not turned right: self.rotate was given " + (
                   f"another {' and '.join(others)} than yours was" if others else
                   f"{shapes}; it takes [batch, heads, tokens, head_dim] and [batch, tokens, head_dim]"),
-              dims="token, head", made=attempt.made[0], steps={"the result": ()})
+              dims="token, head", made=made, steps={"the result": ()})
 
 
 def pair(found, q: torch.Tensor, k: torch.Tensor) -> list:

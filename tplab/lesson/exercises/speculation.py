@@ -1,6 +1,7 @@
 """Notebook 14: guesses from the text itself, and a loop that keeps of them what the model would have chosen."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -23,7 +24,8 @@ from tplab.shard import ShardPlan
 COUNT, DRAFT = 24, 4  # tokens of a text, guesses of a step
 TOKENS = (([1, 2, 3, 9, 1, 2, 3], 2), ([1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], 2), ([4, 2, 3, 9, 3, 7, 2, 3], 2),
           ([7, 1, 7, 2, 7], 3), ([5, 5, 5], 2), ([8, 9, 8, 9], 4), ([1, 2, 3], 4), ([1], 4), ([6, 6], 0),
-          ([0, 3, 0, 4, 0], 1), ([7, 7, 7, 7], 2), ([7, 8, 1, 8, 2, 7, 8], 2))
+          ([0, 3, 0, 4, 0], 1), ([7, 7, 7, 7], 2), ([7, 8, 1, 8, 2, 7, 8], 2),
+          ([1, 2, 3, 4, 7, 9, 2, 3, 4, 8, 1, 2, 3, 4], 1))
 
 LOOPS = (([1, 2, 3, 4, 1, 2], 12, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
          ([0, 0, 1, 1], 8, 3))
@@ -102,7 +104,7 @@ class Toy(Uncopied):
     many of its last tokens are guesses."""
 
     def __init__(self, guesses: int):
-        self.cache, self.calls, self.guesses, self.guess = {}, [], guesses, []
+        self.cache, self.calls, self.guesses, self.guess, self.asked = {}, [], guesses, [], []
 
     def __call__(self, new_ids, positions) -> list[int]:
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
@@ -125,7 +127,8 @@ class Toy(Uncopied):
         return (tokens[-1] * 2 + sum(tokens[-3:]) // 4 + len(tokens) // 7) % 5
 
     def propose(self, token_ids) -> list[int]:
-        self.guess = list(propose(listed("token_ids", token_ids), self.guesses))
+        self.asked.append(listed("token_ids", token_ids))
+        self.guess = list(propose(self.asked[-1], self.guesses))
         return list(self.guess)
 
     def goes_on(self, ids: Sequence[int], count: int) -> list[int]:
@@ -225,6 +228,11 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
                 ": behind the guesses that stay, the model has chosen one more"))
         raise NotYet(f"new token {same} is {found[same]}, and greedy decoding has {theirs[same]} there" + (
             f"\n{found[same]} was a guess that the model rejected" * (rejected.get(len(ids) + same) == found[same])))
+    other = next((after for before, after in pairwise([[], *toy.asked]) if len(after) <= len(before)
+                  or after != text[:len(after)]), None)
+    if other is not None:
+        raise NotYet(f"the text is right, and propose is given {len(other)} tokens, {other[:6]} …, where the text so "
+                     "far must be given")
     enough, computed, needed = len(right.calls), *(sum(len(new) for new, *_ in one.calls) for one in (toy, right))
     if len(toy.calls) > enough + 2:  # another first step shifts what is guessed
         raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough: " + (

@@ -179,6 +179,8 @@ def _judge_buffers(ran: list, x: torch.Tensor, rows) -> None:
             several(value, "a list with the sum of every part", count)
             if any(what == "start" and where is None for what, where in events):
                 raise NotYet("a sum is started in a tensor that is none of the buffers: copy the part into one first")
+            if order := _order(value, sums):
+                raise NotYet(f"the sums are right, and stand in another order: those of parts {order} come back")
             for i, (one, where) in enumerate(zip(value, inside)):
                 with saying(f"for part {i} "):
                     tensor(one, "rows, hidden", sums[i].shape, x.dtype)
@@ -197,6 +199,13 @@ def _judge_buffers(ran: list, x: torch.Tensor, rows) -> None:
                          "needed, not before")
         flying += 1 if what == "start" else -1
         made += what == "wait"
+
+
+def _order(found: list, sums: list[torch.Tensor]) -> str:
+    """Of which parts they are the sums, if of all, and not in order."""
+    whose = [next((j for j, right in enumerate(sums) if isinstance(one, torch.Tensor) and one.shape == right.shape
+                   and torch.allclose(one, right, rtol=0, atol=1e-4)), -1) for one in found]
+    return ", ".join(map(str, whose)) * (sorted(whose) == [*range(len(sums))] != whose)
 
 
 def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: int) -> None:

@@ -12,6 +12,7 @@ from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
 from tplab.lesson.attempt import Attempt, NotYet, guarded, kept, on_ranks, saying, tensor
 from tplab.lesson.compare import Made, right_lines, where
+from tplab.lesson.exercises.rotation import halves
 from tplab.lesson.own_engine import layer_fits, written
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, toy_model
 from tplab.lesson.verdict import Setting, exercise, in_learners_words
@@ -90,7 +91,7 @@ def _in_steps(attempt: Attempt, toy: Checkpoint, plan: ShardPlan) -> tuple[list[
         layer = kept(layer.__call__, "hidden, cos, sin, point")
         for start, stop in pairwise(STEPS):
             steps.append(points := _Points(stop - start, here, toy.config))
-            points.given = embed[start:stop]
+            points.given, points.tables = embed[start:stop], (cos[0], sin[0])
             with Made() as made:
                 out = guarded(layer, *(x[start:stop].clone() for x in (embed, cos[0], sin[0])), points)
             points.made = made.found
@@ -135,7 +136,7 @@ def _on_the_way(name: str, ranks: list[list[_Points]], traces: list[dict], plan:
         seen = {key.removeprefix("layers.0."): value for key, value in trace.items()}
         for points, (start, stop) in zip(steps, pairwise(STEPS)):
             try:
-                wanted = _steps(name, seen, weights, here, toy.config, start, stop)
+                wanted = _steps(name, seen | {"tables": points.tables}, weights, here, toy.config, start, stop)
             except KeyError:  # a point that was not shown
                 return ""
             said = right_lines({**wanted, "the result": ()}, points.made, 1e-4) if wanted else ""
@@ -156,6 +157,9 @@ def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start:
         rows = slice(heads.start * d, heads.stop * d)
         product = seen["input_norm"][now] @ weights[f"{proj}weight"][rows].T
         return {f"x times this rank's rows of {name}_proj": (product, product + weights[f"{proj}bias"][rows])}
+    if name in ("q_rope", "k_rope"):
+        x, (cos, sin) = seen[name[0]][now], (table[now, None] for table in seen["tables"])
+        return {"x times cos": x * cos, "the other half": halves(x), "the other half times sin": halves(x) * sin}
     if name == "attn":
         reads = list(here.kv_for_q)
         k, v = seen["k_rope"][:stop], seen["v"][:stop]
