@@ -90,26 +90,12 @@ ANSWERS = {
               "8 of 20 numbers are NaN, and nothing fires"),
         Wrong("def my_assert_no_nan(tensor, name): assert not (tensor == float('nan')).any()",
               "NaN is equal to nothing"),
-        Wrong("""
-              def my_assert_no_nan(tensor, name):
-                  both = (not tensor.isnan().any(), f'NaN in {name}')
-                  assert both
-              """,
-              "a tuple is never false"),
         Wrong("def my_assert_no_nan(tensor, name): assert tensor.isfinite().all(), f'NaN in {name}'",
               "there are -inf in them, which is how a mask hides keys, and no NaN. Is -inf a NaN?"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any, f'NaN in {name}'",
               "Is a pair of () missing?"),
-        Wrong("def my_assert_no_nan(tensor, name): assert tensor.isnan().any(), f'NaN in {name}'",
-              "it fires on good scores: no NaN is in them. Which way round is the question?"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan()", "ambiguous"),
         Wrong("def my_assert_no_nan(tensor, name): return not tensor.isnan().any()", "nobody looks at that"),
-        Wrong("""
-              def my_assert_no_nan(tensor, name):
-                  import sys
-                  if tensor.isnan().any():
-                      print(f"NaN in {name}", file=sys.stderr)
-              """, "and nothing fires"),
         Wrong("""
               def my_assert_no_nan(tensor, name):
                   if tensor.isnan().any():
@@ -131,11 +117,6 @@ ANSWERS = {
                   tensor.nan_to_num_(0)
                   assert not tensor.isnan().any()
               """, "it changes its argument tensor"),
-        Wrong("""
-              def my_assert_no_nan(tensor, name):
-                  lost = tensor[0].isnan().float().mean()
-                  assert lost == 0, f"NaN in {name}: {lost:.0%} of {list(tensor.shape)}"
-              """, "NaN"),
         Right("""
               def my_assert_no_nan(tensor, name):
                   lost = torch.isnan(tensor)

@@ -31,10 +31,6 @@ ANSWERS = {
               """, "it changes its argument block_ids"),
         Wrong("def my_slot_mapping(t, positions, size): [t[p // size] * size + p % size for p in positions]",
               "nothing (is a return missing?)"),
-        Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size*1. for p in positions]",
-              "a list of 10, 16.0 among them; a list of whole numbers must come back"),
-        Wrong("def my_slot_mapping(t, positions, size): return torch.tensor(t)[torch.tensor(positions) // size]",
-              "a list of whole numbers must come back"),
         Wrong("""
               def my_slot_mapping(block_ids, positions, block_size):
                   for position in range(positions):
@@ -58,12 +54,6 @@ ANSWERS = {
         Wrong("def my_write_read(cache, t, start, new):\n    for i, row in enumerate(new.flip(0), start):\n        "
               "cache[t[i // cache.shape[1]], i % cache.shape[1]] = row",
                     "and 4 new: place 0 of block 3 is position 8's, and holds position 5"),
-        Wrong("""
-              def my_write_read(cache, block_ids, start, new):
-                  mine = cache[block_ids].flatten(0, 1)
-                  mine[start:start + len(new)] = new
-                  return mine[:start + len(new)]
-              """, "into a copy, which an index with a list or a tensor makes"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat = cache.flatten(0, 1)
@@ -144,11 +134,9 @@ ANSWERS = {
     "my_key": [
         Wrong("def my_key(parent, ids): return hash(tuple(ids))", "who tells the key of it?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[-1]))", "does it look at the first token?"),
-        Wrong("def my_key(parent, ids): return hash(ids[-1])", "does it look at the first token?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[0]))", "does it look at the last token?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1]))", "the tokens in between?"),
         Wrong("def my_key(parent, ids): return hash((parent, sum(ids)))", "does the order of the tokens count?"),
-        Wrong("def my_key(parent, ids): return hash((parent, frozenset(ids)))", "does the order of the tokens count?"),
         Wrong("def my_key(parent, ids): return hash((parent, ''.join(map(str, ids))))",
               "where does one number end?"),
         Wrong("def my_key(parent, ids): return hash((parent, tuple(ids[:4])))", "is a block size in your code?"),
@@ -235,20 +223,6 @@ ANSWERS = {
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
-                      self.users, self.free = [0] * num_blocks, list(range(num_blocks))
-                  def allocate(self):
-                      block = self.free.pop() if self.free else None
-                      if block is not None: self.users[block] += 1
-                      return block
-                  def share(self, block): self.users[block] += 1
-                  def release(self, block):
-                      if not self.users[block]: raise ValueError(block)
-                      self.users[block] -= 1
-                      if not self.users[block]: self.free.append(block)
-              """, "0, which a sequence uses already: how do you know that a block is free?"),
-        Wrong("""
-              class MyPool:
-                  def __init__(self, num_blocks):
                       self.users = [0] * num_blocks
                   def allocate(self):
                       block = self.users.index(0) if 0 in self.users else None
@@ -303,22 +277,9 @@ ANSWERS = {
               """, "users is a list of 18; a list must hold how many use each of 3 blocks"),
         Wrong("""
               class MyPool:
-                  def __init__(self, num_blocks):
-                      self.users = [0] * num_blocks
-                  def allocate(self):
-                      return None
-              """, "it gives nothing, though nobody uses block 0: is it handed out again?"),
-        Wrong("""
-              class MyPool:
                   def __init__(self):
                       self.users = []
               """, "it must take (num_blocks)"),
-        Wrong("""
-              class MyPool:
-                  users = []
-                  def __init__(self, num_blocks):
-                      self.counts = [0] * num_blocks
-              """, "users is a list of 0"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

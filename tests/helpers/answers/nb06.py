@@ -8,17 +8,8 @@ ANSWERS = {
               "which row is word 6, and which is a word that lives elsewhere?"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
-                  here = (ids >= rows.start) & (ids < rows.stop)
-                  return all_reduce(weight_here[ids.where(here, 0)] * here[:, None])
-              """, "IndexError"),
-        Wrong("""
-              def my_embedding(ids, weight_here, rows):
                   return all_reduce(weight_here[(ids - rows.start).clamp(0, len(rows) - 1)])
               """, "row, of rank 0, counts 1 times (right: 0)"),
-        Wrong("""
-              def my_embedding(ids, weight_here, rows):
-                  return all_reduce(weight_here[ids % len(rows)])
-              """, "row, of rank 0, counts 1 times (right: 0"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
@@ -30,12 +21,6 @@ ANSWERS = {
                   here = (ids >= first) & (ids < first + len(rows))
                   return all_reduce(weight_here[(ids - first).where(here, 0)] * here[:, None])
               """, "Is it just that which you subtract?"),
-        Wrong("""
-              def my_embedding(ids, weight_here, rows):
-                  here = (ids >= rows.start) & (ids < rows.stop)
-                  found = weight_here[(ids - rows.start).where(here, 0)] * here[:, None]
-                  return all_reduce(found) / world_size()
-              """, "Every number is 0.5 times what it must be"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
@@ -66,11 +51,6 @@ ANSWERS = {
                   here = (ids >= rows.start) & (ids < rows.stop)
                   return all_reduce(weight_here[ids[here] - rows.start])
               """, "ranks meet in different collectives"),
-        Wrong("""
-              def my_embedding(ids, weight_here, rows):
-                  here = (ids >= rows.start) & (ids <= rows.stop)
-                  return all_reduce(weight_here[(ids - rows.start).where(here, 0)] * here[:, None])
-              """, "IndexError"),
         Right("""
               def my_embedding(ids, weight_here, rows):
                   found = torch.zeros(len(ids), weight_here.shape[1], dtype=weight_here.dtype)
@@ -163,11 +143,6 @@ ANSWERS = {
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
-                  return offers[:, :, 1].max(-1).values.long()
-              """, "2's token comes back for every sequence: which number says who is best?"),
-        Wrong("""
-              def my_best_offer(offer_here):
-                  offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   a, b = offers[:, 0], offers[:, 1]
                   return a[:, 1].where(a[:, 0] >= b[:, 0], b[:, 1]).long()
               """, "Is every rank's offer looked at?"),
@@ -245,13 +220,6 @@ ANSWERS = {
                       new.append(step(new[-1:], [len(ids) + len(new)]))
                   return new
               """, "computes position 44, and 43 tokens are in the cache, at 0 to 42"),
-        Wrong("""
-              def my_generate(step, ids, count):
-                  new = [step(ids, range(len(ids)))]
-                  while len(new) < count:
-                      new.append(step(new[-1:], [0]))
-                  return new
-              """, "computes position 0, and 43 tokens are in the cache"),
         Wrong("""
               def my_generate(step, ids, count):
                   new, token = [], step(ids, range(len(ids)))

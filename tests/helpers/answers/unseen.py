@@ -21,8 +21,6 @@ ANSWERS = {
         Wrong("def mask_scores(scores, mask): return torch.zeros_like(scores, device='meta')", _META),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, torch.finfo(scores.dtype).max)",
               "which is high. A hidden key's is as low as there is"),
-        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask.any(0, keepdim=True), float('-inf'))",
-              "what one sequence hides is hidden in all of them"),
         Right("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).nan_to_num()")],
     "my_additive_mask": [
         Wrong("def my_additive_mask(tokens): return -1e-5 * torch.ones(tokens, tokens).triu(1)",
@@ -38,12 +36,8 @@ ANSWERS = {
         Wrong("def my_heads(H, K, T): return [((r * H // T, (r + 1) * H // T), (0, K)) for r in range(T)]",
               "are two heads, range(0, 2) all between them")],
     "my_linears": [
-        Wrong(but(_SOLVED["my_linears"], "return all_reduce(summand) + bias", "return all_reduce(summand + bias / 4)"),
-              "the bias counts 0.5 times (right: 1)"),
         Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
-              "there is an activation between the two layers"),
-        Wrong(but(_SOLVED["my_linears"], "all_reduce(summand)", "all_reduce(summand.half()).float()"),
-              "What is off by so little has lost digits")],
+              "there is an activation between the two layers")],
     "my_rotate_half": [
         Wrong("def my_rotate_half(x): return x.roll(1, -1)", "it makes [5 0 1 2 3 4], and [-3 -4 -5 0 1 2] is a")],
     "my_apply_rope": [Right("def my_apply_rope(self, q, k, cos, sin): return self.rotate(q, k, cos[0], sin[0])")],
@@ -58,41 +52,19 @@ ANSWERS = {
         Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, and holds position 5")],
     "my_head_logits": [
         Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
-              "are they probabilities?"),
-        Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "hidden @ weight_here.T + 1"),
-              "Every number is off by +1"),
-        Wrong("def my_head_logits(hidden, weight_here, sizes):\n"
-              "    return all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes).roll(1, -1)", "in another order"),
-        Wrong("def my_head_logits(hidden, weight_here, sizes):\n"
-              "    out = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)\n"
-              "    return out / out.norm(dim=-1, keepdim=True)", "Each row is right but for a factor")],
+              "are they probabilities?")],
     "my_best_offer": [Wrong(_OFFERS, "That is the largest without its sign")],
     "my_embedding": [
         Wrong(but(_SOLVED["my_embedding"], "return all_reduce(found.masked_fill(~here[:, None], 0))",
                   "return all_reduce(all_reduce(found.masked_fill(~here[:, None], 0)))"), "Every number is 2 times w")],
     "MyLayer": [
-        Wrong(layer(_JOIN, "torch.cat([k, self.k]), torch.cat([self.v, v])"), "not found: k of all tokens so far"),
-        Wrong(layer(_JOIN, "torch.cat([self.k, k]), torch.cat([v, self.v])"), "not found: v of all tokens so far"),
-        Wrong(layer(_JOIN, "torch.cat([k, self.k]), torch.cat([v, self.v])"), "None of your lines makes k of all toke"),
-        Wrong(layer(_JOIN, "torch.cat([self.k, k]), torch.cat([self.k, v])"), "not found: v of all tokens so far"),
-        Wrong(layer("masked_fill(future", "masked_fill(~future"), "not found: the masked scores"),
-        Wrong(layer(_HIDDEN + ".softmax(-1)", "scores.softmax(-1).masked_fill(future, 0)"),
-              "that are left do not add up to 1"),
-        Wrong(layer("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean(0, keepdim=True)"), "None of your lines makes t"),
-        Wrong(layer("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean()"), "None of your lines makes the mean of the"),
         Wrong(layer("self.norm(hidden, self.norm2)", "self.norm(x, self.norm2)"), "None of your lines makes the mean"),
-        Wrong(layer('hidden + point("o_proj", all_reduce(', 'point("o_proj", all_reduce(hidden + '),
-              "What comes after line 44?"),
-        Wrong(layer('"mlp.down_proj.weight"][:, mlp]', '"mlp.down_proj.weight"][:, :len(here.mlp)]'),
-              "not found: this rank's summand"),
         Wrong(layer('return point("output"', 'point("output"'), "comes as nothing (is a return missing?)"),
         Right(layer("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight",
                     "F.rms_norm(x, (x.shape[-1],), weight, self.eps)")),
         Right(layer('point("q", q), point("k", k), point("v", v)', "pass"))],
     "my_send_shards": [Wrong(send("mine = part", "mine = part[:1]"), "rows 0 come back where rows 0–5 are its own")],
     "my_spread": [
-        Wrong("def my_spread(x):\n    versions = all_gather(x[None], dim=0)\n"
-              "    return (versions.amax(0) - versions.amin(0)).max().item() ** 2", "It is the square of that"),
         Wrong("def my_spread(x): return all_gather(x[None], dim=0).diff(dim=0).abs().max().item()",
               "that is between neighbours; and ranks that are none?", (2,))],
     "my_agree": [
@@ -102,10 +74,25 @@ ANSWERS = {
         Wrong(_SHARE + "(r + 1) * t // n - r * t // n, r * t // n", "how many stands where the first is asked for")],
     "generate": [
         Wrong(but(GENERATE, "        tokens =", "        input_ids.append(new[-1])\n        tokens ="),
-              "it changes its argument input_ids"),
-        Wrong(but(GENERATE, "        tokens =", "        if new[-1] == 2: break\n        tokens ="),
-              "prompt of 1, 8 new: 3 ids came back; 8 new ones are asked for, whichever are drawn")],
+              "it changes its argument input_ids")],
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
               "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)", "2 GB, 4 GB, 3 GB")],
+    "my_verdict": [
+        Wrong(but(_SOLVED["my_verdict"], "<= 2 * moved", "<= moved"), "one can fall and the other rise by as much"),
+        Wrong(but(_SOLVED["my_verdict"], "- exact[place, other[place]]", "- logits[place, other[place]]"),
+              "one can fall and the other rise by as much")],
+    "my_propose": [
+        Wrong(but(_SOLVED["my_propose"], "length - 1, -1, -1)", "length - 1, 0, -1)"), "and [1, 8] is right"),
+        Wrong(but(_SOLVED["my_propose"], "(3, 2, 1)", "(4, 3, 2, 1)"), "and [8] is right")],
+    "my_speculate": [
+        Wrong(but(_SOLVED["my_speculate"], "== chosen[kept]", "== chosen[0]"), "prompt [0, 0, 1, 1], 8 new"),
+        Wrong(but(_SOLVED["my_speculate"], "propose(text)", "propose(ids)"), "where the text so far must be given")],
+    "my_two_buffers": [
+        Wrong(but(_SOLVED["my_two_buffers"], "return sums", "return sums[::-1]"), "parts 3, 2, 1, 0 come back")],
+    "my_sequence_parallel_layer": [
+        Wrong(but(_SOLVED["my_sequence_parallel_layer"], "mlp(all_gather", "2 * mlp(all_gather"),
+              "the MLP's sum counts 2 times (right: 1)")],
+    "my_moe": [
+        Wrong(but(_SOLVED["my_moe"], "F.silu(gate) * up", "F.silu(gate * up)"), "not found: silu(gate) · up")],
 }

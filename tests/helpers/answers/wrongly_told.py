@@ -31,8 +31,6 @@ ANSWERS = {
               "float('-inf'))", "it hides each token from itself, and none of the future")],
     "my_key": [
         Wrong("import zlib\ndef my_key(parent, ids): return zlib.crc32(repr(parent).encode()) % 100, tuple(ids)",
-              "how many different keys can yours have?"),
-        Wrong("seen = {}\ndef my_key(parent, ids): return seen.setdefault((parent, tuple(ids)), len(seen) % 4000)",
               "how many different keys can yours have?")],
     "my_slot_mapping": [
         Wrong("def my_slot_mapping(t, positions, n): return [t[-1 - p // n] * n + p % n for p in positions]",
@@ -47,12 +45,7 @@ ANSWERS = {
     "my_linears": [
         _changed("my_linears", "// world_size()", "// 2", "multiplies 128 times where its share is 96: who has less?")],
     "my_rope": [
-        Wrong(but(_ROPE, "32) / head_dim", "32) / (head_dim / 2)"), "not found: the speeds of the pairs, 1, 0.126, 0."),
-        Wrong(but(_ROPE, "positions[:, None].float() * speeds", "torch.deg2rad(positions[:, None].float() * speeds)"),
-              "not found: their cosines, the other half times sine"),
-        Wrong(but(_ROPE, "[angles, angles]", "[angles, -angles]"), "that is a mirror and no turn"),
-        Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice"),
-        Wrong(but(_ROPE, "arange(0, head_dim", "arange(1, head_dim"), "not found: the speeds of the pairs, 1, 0.126,")],
+        Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice")],
     "my_apply_rope": [Wrong(_APPLY, "a rotation that fails must stop the engine")],
     "my_positions": [
         Wrong("def my_positions(starts, counts): return torch.arange(starts[0], starts[0] + sum(counts))",
@@ -60,8 +53,7 @@ ANSWERS = {
     "my_token_positions": [
         Wrong("def my_token_positions(segment):\n    return range(segment.start, segment.start + "
               "len(segment.block_ids))", "yours are [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], and [0, 1, 2, 3, 4] are righ")],
-    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "re multiplied with scaling ** 0.5, and scal"),
-                  _changed("my_attend", "return weights @ v", "return q + weights @ v", "the query counts 1 times (r")],
+    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "with scaling ** 0.5, and scaling")],
     "MyCache": [
         Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",
                   "torch.cat([old_k, k])[-8:], torch.cat([old_v, v])[-8:]"),
@@ -75,26 +67,18 @@ ANSWERS = {
     "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "It is right but for its sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
-                  ":len(self.here.kv_heads)]]), torch"), "not found: the scaled scores"),
-        Wrong(but(_LAYER, "+ self.eps) * weight", "+ self.eps) + weight"), "What comes after line 23?"),
-        Wrong(but(_LAYER, "slice(here.mlp.start, here.mlp.stop)", "slice(0, len(here.mlp))"),
-              "None of your lines makes its columns of gate, in the step with tokens 0 to 4")],
+                  ":len(self.here.kv_heads)]]), torch"), "not found: the scaled scores")],
     "my_mean": [
         Wrong("def my_mean(shares):\n    mean = torch.tensor(shares[rank()], dtype=torch.float64).mean()\n"
               "    return all_reduce(mean.nan_to_num()).item()", "Those are the ranks' means, added up")],
     "shard_weight": [
-        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:size]",
-              "rows 4–7 come back where rows 4–11 are its own\n         size is how many rows, not where they end"),
         Wrong("def shard_weight(loaded, start, size, hidden_size):\n"
               "    return loaded.view(-1, hidden_size)[start:start + size]",
               "a bias [20], 4 from 12 on: [0, 20] comes back; [4] must")],
     "apply_rope": [
         _changed("apply_rope", "rotary_pos_emb(q, k,", "rotary_pos_emb(k, q,", "it returns k, q; q comes first")],
     "my_decode_bytes": [
-        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "It fits if the MLP counts 2 times"),
-        _changed("my_decode_bytes", "* itemsize", "* itemsize * 8", "It fits if all of it counts 8 times (bits of a b"),
-        _changed("my_decode_bytes", "(config.num_layers * layer + h * len(shard.vocab))",
-                 "config.num_layers * (layer + h * len(shard.vocab))", "It fits if the head counts 11 times (num_lay")],
+        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "It fits if the MLP counts 2 times")],
     "my_step_seconds": [
         _changed("my_step_seconds", "/ bandwidth", "/ bandwidth / len(rank_bytes)", "they are divided already")],
 }
