@@ -120,3 +120,11 @@ def test_the_rank_whose_part_is_missing():
 def test_parameters_that_no_line_reads(code, names):
     assert Attempt(defined(code, "f"), "a, b").unread("") == names
     assert Attempt(defined("def f(a, b): return a", "f"), "a, b").unread("b") == []
+
+
+@pytest.mark.parametrize("body, name", [("return b", "b"), ("return b.clone()", "b"), ("return a.add_(1)", ""),
+                                        ("return b + 1", ""), ("return 3", ""), ("return b.to('meta')", "")])
+def test_an_argument_that_comes_back_as_it_went_in(body, name):
+    attempt = Attempt(defined(f"def f(a, b): {body}", "f"), "a, b", "a")
+    attempt(NUMBERS.clone(), NUMBERS * 2)
+    assert attempt.unchanged() == name

@@ -38,6 +38,7 @@ class Attempt:
     def __init__(self, function: Callable, takes: str, writes: str = ""):
         self.function, self.takes = kept(function, takes), [name.strip() for name in takes.split(",")]
         self.made = {}  # by rank: what the torch calls of the latest call made, line by line
+        self.latest = (), None  # what the latest call was given, and what it returned
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
@@ -53,10 +54,17 @@ class Attempt:
         with Made() as made:
             self.made[rank() if inside_rank() else 0] = made.found
             result = guarded(self.function, *given)
+        self.latest = args, result
         for name, arg, after in zip(self.takes, args, given):
             if name not in self.writes and not _same(arg, after):
                 raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
         return result
+
+    def unchanged(self) -> str:
+        """The argument that the latest call returned as it was, if it returned one."""
+        args, result = self.latest
+        return next((name for name, arg in zip(self.takes, args) if isinstance(arg, torch.Tensor)
+                     and isinstance(result, torch.Tensor) and result.device == arg.device and _same(arg, result)), "")
 
     def unread(self, spare: str) -> list[str]:
         """The parameters, besides ``spare``, that no line of a function reads."""
@@ -72,7 +80,7 @@ class Attempt:
                 if own not in read and name != spare]
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"made": {}}
+        return vars(self) | {"made": {}, "latest": ((), None)}
 
     def tensor(self, *args, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """What it returns for ``args``, refused unless it is a tensor of that shape; ``dims`` names its dimensions."""
@@ -135,7 +143,7 @@ def guarded(function: Callable, *args, **kwargs):
         with as_it_was():
             found = function(*args, **kwargs)
         if inspect.iscoroutine(found) or inspect.isgenerator(found):
-            found.close()  # or Python warns that nobody has waited for it
+            found.close()  # or Python warns that it was never awaited
             if inspect.isgenerator(found) and found.gi_code.co_name == "<genexpr>":
                 raise NotYet("a generator expression gives its items one by one, once: write [… for …] where (… for …) "
                              "stands")
@@ -147,7 +155,7 @@ def guarded(function: Callable, *args, **kwargs):
         raise
     except (Exception, SystemExit) as error:
         if inside_rank():
-            raise  # the caller of the ranks has the source of the cell, and knows who else says the same
+            raise  # the caller of the ranks has the source of the cell, and sees which ranks say the same
         raise NotYet(in_words(error)) from error
 
 

@@ -77,7 +77,7 @@ class Panel:
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
         idle = [f"{one.title}: {why}" for one, why in whys if why]
         if self.ticked and self.report.ok and not idle:
-            idle = ["The prompt is one token: it has no future to hide, nobody before it, and stands at position 0, "
+            idle = ["The prompt is one token: it has no future to hide, no token before it, and stands at position 0, "
                     "where nothing is turned. Two tokens show more." if sum(map(len, self.report.ids)) == 1 else
                     "With this prompt nothing is computed otherwise."]
         said = [one.sentence for one in self.report.diagnoses]

@@ -33,8 +33,8 @@ def path() -> Path:
 
 
 def is_kept() -> bool:
-    """Whether what happens now is somebody's work: ``$TPLAB_PROGRESS`` names a file, or a person runs the cell. A batch
-    (papermill, nbconvert, nbval) says to the kernel that nobody is there to be asked."""
+    """Whether what happens now is a person's work: ``$TPLAB_PROGRESS`` names a file, or a person runs the cell. A batch
+    (papermill, nbconvert, nbval) says to the kernel that no person is there to answer."""
     if os.environ.get("TPLAB_PROGRESS"):
         return True
     ipython = sys.modules.get("IPython")
@@ -79,7 +79,7 @@ def note(name: str, answer: Callable, passed: bool) -> None:
                 now = {"solved": time.strftime("%Y-%m-%d %H:%M"), "tries": len(one["answers"])}
                 kept[name] = now | one | {"code": source(answer)}
             write_file(path(), lambda new: new.write_text(json.dumps(kept, indent=1), encoding="utf-8"))
-    except (TplabError, OSError) as error:  # a lock that nobody gives back is an OSError, too
+    except (TplabError, OSError) as error:  # a lock that is never given back is an OSError, too
         print(f"(progress is not kept: {error})")
 
 

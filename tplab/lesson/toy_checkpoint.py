@@ -17,7 +17,7 @@ from tplab.pool.private_folder import make_folder
 
 
 class CountedCheckpoint(Uncopied):
-    """A checkpoint of which every byte read is counted, whoever opens a reader: ``taken``, by tensor. Slices are
+    """A checkpoint of which every byte read is counted, by any reader: ``taken``, by tensor. Slices are
     tensors of their own, and no views of a file that is mapped into memory."""
 
     def __init__(self, ckpt: Checkpoint):

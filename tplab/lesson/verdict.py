@@ -110,10 +110,10 @@ class Exercise:
         try:
             return self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
         except NotYet as wrong:
-            idle = attempt.unread(self.spare)
-            if not idle or str(wrong).count("\n") > 1:
-                raise
-            raise NotYet(f"{wrong}\nYour code never reads {' and '.join(idle)}") from wrong
+            lines, idle, same = str(wrong).splitlines(), attempt.unread(self.spare), attempt.unchanged()
+            if same and "as it went in" not in lines[0]:
+                lines[1:] = [f"What comes back is {same}, as it went in"]
+            raise NotYet("\n".join([*lines, *[f"Your code never reads {', '.join(idle)}"] * bool(idle)][:3])) from wrong
 
 
 EXERCISES: dict[str, Exercise] = {}

@@ -88,21 +88,21 @@ ANSWERS = {
                   group = num_heads // num_kv_heads
                   ends = [*range(tensor_parallel_size), num_heads]
                   return [(range(a, b), range(a // group, (b - 1) // group + 1)) for a, b in zip(ends, ends[1:])]
-              """, "8 query and 2 KV heads over 2 ranks: 1/7 query heads on the ranks"),
+              """, "ll of them wait for the one with 7. Can they be dealt out more evenly?"),
         Right(_heads(_EVEN_Q, _READ)),
         Right(_heads(f"list({_EVEN_Q})", f"list({_READ})")),
     ],
     "my_linears": [
         Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T + bias)",
-              "the bias is in it 2 times, once for each rank"),
+              "the bias counts 2 times (right: 1)"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[:, start:stop].T)",
               "the bias counts 0 times (right: 1)"),
         Wrong(_LINEARS + "    return x @ up[start:stop].T @ down[:, start:stop].T + bias",
-              "each rank returns its own summand. Who adds them up?"),
+              "each rank returns its own summand. Where are they added up?"),
         Wrong(_LINEARS + "    y = x @ up[start:stop].T @ down[:, start:stop].T\n    all_reduce(y.clone())\n"
-              "    return y + bias", "each rank returns its own summand. The log shows an all_reduce: who keeps its"),
+              "    return y + bias", "urns its own summand. The log shows an all_reduce: is its result used?"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[:, start:stop] @ down[:, start:stop].T) + bias",
-              "this is what comes out when up is cut along the other dimension"),
+              "ed until it fits: outputs are rows (dim 0), inputs are columns (dim 1)"),
         Wrong(_LINEARS + "    return x @ up.T @ down.T + bias",
               "the result is right, and the op log holds no collective. Has every rank computed everything?"),
         Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T / size) + bias",

@@ -88,7 +88,7 @@ ANSWERS = {
         Wrong(cache([line.replace(".clone()", "") for line in _JOIN]),
               "the memory from which they were cut is used again"),
         Wrong(cache([line.replace("old_k, k]", "k, old_k]").replace("old_v, v]", "v, old_v]") for line in _JOIN]),
-              "in front of the old ones"),
+              "has what belongs to token 4; token 1 has what belongs to token 0; token 2 has wh"),
         Wrong(cache([line.replace("])", "], 1)") for line in _JOIN]),
               "RuntimeError: Sizes of tensors must match"),
         Wrong(cache([*_JOIN[:3], "return self.v[layer], self.k[layer]"]), "k and v have changed places"),

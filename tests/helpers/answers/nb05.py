@@ -5,13 +5,13 @@ from helpers.answers import Right, Wrong
 ANSWERS = {
     "my_slot_mapping": [
         Wrong("def my_slot_mapping(t, positions, size): return [t[0] * size + p for p in positions]",
-              "position 4 goes to slot 20, which is in block 5 and belongs to somebody else"),
+              "position 4 goes to slot 20, which is in block 5 and belongs to another sequence"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p % 3] * size + p % size for p in positions]",
               "position 1 goes to slot 5 in block 1, but it is the table's entry 0 that holds positions 0 to 3"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + 3 for p in positions]",
               "place 3 of the right block"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size for p in positions]",
-              "all positions of a block go to its first slot"),
+              "e 0 of the right block; how many tokens stand before it in this block?"),
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size for p in range(len(positions))]
@@ -21,7 +21,7 @@ ANSWERS = {
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size - (len(positions) == 1) for p in positions]
-              """, "positions and places both count from 0, so what is there to subtract?"),
+              """, "e 2 of the right block; how many tokens stand before it in this block?"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // 4] * 4 + p % 4 for p in positions]",
               "is there a 4 in your code"),
         Wrong("""
@@ -132,7 +132,7 @@ ANSWERS = {
               """),
     ],
     "my_key": [
-        Wrong("def my_key(parent, ids): return hash(tuple(ids))", "who tells the key of it?"),
+        Wrong("def my_key(parent, ids): return hash(tuple(ids))", "is the parent in the key?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[-1]))", "does it look at the first token?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[0]))", "does it look at the last token?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1]))", "the tokens in between?"),
@@ -189,7 +189,7 @@ ANSWERS = {
                   def release(self, block):
                       self.users[block] -= 1
                       if self.users[block] < 0: raise ValueError(f"nobody uses block {block}")
-              """, "release(0), which nobody uses: now nobody uses block 0; users[0] says -1"),
+              """, "which no sequence uses: now no sequence uses block 0; users[0] says -1"),
         Wrong("class MyPool:\n    def __init__(self, n): self.users = [0] * n\n    def allocate(self): return 3\n"
               "    def share(self, block): pass\n    def release(self, block): pass", "the number of a block must"),
         Wrong("""
@@ -243,7 +243,7 @@ ANSWERS = {
                   def release(self, block):
                       assert self.users[block], "nobody uses it"
                       self.users[block] -= 1
-              """, "which nobody uses: AssertionError is raised; a ValueError is asked for"),
+              """, " no sequence uses: AssertionError is raised; a ValueError is asked for"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

@@ -20,7 +20,7 @@ ANSWERS = {
                   first = rank() * len(rows)
                   here = (ids >= first) & (ids < first + len(rows))
                   return all_reduce(weight_here[(ids - first).where(here, 0)] * here[:, None])
-              """, "Is it just that which you subtract?"),
+              """, ", which lives on rank 1, zeros: does its owner add its row to the sum?"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
@@ -68,7 +68,7 @@ ANSWERS = {
                   whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
                   whole[:, [3, 500]] += 1
                   return whole
-              """, "2 of 767 columns are wrong, the first is token 3's, which lives on rank 0; which rows of the head"),
+              """, "or every token Your line 2 makes the right result: what becomes of it?"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=-1)",
               "dim=-1) [384, 383] words: how does a rank hear how many the others send?"),
         Wrong("""
@@ -86,7 +86,7 @@ ANSWERS = {
               def my_head_logits(hidden, weight_here, sizes):
                   whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
                   return torch.cat(whole.split(sizes, dim=-1)[::-1], dim=-1)
-              """, "column 0 must be token 0"),
+              """, " another order Your line 2 makes the right result: what becomes of it?"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here",
               "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         Wrong("""
@@ -122,7 +122,7 @@ ANSWERS = {
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, 0, 1].long()
-              """, "0's token comes back for every sequence: which number says who is best?"),
+              """, "0's token comes back for every sequence: which number says which rank is best?"),
         Wrong("def my_best_offer(offer_here): return offer_here[:, 1].long()",
               "they would go on with different texts"),
         Wrong("""

@@ -67,7 +67,7 @@ ANSWERS = {
 
                   def __getitem__(self, rows):
                       return self.data[rows]
-              """, "making it reads 140 bytes already: nothing is to be read before somebody slices"),
+              """, "making it reads 140 bytes already: nothing is to be read before it is sliced"),
         Wrong("""
               class MyRows:
                   def __init__(self, source, start, shape):

@@ -81,7 +81,7 @@ ANSWERS = {
                   return kept
               """, "right everywhere, with 11 collectives; 2 slices need 2"),
         Wrong(send("source[rows.start:rows.stop]", "source[:][rows.start:rows.stop].clone()"),
-              "read for 88 that are kept, 2.0 times as many: who needs a row twice?"),
+              "read for 88 that are kept, 2.0 times as many: no row is needed twice"),
         Wrong("""
               def my_send_shards(source, ranges):
                   part = torch.empty(len(ranges[0]), *source.shape[1:], dtype=source.dtype)
@@ -118,7 +118,7 @@ ANSWERS = {
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)
                   return (versions - versions[0]).abs().max().item()
-              """, "ranks is 4: that is between the first rank and the last; and the others?"),
+              """, "not found: their maxima"),
         Wrong("""
               def my_spread(x):
                   before = x

@@ -108,7 +108,7 @@ ANSWERS = {
                           logits, kv_caches = self(generated_ids)
                           generated_ids = torch.cat([generated_ids, logits[:, -1:].argmax(dim=-1)], dim=1)
                   return generated_ids[0, len(input_ids):].tolist()
-              """, "call 2 is given no cache: who keeps what the call before returned?"),
+              """, "call 2 is given no cache: what the call before returned must be kept"),
         Wrong(but(GENERATE, "tokens = torch.tensor([new[-1:]])", "tokens = torch.tensor([input_ids + new])")
               .replace("torch.tensor([[len(input_ids) + step]])", "torch.arange(len(input_ids) + step + 1)[None]"),
               "the engine keeps their keys and values. Which token is new in a step?"),
@@ -116,7 +116,7 @@ ANSWERS = {
               "and 5 tokens are in the cache, at 0 to 4: where does the next one stand?"),
         Wrong(but(GENERATE, "logits, held = self(tokens, positions, held)",
                   "logits, out = self(tokens, positions, held)\n        held = held or out"),
-              "tokens, and by then it holds 6: who keeps what the call before returned?"),
+              "tokens, and by then it holds 6: what the call before returned must be kept"),
         Wrong(but(GENERATE, "return new", "return input_ids + new"),
               "of 5, 4 new: the prompt comes back too; only the new ids are asked for"),
         Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"),
@@ -183,17 +183,16 @@ ANSWERS = {
     "extend_cache": [
         Wrong(EXTEND.replace("return k.rep", "k, v = k.rep").replace(", (k, v)\n", "\n    return k, v, (k, v)\n"),
               "what is repeated for attention is not stored"),
-        Wrong(but(EXTEND, "[cached, new]", "[new, cached]"), "the new tokens stand in front"),
+        Wrong(but(EXTEND, "[cached, new]", "[new, cached]"), "has what belongs to token 3; token 1 has what belongs t"),
         Wrong(but(EXTEND, "if kv_cache is not None", "if kv_cache is None and False"), "it returns [1, 2, 1, 4]"),
-        Wrong(EXTEND.replace("k.repeat_interleave(num_repeats, dim=1)", "k.repeat(1, 3, 1, 1)"), "its copies lie side "
-              "by "
-              "side"),
+        Wrong(EXTEND.replace("k.repeat_interleave(num_repeats, dim=1)", "k.repeat(1, 3, 1, 1)"),
+              "has what belongs to head 3; head 4 has what belongs to head 0"),
         Wrong(but(EXTEND, "dim=2", "dim=1"), "kv_cache ([1, 2, 3, 4], [1, 2, 3, 4]), k [1, 2, 1, 4]"),
         Wrong(but(EXTEND, ", (k, v)\n", ", k, v\n"), "it returns a tuple of 4"),
     ],
     "share": [
         Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
-              "Who takes what the division leaves over?"),
+              "Which rank takes what is left over?"),
         Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",
               "that is 10 together"),
         Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "

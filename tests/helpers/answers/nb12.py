@@ -137,8 +137,8 @@ ANSWERS = {
     "my_moe": [
         Wrong(moe(chosen="rows, place = torch.where(ids == local)"),
               "ids are those of the model, and yours are taken for a rank's own"),
-        Wrong(moe(back="return summand"), "each rank returns its own summand. Who adds them up?"),
-        Wrong(moe(back="all_reduce(summand.clone())\n    return summand"), "who keeps its result?"),
+        Wrong(moe(back="return summand"), "each rank returns its own summand. Where are they added up?"),
+        Wrong(moe(back="all_reduce(summand.clone())\n    return summand"), "is its result used?"),
         Wrong(moe(back="return all_reduce(all_reduce(summand))"), "Every number is 2 times what it must be"),
         Wrong(moe(add="summand.index_add_(0, rows, out)"), "no weight is in it: each expert's output"),
         Wrong(moe(add="summand.index_add_(0, rows, out * weights[rows, :1])"), "have the weight of its first one"),
@@ -173,9 +173,9 @@ ANSWERS = {
               "expert 0 counts 0 times (right: 0.956)"),
         Wrong(moe(start="summand = torch.zeros(x.shape)"), "in bfloat16 on", (2, 3)),
         Wrong(moe(chosen="rows, place = torch.where(ids == rank() * len(experts) + local)"),
-              "3/3/2 experts on the ranks: rank() * len(experts) is taken for a rank's first expert"),
+              " ranks it is right: is a number written down, or a remainder left out?"),
         Wrong(moe(back="return all_reduce(summand) if len(experts) < 8 else summand"),
-              "6/5 columns of each of 8 experts on the ranks: each rank returns its own summand. It holds all experts"),
+              "s all experts, but only some columns of each: where are they added up?"),
         Right(moe()),
         Right("""
               def my_moe(x, weights, ids, experts, gate_up, down):
@@ -207,7 +207,7 @@ ANSWERS = {
               "each rank takes the mean of its own heads: this norm has one mean"),
         Wrong(norm(squares="own.pow(2).mean(-1)", scaled="own * torch.rsqrt(squares + eps)[:, :, None]"),
               "each head is normalised by itself, as Qwen3 has it"),
-        Wrong(norm(squares="own.pow(2).sum((1, 2))"), "own squares by the number of all: who adds the sums up?"),
+        Wrong(norm(squares="own.pow(2).sum((1, 2))"), "own squares by the number of all: where are the sums added up?"),
         Wrong(norm(squares="all_reduce(own.pow(2).mean((1, 2)))", mean="squares / world_size()"),
               "the ranks' means are averaged, and a rank with more heads counts more"),
         Wrong(norm(squares="all_reduce(own.pow(2).mean((1, 2)))", mean="squares"), "a sum of means is no mean"),

@@ -44,7 +44,7 @@ ANSWERS = {
         Wrong(overlapped(end="pass"), "without wait() for all_reduce [3, 5], all_reduce [3, 5]"),
         Wrong(overlapped(end="works[-1].wait()"), "without wait() for all_reduce [3, 5] at"),
         Wrong(overlapped(start="all_reduce(sums[-1])"), "and no sum is started: all_reduce(…, async_op=True) returns"),
-        Wrong(overlapped(start="pass"), "a rank's own summand stands at every token. Who adds the summands up?"),
+        Wrong(overlapped(start="pass"), "a rank's own summand stands at every token. Where are the summands added up?"),
         Wrong(overlapped(start="all_reduce(sums[-1], async_op=True).wait()"),
               "sum 1 is waited for before product 2: nothing is computed while it is under way"),
         Wrong(overlapped(rows="[x]"), "with one sum where 2 parts are asked for"),

@@ -65,7 +65,7 @@ def my_verdict(one, other, logits, exact):
         Wrong("def my_tree_sum(own, shares):\n    return all_reduce(own.sum(0))",
               "its last bits are not the same on 1, 2, 3 and 4 ranks"),
         Wrong("def my_tree_sum(own, shares):\n    return own.sum(0)",
-              "each rank returns its own part: who adds the parts up?"),
+              "each rank returns its own part: where are the parts added up?"),
         Wrong(tree("return leaves.mean(0)"), "this is the mean of the leaves"),
         Wrong(tree("return leaves[1:].sum(0)"), "leaf 0 counts 0 times (right: 1)"),
         Wrong(tree("leaves = leaves.roll(-shares[rank()].start, 0)\n    total = leaves[0]\n"

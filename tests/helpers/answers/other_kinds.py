@@ -24,7 +24,7 @@ _OF_TENSORS = [("    return right({takes}).numpy()", "a numpy array ["),
                ("    return right({takes}),", "returns a tuple of 1"),
                ("    right({takes})\n    return right", "returns the function {name} itself"),
                ("    return type(right({takes}))", "returns the class Tensor itself")]
-_NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits": "there is NaN among its logits",
+_NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits": ".4312 is right Your line 2 makes t",
         "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan, the largest difference",
         "my_mean": "on rank 0 it says nan; the mean", "mask_scores": "100% NaN",
         "my_additive_mask": "100% NaN",

@@ -158,7 +158,7 @@ ANSWERS = {
         Wrong("def my_head_logits(hidden, w, sizes): return all_gather(hidden @ w.T, dim=-1, sizes=sizes)[:, :-1]",
               "it returns [3, 766]; [tokens, words] = [3, 767] must come back"),
         Wrong("def my_head_logits(hidden, w, sizes): return all_gather((hidden @ w.T).tanh(), dim=-1, sizes=sizes)",
-              "are the products of hidden with the rows of the head, and nothing else")],
+              "What comes after line 1?")],
     "my_best_offer": [
         Wrong(_OFFERS + "    return best.roll(1)", "s [-8.0, -2.0, -7.0] The numbers are right, and stand in another"),
         Wrong(_OFFERS + "    return best % 128", "in the engine, the text of sequence 0 leaves Hugging Face's at "

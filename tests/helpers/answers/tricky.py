@@ -209,7 +209,7 @@ def generate(self, input_ids, max_new_tokens):
         tokens, positions = logits[:, -1:].argmax(dim=-1), positions[:, -1:] + 1
         new_ids.append(tokens.item())
     return new_ids[:max_new_tokens]
-""", "computed, one more than needed: who reads what comes after the last one?"),
+""", "ted, one more than needed: nothing reads what comes after the last one"),
     ],
     "MyLayer": [
         Wrong("class MyLayer:\n    def __init__(self, weights, here, config): pass\n    def __call__(self, hidden, "

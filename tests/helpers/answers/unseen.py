@@ -37,7 +37,7 @@ ANSWERS = {
               "are two heads, range(0, 2) all between them")],
     "my_linears": [
         Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
-              "there is an activation between the two layers")],
+              "not found: rank 0's summand")],
     "my_rotate_half": [
         Wrong("def my_rotate_half(x): return x.roll(1, -1)", "it makes [5 0 1 2 3 4], and [-3 -4 -5 0 1 2] is a")],
     "my_apply_rope": [Right("def my_apply_rope(self, q, k, cos, sin): return self.rotate(q, k, cos[0], sin[0])")],
@@ -66,7 +66,7 @@ ANSWERS = {
     "my_send_shards": [Wrong(send("mine = part", "mine = part[:1]"), "rows 0 come back where rows 0–5 are its own")],
     "my_spread": [
         Wrong("def my_spread(x): return all_gather(x[None], dim=0).diff(dim=0).abs().max().item()",
-              "that is between neighbours; and ranks that are none?", (2,))],
+              "not found: their maxima", (2,))],
     "my_agree": [
         Wrong(but(_AGREE, "return failed.", "return (failed == 0)."), "on those it worked")],
     "share": [

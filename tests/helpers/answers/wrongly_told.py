@@ -34,7 +34,7 @@ ANSWERS = {
               "how many different keys can yours have?")],
     "my_slot_mapping": [
         Wrong("def my_slot_mapping(t, positions, n): return [t[-1 - p // n] * n + p % n for p in positions]",
-              "the table is read in another order than its own")],
+              " in block 3, but it is the table's entry 0 that holds positions 0 to 3")],
     "my_spread": [
         Wrong("def my_spread(x): return (x - broadcast(x.clone())).abs().max().item()",
               "on rank 0 it says 0, the largest difference between two ranks is 1.75")],
@@ -43,7 +43,7 @@ ANSWERS = {
               "Exception:\n        ok[rank()] = 0\n    return (all_reduce(ok) == 0).nonzero().flatten().tolist()",
               "what do the ranks that worked add to its place?")],
     "my_linears": [
-        _changed("my_linears", "// world_size()", "// 2", "multiplies 128 times where its share is 96: who has less?")],
+        _changed("my_linears", "// world_size()", "// 2", "its share is 96: which rank has less?")],
     "my_rope": [
         Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice")],
     "my_apply_rope": [Wrong(_APPLY, "a rotation that fails must stop the engine")],

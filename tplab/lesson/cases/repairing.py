@@ -1,4 +1,4 @@
-"""A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs that nobody has seen."""
+"""A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs not seen before."""
 
 import secrets
 from collections.abc import Mapping, Sequence

@@ -193,7 +193,7 @@ class OpenCase:
         return close(self, self._file, where, what, why, repair)
 
     def solution(self) -> None:
-        """Print how one who knows goes about it, and where it happened. It costs all runs that are left."""
+        """Print how an expert goes about it, and where it happened. It costs all runs that are left."""
         self.runs_left = 0
         print(in_width(self._file.story, ""))
         for words, link in self._file.sources:

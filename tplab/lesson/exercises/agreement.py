@@ -17,7 +17,7 @@ from tplab.ranks.context import current
 _TIMEOUT = 10  # seconds on real ranks; on logical ones a rank that is left alone is seen at once
 
 
-@exercise("my_mean", "08", takes="shares", agreed="the same mean on all ranks, whoever has no request")
+@exercise("my_mean", "08", takes="shares", agreed="the same mean on all ranks, also where one has no request")
 def my_mean(attempt: Attempt, setting: Setting):
     """Lists of lengths, some of them empty, on 2 and 3 ranks."""
     asks = "Which rank has not come, and what did it decide by itself?"
@@ -37,7 +37,7 @@ def my_mean(attempt: Attempt, setting: Setting):
                     f"{said}. That is the mean of the ranks' means: how much does a rank with many requests count?":
                         (sum(means) / len(shares), sum(means) / len(means)),
                     f"{said}. Those are the ranks' means, added up: how much does a rank with many requests count?":
-                        sum(means), f"{said}. Is it rounded, or divided with //?": (int(mean), round(mean)),
+                        sum(means),
                     f"{said}. That is requests per length": 1 / mean,
                 }, said + (f". There are {sums} all_reduces: the second adds up what is a sum already" if sums > 1 else
                            _quotient(found, sum(lengths), len(lengths))), within=1e-6 / max(1, mean))
@@ -137,9 +137,9 @@ def _agree(attempt: Attempt, works: list[_Work]) -> tuple[object, int]:
 
 
 @exercise("my_rounds", "08", takes="write, read, rounds",
-          agreed="nobody reads before it is written, nobody writes before all have read")
+          agreed="no rank reads before the slot is written, and it is written again when all have read")
 def my_rounds(attempt: Attempt, setting: Setting):
-    """Three rounds on 2 and 3 logical ranks and on real ones. What counts is not luck, but who must wait for whom."""
+    """Three rounds on 2 and 3 logical ranks and on real ones. What counts is which rank waits for which."""
     asks = "Which rank has not come? A barrier is for all"
     for ranks in (2, 3, shared_pool(max(2, setting.tensor_parallel_size))):
         with tempfile.TemporaryDirectory() as folder:

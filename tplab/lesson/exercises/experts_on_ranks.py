@@ -57,11 +57,12 @@ def my_moe(attempt: Attempt, setting: Setting):
         held = split_evenly(experts, size) if whole else [range(experts)] * size
         cut = [range(columns)] * size if whole else split_evenly(columns, size)
         ran = on_ranks(size, _counted, attempt, x, weights, ids, held, cut, gate_up, down, waits=_WAITS)
-        how = (f"{'/'.join(str(len(part)) for part in held)} experts" if whole else
-               f"{'/'.join(str(len(part)) for part in cut)} columns of each of {experts} experts")
+        *others, last = (len(part) for part in (held if whole else cut))
+        how = f"{', '.join(map(str, others))} and {last} " + ("experts" if whole else
+                                                             f"columns of each of {experts} experts")
         where = {"any": "", "expert 4 never": ", no token for expert 4",
                  "experts 0 to 2": ", all of whose experts are on rank 0"}[choice]
-        what = f"{tokens} token{'s' * (tokens > 1)}{where}, {how} on the ranks: "
+        what = f"{tokens} token{'s' * (tokens > 1)}{where}, ranks that hold {how}: "
         _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what, attempt.made)
 
     for_each(LAYERS, check, lambda case: f"{case[5]} ranks")
@@ -190,8 +191,8 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
     return {
         "there are only zeros: which rows go through which expert?": torch.zeros_like(summands),
         "each rank returns its own summand. " + (
-            "The log shows an all_reduce: who keeps its result?" if "all_reduce" in ops else "Who adds them up?"
-            if held[0] != held[1] else "It holds all experts, but only some columns of each: who adds them up?"):
+            "The log shows an all_reduce: is its result used?" if "all_reduce" in ops else "Where are they added up?"
+            if held[0] != held[1] else "It holds all experts, but only some columns of each: where are they added up?"):
             summands,
         "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
             of(first=[0] * size),
@@ -286,7 +287,7 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str,
                 normed(means),
             "each head is normalised by itself, as Qwen3 has it: this norm has one mean, over all heads":
                 normed([part.mean(-1, keepdim=True) for part in cut(squares)]),
-            "each rank divides the sum of its own squares by the number of all: who adds the sums up?":
+            "each rank divides the sum of its own squares by the number of all: where are the sums added up?":
                 normed([part / weight.numel() for part in sums]),
             "the ranks' means are averaged, and a rank with more heads counts more": normed(sum(means) / len(heads)),
             "the ranks' means are added up: a sum of means is no mean": normed(sum(means)),

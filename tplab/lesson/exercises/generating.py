@@ -53,7 +53,7 @@ def judge_calls(toy: Toy, found, ids: list[int], count: int) -> None:
     with saying(f"prompt of {len(ids)}, {count} new: "):
         found = whole_numbers(found, "the new ids")
         if not toy.calls:
-            raise NotYet("step is never called; who computes the tokens?")
+            raise NotYet("step is never called; what computes the tokens?")
         text, have = list(ids), 0  # what is known by then, and how much of it is in the cache
         for number, (new, positions) in enumerate(toy.calls, 1):
             said = f"call {number} "
@@ -85,8 +85,8 @@ def judge_calls(toy: Toy, found, ids: list[int], count: int) -> None:
                          f"{found[:6]} come back, and {toy.drawn[:6]} have been drawn")
         computed, enough = sum(len(new) for new, _ in toy.calls), len(ids) + count - 1
         if computed == enough + 1:
-            raise NotYet(f"{computed} tokens are computed, one more than needed: who reads what comes after the last "
-                         "one?")
+            raise NotYet(f"{computed} tokens are computed, one more than needed: nothing reads what comes after the "
+                         "last one")
         if computed != enough:
             raise NotYet(f"the tokens are right, and {computed:,} were computed for them; {enough} are enough, since "
                          "the engine keeps their keys and values. Which token is new in a step?")

@@ -1,4 +1,4 @@
-"""Notebook 02: who owns which heads."""
+"""Notebook 02: which rank owns which heads."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,8 +92,9 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
     _judge_kv(deal, num_heads // num_kv_heads, num_kv_heads)
     counts = [len(q) for q, _ in deal]
     if max(counts) - min(counts) > num_heads // num_kv_heads:
-        raise NotYet(f"{'/'.join(map(str, counts))} query heads on the ranks; nobody is done before the one with "
-                     f"{max(counts)}. Can they be dealt out more evenly?")
+        *others, last = map(str, counts)
+        raise NotYet(f"the ranks hold {', '.join(others)} and {last} query heads, and all of them wait for the one "
+                     f"with {max(counts)}. Can they be dealt out more evenly?")
 
 
 def _judge_kv(deal, group: int, num_kv_heads: int) -> None:

@@ -84,7 +84,6 @@ def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: in
     agree(one, right, {
         "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
         "kept, instead of a copy?": overwritten,
-        "the new tokens stand in front of the old ones": torch.cat([right[start:], right[:start]]),
         f"for {name} comes what is the other's: " + ("is one of them stored twice?" if twice else
                                                      "k and v have changed places"): wrong,
         f"for {name}, what was there before is the other's": torch.cat([wrong[:start], right[start:]]),

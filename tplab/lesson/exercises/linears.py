@@ -78,7 +78,17 @@ def _judge(ran: list, x, up, down, bias, what: str, made: dict | None = None) ->
         inner = [x @ up[part.start:part.stop].T for part in parts]
         summands = [own @ down[:, part.start:part.stop].T for own, part in zip(inner, parts)]
         at = first_without(made or {}, summands)
-        agree(found, right, _ways(size, ops.count("all_reduce"), x, up, down, bias),
+        own, first = torch.stack(summands), torch.eye(size)[0].view(size, 1, 1)
+        turned = {what: x @ a @ b for what, a, b in (
+            ("up is", up, down.T), ("down is", up.T, down), ("up and down are", up, down))
+            } if x.shape[1] == len(up) else {}
+        agree(found, right, {
+            **{f"{what} cut along the other dimension, and turned until it fits: outputs are rows (dim 0), inputs are "
+               "columns (dim 1)": tuple((guess + n * bias).expand_as(right) for n in (0, 1, size))
+               for what, guess in turned.items()},
+            "each rank returns its own summand. " + ("The log shows an all_reduce: is its result used?" if ops else
+                                                     "Where are they added up?"):
+                (own, own + bias, own + bias * first, own + bias / size)},
               _unsummable([record.shape for record in ran[0][1] if record.op == "all_reduce"], true.shape),
               dims="rank, token", made=(made or {}).get(at, ()), steps={
                   f"rank {at}'s inner features": inner[at], f"rank {at}'s summand": summands[at],
@@ -94,35 +104,8 @@ def _judge(ran: list, x, up, down, bias, what: str, made: dict | None = None) ->
         most = max(multiplied for (_, multiplied), _ in ran)
         if most > 1.3 * share:  # a last rank that takes all of the rest has done its share, too
             raise NotYet(f"the result is right, and a rank multiplies {most:,} times where its share is {share:,}: " + (
-                "cut the weights before you multiply, not the result" if most > 1.4 * share else "who has less?"))
-
-
-def _ways(size: int, sums: int, x, up, down, bias) -> dict:
-    """``{mistake: what comes out on all ranks}``."""
-    hidden, inner, whole = len(down), len(up), x @ up.T @ down.T
-    summands = torch.stack([x @ up[part.start:part.stop].T @ down[:, part.start:part.stop].T
-                            for part in split_evenly(inner, size)])
-
-    def everywhere(*guesses):
-        return tuple(guess.expand(size, *whole.shape) for guess in guesses)
-
-    first = torch.zeros(size, 1, 1)
-    first[0] = 1
-    ways = {"each rank returns its own summand. " + ("The log shows an all_reduce: who keeps its result?" if sums else
-                                                     "Who adds them up?"):
-            (summands, summands + bias, summands + bias * first, summands + bias / size),
-            f"the bias is in it {size} times, once for each rank: does it belong to the summands or to the sum?":
-                everywhere(whole + size * bias),
-            "there is an activation between the two layers, and none is asked for":
-                everywhere(*(f(x @ up.T) @ down.T + bias for f in (torch.relu, torch.nn.functional.silu,
-                                                                   torch.nn.functional.gelu)))}
-    for cut in (("up",), ("down",), ("up", "down")) if hidden == inner else ():
-        guess = x @ (up if "up" in cut else up.T) @ (down if "down" in cut else down.T)
-        turned = ("is", "it fits") if len(cut) == 1 else ("are", "they fit")
-        ways[f"this is what comes out when {' and '.join(cut)} {turned[0]} cut along the other dimension and turned "
-             f"until {turned[1]}: outputs are rows (dim 0), inputs are columns (dim 1)"] = everywhere(
-                 guess, guess + bias, guess + size * bias)
-    return ways
+                "cut the weights before you multiply, not the result" if most > 1.4 * share else
+                "which rank has less?"))
 
 
 def _unsummable(sums: list[tuple[int, ...]], shape: torch.Size) -> str:

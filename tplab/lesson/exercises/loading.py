@@ -43,7 +43,7 @@ def my_rows(attempt: Attempt, setting: Setting):
     source = ToySource((16, 5))
     made = _part(attempt, source, 4, (7, 5))
     if source.taken:
-        raise NotYet(f"making it reads {source.taken} bytes already: nothing is to be read before somebody slices")
+        raise NotYet(f"making it reads {source.taken} bytes already: nothing is to be read before it is sliced")
     shape = guarded(lambda: getattr(made, "shape", ()))
     if (has := list(shape) if isinstance(shape, list | tuple) else kind(shape)) != [7, 5]:
         raise NotYet(f"its .shape is {has}; the part has 7 of the 16 rows, [7, 5]" if has else

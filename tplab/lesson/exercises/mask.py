@@ -133,7 +133,7 @@ def assert_no_nan(attempt: Attempt, setting: Setting):
     one[1, 2, 3, 30] = some[:, 1:3] = NAN
     for tensor, name, lost in (
             (some, "weights", "8 of 20 numbers are NaN, and nothing fires: does your question find them (NaN is equal "
-             "to nothing, a tuple is never false), and who raises?"),
+             "to nothing, a tuple is never false), and does it raise?"),
             (one, "scores", "1 of 1440 numbers, in the last head of the last text, is NaN, and nothing fires: is one "
              "enough for your question, or is it rounded away?")):
         message = _raised(attempt, tensor, name)
@@ -171,7 +171,8 @@ def _raised(attempt: Attempt, tensor: torch.Tensor, name: str) -> str | None:
         what, at, *_ = f"{wrong}\n".splitlines()
         raise NotYet(f"{what}\n{at}\nWhere a NaN is found, an AssertionError is asked for, and else nothing") from wrong
     if found is not None:
-        raise NotYet(f"it returns {kind(found)}, and nobody looks at that: it must raise an AssertionError, or nothing")
+        raise NotYet(f"it returns {kind(found)}, which its caller does not look at: it must raise an AssertionError "
+                     "or nothing")
 
 
 def _judge_message(message: str, tensor: torch.Tensor, name: str) -> None:

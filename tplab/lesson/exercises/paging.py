@@ -30,8 +30,6 @@ def my_slot_mapping(attempt: Attempt, setting: Setting):
             right = [table[p // size] * size + p % size for p in positions]
             at_ = next((n for n, pair in enumerate(zip(slots, right)) if pair[0] != pair[1]), 0)
             agree(slots, right, {
-                "all positions of a block go to its first slot: how many tokens stand before each in this block?":
-                    [table[p // size] * size for p in positions],
                 f"yours are block number + place: how many slots do the blocks before block {table[0]} have?":
                     [table[p // size] + p % size for p in positions],
                 "yours are the block's first slot + the position: how many tokens stand before it in *this* block?":
@@ -40,10 +38,6 @@ def my_slot_mapping(attempt: Attempt, setting: Setting):
                 "them": [table[n // size] * size + n % size for n in range(here)],
                 "is there a 4 in your code where the block size should stand?":
                     [table[min(p // 4, len(table) - 1)] * 4 + p % 4 for p in positions],
-                "each is one too early: positions and places both count from 0, so what is there to subtract?":
-                    [slot - 1 for slot in right],
-                "the table is read in another order than its own": tuple([
-                    other[p // size] * size + p % size for p in positions] for other in (sorted(table), table[::-1])),
             }, _slot(table, positions[at_], size, slots[at_]), within=1e-9)
     setting.align(**ENGINE)
 
@@ -51,7 +45,7 @@ def my_slot_mapping(attempt: Attempt, setting: Setting):
 def _slot(table: list[int], position: int, size: int, slot: int) -> str:
     index, block, said = position // size, slot // size, f"position {position} goes to slot {slot}"
     if block not in table:
-        return (f"{said}, which is in block {block} and belongs to somebody else; which entry of the table is the "
+        return (f"{said}, which is in block {block} and belongs to another sequence; which entry of the table is the "
                 "position in?")
     if block != table[index]:
         return (f"{said} in block {block}, but it is the table's entry {index} that holds positions {index * size} to "
@@ -171,7 +165,7 @@ def my_key(attempt: Attempt, setting: Setting):
             ([[1, 23, 4]], [[12, 3, 4]], "where does one number end?"),
             ([[*a, *b]], [[*a, *b[:2], 12]], "is a block size in your code?"),
             ([a[:2]], [[*a[:2], 0]], "a part of a block and a full one: is something filled up?"),
-            ([a, c], [b, c], "keys and values depend on all that comes before: who tells the key of it?"),
+            ([a, c], [b, c], "keys and values depend on all that comes before: is the parent in the key?"),
             ([a, b, c], [b, a, c], "does the order of the blocks count?"),
             ([a, c, c], [b, c, c], "is the parent's parent forgotten?")):
         if chain(*one) == chain(*other):

@@ -72,9 +72,6 @@ def extend_cache(attempt: Attempt, setting: Setting):
                         with saying(what.format(name)):
                             tensor(value, "batch, heads, tokens, head_size", right.shape, right.dtype)
                             agree(value, right, {
-                                "neighbouring query heads share a KV head, so its copies lie side by side":
-                                    stored[at].repeat(1, 3, 1, 1),
-                                "the new tokens stand in front": right.roll(stop - start, 2),
                                 "it is the other's: have k and v changed places?": rights[1 - at]},
                                 dims="batch, head, token")
             cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
@@ -96,17 +93,16 @@ def share(attempt: Attempt, setting: Setting):
                              for number, (first, count) in enumerate(parts))
             right = [[part.start, len(part)] for part in split_evenly(total, ranks)]
             for says, way in {"how many stands where the first is asked for": [part[::-1] for part in right],
-                              "the second is how many, not where it ends": [[a, a + n] for a, n in right],
-                              "the first rank begins at 0, and the others follow": right[::-1]}.items():
+                              "the second is how many, not where it ends": [[a, a + n] for a, n in right]}.items():
                 if parts == way != right:
                     raise NotYet(f"{said}: {says}")
             if sum(counts) != total:
                 raise NotYet(f"{said}: that is {sum(counts)} together. " + (
-                    "Who takes what the division leaves over?" if sum(counts) < total else "How many are there?"))
+                    "Which rank takes what is left over?" if sum(counts) < total else "How many are there?"))
             if [first for first, _ in parts] != [sum(counts[:number]) for number in range(ranks)]:
                 raise NotYet(f"{said}: where does a rank begin, if those before it have one more?")
             if max(counts) - min(counts) > 1:
-                raise NotYet(f"{said}: everybody waits for the largest share. Can it be dealt out more evenly?")
+                raise NotYet(f"{said}: all ranks wait for the largest share. Can it be dealt out more evenly?")
     return _cures(setting, "linear.share", attempt, "on ranks that do not divide them, every query head has its rank",
                   lambda report: [one.sentence for one in report.diagnoses if one.sentence.startswith("Query heads")])
 
@@ -176,7 +172,7 @@ class _Model(Uncopied):
         if held != self.held:
             raise NotYet(f"call {len(self.toy.calls) + 1} is given " + (
                 f"a cache of {held} tokens, and by then it holds {self.held}" if held else "no cache") +
-                ": who keeps what the call before returned?")
+                ": what the call before returned must be kept")
         self.held += count
         token, keys = self.toy(input_ids[0], positions), torch.zeros(1, 1, self.held, 1)
         rows = torch.arange(token + 1 - count, token + 1) % 50  # the last one is the token's

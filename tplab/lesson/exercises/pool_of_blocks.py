@@ -1,4 +1,4 @@
-"""Notebook 05: who uses which block. The learner's pool, and how the engine runs on it."""
+"""Notebook 05: how many sequences use each block. The learner's pool, and how the engine runs on it."""
 
 import random
 from collections import OrderedDict
@@ -14,7 +14,7 @@ OPERATIONS = 500
 
 
 def _pool_patches(cls) -> list[Patch]:
-    """The engine's block pool keeps the keys, and asks a learner's ``cls`` who uses which block."""
+    """The engine's block pool keeps the keys, and asks a learner's ``cls`` for a block."""
     def mine_of(pool):
         if "attempt" not in vars(pool):
             pool.attempt = cls(pool.num_blocks)
@@ -76,7 +76,7 @@ class _Watched:
         with self._doing("allocate()" + " while no block is free" * all(self.users)):
             block = self.pool.allocate()
             if block is None and 0 in self.users:
-                raise NotYet(f"it gives nothing, though nobody uses block {self.users.index(0)}: is it handed out "
+                raise NotYet(f"it gives nothing, though no sequence uses block {self.users.index(0)}: is it handed out "
                              "again?")
             if block is not None:
                 self._taken(block)
@@ -108,8 +108,8 @@ class _Watched:
             self.users[block] -= 1
 
     def refuses(self, block: int) -> None:
-        """Releasing what nobody uses must raise, and change nothing."""
-        with self._doing(f"release({block}), which nobody uses"):
+        """Releasing what no sequence uses must raise, and change nothing."""
+        with self._doing(f"release({block}), which no sequence uses"):
             try:
                 self.pool.made.release(block)
             except ValueError:
@@ -136,13 +136,13 @@ class _Watched:
 
 
 def _people(count: int) -> str:
-    return "nobody uses" if not count else "a sequence uses" if count == 1 else f"{count} sequences use"
+    return "no sequence uses" if not count else "a sequence uses" if count == 1 else f"{count} sequences use"
 
 
 def _by_hand(pool: _Watched) -> None:
     """``a`` allocates; with its number, the first block that was given out is shared, released, refused, …"""
     given = []
-    for step in "a s0 a a a r0 a r0 x0 r2 s2 a a r1 a".split():  # r2 s2: nobody used it, and its contents were found
+    for step in "a s0 a a a r0 a r0 x0 r2 s2 a a r1 a".split():  # r2 s2: unused, and its contents were found
         if step == "a":
             given.append(pool.allocate())
         else:

@@ -193,7 +193,7 @@ def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
             return torch.allclose(value.double(), other, rtol=0, atol=1e-4 * whole.abs().max().item())
 
         if not all(near(value, whole) for value in values):
-            ways = {"each rank returns its own part: who adds the parts up?": parts,
+            ways = {"each rank returns its own part: where are the parts added up?": parts,
                     "this is the mean of the leaves": [whole / len(leaves)] * size,
                     f"this is {size} times the sum": [whole * size] * size,
                     "this is the mean of the ranks' sums": [whole / size] * size}

@@ -37,7 +37,7 @@ class Ring:
         if not isinstance(t, torch.Tensor) or not t.dim():
             raise NotYet(f"pass_on takes rows to send, not {type(t).__name__}")
         self.sent.append(t.numel())
-        group, line = current(), sys._getframe(1)  # the learner's, for who waits
+        group, line = current(), sys._getframe(1)  # the learner's, for what is said of ranks that wait
         rows = group.all_gather(torch.tensor([len(t)]), 0, None, line).tolist()
         return group.all_gather(t, 0, rows, line).split(rows)[rank() - 1].clone()
 
@@ -114,14 +114,14 @@ def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
         parted = {f"rank {r}'s summand of rank {of}'s rows": parts[r][of] for of in range(size) for r in range(size)}
     agree(found, right, {says: tuple(one.view_as(right) for one in (way if isinstance(way, tuple) else (way,))
                                      if one.numel() == right.numel()) for says, way in {
-        "each rank returns its own summand of its rows: who adds the others'?": kept(lambda r: parts[r][r]),
+        "each rank returns its own summand of its rows: where are the others' added?": kept(lambda r: parts[r][r]),
         "each rank ends with the sum of the next rank's rows: with whose rows must a rank begin?":
             kept(lambda r: whole(r + 1)),
         "each rank ends with the sum of the rows of the rank before it: with whose rows must a rank begin?":
             kept(lambda r: whole(r - 1)),
         "a rank returns what came in, without its own summand of these rows":
             kept(lambda r: whole(r) - parts[r][r]),
-        "what comes in is passed on as it is: who adds to it?": tuple(
+        "what comes in is passed on as it is: where is a rank's own added?": tuple(
             kept(lambda r, off=off: parts[(r + off) % size][r]) for off in range(1, size)),
         f"a rank's own summand is in it twice: after {size - 1} message{'s' * (size > 2)} all have added theirs": (
             kept(lambda r: whole(r) + parts[r][r]),
@@ -302,7 +302,8 @@ class _Toy:
             "the MLP is given what attention was given: what goes in behind the first residual?":
                 (self.layer(into=x), self.layer(into=x, norms=(0, 0))),
             "the second residual is what came into the layer; attention belongs to it": self.layer(onto=x),
-            "a rank goes on with its own summand of its rows: who adds the others'?": self.with_sums(self.own_rows),
+            "a rank goes on with its own summand of its rows: where are the others' added?":
+                self.with_sums(self.own_rows),
             _CUT: self.with_sums(self.cut_first),
             "the MLP is missing": self.layer(sums=(sum, lambda summands: 0)),
             "attention is missing": self.layer(sums=(lambda summands: 0, sum))},

@@ -1,4 +1,4 @@
-"""Notebook 13: sums that are started, computed beside, and waited for before anybody reads or writes."""
+"""Notebook 13: sums that are started, computed beside, and waited for before a read or a write."""
 
 from collections.abc import Callable
 
@@ -99,7 +99,7 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
             map(str, tokens))
         raise NotYet(f"a rank's own summand stands at {what}. " + (
             "A sum is in its tensor behind its wait(), and not before: where is it read, copied or joined?" if starts
-            else "Who adds the summands up?"))
+            else "Where are the summands added up?"))
     agree(found, right.expand_as(found), {
         f"this is {size} times the sum: is something added up that was whole already?": size * right.expand_as(found),
         f"the summands are averaged: this is the sum divided by {size}": right.expand_as(found) / size,
