@@ -172,7 +172,7 @@ ANSWERS = {
                   x = all_gather(own, 0, sizes)
                   own = reduce_scatter(x + attention(all_gather(input_norm(own), 0, sizes)), 0, sizes)
                   return own + reduce_scatter(mlp(all_gather(post_norm(own), 0, sizes)), 0, sizes)
-              """, "the first residual is in it 2 times: every rank adds it before the sum"),
+              """, "the first residual is in it 2 times: is it added before"),
         Wrong("""
               def my_sequence_parallel_layer(own, sizes, input_norm, attention, post_norm, mlp):
                   x = all_gather(input_norm(own), 0, sizes)

@@ -26,7 +26,7 @@ ANSWERS = {
               "query 3 may look at keys 0–3, and yours hides them too"),
         Right("def my_additive_mask(n): return torch.full((n, n), float('-inf'), dtype=torch.float64).triu(1)")],
     "my_assert_no_nan": [
-        Wrong(fired("{100 * lost.double().mean() + 0.9:.1f} %"), "how much is lost? Here 40 % of the numbers are NaN"),
+        Wrong(fired("{100 * lost.double().mean() + 0.9:.1f} %"), "how much is lost? Here 30 % of the numbers are NaN"),
         Wrong(fired("{lost.double().mean() + 0.01:.3f}"), "how much is lost?"),
         Wrong("def my_assert_no_nan(tensor, name):\n"
               "    assert name == 'attention scores' or not tensor.isnan().any(), f'{tensor.isnan().sum()} of "

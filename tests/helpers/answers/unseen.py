@@ -18,6 +18,8 @@ _SHARE = "def share(total):\n    t, n, r = total, linear.tp_size(), linear.tp_ra
 
 ANSWERS = {
     "mask_scores": [
+        Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask & (scores.dtype == torch.float32), "
+              "float('-inf'))", "in bfloat16, 6 of 6 hidden keys still"),
         Wrong("def mask_scores(scores, mask): return torch.zeros_like(scores, device='meta')", _META),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, torch.finfo(scores.dtype).max)",
               "which is high. A hidden key's is as low as there is"),
@@ -26,6 +28,8 @@ ANSWERS = {
         Wrong("def my_additive_mask(tokens): return -1e-5 * torch.ones(tokens, tokens).triu(1)",
               "What is low enough for every model?")],
     "my_assert_no_nan": [
+        Wrong("def my_assert_no_nan(tensor, name):\n    for row in tensor:\n        assert not row.isnan().any(), f'{name}"
+              " {list(tensor.shape)}: {row.isnan().double().mean():.0%}'", "Here 30 % of the numbers are NaN"),
         Wrong("def my_assert_no_nan(tensor, name):\n    assert 'nan' not in str(tensor), f'NaN in {name}: "
               "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "1 of 1440 numbers")],
     "my_column_shard": [
@@ -78,7 +82,14 @@ ANSWERS = {
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
               "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)", "2 GB, 4 GB, 3 GB")],
+    "my_key": [
+        Wrong("def my_key(parent, ids): return hash((parent, tuple(i % 1000 for i in ids)))", "token ids 1000 apart")],
+    "my_overlapped_row_parallel": [
+        Wrong(but(_SOLVED["my_overlapped_row_parallel"], "x.chunk(parts)", "x.chunk(parts + 1)"),
+              "with 3 sums where 2 parts are asked for")],
     "my_verdict": [
+        Wrong(but(_SOLVED["my_verdict"], "logits[place] - exact[place]", "logits[place, :2] - exact[place, :2]"),
+              "it says 'bug', and 'rounding' is right"),
         Wrong(but(_SOLVED["my_verdict"], "<= 2 * moved", "<= moved"), "one can fall and the other rise by as much"),
         Wrong(but(_SOLVED["my_verdict"], "- exact[place, other[place]]", "- logits[place, other[place]]"),
               "one can fall and the other rise by as much")],

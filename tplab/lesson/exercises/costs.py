@@ -107,7 +107,7 @@ def _examine_seconds(found, rank_bytes, bandwidth: float, layers: int, latency: 
            "attention and behind the MLP, one behind the embedding, one for the best tokens": longest + n * latency
            for n in range(8 * layers) if size > 1}},
         {"the time for bytes": longest, "the time for meetings": meet}, {
-            "num_layers": layers, "ranks": size, "ranks - 1": size - 1}, have, "seconds")
+            "num_layers": layers, "ranks": size, "ranks - 1": size - 1, "bits of a byte": 8}, have, "seconds")
 
 
 def _name(found, right: float, mistakes: Mapping[str, float], terms: Mapping[str, float], named: Mapping[str, float],

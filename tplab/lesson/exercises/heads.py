@@ -99,7 +99,7 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
 
 def _judge_kv(deal, group: int, num_kv_heads: int) -> None:
     """Each rank holds the KV heads that its query heads read, no other, in their order."""
-    modulo = all(kv == [rank % num_kv_heads] for rank, (_, kv) in enumerate(deal))
+    modulo = len(deal) > num_kv_heads and all(kv == [rank % num_kv_heads] for rank, (_, kv) in enumerate(deal))
     for rank, (q, kv) in enumerate(deal):
         reads = sorted({head // group for head in q})
         if missing := [head for head in reads if head not in kv]:

@@ -131,7 +131,7 @@ def _in_order(found, after, before, slots: list[int]) -> None:
         held = next((_place(at, size) for at, other in enumerate(rows) if other.equal(row)),
                     "something that is not in the cache")
         agree(row, rows[slot], {}, f"row {position} must be position {position}, at {_place(slot, size)}; yours is "
-              f"{held}", within=1e-9)
+              f"{held}", within=1e-9, dims="KV head" if "something" in held else "")
 
 
 def _place(slot: int, size: int) -> str:
@@ -160,6 +160,7 @@ def my_key(attempt: Attempt, setting: Setting):
             ([a], [[7, 301, 9]], "does it look at the tokens in between?"),
             ([a], [[7, 300 - 256, 9]], "token ids do not fit into one byte"),
             ([a], [[7, 300 + 65536, 9]], "large vocabularies do not fit into two bytes"),
+            *(([a], [[7, 300 + n, 9]], f"token ids {n} apart are two tokens") for n in (100, 1000, 1024, 4096, 10000)),
             ([a], [[9, 300, 7]], "does the order of the tokens count?"),
             ([[*a, 4]], [[7, 301, 8, 4]], "does it look at each token, or at a sum?"),
             ([[1, 23, 4]], [[12, 3, 4]], "where does one number end?"),

@@ -292,9 +292,9 @@ class _Toy:
             "the first residual is missing": self.layer(first=0.0),
             "the second residual is missing": self.layer(second=0.0),
             "there is no residual in it": self.layer(first=0.0, second=0.0),
-            f"the first residual is in it {size} times: every rank adds it before the sum": self.layer(first=size),
-            f"the second residual is in it {size} times: every rank adds it before the sum": self.layer(second=size),
-            f"both residuals are in it {size} times: every rank adds them before the sum":
+            f"the first residual is in it {size} times: is it added before the sum?": self.layer(first=size),
+            f"the second residual is in it {size} times: is it added before the sum?": self.layer(second=size),
+            f"both residuals are in it {size} times: are they added before the sum?":
                 self.layer(first=size, second=size),
             "attention reads rows that are not normalised": self.layer(norms=(None, 1)),
             "the MLP reads rows that are not normalised": self.layer(norms=(0, None)),

@@ -93,8 +93,8 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
     starts = events.count("start")
     near = 3e-2 if right.dtype == torch.bfloat16 else 1e-4
     own = ((found - summands).abs() <= near) & ((found - right).abs() > near)
-    if own.sum() >= right.shape[1]:  # not by chance
-        tokens = own.any(0).any(1).nonzero().flatten().tolist()
+    if (own := own.all(-1)).any():
+        tokens = own.any(0).nonzero().flatten().tolist()
         what = "every token" if len(tokens) == len(right) else f"token{'s' * (len(tokens) > 1)} " + ", ".join(
             map(str, tokens))
         raise NotYet(f"a rank's own summand stands at {what}. " + (
@@ -113,6 +113,8 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
                      "its wait() later")
     if starts < min(parts, 2, len(right)):
         raise NotYet(f"the result is right, with one sum where {parts} parts are asked for")
+    if starts > parts:
+        raise NotYet(f"the result is right, with {starts} sums where {parts} part{'s' * (parts > 1)} are asked for")
     done = {"product": 0, "start": 0, "wait": 0}
     for what in events:
         done[what] += 1
@@ -203,8 +205,8 @@ def _judge_buffers(ran: list, x: torch.Tensor, rows) -> None:
 
 def _order(found: list, sums: list[torch.Tensor]) -> str:
     """Of which parts they are the sums, if of all, and not in order."""
-    whose = [next((j for j, right in enumerate(sums) if isinstance(one, torch.Tensor) and one.shape == right.shape
-                   and torch.allclose(one, right, rtol=0, atol=1e-4)), -1) for one in found]
+    whose = [next((j for j, right in enumerate(sums) if isinstance(one, torch.Tensor) and one.dtype == right.dtype
+                   and one.shape == right.shape and torch.allclose(one, right, 0, 1e-4)), -1) for one in found]
     return ", ".join(map(str, whose)) * (sorted(whose) == [*range(len(sums))] != whose)
 
 

@@ -156,7 +156,10 @@ def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start:
         heads, proj = getattr(here, layout(name)), f"self_attn.{name}_proj."
         rows = slice(heads.start * d, heads.stop * d)
         product = seen["input_norm"][now] @ weights[f"{proj}weight"][rows].T
-        return {f"x times this rank's rows of {name}_proj": (product, product + weights[f"{proj}bias"][rows])}
+        held = zip("qkv", (here.q_heads, here.kv_heads, here.kv_heads))
+        fused = torch.cat([seen["input_norm"][now] @ weights[f"self_attn.{one}_proj.weight"][
+            part.start * d:part.stop * d].T for one, part in held], 1)
+        return {f"x times this rank's rows of {name}_proj": (product, product + weights[f"{proj}bias"][rows], fused)}
     if name in ("q_rope", "k_rope"):
         x, (cos, sin) = seen[name[0]][now], (table[now, None] for table in seen["tables"])
         return {"x times cos": x * cos, "the other half": halves(x), "the other half times sin": halves(x) * sin}
