@@ -28,8 +28,9 @@ ANSWERS = {
         Wrong("def my_additive_mask(tokens): return -1e-5 * torch.ones(tokens, tokens).triu(1)",
               "What is low enough for every model?")],
     "my_assert_no_nan": [
-        Wrong("def my_assert_no_nan(tensor, name):\n    for row in tensor:\n        assert not row.isnan().any(), f'{name}"
-              " {list(tensor.shape)}: {row.isnan().double().mean():.0%}'", "Here 30 % of the numbers are NaN"),
+        Wrong("def my_assert_no_nan(tensor, name):\n    for row in tensor:\n"
+              "        lost = row.isnan().double().mean()\n"
+              "        assert lost == 0, f'{name} {list(tensor.shape)}: {lost:.0%}'", "Here 30 % of the numbers"),
         Wrong("def my_assert_no_nan(tensor, name):\n    assert 'nan' not in str(tensor), f'NaN in {name}: "
               "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "1 of 1440 numbers")],
     "my_column_shard": [
