@@ -48,7 +48,7 @@ ANSWERS = {
         Right(token("return torch.arange(segment.count) + segment.start")),
     ],
     "my_attend": [
-        Wrong("def my_attend(q, k, v, mask, scaling): return q", "the value of key 0 counts 0 times (right: 0.582)"),
+        Wrong("def my_attend(q, k, v, mask, scaling): return q", "What comes back is q, as it went in"),
         Wrong(attend(_SCORES, _HIDE, _OUT, copies="n = q.shape[1] // k.shape[1]; "
                      "k, v = (x.repeat(1, n, 1, 1) for x in (k, v))"),
               "in which order must the copies lie?"),

@@ -68,8 +68,7 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
     raw = product(k_each)
     scores = raw * scaling
     return {
-        f"with {group} query heads for each of {kv_heads} KV heads, query head 1 reads KV head {1 % kv_heads}. "
-        "Neighbours belong together: in which order must the copies lie?":
+        f"query head 1 reads KV head {1 % kv_heads}. Neighbours belong together: in which order must the copies lie?":
             weighed(hidden(product(k_copy) * scaling), v_copy),
         **{f"the scores are multiplied with {what}, and scaling ({scaling:.3g}) is given for that":
            weighed(hidden(raw * factor)) for what, factor in factors.items()},
