@@ -124,7 +124,7 @@ def test_the_reported_run_is_shown_beside_hugging_faces(engine, monkeypatch, cap
     opened(Trial("", [IDS[:3]], 2)).show()
     assert counts[2:] == [12] and engine[-1][2] == 12
     capsys.readouterr()
-    opened(shown=lambda ckpt, ranks: f"{ckpt.name} on {ranks} " + "ranks " * 30).show()
+    opened(user_output=lambda ckpt, ranks: f"{ckpt.name} on {ranks} " + "ranks " * 30).show()
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("fable on 2 ranks ranks") and len(said) == 2 and len(counts) == 3
 
