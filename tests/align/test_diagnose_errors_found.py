@@ -27,7 +27,8 @@ A, B = op(2), op(2, "all_gather")
     ([[op(1), op(2, line=8)], [op(1), A]], None, None),  # the same from another line: nothing that hurts
     ([[op(1), op(2, shape=(1,), file="b.py")], [op(1), A]], 2, True),
     ([[op(1), op(2, shape=(1,))], [op(1), A]], 2, False),
-    ([[op(1), A], [op(1), A], [op(1), B]], 2, True), ([[A], [A]], None, None), ([[], []], None, None)])
+    ([[op(1), A], [op(1), A], [op(1), B]], 2, True), ([[A], [A]], None, None), ([[], []], None, None),
+    ([[op(1), op(2, shape=(1,), line=8)], [op(1), A]], 2, True)])
 def test_the_first_collective_in_which_ranks_are_not_together(logs, number, skipped):
     found = hold(errors.different_collectives(failed(logs)))
     assert (found and (found.fault, found.numbers)) == (number and (

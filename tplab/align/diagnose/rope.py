@@ -80,10 +80,15 @@ def _before_and_after(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 # Frequencies.
 
-def own_frequencies(case: Case) -> tuple[torch.Tensor, float]:
-    """The checkpoint's own frequencies, ``[head_dim / 2]``, and the factor of its cos and sin."""
+def own_frequencies(case: Case) -> torch.Tensor:
+    """The checkpoint's own frequencies, ``[head_dim / 2]``."""
     cos, sin = (table[0, 0].double() for table in unaltered(case, 0).rotary(torch.tensor([1])).values())
-    return torch.atan2(sin, cos)[:case.turned // 2], math.hypot(cos[0], sin[0])
+    return torch.atan2(sin, cos)[:case.turned // 2]
+
+
+def own_factor(case: Case) -> float:
+    """The factor of the checkpoint's cos and sin."""
+    return math.hypot(*(table[0, 0, 0] for table in case.frame.cos_sin(f"{case.layer}.")))
 
 
 def measured_frequencies(case: Case) -> torch.Tensor | None:
@@ -131,12 +136,12 @@ def _thetas(case: Case) -> dict[float, str]:
 
 def _by_theta(at: At, theta: float) -> dict[str, torch.Tensor]:
     exponents = -2 * torch.arange(at.case.turned // 2) / at.case.turned
-    return by_frequency(at, theta ** exponents, own_frequencies(at.case)[1])
+    return by_frequency(at, theta ** exponents, own_factor(at.case))
 
 
 def _stretches(case: Case) -> dict[tuple, str]:
     """The factors by which all positions may have been multiplied; read off where that is possible."""
-    frequencies, found = own_frequencies(case)[0], set(STRETCHES)
+    frequencies, found = own_frequencies(case), set(STRETCHES)
     if (measured := measured_frequencies(case)) is not None:
         known = frequencies > frequencies.max() / 1e3
         stretch = (measured[known] / frequencies[known]).median().item()
@@ -159,10 +164,9 @@ def by_frequency(at: At, frequencies: torch.Tensor, scale: float = 1.0) -> dict:
 
 
 def _spectrum(at: At, value: tuple) -> dict:
-    frequencies, scale = own_frequencies(at.case)
-    stretch, power, share = value
+    frequencies, (stretch, power, share) = own_frequencies(at.case), value
     some = torch.arange(len(frequencies)) < len(frequencies) // share
-    return by_frequency(at, frequencies * stretch * some, scale ** power)
+    return by_frequency(at, frequencies * stretch * some, own_factor(at.case) ** power)
 
 
 def _spectra(name: str, says: str, values) -> Mistake:
@@ -170,7 +174,7 @@ def _spectra(name: str, says: str, values) -> Mistake:
 
 
 def _scaled(case: Case) -> dict:
-    scale = own_frequencies(case)[1]
+    scale = own_factor(case)
     return {(1, power, 1): f"the factor {scale:.4g} of cos and sin was {what}"
             for power, what in ((0, "left out"), (2, "taken twice")) if abs(scale - 1) > 1e-6}
 
@@ -192,7 +196,7 @@ def _rounded_tables(at: At, value: tuple[tuple[str, ...], torch.dtype]) -> dict:
         return rounded(x, dtype) if stage in stages else x
     frequencies = Rotary(at.case.config.hf).embedding.inv_freq  # to the last bit: far positions show it
     turn = few(few(at.frame.positions[:, None].float(), "positions") * few(frequencies, "frequencies"), "angles")
-    return angles(at, turn, own_frequencies(at.case)[1], dtype if "tables" in stages else None)
+    return angles(at, turn, own_factor(at.case), dtype if "tables" in stages else None)
 
 
 def _upwards(at: At) -> dict:
