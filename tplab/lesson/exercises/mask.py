@@ -130,13 +130,15 @@ def assert_no_nan(attempt: Attempt, setting: Setting):
                       (both, "there are inf and -inf in them and no NaN; their sum, or mean, is one")):
         if _raised(attempt, good, "scores") is not None:
             raise NotYet(f"it fires on good scores: {why}")
-    one, some = causal.clone(), torch.arange(20.0).view(4, 5)
-    one[1, 2, 3, 30] = some[1:, 1:3] = NAN
+    one, first, some = causal.clone(), causal.clone(), torch.arange(20.0).view(4, 5)
+    one[1, 2, 3, 30] = first[0, 0, 0, 0] = some[1:, 1:3] = NAN
     for tensor, name, lost in (
             (some, "weights", "6 of 20 numbers are NaN, and nothing fires: does your question find them (NaN is equal "
              "to nothing, a tuple is never false), and does it raise?"),
             (one, "scores", "1 of 1440 numbers, in the last head of the last text, is NaN, and nothing fires: is one "
-             "enough for your question, or is it rounded away?")):
+             "enough for your question, or is it rounded away?"),
+            (first, "scores", "1 of 1440 numbers, in the first head of the first text, is NaN, and nothing fires: does "
+             "your question look at all of them?")):
         message = _raised(attempt, tensor, name)
         if message is None:
             every = tensor is some and _raised(attempt, torch.full_like(tensor, NAN), name) is not None

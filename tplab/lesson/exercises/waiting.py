@@ -114,7 +114,8 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
     if starts < min(parts, 2, len(right)):
         raise NotYet(f"the result is right, with one sum where {parts} parts are asked for")
     if starts > parts:
-        raise NotYet(f"the result is right, with {starts} sums where {parts} part{'s' * (parts > 1)} are asked for")
+        raise NotYet(f"the result is right, with {starts} sums where {parts} part{'s are' if parts > 1 else ' is'} "
+                     "asked for")
     done = {"product": 0, "start": 0, "wait": 0}
     for what in events:
         done[what] += 1
