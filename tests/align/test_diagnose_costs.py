@@ -107,7 +107,8 @@ TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9], [1, 7, 7, 7, 7], [1, 2], [1, 2, 8]]
     ([[request(0, 0, 4, (0, 1))], [request(4, 0, 3, (4, 5), prompt=3)]], 4, 0),
     ([[request(1, 0, 1, (4,))], [request(0, 0, 4, (0, 1))], [request(1, 0, 4, (2, 3))]], None, None),  # came back
     ([[request(0, 0, 4, (0, 1))], [request(4, 2, 1, (0, 5))],
-      [request(1, 0, 4, (2, 3))]], 1, 4)])  # the sequence that found it holds it, too
+      [request(1, 0, 4, (2, 3))]], 1, 4),  # the sequence that found it holds it, too
+    ([[request(0, 0, 4, (0, 1))], [request(2, 0, 4, (5, 0))], [request(1, 0, 4, (6, 7))]], None, None)])  # given away
 def test_an_equal_beginning_that_was_not_found(steps, number, before):
     found = hold(told.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS)))
     assert (found and found.numbers) == (number and {"prompt": number, "before": before})
