@@ -179,10 +179,13 @@ class Ranks:
     def __init__(self, held, wrong_ranks=None, tolerance=0.01, dtype=F32):
         self.held, self.tolerance, self.ops, self.point = held, tolerance, ("q",), "q"
         self.wrong_ranks = range(len(held)) if wrong_ranks is None else wrong_ranks
-        self.report, self.op, self.lost = Some(dtype=dtype), "q", ()
+        self.report, self.op, self.compared, self.lost = Some(dtype=dtype), "q", None, torch.zeros(1, dtype=torch.bool)
 
     def shard(self, name, rank):
         return self.held[rank][None]
+
+    def all_or(self, rows):
+        return torch.ones(1, dtype=torch.bool)
 
 
 @pytest.fixture

@@ -174,8 +174,8 @@ def misfit(case: Case, change: Change, ranks: Sequence[int] | None = None) -> fl
     frame, gaps = AlteredFrame(case, change), []
     for rank in case.wrong_ranks if ranks is None else ranks:
         held, guess = case.shard(case.point, rank), At(case, rank, frame, case.op)(case.point)
-        if len(held) == len(guess) == len(case.lost):
-            rows = case.all_or(case.compared) & ~case.lost
+        rows = case.all_or(case.compared) & ~case.lost
+        if len(held) == len(guess) == len(rows) and not rows.all():
             held, guess = held[rows], guess[rows]
         gaps.append(distance(held, guess))
         if gaps[-1] > 1:
@@ -189,7 +189,7 @@ def distance(held: torch.Tensor, guess: torch.Tensor) -> float:
     lost = guess.flatten(1).isnan().all(1)
     if held.shape != guess.shape or lost.all() or not held[lost].isnan().all():
         return float("inf")
-    held, guess = held[~lost].double(), guess[~lost].double()
+    held, guess = (x.double() if not lost.any() else x[~lost].double() for x in (held, guess))
     if not (torch.isfinite(held).all() and torch.isfinite(guess).all()):
         return float("inf")
     return (held - guess).abs().max().item() / max(guess.abs().max().item(), 1e-30)
