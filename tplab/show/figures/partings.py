@@ -71,7 +71,7 @@ def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title:
                     label=f"{name}: another token")
     ax.plot([low, high], [low, high], color=INK, lw=1, ls="--", zorder=0)
     ax.set(xscale="log", yscale="log", xlim=(low / 1.5, high), ylim=(low / 1.5, high),
-           xlabel="margin in the first run: its choice's logit minus the next one",
+           xlabel="margin in the first run: its choice's logit minus its rival's",
            ylabel="how much the second run changed it")
     for axis in (ax.xaxis, ax.yaxis):
         ticks = [10.0 ** n for n in range(-12, 4) if low * 3 < 10.0 ** n < high]
@@ -79,9 +79,9 @@ def margins_figure(runs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], title:
         axis.set_minor_locator(NullLocator())
     ax.grid()
     return figure.finished(title, (
-        "for every token its margin in the first run (its logit minus the next one) and how much the second run "
-        f"changed it, on log axes; points for {', '.join(runs)}; on or above the diagonal the second run can choose "
-        "another token. The points are this machine's."), columns=4)
+        "for every token its margin in the first run (its choice's logit minus its rival's) and how much the second "
+        f"run changed it, on log axes; points for {', '.join(runs)}; on or above the diagonal the second run can "
+        "choose another token. The points are this machine's."), columns=4)
 
 
 def _margins(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
