@@ -1,8 +1,5 @@
 """Notebook 13's instruments: a race that is decided beforehand, faults in layers of their own, what rows save."""
 
-import os
-import threading
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,39 +33,17 @@ def does_not_start(self, partial):
     return partial
 
 
-def when_free():
-    """The cores of a rank, once those threads are free that the pool has pinned for a moment."""
-    for timer in threading.enumerate():
-        if isinstance(timer, threading.Timer):
-            timer.join()
-    return os.sched_getaffinity(0)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("one_core", [False, True])
-def test_what_is_read_too_early_is_wrong_every_time_under_load_and_never_without(ranks, one_core):
-    pool = shared_pool(ranks)
-
+def test_what_is_read_too_early_is_wrong_every_time_under_load_and_never_without(ranks):
     def begins(reduce, under_load):
         report = align("fable", IDS, patches=[races.decided(reduce, under_load)], tensor_parallel_size=ranks)
         return report.first_divergence and (report.first_divergence.name, diagnose_all(report)[0].fault)
 
-    def all_of_it():
-        for _ in range(3):
-            assert begins(reads_early, True) == ("layers.0.o_proj", "all_reduce_subset")
-            assert begins(reads_early, False) is None
-        for reduce in (waits, does_not_start):
-            assert begins(reduce, True) is None
-
-    if not one_core:
-        return all_of_it()
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this system does not pin threads")
-    with races.on_one_core(pool):
-        all_of_it()
-        assert pool.run(os.sched_getaffinity, 0) == [{min(os.sched_getaffinity(0))}] * ranks
-    free = os.sched_getaffinity(0)
-    assert pool.run(when_free) == [free] * ranks
+    for _ in range(3):
+        assert begins(reads_early, True) == ("layers.0.o_proj", "all_reduce_subset")
+        assert begins(reads_early, False) is None
+    for reduce in (waits, does_not_start):
+        assert begins(reduce, True) is None
 
 
 def test_each_fault_in_its_layer_is_found_with_the_others():

@@ -1,12 +1,9 @@
 """Notebook 13: a race that is decided beforehand; what overlap and a rank's own rows cost and save, measured."""
 
-import os
 import statistics
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,28 +68,6 @@ def in_layers(names: Mapping[int, str], num_layers: int) -> Patch:
         return (fault(name).patches[0].replacement if name else original(_REDUCE))(self, partial)
 
     return Patch(_REDUCE, reduce)
-
-
-@contextmanager
-def on_one_core(pool: RankPool) -> Iterator[None]:
-    """All threads of all ranks share one core, where the system can arrange that."""
-    def pin(cores):
-        for timer in threading.enumerate():
-            if isinstance(timer, threading.Timer):
-                timer.join()  # it frees threads that the pool has pinned for a moment
-        for thread in map(int, os.listdir("/proc/self/task")):
-            with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(thread, cores)
-
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    pool.run(pin, [min(cores)])
-    try:
-        yield
-    finally:
-        pool.run(pin, cores)
 
 
 def overlap_seconds(pool: RankPool, tokens: int, inputs: int, outputs: int, parts: Sequence[int]) -> dict:
