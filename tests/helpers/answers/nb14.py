@@ -99,7 +99,7 @@ def my_tree_sum(own, shares):
         Wrong(propose(lengths="(3,)"), "the last 2 tokens stood there before, and something followed"),
         Wrong(propose(lengths="(3, 2)"), "where only one token agrees, that is an ending too"),
         Wrong(propose(lengths="(1, 2, 3)"), "a longer ending, of 2 tokens, stood there before, and says more"),
-        Wrong(propose(starts="range(size - length)"), "of its places the last counts"),
+        Wrong(propose(starts="range(size - length)"), "take the last place where it occurs"),
         Wrong(propose(starts="range(size - length, -1, -1)"), "followed: is the place you found the ending itself?"),
         Wrong(propose(starts="range(size - 2 * length, -1, -1)"),
               "tokens [7, 7, 7, 7], count 2: it guesses [7, 7], and [7] is right a place may overlap the ending"),

@@ -60,7 +60,8 @@ def _case(places: int, *, flips: int | None, margin: float, noise: float = 0.05,
     return one, one[:same] + other[same:], (exact + moved) * scale, exact * scale
 
 
-_NEAR = "in `exact` their logits are 0.03 apart, rounding moves a logit by 0.05, and what stands behind is another text"
+_NEAR = ("in `exact` their logits are 0.03 apart, and rounding moves a logit by 0.05; after this token the texts are "
+         "different, so later tokens do not count")
 # What the texts are; what `_case` makes them of; what a wrong answer has not seen.
 VERDICTS = (
     ("two equal texts", dict(flips=None, margin=0, near=3), {}),

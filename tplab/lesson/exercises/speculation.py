@@ -93,7 +93,7 @@ def _judge_guess(found, tokens: Sequence[int], count: int) -> None:
              "it begins with the ending itself; only what followed is asked for"),
             (len(found) > count, f"that is more than {count}"),
             (found in shorter, f"a longer ending, of {longest} tokens, stood there before, and says more"),
-            (found in first, "the ending stood there more than once: of its places the last counts"),
+            (found in first, "the ending stood there more than once: take the last place where it occurs"),
             (found == right[:len(found)], "what followed goes on"))
         raise NotYet(f"{said}\n" + next((says for holds, says in ways if holds),
                                         "What followed the ending, where it stood before?"))
