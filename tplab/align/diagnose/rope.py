@@ -226,10 +226,15 @@ def _paired(neighbours: bool) -> Callable:
     return change
 
 
-def _tables(says: str, change: Callable) -> Mistake:
-    """Other tables: ``change(cos, sin)``, each ``[1, rows, numbers of a head that turn]``."""
+def _tables(says: str, change: Callable, **more) -> Mistake:
+    """Other tables: ``change(cos, sin)``, each ``[1, rows, angles]`` as the model has them."""
     return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".",
-                   lambda at: dict(zip(("cos", "sin"), change(*at.rotary().values()))))
+                   lambda at: dict(zip(("cos", "sin"), change(*at.rotary().values()))), **more)
+
+
+def _for_both_halves(case: Case) -> bool:
+    """Whether the tables hold each angle twice (gpt-oss's hold it once)."""
+    return case.times_in_tables == 2
 
 
 def _mirrored(sin: torch.Tensor) -> torch.Tensor:
@@ -332,9 +337,9 @@ ROPE = (
            _tables("it is multiplied with cos, and the sine's part is missing", lambda cos, sin: (cos, 0 * sin)),
            _tables("the cosine's part is missing", lambda cos, sin: (0 * cos, sin)),
            _tables("the other half comes in without its sign, which mirrors and does not turn",
-                   lambda cos, sin: (cos, _mirrored(sin))),
+                   lambda cos, sin: (cos, _mirrored(sin)), when=_for_both_halves),
            _tables("the halves are turned by tables that were laid out for pairs of neighbours",
-                   lambda cos, sin: (_in_pairs(cos), _in_pairs(sin))),
+                   lambda cos, sin: (_in_pairs(cos), _in_pairs(sin)), when=_for_both_halves),
            Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: theta's exponents have the wrong sign, "
                    "so the later pairs are the faster ones.", _upwards)),
     Family(ROPE_POINTS, _viewed("before the rotation and behind it", True, True), _viewed(
