@@ -29,6 +29,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # (`pytest_collection_finish`).
 gc.disable()
 
+# A file's tests stay with one worker: begun last, these would leave the others idle at the end.
+LONG = {"test_case_files", "test_cli", "test_exercises", "test_fast_compiled", "test_faults_wing", "test_mistakes",
+        "test_notebooks", "test_patient_zero"}
+
 # A deadline per example measures how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("tplab", deadline=None)
 hypothesis.settings.load_profile("tplab")
@@ -48,7 +52,8 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what uses the fixtures `pool` and `smollm2`, and all of tests/pool."""
+    """Mark what uses the fixtures `pool` and `smollm2`, and all of tests/pool. Files that take a minute come first."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     for item in items:
         used = {item.path.parent.name, *getattr(item, "fixturenames", ())}
         for name in used & {"pool", "smollm2"}:

@@ -44,7 +44,7 @@ def by_run_time() -> list[str]:
 # The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 # Of each part: its settings of the environment, and what pytest is told.
-PARTS = {"unit tests and notebooks with their solutions": ({}, ["tests"]),
+PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
          "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()]),
          "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
