@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         return made
 
     one = command("plan", plan, "Show what each rank holds (heads, MLP columns, vocabulary rows), the memory it needs, "
-                  "and the speed to expect: here, and on accelerators with three kinds of links.", model=False)
+                  "and the speed to expect: here (measured, up to a minute), and on accelerators.", model=False)
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
                        "mistral-7b, llama-3.1-70b")
@@ -147,7 +147,8 @@ def plan(chosen) -> int:
     print(f"{_about(chosen.config or chosen.model, config)}\n{made}")
     if why := why_not(config, dtype):
         print(f"the reference computes it; of the fast path: {why}")
-    print("\n".join(memory_lines(config, made, dtype)), flush=True)  # the next lines take some seconds
+    print("\n".join(memory_lines(config, made, dtype)), flush=True)
+    print("measuring this machine, up to a minute …", file=sys.stderr)
     _print_lines(list(speed_lines(config, made, dtype)))
     return 0
 

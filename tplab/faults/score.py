@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import torch
@@ -134,8 +134,16 @@ def _mapped(workers: int) -> Iterator[Callable]:
     if workers == 1:
         yield map
         return
+    others = active_children()
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        yield pool.map
+        try:
+            yield pool.map
+        except BaseException:  # an interrupt: without this, all jobs would be done before it ends
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - set(others):
+                process.terminate()
+                process.join()
+            raise
 
 
 def _runs(job: tuple) -> list[Run]:
