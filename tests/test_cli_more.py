@@ -55,7 +55,8 @@ def test_a_shape_without_weights_is_planned_by_its_own_name(capsys, monkeypatch)
     monkeypatch.setattr("tplab.bench.outlook.memory_lines", lambda config, made, dtype: [str(dtype)])
     monkeypatch.setattr("tplab.bench.outlook.speed_lines", lambda config, made, dtype: ["fast"])
     code, out, err = run("plan mistral-7b --tp 4 --dtype bfloat16", capsys)
-    assert (code, err) == (0, "") and out.startswith("mistral-7b: mistral, 32 layers, hidden size 4096, 32 query and ")
+    assert code == 0 and err == "measuring this machine, up to a minute …\n"
+    assert out.startswith("mistral-7b: mistral, 32 layers, hidden size 4096, 32 query and ")
     assert out.endswith("\ntorch.bfloat16\nfast\n")
 
 
