@@ -9,6 +9,7 @@ derives a global size from a local one, so there is no line of it to break.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tplab.checks import counted
 from tplab.shard import ShardPlan
 
 
@@ -37,8 +38,7 @@ class Sizing:
     def verdict(self) -> str:
         """Which of the two sizes is wrong, in words."""
         if any(self.lost):
-            named = [f"{count} {kind} head{'s' * (count > 1)}"
-                     for count, kind in zip(self.lost, ("query", "KV")) if count]
+            named = [counted(count, f"{kind} head") for count, kind in zip(self.lost, ("query", "KV")) if count]
             return f"wrong: {' and '.join(named)} on no rank"
         short = [rank for rank, rows in enumerate(self.needed_rows) if rows != self.rows_per_rank]
         if short:  # all query heads are dealt out, but those of some ranks reach across a group's edge

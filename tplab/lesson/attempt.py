@@ -11,7 +11,7 @@ from numbers import Real
 import numpy as np
 import torch
 
-from tplab.checks import quoted
+from tplab.checks import counted, quoted
 from tplab.lesson.compare import Made
 from tplab.lesson.words import CALLED, NotYet, in_words
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
@@ -124,7 +124,7 @@ def count_ops(ran: Sequence[tuple[object, list[OpRecord]]], wanted: dict[str, in
     """`NotYet` unless every rank of :func:`on_ranks` took part in just these collectives: ``{"all_reduce": 1}``."""
     for r, (_, log) in enumerate(ran):
         if sorted(record.op for record in log) != sorted(op for op, count in wanted.items() for _ in range(count)):
-            said = ", ".join(f"{count} {op}{'s' * (count > 1)}" for op, count in wanted.items()) or "no collective"
+            said = ", ".join(counted(count, op) for op, count in wanted.items()) or "no collective"
             raise NotYet(f"rank {r} of {len(ran)} calls {', '.join(record.op for record in log) or 'no collective'}; "
                          f"{said} must be enough")
 

@@ -5,6 +5,7 @@ from html import escape
 
 from tplab.align import align, align_decode, diagnose
 from tplab.checkpoint import open_checkpoint
+from tplab.checks import counted
 from tplab.errors import TplabError
 from tplab.faults import fault
 from tplab.lesson.answers import default_prompt
@@ -87,7 +88,7 @@ class Panel:
 
     def _label(self) -> str:
         what = " + ".join(fault.name for fault in self.ticked) or HEALTHY
-        return f"{what}, {self._tp.value} rank{'s' * (self._tp.value > 1)}"
+        return f"{what}, {counted(self._tp.value, 'rank')}"
 
     def _shared(self) -> list[str]:
         """Which of the ticked faults replace the same function: only the last one stands there."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from tplab.align import align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import quoted
+from tplab.checks import counted, quoted
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
 from tplab.lesson.answers import greedy
@@ -192,7 +192,7 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         for line in [f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]:
             print(in_width(line, " " * 11))
     else:
-        ranks = f"{tensor_parallel_size} rank{'s' * (tensor_parallel_size > 1)}"
+        ranks = counted(tensor_parallel_size, "rank")
         print(in_width(f"PASS  {name}: {task.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""), " " * 8))
     progress_file.note(name, answer, passed=not sentence)
     return Verdict(name, sentence, setting.report, task.right if sentence else answer)

@@ -6,7 +6,7 @@ is read from it; no global size is ever derived as ``local * tensor_parallel_siz
 
 from dataclasses import dataclass
 
-from tplab.checks import quoted, whole_number
+from tplab.checks import counted, quoted, whole_number
 from tplab.errors import TplabError
 
 
@@ -166,7 +166,7 @@ class ShardPlan:
 
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.num_heads} query heads and {self.num_kv_heads} KV heads "
-                 f"over {self.tensor_parallel_size} rank{'s' * (self.tensor_parallel_size > 1)}"]
+                 f"over {counted(self.tensor_parallel_size, 'rank')}"]
         for s in self.ranks:
             lines.append(f"  rank {s.rank}: {_count(s.q_heads, 'query head')}, {_count(s.kv_heads, 'KV head')}, "
                          f"{f'MLP columns {_span(s.mlp)}, ' if s.mlp else ''}{self.experts_of(s)}vocabulary rows "
@@ -189,7 +189,7 @@ class ShardPlan:
 
 
 def _count(heads: range, what: str) -> str:
-    return f"{len(heads)} {what}{'s' * (len(heads) > 1)} ({_span(heads)})"
+    return f"{counted(len(heads), what)} ({_span(heads)})"
 
 
 def _span(indices: range) -> str:

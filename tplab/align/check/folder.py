@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tplab.checks import quoted, whole_number
+from tplab.checks import counted, quoted, whole_number
 from tplab.errors import TplabError
 from tplab.record import DTYPES, VERSION
 
@@ -219,7 +219,7 @@ class _Draft:
                 raise RecordingError(f"{path} has {size:,} bytes; its journal says {needed:,}")
 
     def left_out(self) -> tuple[str, ...]:
-        return (*self.notes, *(f"{why}: {count} tensor{'s' * (count > 1)}, the first of them {first}"
+        return (*self.notes, *(f"{why}: {counted(count, 'tensor')}, the first of them {first}"
                                for why, (first, count) in self.left.items()))
 
 

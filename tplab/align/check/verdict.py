@@ -11,6 +11,7 @@ from tplab.align.diagnose.case import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
 from tplab.align.report import AlignReport, internal_error
+from tplab.checks import counted
 
 GROWN = 10  # floors: how far float32 rounding can grow in an engine whose modules are all right
 CLEARLY = 100  # floors: more than any rounding
@@ -173,11 +174,11 @@ class CheckReport(AlignReport):
         ranks, unplaced = self.recording.world_size, self.recording.unplaced
         ends = [name for name in ("embed", "logits") if name not in self.local]
         heirs, many = sum(self.inherits(point.name) for point in self.points), len(self.guilty)
-        counted = f": {many} guilty point{'s' * (many != 1)}, {heirs} more inherit{'s' * (heirs == 1)} an error"
+        guilty = f": {counted(many, 'guilty point')}, {heirs} more inherit{'s' * (heirs == 1)} an error"
         said = {"clean": "clean: every module makes of its own inputs what Hugging Face's would"
                 + ", but for what the warning says" * bool(self.ordinary),
-                "bug": f"not clean{counted if many else ''}", "cannot tell": "cannot tell"}
-        lines = [f"{self.folder} as {self.model}: {ranks} rank{'s' * (ranks > 1)}, "
+                "bug": f"not clean{guilty if many else ''}", "cannot tell": "cannot tell"}
+        lines = [f"{self.folder} as {self.model}: {counted(ranks, 'rank')}, "
                  f"{str(self.dtype).removeprefix('torch.')}, {len(self.recording.places)} rows, {len(self.points)} "
                  f"points" + f" without {' and '.join(ends)}" * bool(ends), said[self.verdict]]
         lines += [line if verbose else _shortened(line.partition(_LOOKED)[0]) for line in self.diagnosis_lines()]
@@ -186,7 +187,7 @@ class CheckReport(AlignReport):
                 "note": self.recording.notes, "not placed": unplaced if verbose else ()}
         lines += [f"{kind}: {what}" for kind, sentences in more.items() for what in sentences]
         if unplaced and not verbose:
-            lines.append(f"note: {len(unplaced)} kind{'s' * (len(unplaced) > 1)} of tensors not placed: {unplaced[0]}"
+            lines.append(f"note: {counted(len(unplaced), 'kind')} of tensors not placed: {unplaced[0]}"
                          + "; …" * (len(unplaced) > 1))
         return "\n".join(lines)
 

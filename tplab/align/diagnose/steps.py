@@ -7,6 +7,7 @@ import torch
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.table import COST, procedure
 from tplab.align.report import AlignReport, DecodeFacts
+from tplab.checks import counted
 
 
 @procedure("embed", names="row_order")
@@ -218,7 +219,7 @@ def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
 def blocks_not_released(report: AlignReport) -> Diagnosis | None:
     left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
     if left:
-        return Diagnosis("block_leaked", f"The numbers are right, but {left} block{'s' * (left > 1)} of {many} "
+        return Diagnosis("block_leaked", f"The numbers are right, but {counted(left, 'block')} of {many} "
                          f"finished sequence{'s' * (many > 1)} never came back.", "blocks", {"left": left})
 
 

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from tplab.align import AlignReport, diagnose
+from tplab.checks import counted
 from tplab.faults.cases import NOWHERE, CaseFile, Trial, patches_at
 from tplab.lesson import progress_file
 from tplab.lesson.cases.answering import listed, place_called
@@ -90,7 +91,7 @@ def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: i
             try:
                 reports.append(_run(case, trial, mended, size, logical=bool(at)))
             except NotYet as wrong:
-                ranks = f"{size} rank{'s' * (size > 1)}"
+                ranks = counted(size, "rank")
                 raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
                              f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: "
                              f"{file.production}") from None

@@ -9,7 +9,7 @@ import torch
 from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import positive_int, quoted
+from tplab.checks import counted, positive_int, quoted
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
 from tplab.lesson.answers import default_prompt, greedy
@@ -60,7 +60,7 @@ class OpenCase:
     def __str__(self) -> str:
         """The report as its user wrote it."""
         size, asked = self.tensor_parallel_size, self.asked_ranks
-        ranks = f"{size} rank{'s' * (size > 1)}" + f", since with {asked} nothing is wrong to be seen" * (size != asked)
+        ranks = counted(size, "rank") + f", since with {asked} nothing is wrong to be seen" * (size != asked)
         return "\n\n".join([f"Case {self.number}: {self.title}",
                             in_width(self._file.report.format(ranks=size), ""), in_width(
                                 f"The run: {self.trial.says}; {ranks}. Budget: {self.runs_left} runs.", "")])
@@ -155,7 +155,7 @@ class OpenCase:
         price, words = self._file.hints[self._hints]
         self._pay(price, f"hint {self._hints + 1}")
         self._hints += 1
-        cost = f"{price} run{'s' * (price > 1)}"
+        cost = counted(price, "run")
         print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({cost}): {words}", "  "))
 
     def choices(self) -> None:

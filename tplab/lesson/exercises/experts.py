@@ -7,7 +7,7 @@ import torch
 
 from tplab.align import align
 from tplab.checkpoint import Checkpoint
-from tplab.checks import whole_number
+from tplab.checks import counted, whole_number
 from tplab.lesson.attempt import Attempt, NotYet, for_each, kind, saying, several, tensor
 from tplab.lesson.compare import agree, right_lines
 from tplab.lesson.cuts import span
@@ -184,7 +184,7 @@ def my_expert_share(attempt: Attempt, setting: Setting):
 
 
 def _judge_share(attempt: Attempt, experts: int, columns: int, size: int, whole: bool) -> None:
-    with saying(f"{experts} experts of {columns} columns, {size} rank{'s' * (size > 1)}, "
+    with saying(f"{experts} experts of {columns} columns, {counted(size, 'rank')}, "
                 f"enable_expert_parallel={whole}: "):
         answer = attempt(experts, columns, size, whole)
         if not isinstance(answer, list | tuple) or len(answer) != size:

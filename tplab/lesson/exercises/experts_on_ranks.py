@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor, with_its_own
 from tplab.lesson.compare import agree, first_without, known
 from tplab.lesson.cuts import span
@@ -62,7 +63,7 @@ def my_moe(attempt: Attempt, setting: Setting):
                                                              f"columns of each of {experts} experts")
         where = {"any": "", "expert 4 never": ", no token for expert 4",
                  "experts 0 to 2": ", all of whose experts are on rank 0"}[choice]
-        what = f"{tokens} token{'s' * (tokens > 1)}{where}, ranks that hold {how}: "
+        what = f"{counted(tokens, 'token')}{where}, ranks that hold {how}: "
         _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what, attempt.made)
 
     for_each(LAYERS, check, lambda case: f"{case[5]} ranks")

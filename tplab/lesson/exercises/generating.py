@@ -1,5 +1,6 @@
 """Notebook 06: prefill once, then one token a step."""
 
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, Uncopied, guarded, saying, whole_numbers
 from tplab.lesson.own_engine import Stepper, listed
 from tplab.lesson.verdict import Setting, exercise
@@ -77,7 +78,7 @@ def judge_calls(toy: Toy, found, ids: list[int], count: int) -> None:
         if found[:len(ids)] == ids and len(found) == len(ids) + count:
             raise NotYet("the prompt comes back too; only the new ids are asked for")
         if len(found) != count:
-            raise NotYet(f"{len(found)} id{'s' * (len(found) != 1)} came back; {count} new ones are asked for" +
+            raise NotYet(f"{counted(len(found), 'id')} came back; {count} new ones are asked for" +
                          ", whichever are drawn" * (len(found) < count))
         if found != text[len(ids):len(ids) + count]:
             raise NotYet("the first new token is missing: which call has drawn it?"

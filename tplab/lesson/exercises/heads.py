@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tplab.checks import whole_number
+from tplab.checks import counted, whole_number
 from tplab.lesson.attempt import Attempt, NotYet, kind, ranks_in_words, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
@@ -44,9 +44,7 @@ def heads(attempt: Attempt, setting: Setting):
 
 def _dealt(attempt: Attempt, num_heads: int, num_kv_heads: int, size: int) -> None:
     """Judge the learner's deal for one layout."""
-    what = (f"{num_heads} query and {num_kv_heads} KV head{'s' * (num_kv_heads > 1)} over {size} "
-            f"rank{'s' * (size > 1)}: ")
-    with saying(what):
+    with saying(f"{num_heads} query and {counted(num_kv_heads, 'KV head')} over {counted(size, 'rank')}: "):
         answer = attempt(num_heads, num_kv_heads, size)
         if not isinstance(answer, list | tuple):
             raise NotYet(f"it returns {kind(answer)}; a list with (query heads, KV heads) for each rank must come back")

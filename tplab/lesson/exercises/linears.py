@@ -4,6 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor
 from tplab.lesson.compare import agree, first_without
 from tplab.lesson.exercises.rotation import numbers
@@ -39,7 +40,7 @@ def linears(attempt: Attempt, setting: Setting):
         up, down = (read_part(parts[f"model.layers.0.mlp.{one}_proj.weight"], reader).float() for one in ("up", "down"))
     args = numbers(7, up.shape[1]), up, down, numbers(len(down), seed=1)  # few models have a bias
     _judge(on_ranks(shared_pool(size), _counted, attempt, *args, waits=_WAITS), *args,
-           f"with the weights of the model, on {size} rank{'s' * (size > 1)}: ")
+           f"with the weights of the model, on {counted(size, 'rank')}: ")
 
 
 def _counted(attempt: Attempt, *args) -> tuple[object, int]:

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from tplab.checks import spans
+from tplab.checks import counted, spans
 from tplab.lesson.attempt import Attempt, NotYet, kind, saying
 from tplab.lesson.compare import agree, apart, where
 from tplab.lesson.verdict import Setting, at, exercise
@@ -112,7 +112,7 @@ def additive_mask(attempt: Attempt, setting: Setting):
                          "False 0, and nothing is hidden" if mask.dtype == torch.bool else f"it returns {mask.dtype}, "
                          "which has no -inf; what is added to scores are floating-point numbers")
         scores = torch.linspace(-20, 30, tokens * tokens).view(1, 1, tokens, tokens).cos() * 9
-        with saying(f"added to the scores of {tokens} token{'s' * (tokens > 1)}, "):
+        with saying(f"added to the scores of {counted(tokens, 'token')}, "):
             judge_masked(scores + mask, scores, torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1))
     setting.align()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tplab.cache import paged
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, kind, saying, tensor, whole_numbers
 from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, at, exercise
@@ -26,7 +27,7 @@ def my_slot_mapping(attempt: Attempt, setting: Setting):
         with saying(f"block table {table}, block size {size}: "):
             slots, here = whole_numbers(slots, "one slot per position"), len(positions)
             if len(slots) != here:
-                raise NotYet(f"for {here} position{'s' * (here > 1)} come {len(slots)} slots; it must be one for each")
+                raise NotYet(f"for {counted(here, 'position')} come {len(slots)} slots; it must be one for each")
             right = [table[p // size] * size + p % size for p in positions]
             at_ = next((n for n, pair in enumerate(zip(slots, right)) if pair[0] != pair[1]), 0)
             agree(slots, right, {

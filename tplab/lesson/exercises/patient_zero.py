@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tplab.checks import quoted
+from tplab.checks import counted, quoted
 from tplab.errors import TplabError
 from tplab.lesson import patient
 from tplab.lesson.attempt import Attempt, NotYet, Uncopied, one_number, saying, several, tensor
@@ -85,7 +85,7 @@ def share(attempt: Attempt, setting: Setting):
     """What divides and what does not. The engine gives the check's report, on ranks that do not divide the heads."""
     for total, ranks in ((8, 2), (9, 2), (8, 3), (14, 4), (7, 1), (2, 3)):
         parts = [_on(number, ranks, attempt, total) for number in range(ranks)]
-        with saying(f"{total} over {ranks} rank{'s' * (ranks > 1)}: "):
+        with saying(f"{total} over {counted(ranks, 'rank')}: "):
             parts = [[int(one_number(one)) for one in several(part, "a pair, the first and how many,")]
                      for part in parts]
             counts = [count for _, count in parts]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tplab.align import align, hf_greedy
+from tplab.checks import counted
 from tplab.faults import fault
 from tplab.lesson.answers import greedy
 from tplab.lesson.attempt import Attempt, NotYet, count_ops, kind, on_ranks, saying, tensor, with_its_own
@@ -186,7 +187,7 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
 
 def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
     size, whole = len(shares), leaves.double().sum(0)
-    what = f"{len(leaves)} leaves on {size} rank{'s' * (size > 1)}: "
+    what = f"{len(leaves)} leaves on {counted(size, 'rank')}: "
     with saying(what):
         values = [tensor(value, "tokens, hidden", leaves.shape[1:], torch.float32) for value, _ in ran]
         parts = [leaves[share.start:share.stop].double().sum(0) for share in shares]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor, with_its_own
 from tplab.lesson.compare import agree, related, where
 from tplab.lesson.toy_checkpoint import toy_model
@@ -79,7 +80,7 @@ def my_reduce_scatter(attempt: Attempt, setting: Setting):
         x = torch.randn(size, tokens, hidden, generator=torch.Generator().manual_seed(tokens)).to(dtype)
         ran = on_ranks(size, _passed, attempt, x, list(sizes), waits=_WAITS)
         kept = "/".join(map(str, sizes))
-        with saying(f"{tokens} token{'s' * (tokens > 1)}, of which the ranks keep {kept}: "):
+        with saying(f"{counted(tokens, 'token')}, of which the ranks keep {kept}: "):
             _judge_ring(ran, x, sizes)
 
     for_each(ROWS, check, lambda case: f"{len(case[1])} ranks")
@@ -178,7 +179,7 @@ def my_sequence_parallel_layer(attempt: Attempt, setting: Setting):
         toy = _Toy(hidden, sizes, dtype)
         ran = on_ranks(len(sizes), with_its_own, toy.called, [attempt] * len(sizes), waits=_WAITS)
         kept = "/".join(map(str, sizes))
-        with saying(f"{sum(sizes)} token{'s' * (sum(sizes) > 1)}, {kept} on the ranks: "):
+        with saying(f"{counted(sum(sizes), 'token')}, {kept} on the ranks: "):
             toy.judge(ran)
 
     for_each(ROWS, check, lambda case: f"{len(case[1])} ranks")

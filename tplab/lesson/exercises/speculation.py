@@ -7,6 +7,7 @@ import torch
 
 from tplab.cache import Segment, blocks_needed
 from tplab.checkpoint import Checkpoint
+from tplab.checks import counted
 from tplab.engine.config import EngineConfig
 from tplab.engine.draft import num_accepted, propose
 from tplab.engine.sampler import best_offer, offer
@@ -82,7 +83,7 @@ def _judge_guess(found, tokens: Sequence[int], count: int) -> None:
         first = {behind(length, some[0]) for length, some in known.items()}
         shorter = {behind(length, some[-1]) for length, some in known.items() if length != longest}
         ways = (
-            (not found and longest, f"the last {longest} token{'s' * (longest > 1)} stood there before, and something "
+            (not found and longest, f"the last {counted(longest, 'token')} stood there before, and something "
              "followed" + {3: ": is the place you found the ending itself?",
                            1: ": where only one token agrees, that is an ending too"}.get(longest, "")),
             (found and not known, "nothing of its ending stood there before: there is no guess, ()"),

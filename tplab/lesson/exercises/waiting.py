@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, several, tensor
 from tplab.lesson.compare import agree
 from tplab.lesson.exercises.sequence_parallel import in_the_engine
@@ -67,7 +68,7 @@ def my_overlapped_row_parallel(attempt: Attempt, setting: Setting):
         tokens, inputs, outputs, parts, size = case
         generator = torch.Generator().manual_seed(tokens)
         x, weight = (torch.randn(size, many, inputs, generator=generator).to(dtype) for many in (tokens, outputs))
-        with applied(*WATCHED), saying(f"{tokens} tokens in {parts} part{'s' * (parts > 1)}, {size} ranks: "):
+        with applied(*WATCHED), saying(f"{tokens} tokens in {counted(parts, 'part')}, {size} ranks: "):
             ran = on_ranks(size, _computed, attempt, x, weight, parts, waits=_WAITS, asks=_ASKS)
             _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts, attempt.made[0])
 
@@ -157,7 +158,7 @@ def my_two_buffers(attempt: Attempt, setting: Setting):
     def check(case):
         hidden, rows, size = case
         x = torch.randn(size, sum(rows), hidden, generator=torch.Generator().manual_seed(hidden))
-        with applied(*WATCHED), saying(f"{len(rows)} part{'s' * (len(rows) > 1)} of {'/'.join(map(str, rows))} rows, "
+        with applied(*WATCHED), saying(f"{counted(len(rows), 'part')} of {'/'.join(map(str, rows))} rows, "
                                        f"{size} ranks: "):
             _judge_buffers(on_ranks(size, _buffered, attempt, x, list(rows), waits=_WAITS, asks=_ASKS), x, rows)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tplab.checks import counted
 from tplab.shard.plan import RankShard, ShardPlan
 from tplab.show.drawings.svg import GREY, INK, LINE, Drawing, Svg, beside, box, colour, write
 from tplab.show.phrases import ShowError
@@ -21,7 +22,7 @@ def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
     width = max(heads_end + 14 + 128 * len(bars) + 16 * ends, 262.0)
     body = write(8, 16, title or "What each rank holds", size=13.5, bold=True)
     body += write(8, 38, f"{plan.kind}: {plan.num_heads} query, {plan.num_kv_heads} KV heads, "
-                         f"{plan.tensor_parallel_size} rank{'s' * (plan.tensor_parallel_size > 1)}", size=11.5)
+                         f"{counted(plan.tensor_parallel_size, 'rank')}", size=11.5)
     for shard in plan.ranks:
         y = top + row * shard.rank
         body += write(8, y + 21, f"rank {shard.rank}", bold=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tplab.checks import counted
 from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, RED, Look, Picture, looks, picture, styled
 from tplab.show.phrases import ShowError
 
@@ -97,7 +98,7 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, cores: i
             ax.annotate(f"× {middle:.2g}", (middle, y - 0.3), (0, 2), textcoords="offset points", ha="center",
                         va="bottom", fontweight="bold", color=color)
     ax.set_yticks(range(len(measured)),
-                  [f"{ranks} ranks × {threads} thread{'s' * (threads > 1)}" for threads in measured])
+                  [f"{ranks} ranks × {counted(threads, 'thread')}" for threads in measured])
     ax.tick_params(axis="y", length=0)
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter(lambda value, _: f"× {value:g}")

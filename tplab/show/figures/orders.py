@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.ticker import MaxNLocator
 
+from tplab.checks import counted
 from tplab.show.figures.style import INK, Picture, looks, picture, styled
 
 
@@ -23,7 +24,7 @@ def orders_figure(sums: Mapping[str, tuple[Sequence[float], float]], title: str)
         values = sorted(often)
         ax.vlines(values, 0, [often[value] for value in values], color=look.color, lw=3)
         ax.axvline(exact, color=INK, lw=1.2, ls="--")
-        ax.set_title(f"{name}: {len(often)} result{'s' * (len(often) > 1)}", fontsize=10.5)
+        ax.set_title(f"{name}: {counted(len(often), 'result')}", fontsize=10.5)
         ax.set_ylim(bottom=0)
         ax.ticklabel_format(useOffset=False)
         ax.xaxis.set_major_locator(MaxNLocator(3))
