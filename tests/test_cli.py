@@ -27,7 +27,8 @@ from tplab.lesson import default_prompt
 from tplab.model import LoadStats
 
 BAD = [
-    ("plan no_such_folder", "no folder 'no_such_folder'"),
+    ("plan no_such_folder", "no folder 'no_such_folder'; a model is 'fable'"),
+    ("plan smolm2", "no folder 'smolm2'; did you mean 'smollm2'?"),
     ("plan {model} --tp 0", "tensor_parallel_size must be a whole number from 1 to 4, not 0"),
     ("plan {model} --tp 99", "99 ranks cannot share 4 query heads"),
     ("align {model} --tp two", "invalid int value: 'two'"),
@@ -36,7 +37,7 @@ BAD = [
     ("align {model} --ids=-1", "token id -1 is not in"),
     ("align {model} --ids 1,2 --prompt words", "not allowed with"),
     ("align {model} --ids 1,2 --dtype float16", "'float16' is not one of float32, float64, bfloat16"),
-    ("align {model} --ids 1,2 --fault nan_musk", "no fault 'nan_musk'; the museum has nan_mask"),
+    ("align {model} --ids 1,2 --fault nan_musk", "no fault 'nan_musk'; did you mean 'nan_mask' or 'no_mask'?"),
     ("align {model} --ids 1,2 --json {folder}", "is a folder"),
     ("align {model} --ids 1,2 --json {folder}/no/report.json", "there is no folder"),
     ("align {model} --ids 1,2 --save {folder}/no/l.safetensors", "there is no folder"),
@@ -55,8 +56,8 @@ BAD = [
     ("bench prefill --picture {folder}/x.png", "--picture draws curves; prefill is a table"),
     ("bench curves --picture {folder}/no/x.png", "there is no folder"),
     ("bench --json {folder}/no/t.json", "there is no folder"),
-    ("tensor", "invalid choice: 'tensor'"), ("", "COMMAND"),
-    ("align {model} --i 1,2", "unrecognized arguments: --i"),
+    ("tensor", "invalid choice: 'tensor'"), ("--foo", "unrecognized arguments: --foo (see python -m tplab --help)"),
+    ("align {model} --i 1,2", "unrecognized arguments: --i 1,2 (see python -m tplab align --help)"),
 ]
 
 
@@ -339,6 +340,7 @@ DEFAULTS = {
 @pytest.mark.parametrize("line", DEFAULTS)
 def test_what_is_not_said_is_what_the_help_says(line):
     chosen = vars(cli.build_parser().parse_args(line.split()))
+    assert chosen.pop("parser").prog.endswith(line.split()[0])
     assert chosen.pop("run") is getattr(cli, line.split()[0]) and chosen == DEFAULTS[line]
 
 

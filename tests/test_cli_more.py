@@ -10,12 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from tplab import cli
+from tplab import __version__, cli
 
 
 def run(line, capsys):
     code = cli.main(line.split())
     return code, *capsys.readouterr()
+
+
+def test_alone_it_says_what_there_is(capsys):
+    alone = run("", capsys)
+    for option, said in (("--help", alone[1]), ("--version", f"tplab {__version__}\n")):
+        with pytest.raises(SystemExit, match="^0$"):
+            cli.main([option])
+        assert capsys.readouterr() == (said, "")
+    assert alone[::2] == (0, "")
 
 
 def test_curves_are_drawn_where_they_are_asked_for(capsys, monkeypatch, tmp_path):

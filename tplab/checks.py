@@ -5,6 +5,7 @@ Nothing is converted silently: True is not a number, 2.0 is not a whole number, 
 
 import math
 from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import groupby
 from numbers import Integral, Real
 
@@ -48,6 +49,12 @@ def quoted(value) -> str:
 def counted(count: int, what: str) -> str:
     """``"1 rank"``, ``"2 ranks"``."""
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def did_you_mean(name, known: Iterable[str]) -> str:
+    """``"; did you mean 'smollm2'?"`` if something like ``name`` is known, else ``""``."""
+    near = get_close_matches(str(name), list(known))
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def spans(numbers: Iterable[int]) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 
+from tplab import __version__
 from tplab.checks import counted
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
@@ -34,7 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     replace_unprintable()
     try:
-        chosen = build_parser().parse_args(arguments)
+        parser = build_parser()
+        chosen, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            chosen.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         check_working_folder()
         code = chosen.run(chosen)
         if sys.stdout is not None:
@@ -61,12 +65,14 @@ def build_parser() -> argparse.ArgumentParser:
     called = "tplab" if os.path.basename(sys.argv[0]) == "tplab" else "python -m tplab"
     parser = _Parser(prog=called,
                      description="Tensor-parallel LLM inference, measured against Hugging Face.", allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=lambda chosen: parser.print_help() or 0, parser=parser)
+    parser.add_argument("--version", action="version", version=f"tplab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(name, run, about, *, model=True, tp=True):
         made = commands.add_parser(name, help=about[0].lower() + about[1:].rstrip("."), description=about,
                                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-        made.set_defaults(run=run)
+        made.set_defaults(run=run, parser=made)
         if model:
             made.add_argument("model", metavar="MODEL", help=MODEL)
         if tp:
@@ -79,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
                        "mistral-7b, llama-3.1-70b")
     which.add_argument("--config", metavar="FILE", help="the config.json of a published model, without its weights")
-    one.add_argument("--expert-parallel", action="store_true", help="deal whole experts out")
+    one.add_argument("--expert-parallel", action="store_true", help="give each rank whole experts, not a part of each")
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
 
     one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
@@ -89,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
     one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
                      help="break the engine with these faults of the museum first")
-    one.add_argument("--expert-parallel", action="store_true", help="deal whole experts out")
+    one.add_argument("--expert-parallel", action="store_true", help="give each rank whole experts, not a part of each")
     one.add_argument("--fast", action="store_true", help="instead, compare the fast path's results with float64: "
                      "hidden states, logits, keys and values")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
@@ -122,7 +128,8 @@ def build_parser() -> argparse.ArgumentParser:
                      help="the most draft tokens in a step; those that the model itself chooses are kept (0)")
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
 
-    one = command("bench", bench, "Measure against Hugging Face and vLLM, alternately, in one run.", model=False)
+    one = command("bench", bench, "Measure against Hugging Face, vLLM and llama.cpp, alternately, in one run.",
+                  model=False)
     bench_command.add_options(one, MODEL)
     return parser
 

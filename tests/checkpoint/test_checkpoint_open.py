@@ -239,7 +239,8 @@ def test_what_is_no_name_of_a_model(model):
     ("name", "words"),
     [
         ("", "model name is empty"),
-        ("fabel", "no folder 'fabel'; a model is 'fable', 'fable-moe', 'smollm2', a folder, or a hub id"),
+        ("fabel", "no folder 'fabel'; did you mean 'fable'"),
+        ("x", "no folder 'x'; a model is 'fable', 'fable-moe', 'smollm2', a folder, or a hub id"),
         ("./some/where", "no folder './some/where'"),
         ("a\0b", "null"),
         ("x" * 5000, "too long"),

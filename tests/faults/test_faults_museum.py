@@ -39,9 +39,11 @@ def test_a_fault_travels_to_ranks_as_a_name(one):
         assert original(patch.target) is not patch.replacement
 
 
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(FaultError, match="no fault 'nan_masc'; the museum has nan_mask, no_.* did you mean nan_mask"):
+def test_an_unknown_name_is_told_those_like_it_else_all():
+    with pytest.raises(FaultError, match="no fault 'nan_masc'; did you mean 'nan_mask' or 'no_mask'\\?$"):
         fault("nan_masc")
+    with pytest.raises(FaultError, match="no fault 'x'; the museum has nan_mask, no_mask, "):
+        fault("x")
     with pytest.raises(FaultError, match=r"no fault \['nan_mask'\]"):
         fault(["nan_mask"])
 

@@ -121,13 +121,20 @@ def test_the_table_is_as_wide_as_its_title():
         "notebook  result  seconds", "b         passed      0.0"]
 
 
-def test_an_interrupted_batch_says_what_is_left_of_it(monkeypatch, capsys):
-    def interrupted(**asked):
-        raise KeyboardInterrupt
+def test_an_interrupted_batch_reports_what_had_run(tmp_path, monkeypatch, capsys):
+    def execute(notebook, target, **options):
+        if notebook.stem == "b":
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch, "run", interrupted)
-    assert batch.main(["{}"]) == 130
-    assert "stopped; the notebooks that had run are kept" in capsys.readouterr().err
+    for name in "abc":
+        notebook_at(tmp_path / f"{name}.ipynb")
+    monkeypatch.setattr(batch, "FOLDER", tmp_path)
+    monkeypatch.setattr(papermill, "execute_notebook", execute)
+    assert batch.main([json.dumps({"notebooks": [], "parameters": [], "out": str(tmp_path / "out")})]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[-4:-2]] == [["a", "passed"], ["b", "FAILED"]]
+    page = (tmp_path / "out/index.html").read_text()
+    assert "stopped by Ctrl-C" in page and "<td>c</td>" not in page and "<td>b</td>" in page
 
 
 def test_the_real_model_is_fetched_before_it_is_opened(monkeypatch, tmp_path):

@@ -6,12 +6,14 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.failing import SOON
 
+from tplab.pool import launcher
 from tplab.ranks import RankError, all_reduce, rank, state
 
 took = []  # seconds from an interrupt to its end, or from there to the end of the next run
@@ -169,3 +171,31 @@ def test_what_was_printed_is_shown(pool, capsys):
 
     interrupted(pool, fn)
     assert capsys.readouterr().out.splitlines() == ["[rank 0] so far", "[rank 1] so far"]
+
+
+def test_an_interrupt_while_a_rank_starts_makes_it_unwanted(monkeypatch):
+    class Interrupted(launcher._Start):
+        def start(self):
+            tasks.append(self)
+            raise KeyboardInterrupt
+
+    tasks = []
+    monkeypatch.setattr(launcher, "_Start", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(SimpleNamespace(rank=0))
+    assert tasks[0].unwanted
+
+
+def test_an_interrupt_just_after_a_rank_has_started_ends_it(monkeypatch):
+    """The thread that started it has looked for an interrupt already, and found none."""
+    def interrupted(task):
+        launcher._Start.run(task)
+        raise KeyboardInterrupt
+
+    calls = []
+    process = SimpleNamespace(kill=lambda: calls.append("killed"), join=lambda: calls.append("gone"))
+    monkeypatch.setattr(launcher._Start, "_process", lambda task: process)
+    monkeypatch.setattr(launcher._Start, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(SimpleNamespace(rank=0, close=lambda: None))
+    assert calls == ["killed", "gone"]

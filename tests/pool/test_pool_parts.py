@@ -344,19 +344,6 @@ def test_a_start_that_no_caller_waits_for_any_more(monkeypatch, end):
     assert calls == ["closed"] + ["killed", "gone"] * (end == "interrupted")
 
 
-def test_an_interrupt_while_a_rank_starts_makes_it_unwanted(monkeypatch):
-    class Interrupted(launcher._Start):
-        def start(self):
-            tasks.append(self)
-            raise KeyboardInterrupt
-
-    tasks = []
-    monkeypatch.setattr(launcher, "_Start", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        launcher.start(SimpleNamespace(rank=0))
-    assert tasks[0].unwanted
-
-
 def test_which_ranks_have_met(control):
     """What a watch makes of the op logs: only collectives of this command count."""
     watch = object.__new__(Watch)

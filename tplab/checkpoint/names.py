@@ -5,7 +5,7 @@ import re
 import stat
 from pathlib import Path
 
-from tplab.checks import quoted
+from tplab.checks import did_you_mean, quoted
 
 from .errors import CheckpointError, words_of
 
@@ -57,7 +57,8 @@ def resolve(name: str | os.PathLike) -> Path:
         raise CheckpointError(f"the model name is empty; it can be {KNOWN}")
     if _looks_like_hub_id(text) and not os.path.lexists(text):
         return _from_hub(text)
-    return _existing_folder(_expanded(text), f"there is no folder {text!r}; a model is {KNOWN}")
+    known = did_you_mean(text, (*EMBEDDED, "smollm2")) or f"; a model is {KNOWN}"
+    return _existing_folder(_expanded(text), f"there is no folder {text!r}{known}")
 
 
 def _looks_like_hub_id(text: str) -> bool:

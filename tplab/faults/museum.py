@@ -1,9 +1,9 @@
 """The museum: every fault by name."""
 
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
 
 from tplab import patch
+from tplab.checks import did_you_mean
 from tplab.errors import TplabError
 from tplab.faults import drafts, experts, heads, kv, mask, paging, ranks, rope, sharding, waiting, windows
 from tplab.faults.fault import Fault
@@ -27,11 +27,10 @@ class FaultError(TplabError):
 
 
 def fault(name: str) -> Fault:
-    """The fault called ``name``; a :class:`FaultError` with all names, then those most like it, if there is none."""
+    """The fault called ``name``; a :class:`FaultError` with those most like it, else all names, if there is none."""
     if not isinstance(name, str) or name not in MUSEUM:
-        near = " or ".join(get_close_matches(str(name), MUSEUM))
-        raise FaultError(f"there is no fault {name!r}; the museum has {', '.join(MUSEUM)}"
-                         + (f"; did you mean {near}?" if near else ""))
+        near = did_you_mean(name, MUSEUM) or f"; the museum has {', '.join(MUSEUM)}"
+        raise FaultError(f"there is no fault {name!r}{near}")
     return MUSEUM[name]
 
 

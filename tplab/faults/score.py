@@ -139,11 +139,9 @@ def _mapped(workers: int) -> Iterator[Callable]:
         try:
             yield pool.map
         except BaseException:  # an interrupt: without this, all jobs would be done before it ends
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in set(active_children()) - set(others):
                 process.terminate()
-                process.join()
-            raise
+            raise  # the executor waits for their end
 
 
 def _runs(job: tuple) -> list[Run]:

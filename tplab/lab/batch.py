@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tplab.checks import did_you_mean
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable
 from tplab.lab.report import MARK, write_report
@@ -21,6 +22,7 @@ from tplab.lab.report import MARK, write_report
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 # A cell that hangs fails its notebook and the batch goes on. Ranks have a shorter timeout of their own.
 SECONDS_PER_CELL = 900
+STOPPED = "stopped by Ctrl-C"
 # Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is
 # stopped.
 QUIET_KERNEL = ["--IPKernelApp.log_level=CRITICAL"]
@@ -64,7 +66,9 @@ def _choose_one(name, series):
         return path.resolve()
     found = [one for one in series if path.name in (one.name, one.stem, one.stem.split("_")[0])]
     if len(found) != 1:
-        raise BatchError(f"no notebook {name!r}; there are: {', '.join(one.stem for one in series) or 'none'}")
+        known = [one.stem for one in series]
+        near = did_you_mean(name, known) or f"; there are: {', '.join(known) or 'none'}"
+        raise BatchError(f"no notebook {name!r}{near}")
     return found[0]
 
 
@@ -119,7 +123,8 @@ def assign(notebooks, pairs):
     values = {}
     for name, text in pairs if declared else ():
         if name not in known:
-            raise BatchError(f"no notebook has a parameter {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
+            near = did_you_mean(name, known) or f"; there are: {', '.join(sorted(known)) or 'none'}"
+            raise BatchError(f"no notebook has a parameter {name!r}{near}")
         if not _is_utf8(text):
             raise BatchError(f"parameter {name} is not UTF-8: {text!r}")
         value, default = read_value(text), known[name]
@@ -207,6 +212,8 @@ def run_notebook(notebook, parameters, target):
             execution_timeout=SECONDS_PER_CELL, progress_bar=sys.stderr.isatty(), extra_arguments=QUIET_KERNEL)
     except papermill.PapermillExecutionError as error:
         failure = f"cell [{error.exec_count}]: {': '.join([error.ename, *error.evalue.strip().splitlines()[:1]])}"
+    except KeyboardInterrupt:
+        failure = STOPPED
     except Exception as error:  # a kernel that died or is missing, a cell that timed out: the other notebooks still run
         failure = f"{type(error).__name__}: {_first_line(error)}"
     return Outcome(notebook, target, time.perf_counter() - started, failure)
@@ -250,6 +257,8 @@ def run(notebooks, parameters, out):
             outcome = run_notebook(notebook, assigned[notebook], out / f"{name}.ipynb")
         outcomes.append(outcome)
         print(f"      {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True)
+        if outcome.failure == STOPPED:
+            break
     return outcomes, write_report(outcomes, dict(parameters), out)
 
 
@@ -272,9 +281,10 @@ def main(arguments):
         print(f"launch run: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nlaunch run: stopped; the notebooks that had run are kept, without a report", file=sys.stderr)
         return 130
     print(f"\n{table(outcomes)}\n\nreport: {index}")
+    if outcomes[-1].failure == STOPPED:
+        return 130
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, models: str) -> None:
     parser.add_argument("--llama-cpp", metavar="PYTHON",
                         help="race against llama.cpp too: the Python of an environment with llama-cpp-python and gguf")
     parser.add_argument("--batch-invariant", action="store_true", help="race tplab with batch_invariant=True as well")
-    parser.add_argument("--busy", action="store_true", help="one more process wants a core all the time")
+    parser.add_argument("--busy", action="store_true", help="beside a process that uses one core all the time")
     parser.add_argument("--picture", metavar="FILE.png", help="of curves: draw them")
     parser.add_argument("--json", metavar="FILE", help="write the table")
 

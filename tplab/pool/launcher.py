@@ -32,7 +32,7 @@ def start(spec: worker.Spec):
         task.start()
         task.done.wait()  # join would take an interrupted thread for an ended one
     except BaseException:
-        task.unwanted = True
+        task.abandon()
         raise
     if task.error is not None:
         raise RankError(f"rank {spec.rank} could not be started: {task.error} (temporary folder: {spec.folder})"
@@ -41,7 +41,7 @@ def start(spec: worker.Spec):
 
 
 class _Start(threading.Thread):
-    """One start. If it is not wanted any more when it is done, the process is ended."""
+    """One start. A process that is not wanted any more is ended, whether it had started before `abandon` or not."""
 
     def __init__(self, spec):
         super().__init__(name=f"start of rank {spec.rank}", daemon=True)
@@ -56,7 +56,17 @@ class _Start(threading.Thread):
         finally:
             self.spec.close()
             self.done.set()
-        if self.unwanted and self.process is not None:
+        if self.unwanted:
+            self._end()
+
+    def abandon(self):
+        # Each side sets its own flag before it reads the other's, so at least one of them ends the process.
+        self.unwanted = True
+        if self.done.is_set():
+            self._end()
+
+    def _end(self):
+        if self.process is not None:
             self.process.kill()
             self.process.join()
 

@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -32,6 +33,7 @@ def _settle(listener_fd: int) -> None:
     # Out of the notebook's process group: killing a kernel kills its whole group, and this process must be there
     # to remove the kernel's folders.
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # garbage collection in a rank need not search what was imported, nor copy its pages
     gc.enable()
     with socket.socket(fileno=os.dup(listener_fd)) as listener:
