@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.failing import SOON
 
-from tplab.pool import launcher
+from tplab.pool import RankPool, launcher
 from tplab.ranks import RankError, all_reduce, rank, state
 
 took = []  # seconds from an interrupt to its end, or from there to the end of the next run
@@ -23,10 +23,12 @@ def interrupted(pool, fn, *args, after=0.3):
     pool.run(lambda: state.update(kept=rank()))
     timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         timer.start()  # in here, for it may strike before `start` has returned
         pool.run(fn, *args)
         time.sleep(10)  # the run was over before the interrupt came
+    if args == ():  # else it comes before the ranks are given anything
+        assert caught.value._render_traceback_() == ["KeyboardInterrupt: the ranks were stopped; the pool can be used"]
     first = time.monotonic() - begin - after
     timer.join()
     begin = time.monotonic()
@@ -181,9 +183,10 @@ def test_an_interrupt_while_a_rank_starts_makes_it_unwanted(monkeypatch):
 
     tasks = []
     monkeypatch.setattr(launcher, "_Start", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        launcher.start(SimpleNamespace(rank=0))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        RankPool(2)
     assert tasks[0].unwanted
+    assert caught.value._render_traceback_() == ["KeyboardInterrupt: the ranks that were being started were ended"]
 
 
 def test_an_interrupt_just_after_a_rank_has_started_ends_it(monkeypatch):

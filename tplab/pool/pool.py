@@ -59,8 +59,9 @@ class RankPool:
             self._owner = threading.get_ident()
             self._ready()
             self._owner = None
-        except BaseException:
+        except BaseException as error:
             self.close()
+            _shorten(error, "the ranks that were being started were ended")
             raise
 
     def __enter__(self):
@@ -99,6 +100,9 @@ class RankPool:
             try:
                 self._ready()
                 return self._run(RUN, payload, timeout, fn)
+            except KeyboardInterrupt as error:
+                _shorten(error, "the ranks were stopped; the pool can be used")
+                raise
             finally:
                 self._owner = None
 
@@ -134,11 +138,9 @@ class RankPool:
             self._inbox.put(payload)
             self._post(kind, len(payload))
             answers = self._watch.results()
-        except BaseException as error:
+        except BaseException:
             self._watch.stop()
             self._print()
-            if isinstance(error, KeyboardInterrupt):  # IPython shows this in place of a traceback through the pool
-                error._render_traceback_ = lambda: ["KeyboardInterrupt: the ranks were stopped; the pool can be used"]
             raise
         self._watch, self._fresh = None, False
         for file in (self._inbox, *(process.outbox for process in self._processes)):
@@ -241,6 +243,12 @@ def _read(rank, answer):
         return transfer.loads(answer)
     except Exception as error:
         raise RankError(f"the result of rank {rank} cannot be read here: {error}") from error
+
+
+def _shorten(error: BaseException, words: str) -> None:
+    """Have IPython show an interrupt as one line, not as a traceback through the pool."""
+    if isinstance(error, KeyboardInterrupt):
+        error._render_traceback_ = lambda: [f"KeyboardInterrupt: {words}"]
 
 
 def _pool_size(size) -> int:
