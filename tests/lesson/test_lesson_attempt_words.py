@@ -226,9 +226,9 @@ def test_numbers_that_were_written_down_are_seen():
         if case != "shown":
             raise NotYet("5 is not 6")
 
-    for_each(["shown"], check, shown="hidden", says="never asked")
-    assert refused(for_each, ["hidden"], check, shown="shown", says="only as shown") == "only as shown: 5 is not 6"
-    assert refused(for_each, ["hidden"], check, shown="wrong too", says="only as shown") == "5 is not 6"
+    for_each(["shown"], check, shown="hidden")
+    assert refused(for_each, ["hidden"], check, shown="shown") == "5 is not 6\nOn what the notebook shows it is right"
+    assert refused(for_each, ["hidden"], check, shown="wrong too") == "5 is not 6"
 
 
 def test_an_answer_that_is_right_somewhere_is_told_where():

@@ -280,9 +280,9 @@ def saying(head: str) -> Iterator[None]:
         raise NotYet(f"{head}{wrong}") from wrong.__cause__ or wrong
 
 
-def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks", shown=None, says=""):
-    """``check`` every case; an answer that is right in some and then wrong is told in which it was right, and with
-    ``says`` if it is right only for the case that the notebook has ``shown``."""
+def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{case} ranks", shown=None):
+    """``check`` every case; an answer that is right in some and then wrong is told in which ones it was right.
+    ``shown``: the case that the notebook shows, which is looked at where another is wrong."""
     def told(case) -> NotYet | None:
         try:
             return check(case)
@@ -292,8 +292,7 @@ def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{
     passed = []
     for case in cases:
         if (wrong := told(case)) is not None:
-            if shown is not None and told(shown) is None:
-                raise NotYet(f"{says}: {wrong}") from wrong.__cause__
+            passed += ["what the notebook shows"] * (shown is not None and told(shown) is None)
             if not passed or what(case) in passed or str(wrong).count("\n") > 1:
                 raise wrong
             asks = ": is a number written down, or a remainder left out?" * passed[-1].endswith("ranks")

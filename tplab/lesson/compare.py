@@ -49,12 +49,12 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str = "", wit
     if says is not None or value.shape != right.shape:
         raise NotYet(says or otherwise)
     names, most = [name.strip() for name in dims.split(",") if name.strip()], _most(right, within)
-    place, value, right = where(value, right, most, names), value.double(), right.double()
+    is_number, place = right.dtype != torch.bool, where(value, right, most, names)
+    value, right = value.double(), right.double()
     gap = (value - right).abs().nan_to_num(torch.inf, torch.inf).max().item()
     near = min(most, gap / 50)  # what explains the value leaves next to nothing of the gap
-    why = related(value, right, near, names) or parts and made_of(value, right, near, names, parts) or (
-        "What is off by so little has lost digits: in which dtype is it computed, or kept?"
-        if gap < 5e-3 * right.abs().max() else _shared(value - right, right, near, names))
+    why = is_number and (related(value, right, near, names) or parts and made_of(value, right, near, names, parts) or
+                         _shared(value - right, right, near, names))
     lines = [otherwise or place, why or (place if otherwise and names else ""),
              right_lines({**(steps or {}), "the result": right}, made, most) if steps else ""]
     raise NotYet("\n".join(filter(None, lines)))
@@ -95,8 +95,9 @@ def where(value, right, most: float, names: Sequence[str], true: str = "True") -
             parted.append(f"{many if len(bad) > 1 else name} {', '.join(spans(bad)[:4])} of {value.shape[dim]}")
     first = ", ".join(f"{name} {i}" for name, i, size in zip(_all(names, value), at, value.shape) if size > 1)
     yours, must = (one[tuple(at)].item() for one in (value, right))
-    yours, must = ((true if one else f"not {true}" for one in (yours, must)) if isinstance(must, bool) else
-                   (f"{one:.4g}" for one in (yours, must)))
+    digits = next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
+    yours, must = ((true if one else f"not {true}") if isinstance(must, bool) else f"{one:.{digits}g}"
+                   for one in (yours, must))
     return (f"wrong for {' and '.join(parted) or 'every ' + _all(names, value)[0]}: the first, {first}, is {yours}, "
             f"and {must} is right")
 
@@ -126,6 +127,8 @@ def related(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
         **{says: True for dim in dims if (says := _moved(value, right, most, dim, names[dim]))},
         "Each row is right but for a factor: what divides rows here?":
             many and value.shape[-1] > 2 and of_rows.abs().min() > 1e-3 and same(of_rows * right),
+        "What is off by so little has lost digits: in which dtype is it computed, or kept?":
+            (value - right).abs().max() < 5e-3 * right.abs().max(),
         "The numbers are right, and stand in another order": many and same(
             right.flatten().sort().values[value.flatten().argsort().argsort()].view(value.shape))}
     return next((says for says, is_so in found.items() if is_so), "")

@@ -61,6 +61,11 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
                  f"{apart(found, right, ['row', 'column'][:found.dim()])}")
 
 
+def dealt(total: int, size: int) -> list[range]:
+    """Ranges for so many ranks, whose lengths no rule for dealing evenly gives."""
+    return [range(total * r * r // size ** 2, total * (r + 1) ** 2 // size ** 2) for r in range(size)]
+
+
 def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int] | None:
     """Which slices of ``whole`` along ``of`` those of ``found`` along ``dim`` are; None if they are none."""
     if 0 in found.shape or found.dim() != whole.dim() or max(dim, of) >= whole.dim():

@@ -41,7 +41,7 @@ class ToySource(Uncopied, TensorSlice):
     were read of it, ``most``: of how many a reader has had the pieces at the same time."""
 
     def __init__(self, of: torch.Tensor | tuple[int, ...], dtype: torch.dtype = torch.float32):
-        self.whole = of if isinstance(of, torch.Tensor) else torch.arange(1, 1 + math.prod(of)).view(of).to(dtype)
+        self.whole = of if isinstance(of, torch.Tensor) else (torch.arange(1, 1 + math.prod(of)) / 7).view(of).to(dtype)
         self.taken, self.most, self._held = 0, 0, 0
         super().__init__(self, "source", TensorInfo(tuple(self.whole.shape), self.whole.dtype, ""))
 
@@ -61,10 +61,12 @@ class ToySource(Uncopied, TensorSlice):
 
 
 @functools.cache
-def toy_model(num_heads: int, num_kv_heads: int, num_layers: int = 1, o_bias: bool = False) -> Checkpoint:
+def toy_model(num_heads: int, num_kv_heads: int, num_layers: int = 1, o_bias: bool = False, **config) -> Checkpoint:
     """Layers of odd sizes (of a Qwen2, or with ``o_bias`` of a Llama), in which no two numbers are alike."""
-    return random_model("llama" if o_bias else "qwen2", num_heads, num_kv_heads, head_dim=6, intermediate_size=25,
-                        hidden_size=72 if o_bias else 20, num_hidden_layers=num_layers, attention_bias=True)
+    return random_model(**{
+        "model_type": "llama" if o_bias else "qwen2", "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+        "head_dim": 6, "intermediate_size": 25, "hidden_size": 72 if o_bias else 20, "num_hidden_layers": num_layers,
+        "attention_bias": True, "rms_norm_eps": 0.01} | config)
 
 
 def random_model(model_type: str, num_heads: int, num_kv_heads: int, **config) -> Checkpoint:

@@ -26,24 +26,24 @@ ANSWERS = {
         Wrong(_CUT + "source[0:len(rows)]",
               "its own these are the first there are; where do this rank's own begin?"),
         Wrong(_CUT + "source[:, rows.start:rows.stop]",
-              "0–5 are its own. A weight is [out, in]: which of the two is cut here?"),
+              "0–2 are its own. A weight is [out, in]: which of the two is cut here?"),
         Wrong("""
               def my_column_shard(source, rows):
                   if len(source.shape) == 1:
                       return source[rows.start:rows.stop]
                   weight = source[:].reshape(source.shape[1], source.shape[0])
                   return weight[:, rows.start:rows.stop].T
-              """, "back for rows 0–5 stands nowhere in the file: numbers are to be copied"),
+              """, "back for rows 0–2 stands nowhere in the file: numbers are to be copied"),
         Wrong(_CUT + "source[:][rows.start:rows.stop]",
-              "read for 336 that are kept, 2.0 times as many: slice the source itself"),
-        Wrong(_CUT + "source[rows]", "source is read by slices a:b without a step, not by range(0, 6)"),
+              "read for 168 that are kept, 4.0 times as many: slice the source itself"),
+        Wrong(_CUT + "source[rows]", "source is read by slices a:b without a step, not by range("),
         Wrong(_CUT + "source.narrow(0, rows.start, len(rows))", "and no .narrow: nothing of it is read yet\n"
               "         at your line 1"),
         Wrong(_CUT + "source[rows.start:rows.stop, :]", "source has 1 dimension, 2 slices were asked for"),
         Wrong(_CUT + "source[rows.start:rows.stop].half()", "torch.float16 comes back; torch.float32 must"),
         Wrong("def my_column_shard(source, rows): source[rows.start:rows.stop]", "nothing (is a return missing?)"),
         Wrong(_CUT + "source[rows.start:rows.stop].flip(0)",
-              "… come back where rows 0–5 are its own the right ones, in another order"),
+              "rows 2, 1, 0 come back where rows 0–2 are its own the right ones, in another order"),
         Wrong("""
               def my_column_shard(source, rows):
                   return source[rows.start:rows.stop] if source.shape[0] < 15 else source[0:len(rows)]

@@ -140,7 +140,7 @@ ANSWERS = {
         Wrong(mask("return (torch.arange(keys) >= positions[..., None])[:, None]"), "no token sees itself"),
         Wrong(mask("return (torch.arange(keys) > positions[..., None] + 1)[:, None]"), "also sees the next one"),
         Wrong(mask("return (torch.arange(keys) > positions[:1, :, None])[:, None].expand(len(positions), -1, -1, -1)"),
-              "two sequences, at positions 2 and 5, keys 0 to 5: every sequence has the mask of the first one"),
+              "queries at 1, 3, 2 and at 4, 6, 7, keys 0 to 8: every sequence has the mask of the first one"),
         Wrong(mask("return (torch.arange(keys) > positions[..., None])"), "it returns [1, 5, 5]"),
         Wrong(mask("return (torch.arange(keys) > positions[..., None])[:, None].float()"),
               "torch.float32; torch.bool must come back"),

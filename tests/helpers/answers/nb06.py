@@ -5,7 +5,7 @@ from helpers.answers import Right, Wrong
 ANSWERS = {
     "my_embedding": [
         Wrong("def my_embedding(ids, weight_here, rows): return weight_here[ids]",
-              "which row is word 6, and which is a word that lives elsewhere?"),
+              "which row is word 2, and which is a word that lives elsewhere?"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   return all_reduce(weight_here[(ids - rows.start).clamp(0, len(rows) - 1)])
@@ -20,7 +20,7 @@ ANSWERS = {
                   first = rank() * len(rows)
                   here = (ids >= first) & (ids < first + len(rows))
                   return all_reduce(weight_here[(ids - first).where(here, 0)] * here[:, None])
-              """, ", which lives on rank 1, zeros: does its owner add its row to the sum?"),
+              """, "word 3's row, of rank 1, counts 1 times (right: 0), word 10's row, of rank 1, counts 0"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
@@ -62,7 +62,7 @@ ANSWERS = {
     ],
     "my_head_logits": [
         Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here.T",
-              "0 of 2: it returns the logits of 384 words; all ranks together have 767"),
+              "0 of 2: it returns the logits of 191 words; all ranks together have 767"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
@@ -70,13 +70,13 @@ ANSWERS = {
                   return whole
               """, "or every token Your line 2 makes the right result: what becomes of it?"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=-1)",
-              "dim=-1) [384, 383] words: how does a rank hear how many the others send?"),
+              "dim=-1) [191, 576] words: how does a rank hear how many the others send?"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   here = hidden @ weight_here.T
                   here = F.pad(here, (0, max(sizes) - here.shape[1]))
                   return all_gather(here, dim=-1)
-              """, "768 columns for 767 words"),
+              """, "1152 columns for 767 words"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   whole = all_gather(weight_here, dim=0, sizes=sizes)
@@ -93,14 +93,14 @@ ANSWERS = {
               def my_head_logits(hidden, weight_here, sizes):
                   here = F.pad(hidden @ weight_here.T, (384 * rank(), 383 * (1 - rank())))
                   return all_reduce(here)
-              """, "calls all_reduce; 1 all_gather must be enough"),
+              """, "these are different words' logits. What puts them side by side?"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   return all_gather((hidden @ weight_here.T).T, dim=0, sizes=sizes)
               """, "(yours is [words, tokens])"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
-                  return all_gather(hidden @ weight_here.T, dim=-1, sizes=[384, 383])
+                  return all_gather(hidden @ weight_here.T, dim=-1, sizes=[191, 576])
               """, "on "),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
@@ -145,7 +145,7 @@ ANSWERS = {
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   a, b = offers[:, 0], offers[:, 1]
                   return a[:, 1].where(a[:, 0] >= b[:, 0], b[:, 1]).long()
-              """, "Is every rank's offer looked at?"),
+              """, "Yours is the offer of rank 0"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2)).flip(1)

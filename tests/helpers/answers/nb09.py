@@ -156,13 +156,13 @@ ANSWERS = {
         Wrong("def apply_causal_mask(scores): return scores + torch.triu(torch.ones(scores.shape[-2:]), 1) * "
               "-float('inf')",
               "is something multiplying 0 by -inf?"),
-        Wrong("def apply_causal_mask(scores): return scores", "hidden keys still get some weight"),
+        Wrong("def apply_causal_mask(scores): return scores", "hidden keys can still be seen: nothing is hidden"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
-              ".tril(), float('-inf'))", "s the wrong way round: what may be seen is hidden, and the rest is not"),
+              ".tril(), float('-inf'))", "True means must not look: what may be seen is hidden, and the rest is not"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
               ".triu(), float('-inf'))", "those in which every key is hidden"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
-              ".triu(1), -10.0)", "What is low enough for every model?"),
+              ".triu(1), -10.0)", "exp of it must be 0 (exp of 0 is 1): as low as there is"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
               ".triu(1), float('-inf')).softmax(-1)", "each row adds up to 1"),
         Right("def apply_causal_mask(scores): return torch.where(torch.ones_like(scores).triu(1) == 1, float('-inf'), "

@@ -35,10 +35,10 @@ _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "=
           "my_linears": "= [5, 6] must come back",
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
-          "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 12, 5, 6], and [6, 2] are right",
+          "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 2] are right",
           "my_token_positions": "yours are [0, 1, 2, 3, 4], and [6] are right", "my_key": "the key is its parent's",
           "my_best_offer": "= [3] must come back", "my_generate": "step is never called",
-          "my_row_shard": "columns 0–3 come back where", "my_load": "rank 0's", "my_spread": "how could it know?",
+          "my_row_shard": "columns 0–1 come back where", "my_load": "rank 0's", "my_spread": "how could it know?",
           "my_agree": "does its work 0 times", "my_rounds": "writes 0 times in 3 rounds"}
 _KEPT = "    if not kept:\n        kept.append(right({takes}))\n    return kept[0]"
 

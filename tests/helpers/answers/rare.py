@@ -18,12 +18,12 @@ def fired(of: str) -> str:
 ANSWERS = {
     "mask_scores": [
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask & (scores > 0), -1e9)",
-              "20 of 48 hidden keys still")],
+              "20 of 48 hidden keys can still")],
     "my_additive_mask": [
         Wrong("def my_additive_mask(n): return torch.full((n, n), float('-inf')).triu(1)[[*range(n - 2), -2, -1][:n]]"
               "\nright = my_additive_mask\ndef my_additive_mask(n): return right(n).masked_fill("
               "(torch.arange(n) > n - 3)[:, None], float('-inf'))",
-              "query 3 may look at keys 0–3, and yours hides them too"),
+              "the first, query 3, key 0, is hidden, and not hidden is right"),
         Right("def my_additive_mask(n): return torch.full((n, n), float('-inf'), dtype=torch.float64).triu(1)")],
     "my_assert_no_nan": [
         Wrong(fired("{100 * lost.double().mean() + 0.9:.1f} %"), "how much is lost? Here 30 % of the numbers are NaN"),
@@ -72,9 +72,9 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong(_heads(_EVEN_Q, _READ + ", r"), "the entry of rank 0 is (range(0, 4), range(0, 1), 0); it must be a "
                                               "pair")],
     "my_column_shard": [
-        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop][None]", "[1, 6, 14] comes back"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop][None]", "[1, 3, 14] comes back"),
         Wrong("def my_column_shard(source, rows): return source[-12:][rows.start:rows.stop]", "is outside 0:12"),
-        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop:2]", "slice(0, 6, 2)"),
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop:2]", "slice(0, 3, 2)"),
         Right("def my_column_shard(source, rows):\n    if rows.start == 0: return source[:rows.stop]\n"
               "    return source[rows.start:] if rows.stop == source.shape[0] else source[rows.start:rows.stop:1]")],
     "my_merged": [
@@ -85,7 +85,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
               "zip(sources[::-1], ranges[::-1])])", "the right rows in the order v|k|q; the layer splits")],
     "my_mask": [
         Wrong(mask("m = (torch.arange(keys) > positions[..., None])[:, None]; m[1:, ..., 0] = True; return m"),
-              "the query at position 5 of sequence 1 may look at keys 0 to 5; yours looks at [1, 2, 3, 4, 5]"),
+              "the query at position 4 of sequence 1 may look at keys 0 to 4; yours looks at [1, 2, 3, 4]"),
         Wrong(mask("m = (torch.arange(keys) > positions[..., None])[:, None]; m[..., 1:, 1] = True; return m"),
               "the query at position 1 may look at keys 0 to 1; yours looks at [0]")],
     "my_attend": [
@@ -109,7 +109,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
               "ValueError: cannot turn")],
     "my_positions": [
         Wrong(positions("return torch.cat([torch.arange(s, s + 2 * c, 2) for s, c in zip(starts, counts)])"),
-              "yours are [3, 5, 7, 9, 11, 0, 2, 4, 6, 12, 5, 7], and [3, 4, 5, 6, 7, 0, 1, 2, 3"),
+              "yours are [3, 5, 7, 9, 11, 0, 2, 4, 6, 3, 5, 7], and [3, 4, 5, 6, 7, 0, 1, 2, 3"),
         Right(positions(f"return torch.cat({_EACH}).int()"))],
     "my_token_positions": [
         Right(token("return tuple(range(segment.start, segment.start + segment.count))"))],

@@ -166,10 +166,10 @@ ANSWERS = {
         Wrong(_OFFERS + "    return best.int()", "it returns torch.int32; torch.int64 must come back")],
     "my_row_shard": [
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop] * 2",
-              "for columns 0–3 stands nowhere in the file: numbers are to be copied"),
+              "for columns 0–1 stands nowhere in the file: numbers are to be copied"),
         Wrong("def my_row_shard(source, columns):\n    room = torch.zeros(5, 8)[:, :len(columns)]\n"
               "    return room.copy_(source[:, columns.start:columns.stop])",
-              "and with it all 160 bytes of what it was cut from, for 80 of its own")],
+              "and with it all 160 bytes of what it was cut from, for 40 of its own")],
     "MyRows": [
         Wrong(_ROWS + "        source = self.source\n        while hasattr(source, 'source'): source = source.source\n"
               "        return source[self.start + first:self.start + last]",
@@ -180,7 +180,7 @@ ANSWERS = {
               + "        return self.source[self.start + first:self.start + last]")],
     "my_load": [
         Wrong(LOAD.replace("return kept", "return {name: kept[name] for name in [*kept][3:]}"),
-              "KV heads, rank 0 of 2: 3 of 29 tensors are missing, lm_head.weight first"),
+              "KV heads, rank 0 of 2: 3 of 33 tensors are missing, lm_head.weight first"),
         Wrong(LOAD.replace("files[name][:, columns[layer]]", "files[name][:, columns[layer]][:, :-1].clone()"),
               "its MLP columns one too few: does a slice a:b, or a range, hold its end?")],
     "my_send_shards": [

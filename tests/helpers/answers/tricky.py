@@ -18,9 +18,9 @@ ANSWERS = {
               "hide "
               "a key are NaN"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('inf'))", "there is +inf in it"),
-        Wrong("def mask_scores(scores, mask): return scores * ~mask", "a score of 0 is not a weight of 0"),
+        Wrong("def mask_scores(scores, mask): return scores * ~mask", "exp of it must be 0 (exp of 0 is 1): as low as"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, -1e9)",
-              "none: True means must not look, and yours hides where the mask is False"),
+              "it is the wrong way round. True means must not look"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask[0], float('-inf'))",
               "mask, for all of them. Each sequence has its own, mask[0] and mask[1]"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).softmax(-1)",
@@ -79,7 +79,7 @@ def my_attend(q, k, v, mask, scaling):
     k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     return scores.masked_fill(mask, float('-inf')).softmax(-1) @ v
-""", "0.5, and scaling (0.3) is given for that Your code never reads scaling"),
+""", "0.5, and scaling (0.3) is given for that On what the notebook shows it is right"),
         Wrong("""
 def my_attend(q, k, v, mask, scaling):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

@@ -19,14 +19,14 @@ _SHARE = "def share(total):\n    t, n, r = total, linear.tp_size(), linear.tp_ra
 ANSWERS = {
     "mask_scores": [
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask & (scores.dtype == torch.float32), "
-              "float('-inf'))", "in bfloat16, 6 of 6 hidden keys still"),
+              "float('-inf'))", "in bfloat16, 6 of 6 hidden keys can still"),
         Wrong("def mask_scores(scores, mask): return torch.zeros_like(scores, device='meta')", _META),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, torch.finfo(scores.dtype).max)",
-              "which is high. A hidden key's is as low as there is"),
+              "yours makes their scores 3.4e+38 to 3.4e+38"),
         Right("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).nan_to_num()")],
     "my_additive_mask": [
         Wrong("def my_additive_mask(tokens): return -1e-5 * torch.ones(tokens, tokens).triu(1)",
-              "What is low enough for every model?")],
+              "exp of it must be 0 (exp of 0 is 1): as low as there is")],
     "my_assert_no_nan": [
         Wrong("def my_assert_no_nan(tensor, name):\n    for row in tensor:\n"
               "        lost = row.isnan().double().mean()\n"
@@ -70,7 +70,7 @@ ANSWERS = {
         Right(layer("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight",
                     "F.rms_norm(x, (x.shape[-1],), weight, self.eps)")),
         Right(layer('point("q", q), point("k", k), point("v", v)', "pass"))],
-    "my_send_shards": [Wrong(send("mine = part", "mine = part[:1]"), "rows 0 come back where rows 0–5 are its own")],
+    "my_send_shards": [Wrong(send("mine = part", "mine = part[:1]"), "rows 0 come back where rows 0–1 are its own")],
     "my_spread": [
         Wrong("def my_spread(x): return all_gather(x[None], dim=0).diff(dim=0).abs().max().item()",
               "not found: their maxima", (2,))],

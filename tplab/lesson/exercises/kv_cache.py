@@ -30,9 +30,10 @@ def held(thing, seen: set[int] | None = None) -> dict[int, int]:
 @exercise(NAME, "04", takes="num_layers",
           agreed="on {ranks}, an engine on your cache computes what one pass over the text computes")
 def my_cache(attempt: Attempt, setting: Setting):
-    """Three layers with two KV heads, five with three, in steps; then an engine that reads from it."""
-    for layers, kv_heads, dim, steps in ((3, 2, 5, (4, 1, 2)), (5, 3, 4, (1, 1, 10))):
-        _fill(attempt, layers, kv_heads, dim, steps)
+    """Three layers with two KV heads, five with three in bfloat16, in steps; then an engine that reads from it."""
+    for layers, kv_heads, dim, steps, dtype in ((3, 2, 5, (4, 1, 2), torch.float32),
+                                                (5, 3, 4, (1, 1, 10), torch.bfloat16)):
+        _fill(attempt, layers, kv_heads, dim, steps, dtype)
     ckpt, ids = setting.checkpoint, setting.ids(12)
     plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
     pool = shared_pool(setting.tensor_parallel_size)
@@ -45,15 +46,15 @@ def my_cache(attempt: Attempt, setting: Setting):
     return f"{len(ids)} tokens take " + ", ".join(f"{size:,} bytes on rank {rank}" for rank, size in enumerate(sizes))
 
 
-def _fill(attempt: Attempt, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
+def _fill(attempt: Attempt, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...], dtype) -> None:
     cache, other = (Object(attempt(layers), NAME) for _ in range(2))
-    whole = {layer: tuple(numbers(sum(steps), kv_heads, dim, seed=seed) for seed in (layer, 90 + layer))
+    whole = {layer: tuple(numbers(sum(steps), kv_heads, dim, seed=seed).to(dtype) for seed in (layer, 90 + layer))
              for layer in range(layers)}
     for at, count in enumerate(steps):
         start = sum(steps[:at])
         for layer in range(layers):
             # As an engine has them: cut out of one product [q | k | v], whose memory is used again afterwards.
-            qkv = torch.zeros(count, 4 * kv_heads, dim)
+            qkv = torch.zeros(count, 4 * kv_heads, dim, dtype=dtype)
             k, v = qkv[:, 2 * kv_heads:3 * kv_heads], qkv[:, 3 * kv_heads:]
             right_k, right_v = (one[:start + count] for one in whole[layer])
             k.copy_(right_k[start:])
@@ -69,7 +70,7 @@ def _fill(attempt: Attempt, layers: int, kv_heads: int, dim: int, steps: tuple[i
     if len(several(found, "the pair k, v of all tokens so far")[0]) > 1:
         raise NotYet(f"a second {NAME} gives out the tokens of the first: are the tensors in the class, or in a global "
                      "variable, instead of in self?")
-    _weigh(cache.made, layers, kv_heads, dim, steps)
+    _weigh(cache.made, layers, kv_heads, dim, steps, dtype.itemsize)
 
 
 def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: int, count: int) -> None:
@@ -87,20 +88,20 @@ def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: in
         f"for {name} comes what is the other's: " + ("is one of them stored twice?" if twice else
                                                      "k and v have changed places"): wrong,
         f"for {name}, what was there before is the other's": torch.cat([wrong[:start], right[start:]]),
-        "digits are lost: in which dtype is it kept?": (right.half().float(), right.bfloat16().float()),
+        "digits are lost: in which dtype is it kept?": (right.half().to(right.dtype), right.bfloat16().to(right.dtype)),
         "what another layer has stored is given out": tuple(
             torch.cat([pair[at][:start], right[start:]]) for other, pair in whole.items() if other != layer),
     }, f"{name} is not what was given", within=1e-6, dims="token, KV head")
 
 
-def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...]) -> None:
+def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...], itemsize: int) -> None:
     tokens, size = sum(steps), sum(held(made).values())
-    needed = 2 * layers * tokens * kv_heads * dim * 4
-    every_step = 2 * layers * kv_heads * dim * 4 * sum(sum(steps[:at + 1]) for at in range(len(steps)))
+    needed = 2 * layers * tokens * kv_heads * dim * itemsize
+    every_step = needed // tokens * sum(sum(steps[:at + 1]) for at in range(len(steps)))
     if size == needed:
         return
     says = (f"after {tokens} tokens it holds {size:,} bytes; 2 · {layers} layers · {tokens} tokens · {kv_heads} "
-            f"heads · {dim} · 4 bytes = {needed:,} are needed")
+            f"heads · {dim} · {itemsize} bytes = {needed:,} are needed")
     if size < needed:
         raise NotYet(f"{says}: where is the rest? Outside of self, two caches would share it")
     why = {every_step: "what was there before a step is kept beside what was there after it",

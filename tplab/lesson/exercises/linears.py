@@ -14,7 +14,7 @@ from tplab.shard import split_evenly
 
 # Tokens, hidden and inner features, ranks: first what halves, then what does not. Where hidden and inner are the same,
 # a wrong cut fits; where they differ, it need not.
-SIZES = ((3, 8, 8, 2), (5, 6, 8, 2), (5, 6, 9, 2), (4, 4, 7, 3), (6, 5, 11, 3))
+SIZES = ((3, 8, 8, 2), (5, 6, 8, 2), (5, 6, 9, 2), (4, 4, 7, 3), (6, 5, 11, 3), (1, 4, 3, 1))
 _WAITS = "a sum has a summand from every rank: do all of them ask for it?"
 
 
@@ -27,11 +27,11 @@ def linears(attempt: Attempt, setting: Setting):
     def check(case):
         tokens, hidden, inner, size = case
         generator = torch.Generator().manual_seed(inner)
-        x, up, down, bias = (torch.randn(shape, generator=generator) for shape in (
-            (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
+        x, up, down, bias = (torch.randn(shape, generator=generator, dtype=(torch.float32, torch.float64)[inner > 8])
+                             for shape in ((tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)))
         ran = on_ranks(size, _counted, attempt, x, up, down, bias, waits=_WAITS)
-        _judge(ran, x, up, down, bias, f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks: ",
-               attempt.made)
+        _judge(ran, x, up, down, bias, f"{counted(tokens, 'token')}, {hidden} → {inner} → {hidden} features, "
+               f"{counted(size, 'rank')}: ", attempt.made)
 
     for_each(SIZES, check, lambda case: f"{case[3]} ranks")
     size, ckpt = setting.tensor_parallel_size, setting.checkpoint
@@ -80,6 +80,7 @@ def _judge(ran: list, x, up, down, bias, what: str, made: dict | None = None) ->
         summands = [own @ down[:, part.start:part.stop].T for own, part in zip(inner, parts)]
         at = first_without(made or {}, summands)
         own, first = torch.stack(summands), torch.eye(size)[0].view(size, 1, 1)
+        alone = (own, own + bias, own + bias * first, own + bias / size) if size > 1 else ()
         turned = {what: x @ a @ b for what, a, b in (
             ("up is", up, down.T), ("down is", up.T, down), ("up and down are", up, down))
             } if x.shape[1] == len(up) else {}
@@ -88,12 +89,11 @@ def _judge(ran: list, x, up, down, bias, what: str, made: dict | None = None) ->
                "columns (dim 1)": tuple((guess + n * bias).expand_as(right) for n in (0, 1, size))
                for what, guess in turned.items()},
             "each rank returns its own summand. " + ("The log shows an all_reduce: is its result used?" if ops else
-                                                     "Where are they added up?"):
-                (own, own + bias, own + bias * first, own + bias / size)},
+                                                     "Where are they added up?"): alone},
               _unsummable([record.shape for record in ran[0][1] if record.op == "all_reduce"], true.shape),
-              dims="rank, token", made=(made or {}).get(at, ()), steps={
+              1e-4 if true.dtype == torch.float32 else 1e-9, dims="rank, token", made=(made or {}).get(at, ()), steps={
                   f"rank {at}'s inner features": inner[at], f"rank {at}'s summand": summands[at],
-                  "the sum of all summands": true - bias}, parts={
+                  "the sum of all summands": true - bias} if len(up) % size == 0 else None, parts={
                   **{f"inner feature {n}": torch.outer(x @ up[n], down[:, n]) for n in range(len(up))},
                   "the bias": bias, "x itself": x} if made else None)
         if (reduces := ops.count("all_reduce")) != 1 or len(ops) > 1:

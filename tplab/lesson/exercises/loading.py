@@ -7,14 +7,14 @@ import torch
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import by_parameter, tensor_parts
 from tplab.lesson.attempt import Attempt, NotYet, for_each, guarded, kind, on_ranks, saying
-from tplab.lesson.cuts import judge_part, owns, read_once, share_of
+from tplab.lesson.cuts import dealt, judge_part, owns, read_once, share_of
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.model.decoder import TensorParallelCausalLM
 from tplab.patch import Patch, original
 from tplab.pool import shared_pool
 from tplab.ranks import rank
-from tplab.shard import ShardPlan, split_evenly
+from tplab.shard import ShardPlan
 
 _ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
 
@@ -23,10 +23,11 @@ _ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
           agreed="read and kept are the same columns, and on {ranks} the engine agrees with Hugging Face",
           place="cuts columns out of weights")
 def my_row_shard(attempt: Attempt, setting: Setting):
-    """A weight of 5 rows and 7 columns over 2 and 3 ranks; then the engine's."""
+    """A weight of 5 rows and 9 columns over 2 and 3 ranks; then the engine's."""
     def check(size):
-        for number, columns in enumerate(split_evenly(7, size)):
-            source, head = ToySource((5, 7)), f"rank {number} of {size}, a weight [5, 7]: "
+        for number, columns in enumerate(dealt(9, size)):
+            source = ToySource((5, 9), (torch.float32, torch.float16)[size - 2])
+            head = f"rank {number} of {size}, a weight [5, 9]: "
             found = attempt(source, columns)
             judge_part(found, source.whole, columns, head, dim=1)
             read_once(source.taken, found.nbytes, head, "which pair of brackets reads the file?")
@@ -40,7 +41,7 @@ def my_row_shard(attempt: Attempt, setting: Setting):
           agreed="a slice of a slice reads its own rows and no others, from the model's file too")
 def my_rows(attempt: Attempt, setting: Setting):
     """The second of two matrices stacked on disk, 7 of 16 rows; a part of that part; then a real file."""
-    source = ToySource((16, 5))
+    source, bias = ToySource((16, 5)), ToySource((16,), torch.float16)
     made = _part(attempt, source, 4, (7, 5))
     if source.taken:
         raise NotYet(f"making it reads {source.taken} bytes already: nothing is to be read before it is sliced")
@@ -59,6 +60,7 @@ def my_rows(attempt: Attempt, setting: Setting):
             raise NotYet(f"{_sliced(rows)} of a part with 7 rows gives others than a list of 7 would: " + (
                 "two of them belong to the matrix behind it" if rows.stop == 9 else
                 "it counts from the part's end. An IndexError would do as well, other rows do not"))
+    _rows_of(_part(attempt, bias, 3, (8,)), slice(1, 4), bias, range(3, 11), "numbers 3–10 of a bias of 16")
     inner = _part(attempt, made, 2, (4, 5))
     _rows_of(inner, slice(1, 3), source, range(6, 10), "rows 2–5 of rows 4–10, a slice of a slice")
     ckpt, name = setting.checkpoint, "model.embed_tokens.weight"
@@ -111,9 +113,10 @@ def _load_patch(answer) -> list[Patch]:
 def my_load(attempt: Attempt, setting: Setting):
     """A model of two layers with 9/3 heads on 2 ranks and 8/2 heads on 3; then the notebook's, on its ranks."""
     for heads, size in (((9, 3), 2), ((8, 2), 3)):
-        plan = ShardPlan.from_config(toy_model(*heads, 2, True).config, size)
+        toy = toy_model(*heads, 2, True, model_type="qwen3")
+        plan = ShardPlan.from_config(toy.config, size)
         for number in range(size):
-            ckpt = CountedCheckpoint(toy_model(*heads, 2, True))
+            ckpt = CountedCheckpoint(toy)
             with saying(f"{heads[0]} query and {heads[1]} KV heads, rank {number} of {size}: "):
                 kept, taken = attempt(ckpt, plan, number), dict(ckpt.taken)
                 compare(kept, ckpt, plan, number, owned=True)

@@ -1,5 +1,6 @@
 """Notebook 05: positions to slots, a cache in blocks, the key of a block. The pool is in ``pool_of_blocks.py``."""
 
+import random
 from collections.abc import Callable
 
 import torch
@@ -73,9 +74,11 @@ def _batches_through(write_read: Callable) -> list[Patch]:
           agreed="on {ranks}, every key and value goes where the table says and comes back in order")
 def my_write_read(attempt: Attempt, setting: Setting):
     """A cache full of other readers' numbers: a chunk, one token, a first prompt, two tokens over a block's edge."""
-    for table, size, start, count in (([1, 4, 3], 4, 5, 4), ([2, 0, 5], 3, 3, 1), ([3, 0], 5, 0, 7),
-                                      ([3, 1, 4, 0], 2, 3, 2)):
-        cache, new = torch.arange(36.0 * size).view(6, size, 2, 3) / 8 + 1, -torch.arange(6.0 * count).view(count, 2, 3)
+    for table, size, start, count, dtype in (
+            ([1, 4, 3], 4, 5, 4, torch.float32), ([2, 0, 5], 3, 3, 1, torch.bfloat16),
+            ([3, 0], 5, 0, 7, torch.float32), ([3, 1, 4, 0], 2, 3, 2, torch.float32)):
+        cache, new = ((first * torch.arange(6.0 * rows) + 1).view(*shape, 2, 3).to(dtype) for first, rows, shape in (
+            (0.125, 6 * size, (6, size)), (-1, count, (count,))))
         slots = [table[p // size] * size + p % size for p in range(start + count)]
         after = cache.clone()
         after.view(-1, 2, 3)[slots[start:]] = new
@@ -87,7 +90,7 @@ def my_write_read(attempt: Attempt, setting: Setting):
                              "sequence by now?")
             if start and isinstance(found, torch.Tensor) and found.shape in ((start, 2, 3), (count, 2, 3)):
                 raise NotYet(f"{len(found)} tokens come back; those that were there *and* the new ones are asked for")
-            tensor(found, "tokens, kv heads, head_dim", (start + count, 2, 3), torch.float32)
+            tensor(found, "tokens, kv heads, head_dim", (start + count, 2, 3), dtype)
             _in_order(found, after, cache, slots)
     setting.align(**ENGINE)
 
@@ -165,7 +168,7 @@ def my_key(attempt: Attempt, setting: Setting):
             ([a], [[9, 300, 7]], "does the order of the tokens count?"),
             ([[*a, 4]], [[7, 301, 8, 4]], "does it look at each token, or at a sum?"),
             ([[1, 23, 4]], [[12, 3, 4]], "where does one number end?"),
-            ([[*a, *b]], [[*a, *b[:2], 12]], "is a block size in your code?"),
+            ([[*range(20)]], [[*range(19), 99]], "is a block size in your code?"),
             ([a[:2]], [[*a[:2], 0]], "a part of a block and a full one: is something filled up?"),
             ([a, c], [b, c], "keys and values depend on all that comes before: is the parent in the key?"),
             ([a, b, c], [b, a, c], "does the order of the blocks count?"),
@@ -173,9 +176,10 @@ def my_key(attempt: Attempt, setting: Setting):
         if chain(*one) == chain(*other):
             two = " and ".join(" ".join(map(str, blocks)) for blocks in (one, other))
             raise NotYet(f"{'the last of ' * (len(one) > 1)}blocks {two} get the same key: {asks}")
-    keys: dict = {}
-    for number in range(3000):
-        for blocks in ([[number, 5, number % 7]], [[number, 5, number % 7], c]):
+    keys, draw = {}, random.Random(0)
+    for _ in range(3000):
+        first = [draw.randrange(150_000) for _ in a]
+        for blocks in ([first], [first, c]):
             if (other := keys.setdefault(chain(*blocks), blocks)) != blocks:
                 raise NotYet(f"of {len(keys)} blocks two get the same key, the last of {other} and of {blocks}: how "
                              "many different keys can yours have? A cache has many thousand blocks, and what collides "

@@ -6,10 +6,10 @@ import torch
 
 from tplab.align import reassemble
 from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, with_its_own
-from tplab.lesson.cuts import judge_part, read_once, span
+from tplab.lesson.cuts import dealt, judge_part, read_once, span
 from tplab.lesson.toy_checkpoint import ToySource
 from tplab.lesson.verdict import Setting, at, exercise
-from tplab.shard import ShardPlan, split_evenly
+from tplab.shard import ShardPlan
 
 _HALF, _FULL = torch.float16, torch.float32
 _COMMON = {"agreed": "on {ranks}, the shards are the checkpoint bit for bit, and every trace point agrees with Hugging "
@@ -23,7 +23,7 @@ def column_shard(attempt: Attempt, setting: Setting):
     """Weights and biases on 2 and 3 logical ranks, even and uneven; then in the engine, weights and numbers."""
     def check(case):
         size, shape, dtype = case
-        rows, sources = split_evenly(shape[0], size), [ToySource(shape, dtype) for _ in range(size)]
+        rows, sources = dealt(shape[0], size), [ToySource(shape, dtype) for _ in range(size)]
         what = f"a {'weight' if len(shape) > 1 else 'bias'} {list(shape)} over {size} ranks"
         for number, ((found, _), own) in enumerate(zip(on_ranks(size, with_its_own, attempt, sources, rows), rows)):
             head = f"{what}, rank {number}: "
@@ -56,7 +56,7 @@ def merged(attempt: Attempt, setting: Setting):
             read_once(sum(source.taken for source in sources[number]), found.nbytes, head)
 
     for_each(((_qkv(8, 2, 2), (6,), _FULL), (_qkv(9, 3, 2), (5,), _FULL), (_qkv(8, 2, 3), (), _FULL),
-              ([(name, split_evenly(7, 2), 7) for name in ("gate", "up")], (4,), _FULL),
+              ([(name, dealt(7, 2), 7) for name in ("gate", "up")], (4,), _FULL),
               (_qkv(9, 3, 2), (), _HALF)), check,
              lambda case: f"{len(case[0][0][1])} ranks")
     _in_the_engine(setting)

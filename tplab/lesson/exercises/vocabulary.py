@@ -7,11 +7,11 @@ import torch
 
 from tplab.lesson.attempt import Attempt, NotYet, count_ops, for_each, on_ranks, saying, tensor
 from tplab.lesson.compare import agree
+from tplab.lesson.cuts import dealt
 from tplab.lesson.exercises.rotation import numbers
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.patch import Patch
 from tplab.ranks import rank
-from tplab.shard import split_evenly
 
 _ALONE = "one rank holds every word, so the collectives were tried on two and on three logical ranks"
 
@@ -38,7 +38,7 @@ def my_embedding(attempt: Attempt, setting: Setting):
     def check(case):
         size, words, dtype = case
         weight, ids = numbers(11, 14).to(dtype), torch.tensor(words)
-        parts = split_evenly(11, size)
+        parts = dealt(11, size)
 
         def look_up():
             rows = parts[rank()]
@@ -54,7 +54,7 @@ def my_embedding(attempt: Attempt, setting: Setting):
             _looked_up(f"rank {r} of {size}", found, weight, ids, parts, bool(ops), attempt.made[r])
         count_ops(ran, {"all_reduce": 1})
 
-    words = [10, 0, 6, 3, 4, 1, 7, 5]
+    words = [10, 0, 6, 3, 4, 1, 7, 0, 10]
     for_each(((2, words, torch.float32), (2, [1, 0, 3], torch.float32), (2, words, torch.bfloat16),
               (3, words, torch.float32)), check, lambda case: f"{case[0]} ranks")
     setting.align()
@@ -82,11 +82,12 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool, made) -> None:
           patches=_whole_logits_by,
           agreed="767 words on two ranks and 766 on three; on {ranks}, the logits are Hugging Face's")
 def my_head_logits(attempt: Attempt, setting: Setting):
-    """Three tokens; 767 words on two ranks, 766 on three, of which two hold fewer; then in the engine."""
+    """Three tokens and 767 words on two ranks, one token and 766 words on three; then in the engine."""
     def check(size):
         words = 769 - size
-        weight, hidden = torch.arange(words * 5.0).sin().view(words, 5), torch.arange(15.0).cos().view(3, 5)
-        right, parts = hidden @ weight.T, split_evenly(words, size)
+        weight = torch.arange(words * 5.0).sin().view(words, 5)
+        hidden = torch.arange(15.0).cos().view(3, 5)[:7 - 2 * size]
+        right, parts = hidden @ weight.T, dealt(words, size)
         sizes = [len(rows) for rows in parts]
 
         def logits(parts=parts, sizes=sizes):
@@ -112,7 +113,7 @@ def my_head_logits(attempt: Attempt, setting: Setting):
 def _whole(who: str, found, right, parts, own_rows: range, made) -> None:
     own = [len(rows) for rows in parts]
     with saying(f"{who}: "):
-        columns = found.shape[1] if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == 3 else 0
+        columns = found.shape[1] if isinstance(found, torch.Tensor) and found.shape[:-1] == right.shape[:1] else 0
         if columns in own:
             raise NotYet(f"it returns the logits of {columns} words; all ranks together have {right.shape[1]}")
         if columns == max(own) * len(parts):
@@ -134,7 +135,7 @@ def my_best_offer(attempt: Attempt, setting: Setting):
     for size, scores in (
             (3, [[-8.0, -2.0, -7.0], [5.0, 1.0, 2.0], [1.0, 0.5, 7.0], [0.5, tie, tie]]),
             (2, [[-3.0, -1.0], [-2.0, -4.0], [tie, tie]]), (3, [[1.0, 2.0, 0.0]]),
-            (2, [[hair, hair + 1e-12], [3.0, 1.0], [0.0, 4.0]]),
+            (2, [[hair, hair + 1e-12], [3.0, 1.0], [0.0, 4.0]]), (2, [[math.inf, nan]]),
             (3, [[1.0, nan, 2.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])):
         table = torch.tensor(scores, dtype=torch.float64)
         ids = torch.tensor([[40 * r + 10 - 3 * row for r in range(size)] for row in range(len(scores))])
@@ -184,6 +185,6 @@ def _decided(answer: list[int], table: torch.Tensor, ids: torch.Tensor) -> None:
         f"{said}. That is the largest without its sign": offers(table.abs().argmax(1)),
         f"{said}. That is the number of the rank with the best score; which token does it offer?": best,
         f"{said}. That is the best score, cut to a whole number": table.amax(1).long(),
-    }, f"{said}. Is every rank's offer looked at?" if answer[row] in ids[row] else
+    }, f"{said}. Yours is the offer of rank {ids[row].tolist().index(answer[row])}" if answer[row] in ids[row] else
         f"sequence {row} of {len(right)}: {answer[row]} comes back, which no rank offered{others}; the ranks offered "
         f"tokens {ids[row].tolist()} with scores {table[row].tolist()}", within=1e-9)

@@ -27,15 +27,17 @@ STEPS = (0, 5, 8, 9, 10)  # a prompt of 5, a chunk of 3, two tokens
 _IDS = list(range(3, 3 + STEPS[-1]))
 _AT = "model.layers.0."
 _COUNT = 16
+LLAMA = {"model_type": "llama", "attention_bias": False, "hidden_size": 24}
 
 
 @exercise("MyLayer", "06", takes="weights, here, config",
           agreed="every point is Hugging Face's, two sums a pass, and all layers of the model on {ranks} write its "
                  "text")
 def my_layer(attempt: Attempt, setting: Setting):
-    """One layer with 8/2 and 9/3 heads on 2 ranks and 8/2 on 3, in steps; then all layers of the notebook's model."""
+    """A layer with 8/2 and 9/3 heads on 2 ranks, and 8/2 on 3 of a Llama without biases, in steps; then all layers of
+    the notebook's model."""
     for heads, kv_heads, size in ((8, 2, 2), (9, 3, 2), (8, 2, 3)):
-        toy = toy_model(heads, kv_heads)
+        toy = toy_model(heads, kv_heads, **LLAMA if size > 2 else {})
         plan = ShardPlan.from_config(toy.config, size)
         with saying(f"{heads} query and {kv_heads} KV heads over {size} ranks: "):
             ran = on_ranks(size, _in_steps, attempt, toy, plan,
@@ -159,7 +161,8 @@ def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start:
         held = zip("qkv", (here.q_heads, here.kv_heads, here.kv_heads))
         fused = torch.cat([seen["input_norm"][now] @ weights[f"self_attn.{one}_proj.weight"][
             part.start * d:part.stop * d].T for one, part in held], 1)
-        return {f"x times this rank's rows of {name}_proj": (product, product + weights[f"{proj}bias"][rows], fused)}
+        bias = weights[f"{proj}bias"][rows] if f"{proj}bias" in weights else 0
+        return {f"x times this rank's rows of {name}_proj": (product, product + bias, fused)}
     if name in ("q_rope", "k_rope"):
         x, (cos, sin) = seen[name[0]][now], (table[now, None] for table in seen["tables"])
         return {"x times cos": x * cos, "the other half": halves(x), "the other half times sin": halves(x) * sin}
