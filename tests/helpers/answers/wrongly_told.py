@@ -81,4 +81,20 @@ ANSWERS = {
         _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "It fits if the MLP counts 2 times")],
     "my_step_seconds": [
         _changed("my_step_seconds", "/ bandwidth", "/ bandwidth / len(rank_bytes)", "they are divided already")],
+    "my_overlapped_row_parallel": [
+        Wrong(but(but(_SOLVED["my_overlapped_row_parallel"], "rows in x.chunk(parts)",
+                      "rows, columns in zip(x.chunk(parts, 1), weight.chunk(parts, 1))"), "rows @ weight.T",
+                  "rows @ columns.T").replace("torch.cat(sums)", "sum(sums)"),
+              "60 numbers are summed up where 30 are enough: cut the tokens")],
+    "my_two_buffers": [
+        _changed("my_two_buffers", "sums.append(buffers[i % 2]", "sums.append(buffers[(i + 1) % 2]",
+                 "stands what part 1 makes: that is in buffer 1, and the sum of part 0 in buffer 0")],
+    "my_reduce_scatter": [
+        Wrong(but(but(_SOLVED["my_reduce_scatter"], "pass_on(summed) + rows[at % len(sizes)]", "pass_on(summed)"),
+                  "return summed", "return summed + rows[rank()]"),
+              "On 2 ranks, where each row travels once, it is right")],
+    "my_moe": [
+        Wrong(but(_SOLVED["my_moe"], "    return all_reduce(summand)",
+                  "        summand = all_reduce(summand)\n    return summand"),
+              "4 × all_reduce, one for each expert: a sum over the ranks is summed again")],
 }

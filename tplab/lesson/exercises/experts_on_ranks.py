@@ -186,6 +186,15 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
     def renormalised(shares):
         return shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)
 
+    def again():
+        """Every rank's sum so far is summed up over the ranks with each of its experts."""
+        total = torch.zeros_like(summands)
+        for own in range(max(map(len, held))):
+            alone = _summands(x, weights, ids, held, cut, gate_up, down, of=lambda shares, own=own: shares * (
+                torch.arange(shares.shape[1]) == own))
+            total = (total + alone).sum(0).expand_as(summands)
+        return total
+
     def other(given):
         return _summands(x, given, ids, held, cut, gate_up, down).sum(0).expand_as(summands)
 
@@ -195,6 +204,8 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
             "The log shows an all_reduce: is its result used?" if "all_reduce" in ops else "Where are they added up?"
             if held[0] != held[1] else "It holds all experts, but only some columns of each: where are they added up?"):
             summands,
+        f"the op log holds {ops.count('all_reduce')} × all_reduce, one for each expert: a sum over the ranks is summed "
+        "again": again(),
         "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
             of(first=[0] * size),
         "rank() * len(experts) is taken for a rank's first expert, and not every rank holds as many: its range says "

@@ -83,7 +83,8 @@ def my_reduce_scatter(attempt: Attempt, setting: Setting):
         with saying(f"{counted(tokens, 'token')}, of which the ranks keep {kept}: "):
             _judge_ring(ran, x, sizes)
 
-    for_each(ROWS, check, lambda case: f"{len(case[1])} ranks")
+    for_each(ROWS, check, lambda case: "2 ranks, where each row travels once," if len(case[1]) == 2 else
+             f"{len(case[1])} ranks")
     check(ROWS[2], torch.bfloat16)
     in_the_engine(setting)
 

@@ -1,5 +1,6 @@
 """Notebook 13: sums that are started, computed beside, and waited for before a read or a write."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -117,6 +118,9 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
     if starts > parts:
         raise NotYet(f"the result is right, with {starts} sums where {parts} part{'s are' if parts > 1 else ' is'} "
                      "asked for")
+    if (sent := sum(math.prod(record.shape) for record in ran[0][1])) > right.numel():
+        raise NotYet(f"the result is right, and {sent} numbers are summed up where {right.numel()} are enough: cut the "
+                     "tokens, and not the inputs")
     done = {"product": 0, "start": 0, "wait": 0}
     for what in events:
         done[what] += 1
@@ -191,7 +195,7 @@ def _judge_buffers(ran: list, x: torch.Tensor, rows) -> None:
                     if where is not None:
                         raise NotYet(f"it returns a piece of buffer {where}, and the next part is written over it: "
                                      "copy the sum out")
-                _judge_sum(i, one, parts[number], sums, size)
+                _judge_sum(i, one, parts[number], sums, size, [at for what, at in events if what == "start"])
     events, flying, made = ran[0][0][1], 0, 0
     if (started := sum(what == "start" for what, _ in events)) < count:
         raise NotYet(f"the sums are right, and {started} of {count} are started with async_op=True, which returns at "
@@ -212,9 +216,15 @@ def _order(found: list, sums: list[torch.Tensor]) -> str:
     return ", ".join(map(str, whose)) * (sorted(whose) == [*range(len(sums))] != whose)
 
 
-def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: int) -> None:
+def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: int, places: list) -> None:
+    """``places``: of each part the buffer in which its sum is started."""
     def begin(t):
         return t[:len(one)] if len(t) >= len(one) else t.new_empty(0)
+
+    def why(j):
+        return (f"its buffer takes part {j} before the sum of part {i} is made and copied out"
+                if len({places[at] for at in (i, j) if at < len(places)}) < 2 else
+                f"that is in buffer {places[j]}, and the sum of part {i} in buffer {places[i]}")
 
     if one.isnan().any():
         raise NotYet(f"there is NaN in the sum of part {i}: what stood in the buffer before, or behind the part, is in "
@@ -222,8 +232,8 @@ def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: i
     others = [j for j in range(len(sums)) if j != i]
     agree(one, sums[i], {
         f"part {i} is this rank's own summand: it is copied out before its wait()": own[i],
-        **{f"in the place of part {i}'s sum stands what part {j} makes: its buffer takes part {j} before the sum of "
-           f"part {i} is made and copied out": (begin(sums[j]), size * begin(sums[j]), begin(own[j])) for j in others},
+        **{f"in the place of part {i}'s sum stands what part {j} makes: {why(j)}": (
+            begin(sums[j]), size * begin(sums[j]), begin(own[j])) for j in others},
         f"the sum of part {i} is in it {size} times: it is started twice": size * sums[i]},
         f"the sum of part {i} is wrong: which rows of the buffer does it take?", dims="row",
         parts={f"the sum of part {i}": sums[i], "this rank's own summand": own[i],
