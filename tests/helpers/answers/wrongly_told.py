@@ -67,7 +67,13 @@ ANSWERS = {
     "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "It is right but for its sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
-                  ":len(self.here.kv_heads)]]), torch"), "not found: the scaled scores")],
+                  ":len(self.here.kv_heads)]]), torch"), "None of your lines makes the scaled scores"),
+        Wrong(but(_LAYER, 'q, k = point("q_rope"', 'return hidden\n        q, k = point("q_rope"'),
+              "right up to 'v', your line 39; what it returns: hidden comes back as it went in"),
+        Wrong(but(but(_LAYER, 'q, k = point("q_rope"', 'return hidden\n        q, k = point("q_rope"'),
+                  "+ self.bias)", ")"),
+              "the bias was left out. Right up to 'input_norm', your line 36"),
+        Wrong(but(_LAYER, " + self.eps)", ")"), "the checkpoint says 0.01. It is the first point")],
     "my_mean": [
         Wrong("def my_mean(shares):\n    mean = torch.tensor(shares[rank()], dtype=torch.float64).mean()\n"
               "    return all_reduce(mean.nan_to_num()).item()", "Those are the ranks' means, added up")],

@@ -13,7 +13,8 @@ from tplab.show.phrases import ShowError
 _AGREES, _BAND = "#eef3f0", "#fbe3d6"
 _LANES = 6  # side by side on one line of panels
 _BEFORE = 2  # rows that are shown above the first difference
-_KEY = "green: done together   orange, hatched: waits (→ for whom)   red: cannot meet   ≠: the first difference"
+_KEY = ("green: done together   orange, hatched: waits (→ for which rank)   dark orange: calls that differ   "
+        "≠: the first difference")
 _ENDS = {"raised": (RED, "✗"), "died": (RED, "✗"), "returned": (FAINT, "✓"), "running": (BLUE, "↻"),
          "waiting": (ORANGE, "…"), "stopped": (FAINT, "■")}
 
