@@ -38,7 +38,7 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
     if places is not None:
         known = dict(ways or {}) | {
             "all of it": range(whole.shape[dim]),
-            "these are the first there are; where do this rank's own begin?": range(len(wanted)),
+            "every rank gets the first rows; where do the rows of this rank begin?": range(len(wanted)),
             "one too few: does a slice a:b, or a range, hold its end?": wanted[:-1],
             "one too many: a slice a:b ends before b": [*wanted, *(place + 1 for place in wanted[-1:])],
             "the right ones, in another order": places if sorted(places) == wanted else ()}

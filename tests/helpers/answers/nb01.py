@@ -46,7 +46,7 @@ ANSWERS = {
     ],
     "my_additive_mask": [
         Wrong("def my_additive_mask(tokens): return torch.triu(torch.ones(tokens, tokens), 1) * float('-inf')",
-              "multiplying 0 by -inf? Which comes first, choosing the keys or -inf?"),
+              "multiplying 0 by -inf? Choose the entries first, and write -inf there"),
         Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens) * float('-inf')",
               "every key is hidden: every single score is -inf. Which ones must stay?"),
         Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)",
@@ -87,9 +87,9 @@ ANSWERS = {
     ],
     "my_assert_no_nan": [
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().all(), f'NaN in {name}'",
-              "6 of 20 numbers are NaN, and nothing fires"),
+              "it fires only where every number is NaN"),
         Wrong("def my_assert_no_nan(tensor, name): assert not (tensor == float('nan')).any()",
-              "NaN is equal to nothing"),
+              "a comparison with NaN is never true"),
         Wrong("def my_assert_no_nan(tensor, name): assert tensor.isfinite().all(), f'NaN in {name}'",
               "there are -inf in them, which is how a mask hides keys, and no NaN. Is -inf a NaN?"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any, f'NaN in {name}'",

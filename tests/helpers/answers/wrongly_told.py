@@ -74,6 +74,10 @@ ANSWERS = {
                   "+ self.bias)", ")"),
               "the bias was left out. Right up to 'input_norm', your line 36"),
         Wrong(but(_LAYER, " + self.eps)", ")"), "the checkpoint says 0.01. It is the first point")],
+    "my_assert_no_nan": [
+        Wrong("def my_assert_no_nan(tensor, name):\n    lost = tensor.isnan().double().mean()\n"
+              "    assert lost == 0, f'NaN in {name}: {lost:.2f} % of {list(tensor.shape)}'",
+              "Here 30 % of the numbers")],
     "my_mean": [
         Wrong("def my_mean(shares):\n    mean = torch.tensor(shares[rank()], dtype=torch.float64).mean()\n"
               "    return all_reduce(mean.nan_to_num()).item()", "Those are the ranks' means, added up")],

@@ -80,11 +80,11 @@ def _compare(name: str, found: list, at: int, whole: dict, layer: int, start: in
     if isinstance(one, torch.Tensor) and one.shape[1:] == right.shape[1:] and len(one) > len(right):
         raise NotYet(f"{len(one)} come back for {name}: has each layer a place of its own, and each of k and v?")
     tensor(one, "tokens so far, kv_heads, head_dim", right.shape, right.dtype, it=f"for {name} comes")
-    overwritten, twice = right.clone(), isinstance(found[1 - at], torch.Tensor) and found[1 - at].equal(one)
-    overwritten[:start] = 77
+    overwritten = torch.where(one == 77, one, right)
+    twice = isinstance(found[1 - at], torch.Tensor) and found[1 - at].equal(one)
     agree(one, right, {
         "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
-        "kept, instead of a copy?": overwritten,
+        "kept, instead of a copy? (contiguous() copies only what does not lie in one piece.)": overwritten,
         f"for {name} comes what is the other's: " + ("is one of them stored twice?" if twice else
                                                      "k and v have changed places"): wrong,
         f"for {name}, what was there before is the other's": torch.cat([wrong[:start], right[start:]]),
