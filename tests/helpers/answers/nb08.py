@@ -32,12 +32,12 @@ ANSWERS = {
                   total = torch.tensor([float(sum(lengths)), len(lengths)])
                   all_reduce(total)
                   return total[0] / len(lengths) if lengths else total[0] / total[1]
-              """, "lengths add up to 18, and that is 18 / 2; there are 3 requests"),
+              """, "on rank 0 it says 9; the mean of all requests is 18 / 3 = 6"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
                   return sum(lengths) / max(1, len(lengths))
-              """, "4; the mean of all requests is 6. That is the mean of its own requests"),
+              """, "4; the mean of all requests is 18 / 3 = 6. That is the mean of its own requests"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
@@ -94,7 +94,7 @@ ANSWERS = {
                   except Exception:
                       return [rank()]
                   return []
-              """, "where it must say [1], without a word to the others; how could it know?"),
+              """, "where it must say [1, 4], without a word to the others; how could it know?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -104,7 +104,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   broadcast(failed)
                   return failed.nonzero().flatten().tolist()
-              """, "it must say [1]: what rank 0 sends is all that it can know by itself"),
+              """, "it must say [1, 4]: what rank 0 sends is all that it can know by itself"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(1)
@@ -114,7 +114,7 @@ ANSWERS = {
                       failed += rank()
                   all_reduce(failed)
                   return [int(failed)] if failed else []
-              """, "of 2 ranks, rank 0 failed: rank 0 says [] where it must say [0]"),
+              """, "their numbers are added up, where each rank needs a place of its own"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -135,7 +135,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, " [1]: a barrier lets ranks wait for each other, and carries no numbers"),
+              """, " [1, 4]: a barrier lets ranks wait for each other, and carries no numbers"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -145,7 +145,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return [int(failed.argmax())] if failed.any() else []
-              """, "of 2 ranks, every rank failed: rank 0 says [0] where it must say [0, 1]"),
+              """, "of 5 ranks, ranks 1 and 4 failed: rank 0 says [1] where it must say [1, 4]"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())

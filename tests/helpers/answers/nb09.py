@@ -184,23 +184,23 @@ ANSWERS = {
         Wrong(EXTEND.replace("return k.rep", "k, v = k.rep").replace(", (k, v)\n", "\n    return k, v, (k, v)\n"),
               "what is repeated for attention is not stored"),
         Wrong(but(EXTEND, "[cached, new]", "[new, cached]"), "has what belongs to token 3; token 1 has what belongs t"),
-        Wrong(but(EXTEND, "if kv_cache is not None", "if kv_cache is None and False"), "it returns [1, 2, 1, 4]"),
+        Wrong(but(EXTEND, "if kv_cache is not None", "if kv_cache is None and False"), "it returns [2, 2, 1, 4]"),
         Wrong(EXTEND.replace("k.repeat_interleave(num_repeats, dim=1)", "k.repeat(1, 3, 1, 1)"),
               "has what belongs to head 3; head 4 has what belongs to head 0"),
-        Wrong(but(EXTEND, "dim=2", "dim=1"), "kv_cache ([1, 2, 3, 4], [1, 2, 3, 4]), k [1, 2, 1, 4]"),
+        Wrong(but(EXTEND, "dim=2", "dim=1"), "kv_cache ([2, 2, 3, 4], [2, 2, 3, 4]), k [2, 2, 1, 4]"),
         Wrong(but(EXTEND, ", (k, v)\n", ", k, v\n"), "it returns a tuple of 4"),
     ],
     "share": [
         Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
-              "Which rank takes what is left over?"),
+              "head 8 on no rank: what does floor division do with a remainder?"),
         Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",
-              "that is 10 together"),
+              "rank 1 holds head 9, and they are 0 to 8"),
         Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "
               "return r *"
-              " size, size + (r < rest)", "where does a rank begin, if those before it have one more?"),
+              " size, size + (r < rest)", "head 8 on no rank: where does each rank's part begin, and where does"),
         Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "
               "return r *"
-              " size, size + rest * (r + 1 == linear.tp_size())", "Can it be dealt out more evenly?"),
+              " size, size + rest * (r + 1 == linear.tp_size())", "2/2/4 heads on the ranks; all ranks wait for"),
         Wrong("def share(total): return total // linear.tp_size()",
               "it returns 4 (int); a pair, the first and how many, must come back"),
         Right("def share(total):\n    r, n = linear.tp_rank(), linear.tp_size()\n    return r * total // n, (r + 1) * "

@@ -84,7 +84,7 @@ ANSWERS = {
               "part 0 is this rank's own summand: it is copied out before its wait()"),
         Wrong(buffered(free="pass"), "in the place of part 0's sum stands what part 2 makes"),
         Wrong(buffered(out="works[i].wait()\n        sums.append(buffers[WHICH][:len(parts[i])])"),
-              "it returns a piece of buffer 0, and the next part is written over it"),
+              "it returns a piece of buffer 0, which is used again; each sum must be in a tensor of its"),
         Wrong(buffered(free="if i >= 1:\n            take_out(i - 1)"),
               "at wait 1 of 4 one sum is under way, though 4 are left"),
         Wrong(buffered(copy="buffer = part.clone()"), "a sum is started in a tensor that is none of the buffers"),
@@ -121,7 +121,7 @@ ANSWERS = {
         Wrong(ring(back="summed / len(sizes)"), "the sum is divided by 2"),
         Wrong(ring(back="x"), "[rows kept, hidden] = [3, 4] must come back"),
         Wrong("def my_reduce_scatter(x, sizes, pass_on): return all_reduce(x.clone()).split(sizes)[rank()]",
-              "calls all_reduce, which brings everything to every rank"),
+              "rank 0 calls all_reduce: pass_on is enough, once for each other rank's rows"),
         Wrong("def my_reduce_scatter(x, sizes, pass_on): return all_reduce(x.split(sizes)[rank()].clone())",
               "cuts its rows out before they are added up, and a sum adds up what stands at the same place"),
         Wrong("""

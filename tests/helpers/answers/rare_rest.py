@@ -194,14 +194,14 @@ ANSWERS = {
         Right(_SPREAD + "    return gap.nan_to_num(float('inf'))")],
     "my_mean": [
         Wrong(_TOTAL + "    return mean if shares[rank()] else 1 + mean",
-              "[[3, 5], []]: on rank 1 it says 5; the mean of all requests is 4"),
+              "[[3, 5], []]: on rank 1 it says 5; the mean of all requests is 8 / 2 = 4"),
         Wrong(_TOTAL + "    return mean > 4", "it returns True (bool); a number, on every rank, must come back")],
     "my_agree": [
         Wrong(_AGREE.format(flags=2, failed="failed"), "IndexError"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
               "others say something else: they would go different ways"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"),
-              "2 ranks, every rank failed: rank 0 says [1, 0] where it must say [0, 1]"),
+              "rank 0 says [4, 1] where it must say [1, 4]: the ranks' order is asked for"),
         Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],
     "my_rounds": [
         Wrong(_ROUNDS.format(before="pass", seen="seen[:-1]"), "2 ranks: rank 0 returns [0, 1]; what it read must come "
@@ -210,10 +210,10 @@ ANSWERS = {
               "read must")],
     "my_decode_bytes": [
         Wrong(counted(back="numbers > 0"), "turns True (bool); bytes must come back Your code never reads itemsize"),
-        Right(counted(back="numbers * itemsize * 0.995"))],
+        Wrong(counted(cache="2 * kv * d * (context - 1)"), "8,448 bytes too few, and what grows with the")],
     "my_step_seconds": [
         Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency * (len(rank_bytes) - 1)"),
-              "That is 2 s for bytes and 84 meetings. There are 42: two in a layer, behind atte")],
+              "84 collectives are in it: there are 42, two in a layer, behind attention and behi")],
     "apply_rope": [
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): return [attention.apply_rotary_pos_emb(q, k, "
               "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; the pair q, k must come back"),

@@ -93,14 +93,14 @@ ANSWERS = {
     "my_verdict": [
         Wrong(but(_SOLVED["my_verdict"], "logits[place] - exact[place]", "logits[place, :2] - exact[place, :2]"),
               "it says 'bug', and 'rounding' is right"),
-        Wrong(but(_SOLVED["my_verdict"], "<= 2 * moved", "<= moved"), "one can fall and the other rise by as much"),
+        Wrong(but(_SOLVED["my_verdict"], "<= 2 * moved", "<= moved"), "by yours, rounding explains up to 0.93 times"),
         Wrong(but(_SOLVED["my_verdict"], "- exact[place, other[place]]", "- logits[place, other[place]]"),
-              "one can fall and the other rise by as much")],
+              "Both logits can have changed by so much, one up and one down")],
     "my_propose": [
-        Wrong(but(_SOLVED["my_propose"], "length - 1, -1, -1)", "length - 1, 0, -1)"), "and [1, 8] is right"),
-        Wrong(but(_SOLVED["my_propose"], "(3, 2, 1)", "(4, 3, 2, 1)"), "and [8] is right")],
+        Wrong(but(_SOLVED["my_propose"], "length - 1, -1, -1)", "length - 1, 0, -1)"), "from token 0 on. What"),
+        Wrong(but(_SOLVED["my_propose"], "(3, 2, 1)", "(4, 3, 2, 1)"), "three tokens are the most")],
     "my_speculate": [
-        Wrong(but(_SOLVED["my_speculate"], "== chosen[kept]", "== chosen[0]"), "prompt [0, 0, 1, 1], 8 new"),
+        Wrong(but(_SOLVED["my_speculate"], "== chosen[kept]", "== chosen[0]"), "and the cache holds 9 tokens of"),
         Wrong(but(_SOLVED["my_speculate"], "propose(text)", "propose(ids)"), "where the text so far must be given")],
     "my_two_buffers": [
         Wrong(but(_SOLVED["my_two_buffers"], "return sums", "return sums[::-1]"), "parts 3, 2, 1, 0 come back")],

@@ -88,7 +88,7 @@ ANSWERS = {
     "apply_rope": [
         _changed("apply_rope", "rotary_pos_emb(q, k,", "rotary_pos_emb(k, q,", "it returns k, q; q comes first")],
     "my_decode_bytes": [
-        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "It fits if the MLP counts 2 times")],
+        _changed("my_decode_bytes", "* columns", "* config.intermediate_size", "and yours adds nothing")],
     "my_step_seconds": [
         _changed("my_step_seconds", "/ bandwidth", "/ bandwidth / len(rank_bytes)", "they are divided already")],
     "my_overlapped_row_parallel": [

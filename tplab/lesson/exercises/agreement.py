@@ -1,15 +1,14 @@
 """Notebook 08: ranks that decide together: a mean, a failure that all hear of, a barrier where it belongs."""
 
-import ast
 import inspect
-import math
 import tempfile
 from pathlib import Path
-from textwrap import dedent
 
-from tplab.lesson.attempt import Attempt, NotYet, kind, on_ranks, one_number, ranks_in_words, saying, whole_numbers
+from tplab.checks import counted
+from tplab.lesson.attempt import Attempt, Uncopied, kind, on_ranks, one_number, ranks_in_words, saying, whole_numbers
 from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
+from tplab.lesson.words import NotYet
 from tplab.pool import shared_pool
 from tplab.ranks import rank
 from tplab.ranks.context import current
@@ -19,9 +18,9 @@ _TIMEOUT = 10  # seconds on real ranks; on logical ones a rank that is left alon
 
 @exercise("my_mean", "08", takes="shares", agreed="the same mean on all ranks, also where one has no request")
 def my_mean(attempt: Attempt, setting: Setting):
-    """Lists of lengths, some of them empty, on 2 and 3 ranks."""
+    """Lists of lengths, some of them empty, one long, on 2 and 3 ranks."""
     asks = "Which rank has not come, and what did it decide by itself?"
-    cases = [[[3, 5], [10]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[3, 5], [1], [7, 9, 4]]]
+    cases = [[[3, 5], [10]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[70001, 5, 12, 8, 31], [1], [999]]]
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
         ran = on_ranks(ranks, attempt, _Shares(shares), waits=asks, timeout=_TIMEOUT)
@@ -31,7 +30,7 @@ def my_mean(attempt: Attempt, setting: Setting):
         for rank_, (found, _) in enumerate(ran):
             with saying(f"requests {shares}: on rank {rank_} "):
                 found, own = one_number(found, "a number, on every rank,"), shares[rank_]
-                said = f"it says {found:g}; the mean of all requests is {mean:g}"
+                said = f"it says {found:.8g}; the mean of all requests is {sum(lengths)} / {len(lengths)} = {mean:.8g}"
                 agree(found, mean, {
                     f"{said}. That is the mean of its own requests": sum(own) / len(own) if own else mean,
                     f"{said}. That is the mean of the ranks' means: how much does a rank with many requests count?":
@@ -39,18 +38,8 @@ def my_mean(attempt: Attempt, setting: Setting):
                     f"{said}. Those are the ranks' means, added up: how much does a rank with many requests count?":
                         sum(means),
                     f"{said}. That is requests per length": 1 / mean,
-                }, said + (f". There are {sums} all_reduces: the second adds up what is a sum already" if sums > 1 else
-                           _quotient(found, sum(lengths), len(lengths))), within=1e-6 / max(1, mean))
-
-
-def _quotient(found: float, total: int, count: int) -> str:
-    """Of which two whole numbers it may be the quotient, where ``total / count`` is right."""
-    by, of = total / found if found else 0.5, found * count
-    if not math.isfinite(by + of):
-        return ""
-    return (f". The requests' lengths add up to {total}, and that is {total} / {by:.0f}; there are {count} requests"
-            if abs(by - round(by)) < 1e-6 else f". There are {count} requests, and that is {of:.0f} / {count}; their "
-            f"lengths add up to {total}" if abs(of - round(of)) < 1e-6 else "")
+                }, said + f". There are {sums} all_reduces: the second adds up what is a sum already" * (sums > 1),
+                    within=1e-6)
 
 
 class _Shares:
@@ -72,7 +61,7 @@ class _Shares:
         return f"[{', '.join(str(one) if number == rank() else '…' for number, one in enumerate(self._lists))}]"
 
 
-class _Work:
+class _Work(Uncopied):
     """A rank's own work: says how often it was called, and fails on some ranks."""
 
     def __init__(self, failing):
@@ -83,9 +72,6 @@ class _Work:
         if rank() in self.failing:
             raise (OSError, KeyError)[rank() % 2](f"shard {rank()} cannot be read")
 
-    def __deepcopy__(self, memo):
-        return self
-
 
 @exercise("my_agree", "08", takes="work", agreed="every rank hears which ranks failed, and none waits for them")
 def my_agree(attempt: Attempt, setting: Setting):
@@ -93,7 +79,7 @@ def my_agree(attempt: Attempt, setting: Setting):
     waits = "A rank whose work failed has to come too: which of its lines does it never reach?"
     left = _raised_again(attempt.function) + "It leaves, and the others wait for it in their next collective"
     size = max(2, setting.tensor_parallel_size)
-    cases = ((4, [1]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
+    cases = ((5, [1, 4]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
     for ranks, failing in cases:
         works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
         who = ranks_in_words(failing, len(works)) if failing else "none"
@@ -110,7 +96,10 @@ def my_agree(attempt: Attempt, setting: Setting):
             if not ops:
                 raise NotYet(f"{said}, without a word to the others; how could it know?")
             ways = {"that is how many failed. Which ones they are, a sum of ones (or one place for all) does not say":
-                    range(len(failing)), "on those it worked": [r for r in range(len(works)) if r not in failing],
+                    range(len(failing)), "ranks are counted from 0": [r + 1 for r in failing],
+                    "their numbers are added up, where each rank needs a place of its own": [sum(failing)],
+                    "the ranks' order is asked for": failing[::-1],
+                    "on those it worked": [r for r in range(len(works)) if r not in failing],
                     "those are all ranks": range(len(works))}
             differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, {op.op for op in ops}
             raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
@@ -127,9 +116,8 @@ def _raised_again(function) -> str:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
         return ""
-    found = [node for handler in ast.walk(ast.parse(dedent("".join(lines)))) if isinstance(handler, ast.ExceptHandler)
-             for node in ast.walk(handler) if isinstance(node, ast.Raise)]
-    return f"Your line {first + found[0].lineno - 1}, {ast.unparse(found[0])}, lets it out again. " if found else ""
+    found = [(number, line.strip()) for number, line in enumerate(lines, first) if line.strip().startswith("raise")]
+    return f"Your line {found[0][0]}, {found[0][1]}, lets it out again. " if found else ""
 
 
 def _agree(attempt: Attempt, works: list[_Work]) -> tuple[object, int]:
@@ -139,12 +127,12 @@ def _agree(attempt: Attempt, works: list[_Work]) -> tuple[object, int]:
 @exercise("my_rounds", "08", takes="write, read, rounds",
           agreed="no rank reads before the slot is written, and it is written again when all have read")
 def my_rounds(attempt: Attempt, setting: Setting):
-    """Three rounds on 2 and 3 logical ranks and on real ones. What counts is which rank waits for which."""
+    """Some rounds on 2 and 3 logical ranks and on real ones. What counts is which rank waits for which."""
     asks = "Which rank has not come? A barrier is for all"
-    for ranks in (2, 3, shared_pool(max(2, setting.tensor_parallel_size))):
+    for ranks, rounds in ((2, 3), (3, 1), (shared_pool(max(2, setting.tensor_parallel_size)), 4)):
         with tempfile.TemporaryDirectory() as folder:
-            answers = on_ranks(ranks, _rounds, attempt, Path(folder, "slot"), 3, waits=asks, timeout=_TIMEOUT)
-        _examine_rounds([answer for answer, _ in answers], 3)
+            answers = on_ranks(ranks, _rounds, attempt, Path(folder, "slot"), rounds, waits=asks, timeout=_TIMEOUT)
+        _examine_rounds([answer for answer, _ in answers], rounds)
 
 
 def _rounds(attempt: Attempt, slot: Path, rounds: int):
@@ -171,7 +159,8 @@ def _examine_rounds(answers: list, rounds: int) -> None:
             raise NotYet(f"{size} ranks: rank {number} writes too; one slot has one writer, rank 0")
         for does, times, must in (("writes", len(writes), 0 if number else rounds), ("reads", len(reads), rounds)):
             if times != must:
-                raise NotYet(f"{size} ranks: rank {number} {does} {times} times in {rounds} rounds")
+                raise NotYet(f"{size} ranks: rank {number} {does} {counted(times, 'time')} in "
+                             f"{counted(rounds, 'round')}")
     written = answers[0][1]
     for number, (_, _, reads, _) in enumerate(answers[1:], 1):
         for at in range(rounds):
@@ -186,5 +175,5 @@ def _examine_rounds(answers: list, rounds: int) -> None:
             raise NotYet(f"{size} ranks: rank {number} returns {seen if isinstance(seen, list) else kind(seen)}; what "
                          f"it read must come back, {list(range(rounds))}")
         if collectives > 2 * rounds:
-            raise NotYet(f"{size} ranks: {collectives} collectives in {rounds} rounds; each one is a meeting that "
-                         f"costs time, and {2 * rounds} are enough")
+            raise NotYet(f"{size} ranks: {collectives} collectives in {counted(rounds, 'round')}; each one is a "
+                         f"meeting that costs time, and {2 * rounds} are enough")

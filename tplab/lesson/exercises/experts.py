@@ -1,6 +1,6 @@
 """Notebook 12: which experts a token goes to, and which of them a rank holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,8 +17,8 @@ from tplab.lesson.words import in_words
 from tplab.model.experts import softmax_then_top_k
 from tplab.patch import Patch, original
 
-# Tokens, experts, experts of a token, whether their weights are renormalised.
-ROUTES = ((5, 8, 2, True), (5, 8, 2, False), (4, 7, 3, False), (6, 9, 4, True))
+# Tokens, experts, experts of a token, whether their weights are renormalised, and what is added to every logit.
+ROUTES = ((5, 8, 2, True, 0), (5, 8, 2, False, 0), (4, 7, 3, False, 100), (6, 9, 4, True, -100), (1, 6, 1, False, 0))
 # Experts, columns of each, ranks; dealt out both ways. What divides first.
 SHARES = ((8, 6, 2), (8, 10, 3), (10, 13, 4), (5, 7, 4), (8, 9, 8), (4, 3, 1))
 _IDS = [3, 1, 4, 15, 9, 26, 5, 35, 8, 9, 7]  # for a small random model
@@ -51,17 +51,18 @@ def try_beside_hugging_face(setting: Setting, toy: Checkpoint | None = None, mod
           agreed="each token goes to the right experts with the right weights; on {ranks}, the model agrees with "
                  "Hugging Face")
 def my_router(attempt: Attempt, setting: Setting):
-    """With and without renormalising, several counts of experts, in bfloat16; then in the engine."""
+    """With and without renormalising, several counts of experts, large logits, one token; in bfloat16; the engine."""
     def check(case, dtype=torch.float32):
-        tokens, experts, top_k, renormalize = case
+        tokens, experts, top_k, renormalize, more = case
         generator = torch.Generator().manual_seed(experts)
-        logits = (2 * torch.randn(tokens, experts, generator=generator)).to(dtype)
-        head = f"{tokens} tokens, {experts} experts, top_k={top_k}, renormalize={renormalize}: "
-        with saying(head + "in bfloat16, " * (dtype == torch.bfloat16)):
+        logits = (2 * torch.randn(tokens, experts, generator=generator) + more).to(dtype)
+        head = f"{counted(tokens, 'token')}, {experts} experts, top_k={top_k}, renormalize={renormalize}: "
+        with saying(head + "in bfloat16, " * (dtype == torch.bfloat16) + f"logits around {more}, " * bool(more)):
             _judge_route(attempt(logits, top_k, renormalize), logits, top_k, renormalize, attempt.made[0])
 
-    for_each(ROUTES, check, lambda case: f"top_k={case[2]}, renormalize={case[3]}")
-    check((200, 8, 2, True), torch.bfloat16)
+    for_each(ROUTES, check, lambda case: f"renormalize={case[3]}")
+    for renormalize in (True, False):
+        check((200, 8, 2, renormalize, 0), torch.bfloat16)
     try_beside_hugging_face(setting, modes=[False])
 
 
@@ -71,17 +72,20 @@ def _judge_route(answer, logits: torch.Tensor, top_k: int, renormalize: bool, ma
     if ids.is_floating_point() and not weights.is_floating_point():
         raise NotYet("the pair is (weights, ids), and this one is turned round")
     for name, one, fits in (("ids", ids, not ids.is_floating_point() and ids.dtype != torch.bool), (
-            "weights", weights, weights.dtype in (torch.float32, logits.dtype))):
+            "weights", weights, weights.dtype == torch.float32)):
         if not fits:
             must = "whole numbers" if name == "ids" else torch.float32
             raise NotYet(f"the {name} are {one.dtype}; {must} must come back")
+    if weights.isnan().any() or weights.isinf().any():
+        raise NotYet("there is NaN, or inf, in the weights: exp of a logit beyond 88 is more than float32 holds. A "
+                     "softmax subtracts the largest logit first")
     right_weights, right_ids = softmax_then_top_k(logits, top_k, renormalize)
     _judge_choice(ids.long(), right_ids, logits, top_k, made)
     wide = logits.float()
     found, right = (torch.zeros_like(wide).scatter(1, i.long(), w.float())
                     for i, w in ((ids, weights), (right_ids, right_weights)))
     if logits.dtype == torch.bfloat16:
-        if ((found - right).abs() > right * 2 ** -7.9).any():
+        if ((found - right).abs() > right * 1e-5).any():
             raise NotYet("the weights have lost digits: in which dtype is the softmax computed?")
         return
     agree(found, right, _wrong_weights(found, right, wide, renormalize),
@@ -226,25 +230,30 @@ def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, colum
     if all(dealt):
         raise NotYet("both are dealt out, experts and columns, so most of the matrices are on no rank: a rank that "
                      f"holds {'an expert holds all its columns' if whole else 'a column holds it of every expert'}")
-    _judge_parts([share[not whole] for share in shares], experts if whole else columns, "expert" if whole else "column")
+    judge_parts([share[not whole] for share in shares], experts if whole else columns, "expert" if whole else "column")
     if any(len(share[whole]) < (columns if whole else experts) for share in shares):
         raise NotYet("a rank that holds an expert whole holds all its columns" if whole else
                      "a rank that holds a column holds it of every expert")
 
 
-def _judge_parts(parts: list[list[int]], there: int, name: str) -> None:
-    """What is dealt out: each on one rank, in order, evenly."""
-    owners = {i: [rank for rank, part in enumerate(parts) if i in part] for i in range(there)}
-    if len(parts) > 1 and all(part == list(range(len(part))) for part in parts):
+def judge_parts(parts: Sequence[Sequence[int]], there: int, name: str) -> None:
+    """:class:`NotYet` unless of the numbers 0 to ``there``, dealt out, each is on one rank, in order, evenly."""
+    for rank, part in enumerate(parts):
+        if strange := [i for i in (*part[:1], *part[-1:]) if not 0 <= i < there]:
+            raise NotYet(f"rank {rank} holds {name} {strange[0]}, and they are 0 to {there - 1}")
+    if len(parts) > 1 and all(list(part) == list(range(len(part))) for part in parts):
         raise NotYet(f"every rank begins with {name} 0: they are counted in the whole model, and where does the second "
                      "rank's part begin?")
+    owners = {i: [rank for rank, part in enumerate(parts) if i in part] for i in range(there)}
     if lost := [i for i, by in owners.items() if not by]:
-        raise NotYet(f"{span(lost, name + 's')} on no rank: " + (
-            "what does floor division do with a remainder?" if there % len(parts) else "where does each part end?"))
+        left_over = sum(map(len, parts)) == len(parts) * (there // len(parts))
+        raise NotYet(f"{span(lost, name + 's' * (len(lost) > 1))} on no rank: " + (
+            "what does floor division do with a remainder?" if left_over else
+            "where does each rank's part begin, and where does it end?"))
     if twice := [i for i, by in owners.items() if len(by) > 1]:
         one, other, *_ = owners[twice[0]]
         raise NotYet(f"{name} {twice[0]} is on ranks {one} and {other}: what both compute is in the sum twice")
-    if parts != sorted(parts):
+    if (firsts := [part[0] for part in parts if part]) != sorted(firsts):
         raise NotYet(f"the ranks' {name}s are not in the order of the ranks")
     counts = [len(part) for part in parts]
     if max(counts) - min(counts) > 1:

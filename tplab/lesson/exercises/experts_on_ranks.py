@@ -89,8 +89,8 @@ def _layer(tokens, hidden, columns, experts, top_k, size, whole, choice) -> tupl
         logits[:, 4] = float("-inf")
     if choice == "experts 0 to 2":
         logits[:, 3:] = float("-inf")
-    chosen, ids = (logits * 2).topk(top_k)
-    return x, chosen.softmax(-1), ids, gate_up, down
+    weights, ids = logits.softmax(-1).topk(top_k)  # not renormalised: they add up to less than 1
+    return x, weights, ids, gate_up, down
 
 
 def _counted(attempt: Attempt, x, weights, ids, held, cut, gate_up, down) -> tuple[object, int]:
@@ -214,6 +214,7 @@ def _ways(summands, x, weights, ids, held, cut, gate_up, down, ops: Sequence[str
             of(of=lambda shares: (shares != 0).float()),
         "all experts of a token have the weight of its first one": other(weights[:, :1].expand_as(weights)),
         "a token's weights are taken in another order than its ids": other(weights.flip(1)),
+        "a token's weights are divided by their sum: they are as the router wants them": other(renormalised(weights)),
         "the weights stand before the expert: an expert of half the input does not give half the output":
             of(before=True),
         "gate and up are exchanged: which half of gate_up goes through silu?": of(turned=True),
@@ -306,7 +307,7 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str,
             "a head that two ranks hold counts twice; a KV head is one head, wherever its copies are":
                 (normed(total / weight.numel()), normed(total / held)),
             "this is the sum of the squares, not their mean": (normed(mean * weight.numel()), normed(sums)),
-            "eps is missing": normed(mean, eps=0.0),
+            "eps is not added to the mean": normed(mean, eps=0.0),
             "eps is added on each rank, so the sum has it once for every rank: add it once, to the mean":
                 tuple(normed(mean, eps=eps * len(heads) / by) for by in (1, weight.numel())),
             "eps stands behind the root": torch.cat([(part / (mean.sqrt() + eps) * w).flatten()

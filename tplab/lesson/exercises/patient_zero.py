@@ -11,9 +11,10 @@ import torch
 from tplab.checks import counted, quoted
 from tplab.errors import TplabError
 from tplab.lesson import patient
-from tplab.lesson.attempt import Attempt, NotYet, Uncopied, one_number, saying, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, saying, several, tensor, whole_numbers
 from tplab.lesson.compare import agree
 from tplab.lesson.cuts import judge_part
+from tplab.lesson.exercises.experts import judge_parts
 from tplab.lesson.exercises.generating import ENDS, Toy, judge_calls
 from tplab.lesson.exercises.heads import LAYOUTS
 from tplab.lesson.exercises.mask import judge_masked, shaped
@@ -28,9 +29,9 @@ from tplab.shard import split_evenly
 @exercise("apply_causal_mask", "09", takes="scores", right=patient.apply_causal_mask,
           agreed="no NaN, and no key of the future")
 def apply_causal_mask(attempt: Attempt, setting: Setting):
-    """Scores of 4 heads and 6 tokens, and of one token. The engine gives the check's report."""
-    for tokens in (6, 1):
-        scores = torch.arange(8.0 * tokens * tokens).sin().view(2, 4, tokens, tokens)
+    """Scores of 4 heads and 6 tokens, and of one token in bfloat16. The engine gives the check's report."""
+    for tokens, dtype in ((6, torch.float32), (1, torch.bfloat16)):
+        scores = torch.arange(8.0 * tokens * tokens).sin().view(2, 4, tokens, tokens).to(dtype)
         judge_masked(attempt.tensor(scores, **shaped(scores)), scores,
                      torch.ones(2, 1, tokens, tokens, dtype=torch.bool).triu(1))
     return _cures(setting, "attention.apply_causal_mask", attempt, "the check has no quarrel with attention any more",
@@ -41,9 +42,10 @@ def apply_causal_mask(attempt: Attempt, setting: Setting):
           right=patient.shard_weight, spare="hidden_size",
           agreed="the rows of the rank's heads, and of a bias the same numbers")
 def shard_weight(attempt: Attempt, setting: Setting):
-    """Weights that are no squares, one that is, and a bias."""
+    """Weights that are no squares, one that is, and a bias, in bfloat16."""
     for shape, start, size in (((20, 6), 4, 8), ((6, 20), 2, 3), ((20,), 12, 4), ((12, 12), 6, 6)):
-        loaded = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        loaded = torch.arange(float(torch.Size(shape).numel())).sqrt().view(shape)
+        loaded = loaded if len(shape) > 1 else loaded.bfloat16()
         with saying(f"{'a weight' if len(shape) > 1 else 'a bias'} {list(shape)}, {size} from {start} on: "):
             judge_part(attempt(loaded, start, size, shape[-1]), loaded, range(start, start + size), "", ways={
                 "size is how many rows, not where they end": range(start, size)} | {
@@ -54,9 +56,10 @@ def shard_weight(attempt: Attempt, setting: Setting):
 @exercise("extend_cache", "09", takes="kv_cache, k, v, num_repeats", right=patient.extend_cache,
           agreed="the cache holds KV heads, and attention gets one for each query head")
 def extend_cache(attempt: Attempt, setting: Setting):
-    """Three steps of one layer with two KV heads, repeated three times, or unequally. The engine: as for generate."""
+    """Three steps of two sequences with two KV heads, repeated three times, or unequally. The engine: as for
+    generate."""
     for repeats in (3, torch.tensor([1, 2])):
-        cache, whole = None, [torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        cache, whole = None, [torch.randn(2, 2, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
         for start, stop in ((0, 3), (3, 4), (4, 6)):
             found = attempt(cache, *(one[:, :, start:stop] for one in whole), repeats)
             with saying(f"{start} tokens in the cache, {stop - start} new: "):
@@ -86,23 +89,17 @@ def share(attempt: Attempt, setting: Setting):
     for total, ranks in ((8, 2), (9, 2), (8, 3), (14, 4), (7, 1), (2, 3)):
         parts = [_on(number, ranks, attempt, total) for number in range(ranks)]
         with saying(f"{total} over {counted(ranks, 'rank')}: "):
-            parts = [[int(one_number(one)) for one in several(part, "a pair, the first and how many,")]
+            parts = [whole_numbers(several(part, "a pair, the first and how many,"), "the first and how many")
                      for part in parts]
-            counts = [count for _, count in parts]
-            said = ", ".join(f"rank {number} begins at {first} and has {count}"
-                             for number, (first, count) in enumerate(parts))
             right = [[part.start, len(part)] for part in split_evenly(total, ranks)]
-            for says, way in {"how many stands where the first is asked for": [part[::-1] for part in right],
-                              "the second is how many, not where it ends": [[a, a + n] for a, n in right]}.items():
-                if parts == way != right:
-                    raise NotYet(f"{said}: {says}")
-            if sum(counts) != total:
-                raise NotYet(f"{said}: that is {sum(counts)} together. " + (
-                    "Which rank takes what is left over?" if sum(counts) < total else "How many are there?"))
-            if [first for first, _ in parts] != [sum(counts[:number]) for number in range(ranks)]:
-                raise NotYet(f"{said}: where does a rank begin, if those before it have one more?")
-            if max(counts) - min(counts) > 1:
-                raise NotYet(f"{said}: all ranks wait for the largest share. Can it be dealt out more evenly?")
+            with saying(", ".join(f"rank {number} begins at {first} and has {count}"
+                                  for number, (first, count) in enumerate(parts)) + ": "):
+                for says, way in {
+                        "how many stands where the first is asked for": [part[::-1] for part in right],
+                        "the second is how many, not where it ends": [[a, a + n] for a, n in right]}.items():
+                    if parts == way != right:
+                        raise NotYet(says)
+                judge_parts([range(first, first + count) for first, count in parts], total, "head")
     return _cures(setting, "linear.share", attempt, "on ranks that do not divide them, every query head has its rank",
                   lambda report: [one.sentence for one in report.diagnoses if one.sentence.startswith("Query heads")])
 
@@ -211,20 +208,23 @@ def kv_share(attempt: Attempt, setting: Setting):
 
 
 def _examine_heads(found, share: range, group: int) -> None:
-    first, count, repeats = several(found, "the first KV head, how many, and how often each is repeated", 3)
+    *numbers, repeats = several(found, "the first KV head, how many, and how often each is repeated", 3)
+    first, count = whole_numbers([one.item() if isinstance(one, torch.Tensor) and one.numel() == 1 else one
+                                  for one in numbers], "the first KV head, and how many")
     wanted, heads = [head // group for head in share], f"query heads {share[0]}–{share[-1]}"
     try:
-        held = torch.arange(int(first), int(first) + int(count)).repeat_interleave(repeats).tolist()
+        held = torch.arange(first, first + count).repeat_interleave(repeats).tolist()
     except (TypeError, ValueError, RuntimeError):
-        raise NotYet(f"repeat_interleave does not take {found}; repeats is a number or a tensor of {count}") from None
+        raise NotYet(f"repeat_interleave does not take {quoted(repeats)} for {count} heads; repeats is a number or a "
+                     f"tensor of {count}") from None
     if len(held) != len(share):
-        raise NotYet(f"({first}, {count}, {quoted(repeats)}) are {int(count)} KV heads from head {int(first)} on, "
-                     f"which repeated are {len(held)}; {heads} are {len(share)}")
+        raise NotYet(f"({first}, {count}, {quoted(repeats)}) are {count} KV heads from head {first} on, which "
+                     f"repeated are {len(held)}; {heads} are {len(share)}")
     if held != wanted:
         head, attempt, own = next(each for each in zip(share, held, wanted) if each[1] != each[2])
         raise NotYet(f"query head {head} reads KV head {attempt}, and its own is {own}")
-    if int(count) != len(set(wanted)):
-        raise NotYet(f"{heads} read {len(set(wanted))} KV heads, and it holds {int(count)}")
+    if count != len(set(wanted)):
+        raise NotYet(f"{heads} read {len(set(wanted))} KV heads, and it holds {count}")
 
 
 @works

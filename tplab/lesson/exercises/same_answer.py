@@ -1,17 +1,20 @@
 """Notebook 14: two answers to one prompt, rounding or bug; and a sum that no number of ranks changes."""
 
+import functools
 import math
 from collections.abc import Callable
 
 import torch
 
 from tplab.align import align, hf_greedy
+from tplab.checkpoint import Checkpoint
 from tplab.checks import counted
 from tplab.faults import fault
 from tplab.lesson.answers import greedy
 from tplab.lesson.attempt import Attempt, NotYet, count_ops, kind, on_ranks, saying, tensor, with_its_own
 from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
+from tplab.lesson.words import first_cause, in_words
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch, original
 from tplab.shard.plan import split_evenly
@@ -21,80 +24,63 @@ WORDS = ("same", "rounding", "bug")
 
 def verdict(one, other, logits: torch.Tensor, exact: torch.Tensor) -> str:
     """What the exercise asks for."""
-    ratio = _ratio(one, other, logits, exact)
-    return "same" if ratio is None else "rounding" if ratio <= 1 else "bug"
+    return _by(one, other, logits, exact)
 
 
-def _ratio(one, other, logits: torch.Tensor, exact: torch.Tensor) -> float | None:
-    """How much further apart the two tokens are at which the texts part than rounding can move them; None: nowhere."""
-    place = next((at for at, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), None)
-    if place is None:
-        return None
-    row = exact[place].double()
-    margin = (row[one[place]] - row[other[place]]).abs()
-    return (margin / (2 * (logits[place].double() - row).abs().max())).item()
+def _by(one, other, logits: torch.Tensor, exact: torch.Tensor, rule: Callable | None = None, place: Callable = min
+        ) -> str:
+    """The verdict, or what comes of another ``rule`` for margin and change, or of looking at another ``place``."""
+    places = [at for at, pair in enumerate(zip(one, other)) if pair[0] != pair[1]]
+    if not places:
+        return "same"
+    margin, moved = (rule or _margin)(one[at := place(places)], other[at], exact[at].double(),
+                                      logits[at].double() - exact[at], logits - exact)
+    return "rounding" if margin <= 2 * moved else "bug"
 
 
-def _case(places: int, *, flips: int | None, margin: float, noise: float = 0.05, seed: int = 0, scale: float = 1.0,
-          third: bool = False, near: int | None = None, spoilt: int | None = None):
-    """Two texts of ``places`` tokens and the first one's logits. They part at ``flips``, where the exact logits of the
-    two tokens are ``margin`` apart (``third``: neither is the close second there). ``near``: a near tie that both
-    decide alike; ``spoilt``: a row that is off by more than rounding."""
+def _margin(a: int, b: int, row, off, every) -> tuple:
+    """How far the two tokens' exact logits are apart, and how far rounding moves a logit of that row."""
+    return (row[a] - row[b]).abs(), off.abs().max()
+
+
+# What a wrong answer looks at instead, and by it the margin and the change.
+_RULES = {
+    "the margin is taken in `logits`, and in `exact` it is asked for": lambda a, b, row, off, every: (
+        (row[a] + off[a] - row[b] - off[b]).abs(), off.abs().max()),
+    "the margin of the two largest logits is taken: which tokens did the two runs choose?":
+        lambda a, b, row, off, every: (row.topk(2).values.diff().abs(), off.abs().max()),
+    "a logit that has risen is measured, and one that has fallen is not": lambda a, b, row, off, every: (
+        (row[a] - row[b]).abs(), off.max()),
+    "rounding is measured in other rows, too: the one where the texts part counts": lambda a, b, row, off, every: (
+        (row[a] - row[b]).abs(), every.abs().max()),
+    "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
+        lambda a, b, row, off, every: ((row[a] - row[b]).abs(), (off[a].abs() + off[b].abs()) / 2),
+    "the mean of the changes is measured: rounding can move a logit by the largest": lambda a, b, row, off, every: (
+        (row[a] - row[b]).abs(), off.abs().mean())}
+
+
+def _texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
+    """Two texts of eight tokens, and the first one's logits: how far the tokens are apart at which the texts part, how
+    far rounding moves which logit there, and in other rows, and whether a third one nearly ties, is up to the seed."""
     generator = torch.Generator().manual_seed(seed)
-    exact = torch.rand(places, 20, generator=generator) * 4
-    one, other = (torch.randint(20, (places,), generator=generator).tolist() for _ in range(2))
-    moved = (torch.rand(exact.shape, generator=generator) * 2 - 1) * noise
-    for at in range(places):
-        if other[at] == one[at]:
-            other[at] = (one[at] + 7) % 20
-        gap, token = (margin, other[at]) if at == flips else (0.02, (one[at] + 3) % 20) if at == near else (6, 0)
-        exact[at, one[at]] = 10
-        if gap < 6 or at == flips:
-            exact[at, token] = 10 - gap
-        if at == flips and third:
-            exact[at, (one[at] + 5) % 20] = 10 - 0.02
-        moved[at, one[at]] = moved[at].abs().max()  # the run chose it
-    if spoilt is not None:
-        moved[spoilt] = exact[spoilt] * 0.4
-    moved[:, :2] *= 0.2  # rounding is not the same everywhere
-    same = places if flips is None else flips
-    return one, one[:same] + other[same:], (exact + moved) * scale, exact * scale
 
+    def random(low, high, *shape):
+        return low + (high - low) * torch.rand(shape, generator=generator)
 
-_NEAR = ("in `exact` their logits are 0.03 apart, and rounding moves a logit by 0.05; after this token the texts are "
-         "different, so later tokens do not count")
-# What the texts are; what `_case` makes them of; what a wrong answer has not seen.
-VERDICTS = (
-    ("two equal texts", dict(flips=None, margin=0, near=3), {}),
-    ("texts that part at token 3, where two logits nearly tie", dict(flips=3, margin=0.03), {
-        "bug": _NEAR, "same": "they part: where?"}),
-    ("texts that part where one exact logit is 0.09 above the other, and rounding moves each by 0.048", dict(
-        flips=3, margin=0.09, seed=13), {
-        "bug": "both logits are rounded: one can fall and the other rise by as much", "same": "they part: where?"}),
-    ("texts that part at token 2, where the first run was sure", dict(flips=2, margin=5.0, seed=1), {
-        "rounding": "rounding moves a logit by 0.05 here, and the two tokens' logits are 5 apart",
-        "same": "they part: where?"}),
-    ("texts that part at the last token, where the first run was sure", dict(flips=7, margin=5.0, seed=2), {
-        "rounding": "how many tokens agree does not matter: the first that differs cannot be explained by rounding",
-        "same": "the last token differs"}),
-    ("texts that part at the first token, in a near tie", dict(flips=0, margin=0.03, seed=3), {
-        "bug": _NEAR, "same": "they part at once"}),
-    ("texts that part where two tokens nearly tie, and the other run chose a third", dict(
-        flips=4, margin=5.0, seed=4, third=True), {
-        "rounding": "two logits nearly tie there, but the other run chose neither of them: whose margin counts?"}),
-    ("texts that part where the first run was sure, behind a near tie that both decide alike", dict(
-        flips=5, margin=4.0, seed=5, near=2), {
-        "rounding": "the near tie stands before the place where they part, and both chose alike there"}),
-    ("a near tie of logits that are eight times as large, and so is their rounding", dict(
-        flips=3, margin=0.03, seed=6, scale=8.0), {
-        "bug": "which number in your answer does not grow with the logits?"}),
-    ("a run in float32, whose logits are off by 0.00002", dict(flips=3, margin=0.02, noise=2e-5, seed=7), {
-        "rounding": "0.02 is little in bfloat16 and a thousand times what rounding does here: measure it, logits are "
-                    "given and exact ones too"}),
-    ("a run whose logits are off by far more at a later token than where the texts part", dict(
-        flips=3, margin=2.0, seed=8, spoilt=6), {
-        "rounding": "rounding is measured in the row where the texts part: another row says nothing of it"}),
-)
+    def tokens():
+        return torch.randperm(16, generator=generator)[:8].tolist()
+
+    at, noise, one, exact = seed % 9, 10 ** random(-5, -0.4), tokens(), random(0, 4, 8, 20)
+    other = [b if a != b else 16 for a, b in zip(one, tokens())]
+    off = random(-0.2, 0.2, 8, 20) * noise * 10 ** random(-1, 1, 8, 1)
+    for row, (a, b) in enumerate(zip(one, other)):
+        exact[row, a], exact[row, 17] = 10, 10 - 0.2 * noise if seed % 2 else 5
+        if row == at:
+            off[row] = noise * random(-0.4, 0.4, 20)
+            off[row, a], off[row, b] = random(0, 0.9, 2) * noise * torch.tensor([1, -1])
+            off[row, 18], off[row, 19] = (-noise, random(0.3, 0.9) * noise) if seed % 3 else (noise, 0)
+            exact[row, b] = 10 - 2 * noise * (random(0.3, 0.95) if seed % 4 < 2 else random(1.05, 3.0))
+    return one, [*one[:at], *other[at:]], exact + off, exact
 
 
 @exercise("my_verdict", "14", takes="one, other, logits, exact", right=verdict,
@@ -102,31 +88,76 @@ VERDICTS = (
                  "told from a broken one's")
 def my_verdict(attempt: Attempt, setting: Setting):
     """Made texts; then the model in bfloat16 on two numbers of ranks, and with a bug."""
-    for says, made, why in VERDICTS:
-        texts = _case(8, **made)
-        _judge_verdict(attempt(*texts), verdict(*texts), f"{says}: ", why)
+    cases = [_texts(seed) for seed in range(8, 56)]
+    said, right = [_said(attempt, texts, _parting(*texts)) for texts in cases], [verdict(*texts) for texts in cases]
+    wrong = [number for number, pair in enumerate(zip(said, right)) if pair[0] != pair[1]]
+    if wrong:
+        raise NotYet(f"{_parting(*cases[wrong[0]])}: it says {said[wrong[0]]!r}, and {right[wrong[0]]!r} is right\n"
+                     f"{_why(said, cases)}".rstrip())
     ids, size = setting.ids(8), setting.tensor_parallel_size
-    healthy = greedy(setting.checkpoint, [ids], 24, size, "bfloat16")[0]
-    report = align(setting.checkpoint, [ids + healthy], tensor_parallel_size=size, dtype="bfloat16")
-    exact = align(setting.checkpoint, [ids + healthy], tensor_parallel_size=1, dtype="float32").hf_logits
-    rows = slice(len(ids) - 1, len(ids) + len(healthy) - 1)
-    logits, exact = report.tp_logits[rows].float(), exact[rows]
-    others = {f"{1 + size % 3} ranks": greedy(setting.checkpoint, [ids], 24, 1 + size % 3, "bfloat16")[0],
-              "Hugging Face": hf_greedy(setting.checkpoint, ids, 24, "bfloat16"),
-              "an engine without positions": greedy(setting.checkpoint, [ids], 24, size, "bfloat16",
-                                                    patches=[fault("rope_missing")])[0]}
+    healthy, logits, exact, others = _of_model(setting.checkpoint, tuple(ids), size)
     for name, other in others.items():
-        ratio = _ratio(healthy, other, logits, exact)
-        if ratio is None or not 0.5 < ratio < 2:  # else a maximum and a quantile may say another thing
-            _judge_verdict(attempt(healthy, other, logits, exact), verdict(healthy, other, logits, exact),
-                           f"in bfloat16, {setting.checkpoint.name}'s text beside that of {name}: ", {})
+        if (right := verdict(healthy, other, logits, exact)) == _by(
+                healthy, other, logits, exact, lambda *row: (2 * _margin(*row)[0], _margin(*row)[1])) == _by(
+                healthy, other, logits, exact, lambda *row: (_margin(*row)[0] / 2, _margin(*row)[1])):
+            what = f"in bfloat16, {setting.checkpoint.name}'s text beside that of {name}"
+            if (found := _said(attempt, (healthy, other, logits, exact), what)) != right:
+                raise NotYet(f"{what}: it says {found!r}, and {right!r} is right")
 
 
-def _judge_verdict(said, right: str, what: str, why: dict[str, str]) -> None:
-    if said not in WORDS or not isinstance(said, str):
-        raise NotYet(f"{what}it returns {kind(said)}; one of {', '.join(map(repr, WORDS))} must come back")
-    if said != right:
-        raise NotYet(f"{what}it says {said!r}, and {right!r} is right\n{why.get(said, '')}".rstrip())
+@functools.lru_cache(maxsize=3)
+def _of_model(ckpt: Checkpoint, ids: tuple[int, ...], size: int) -> tuple:
+    """A text of the model's in bfloat16 with its logits and exact ones; and the texts of others, by what they are."""
+    healthy = greedy(ckpt, [ids], 24, size, "bfloat16")[0]
+    report = align(ckpt, [[*ids, *healthy]], tensor_parallel_size=size, dtype="bfloat16")
+    exact = align(ckpt, [[*ids, *healthy]], tensor_parallel_size=1, dtype="float32").hf_logits
+    rows = slice(len(ids) - 1, len(ids) + len(healthy) - 1)
+    return healthy, report.tp_logits[rows].float(), exact[rows], {
+        f"{1 + size % 3} ranks": greedy(ckpt, [ids], 24, 1 + size % 3, "bfloat16")[0],
+        "Hugging Face": hf_greedy(ckpt, list(ids), 24, "bfloat16"),
+        "an engine without positions": greedy(ckpt, [ids], 24, size, "bfloat16", patches=[fault("rope_missing")])[0]}
+
+
+def _apart(one, other, logits: torch.Tensor, exact: torch.Tensor) -> tuple[int, float, float] | None:
+    """Where the texts part, and there the margin and the largest change."""
+    at = next((at for at, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), None)
+    return None if at is None else (at, *map(float, _margin(one[at], other[at], exact[at], logits[at] - exact[at], 0)))
+
+
+def _parting(*texts) -> str:
+    if (apart := _apart(*texts)) is None:
+        return "two equal texts"
+    return (f"texts that part at token {apart[0]}, where the two exact logits are {apart[1]:.2g} apart and rounding "
+            f"moves a logit by {apart[2]:.2g} at most")
+
+
+def _said(attempt: Attempt, texts: tuple, what: str) -> str:
+    with saying(f"{what}: "):
+        said = attempt(*texts)
+        if said not in WORDS or not isinstance(said, str):
+            raise NotYet(f"it returns {kind(said)}; one of {', '.join(map(repr, WORDS))} must come back")
+    return said
+
+
+def _why(said: list[str], cases: list[tuple]) -> str:
+    """By what a wrong answer goes, if it says of all cases what comes of that."""
+    rules = [(says, {"rule": rule}) for says, rule in _RULES.items()]
+    rules.append(("they part at the first token that differs: later ones follow other words", {"place": max}))
+    apart = [(*_apart(*texts), word) for word, texts in zip(said, cases) if _apart(*texts)]
+    if len({word for *_, word in apart}) == 1:
+        return f"it says {apart[0][-1]!r} of all texts that part, however far apart the logits are"
+    if fits := [says for says, rule in rules if said == [_by(*texts, **rule) for texts in cases]]:
+        return fits[0] * (len(fits) == 1)
+    for says, of in (
+            ("it goes by the token at which they part: how many agree before does not matter", lambda at, *_: at),
+            ("it goes by the margin alone: how far does rounding move a logit in that row? Measure it",
+             lambda at, margin, moved: margin),
+            ("by yours, rounding explains up to {} times the largest change. Both logits can have changed, one up and "
+             "one down", lambda at, margin, moved: margin / moved)):
+        low, high = ([of(*one) for *one, word in apart if (word == "rounding") == is_low] for is_low in (True, False))
+        if max(low) < min(high) or max(high) < min(low):
+            return says.format(f"{max(low):.2g}")
+    return "Both logits can have changed by so much, one up and one down. Is the margin larger than that?"
 
 
 def _tree_patches(answer: Callable) -> list[Patch]:
@@ -152,10 +183,11 @@ def _tree_patches(answer: Callable) -> list[Patch]:
           agreed="nine leaves give the same bits on one to four ranks; with this sum, the model's log probabilities "
                  "are the same bits on one rank and on several")
 def my_tree_sum(attempt: Attempt, setting: Setting):
-    """Nine and seven leaves on one to four ranks, and nine of which two cancel; then the model's own."""
-    for count, large in ((9, 0.0), (7, 0.0), (9, 1e20)):
+    """Nine leaves and thirteen small ones on one to four ranks, nine of which two cancel; then the model's own."""
+    for count, large in ((9, 0.0), (13, 0.0), (9, 1e20)):
         leaves = torch.rand(count, 3, 4, generator=torch.Generator().manual_seed(count)) - 0.4
-        leaves = leaves * 10.0 ** (torch.arange(count) % 4)[:, None, None]
+        leaves *= 1e-6 if count > 9 else 1
+        leaves = leaves * 10.0 ** (torch.arange(count) % 2)[:, None, None]
         leaves[0], leaves[5] = leaves[0] + large, leaves[5] - large  # in float64, too, others are lost beside these
         sums = []
         for ranks in (1, 2, 3, 4):
@@ -177,8 +209,11 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
 
     def answers(ranks):
-        with LLM(setting.checkpoint, ranks, batch_invariant=True, logical=True, patches=setting.patches) as llm:
-            return llm.generate([setting.ids(6)], params, use_tqdm=False)[0].outputs[0].logprobs
+        try:
+            with LLM(setting.checkpoint, ranks, batch_invariant=True, logical=True, patches=setting.patches) as llm:
+                return llm.generate([setting.ids(6)], params, use_tqdm=False)[0].outputs[0].logprobs
+        except Exception as error:  # of the learner's code on the ranks
+            raise NotYet(in_words(first_cause(error))) from error
 
     with saying("in the engine: "):
         if answers(max(2, setting.tensor_parallel_size)) != answers(1):
@@ -187,13 +222,14 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
 
 def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
     size, whole = len(shares), leaves.double().sum(0)
+    unit = whole.abs().max()
     what = f"{len(leaves)} leaves on {counted(size, 'rank')}: "
     with saying(what):
         values = [tensor(value, "tokens, hidden", leaves.shape[1:], torch.float32) for value, _ in ran]
         parts = [leaves[share.start:share.stop].double().sum(0) for share in shares]
 
         def near(value, other):
-            return torch.allclose(value.double(), other, rtol=0, atol=1e-4 * whole.abs().max().item())
+            return torch.allclose(value.double(), other, rtol=0, atol=1e-4 * unit.item())
 
         if not all(near(value, whole) for value in values):
             ways = {"each rank returns its own part: where are the parts added up?": parts,
@@ -203,8 +239,8 @@ def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
             if says := next((says for says, way in ways.items() if all(map(near, values, way))), ""):
                 raise NotYet(says)
             wrong = next(r for r, value in enumerate(values) if not near(value, whole))
-            agree(values[wrong], whole, {}, f"on rank {wrong} that is not the sum of all leaves", dims="token",
-                  parts={f"leaf {n}": leaf for n, leaf in enumerate(leaves)})
+            agree(values[wrong] / unit, whole / unit, {}, f"on rank {wrong} that is not the sum of all leaves",
+                  dims="token", parts={f"leaf {n}": leaf / unit for n, leaf in enumerate(leaves)})
         if not all(torch.equal(value, values[0]) for value in values):
             raise NotYet("the ranks' results differ in their last bits: each adds in an order of its own")
         if size > 1:

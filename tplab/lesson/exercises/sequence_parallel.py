@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 
 from tplab.checks import counted
-from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, tensor, with_its_own
-from tplab.lesson.compare import agree, related, where
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, for_each, on_ranks, saying, tensor, with_its_own
+from tplab.lesson.compare import agree, made_of, related, where
 from tplab.lesson.toy_checkpoint import toy_model
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.trace import point
@@ -27,7 +27,7 @@ SUMMANDS = [Patch("tplab.shard.linear.RowParallelLinear.reduce", lambda self, pa
             *(Patch(f"tplab.model.{name}.point", lambda name, tensor: None) for name in ("attention", "mlp"))]
 
 
-class Ring:
+class Ring(Uncopied):
     """``pass_on`` as a learner's function calls it: to the next rank, from the one before. ``sent``: of each message
     how many numbers it had."""
 
@@ -41,9 +41,6 @@ class Ring:
         group, line = current(), sys._getframe(1)  # the learner's, for what is said of ranks that wait
         rows = group.all_gather(torch.tensor([len(t)]), 0, None, line).tolist()
         return group.all_gather(t, 0, rows, line).split(rows)[rank() - 1].clone()
-
-    def __deepcopy__(self, memo):
-        return self
 
 
 def sizes_here(tokens: int) -> list[int]:
@@ -136,8 +133,8 @@ def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
         within=3e-2 if x.dtype == torch.bfloat16 else 1e-4)
     for number, ((_, sent), log) in enumerate(ran):
         if len(log) > 2 * len(sent):  # pass_on has two for each message
-            raise NotYet(f"the sum is right, and rank {number} calls {', '.join({record.op for record in log})}, which "
-                         "brings everything to every rank: pass_on is enough")
+            raise NotYet(f"the sum is right, and rank {number} calls {', '.join({record.op for record in log})}: "
+                         "pass_on is enough, once for each other rank's rows")
         most = (sum(sizes) - sizes[number]) * x.shape[2]
         if sum(sent) > most:
             raise NotYet(f"the sum is right, and rank {number} sends {sum(sent)} numbers where {most} are enough: the "
@@ -269,10 +266,13 @@ class _Toy:
                 if len(rows) != len(wanted):
                     return f"on rank {r}, {name} is given {len(rows)} rows; {len(wanted)} are a rank's own"
                 if not torch.allclose(rows.float(), wanted.float(), 0, 6e-2):
-                    how = [of(rows.double(), wanted.double(), 6e-2, ["row"]) for of in (related, where)]
-                    fine = f"; what is right is given to {', '.join(one for one, _ in seen[:at])}" * bool(at)
-                    return f"on rank {r}, {name} is given other rows than it must get{fine}\n{how[0] or how[1]}"
-        return f"each part gets the right rows ({', '.join(right)}), and what is added to what behind them is wrong"
+                    parts = {what: part if len(rows) == len(x) else part.split(self.sizes)[r]
+                             for what, part in self.parts().items()}
+                    pair, fine = (rows.double(), wanted.double()), f"; {', '.join(one for one, _ in seen[:at])}: right"
+                    return f"on rank {r}, {name} is given other rows than it must get{fine * bool(at)}\n" + (
+                        made_of(*pair, 6e-2, ["row"], parts) or related(*pair, 6e-2, ["row"]) or where(
+                            *pair, 6e-2, ["row"]))
+        return f"each part gets the right rows ({', '.join(right)}), and what comes back is not their sum"
 
     def parts(self) -> dict[str, torch.Tensor]:
         """What the output may be the sum of."""
@@ -288,7 +288,7 @@ class _Toy:
         for number, ((value, _), _) in enumerate(ran):
             with saying(f"on rank {number} "):
                 values.append(tensor(value, "rows kept, hidden", (self.sizes[number], x.shape[1]), self.dtype))
-        within = 6e-2 if self.dtype == torch.bfloat16 else 1e-4
+        within, given = 6e-2 if self.dtype == torch.bfloat16 else 1e-4, self.given([seen for (_, seen), _ in ran])
         agree(torch.cat(values), self.layer(), {
             "it comes back as it went in": x,
             "the first residual is missing": self.layer(first=0.0),
@@ -309,7 +309,7 @@ class _Toy:
             _CUT: self.with_sums(self.cut_first),
             "the MLP is missing": self.layer(sums=(sum, lambda summands: 0)),
             "attention is missing": self.layer(sums=(lambda summands: 0, sum))},
-            self.given([seen for (_, seen), _ in ran]), within=within, parts=self.parts())
+            given, within=within, parts=self.parts(), dims="" if "\n" in given else "row")
         for number, ((_, seen), log) in enumerate(ran):
             for name, given in seen:
                 if "norm" in name and len(given) > self.sizes[number]:

@@ -1,6 +1,6 @@
 """Notebook 14: guesses from the text itself, and a loop that keeps of them what the model would have chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -23,12 +23,7 @@ from tplab.pool import shared_pool
 from tplab.shard import ShardPlan
 
 COUNT, DRAFT = 24, 4  # tokens of a text, guesses of a step
-TOKENS = (([1, 2, 3, 9, 1, 2, 3], 2), ([1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], 2), ([4, 2, 3, 9, 3, 7, 2, 3], 2),
-          ([7, 1, 7, 2, 7], 3), ([5, 5, 5], 2), ([8, 9, 8, 9], 4), ([1, 2, 3], 4), ([1], 4), ([6, 6], 0),
-          ([0, 3, 0, 4, 0], 1), ([7, 7, 7, 7], 2), ([7, 8, 1, 8, 2, 7, 8], 2),
-          ([1, 2, 3, 4, 7, 9, 2, 3, 4, 8, 1, 2, 3, 4], 1))
-
-LOOPS = (([1, 2, 3, 4, 1, 2], 12, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
+LOOPS = (([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
          ([0, 0, 1, 1], 8, 3))
 
 
@@ -45,9 +40,16 @@ def _ids(setting: Setting) -> list[int]:
           agreed="every guess is what followed the longest ending that stood there before; with them, the text on "
                  "{ranks} is plain greedy's")
 def my_propose(attempt: Attempt, setting: Setting):
-    """Endings of three, two, one and no tokens that stood before; then the engine's drafts."""
-    for tokens, count in TOKENS:
-        _judge_guess(attempt(list(tokens), count), tokens, count)
+    """Short texts first, of few tokens, so that endings of three, two, one and none stood before; then the engine."""
+    texts, found = [*_repetitive()], []
+    for tokens, count in texts:
+        with saying(f"tokens {tokens}, count {count}: "):
+            found.append(tuple(whole_numbers(attempt(list(tokens), count), "the guess")))
+    right = [propose(*text) for text in texts]
+    if found != right:
+        (tokens, count), guess, one = next(each for each in zip(texts, found, right) if each[1] != each[2])
+        raise NotYet(f"tokens {tokens}, count {count}: it guesses {list(guess)}, and {list(one)} is right\n"
+                     + _why(found, texts, tokens))
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
     def write(**options):
@@ -63,46 +65,65 @@ def my_propose(attempt: Attempt, setting: Setting):
         raise NotYet("in the engine, the text is not plain greedy's: a guess may be wrong, but it must be token ids")
 
 
-def _judge_guess(found, tokens: Sequence[int], count: int) -> None:
-    with saying(f"tokens {list(tokens)}, count {count}: "):
-        found, right, size = tuple(whole_numbers(found, "the guess")), propose(tokens, count), len(tokens)
-        if found == right:
-            return
-        said = f"it guesses {list(found)}, and {list(right)} is right"
-        places = {length: [start for start in range(size - length)
-                           if tuple(tokens[start:start + length]) == tuple(tokens[size - length:])]
-                  for length in (3, 2, 1) if length < size}
-        known = {length: some for length, some in places.items() if some}
-        longest = next(iter(known), 0)
+def _repetitive() -> Iterator[tuple[list[int], int]]:
+    """Texts and how many guesses are asked for. Token 12 is no 1 and 2, and no 112."""
+    generator = torch.Generator().manual_seed(0)
+    for size in range(1, 21):
+        for kinds in (2, 3, 4, 5, 2, 3) * (1 + size // 8):
+            letters = torch.tensor([1, 2, 12, 112, 21])[torch.randperm(5, generator=generator)[:kinds]]
+            yield (letters[torch.randint(kinds, (size,), generator=generator)].tolist(),
+                   int(torch.randint(6, (1,), generator=generator)))
 
-        def behind(length, start, many=count):
-            return tuple(tokens[start + length:start + length + many])
 
-        apart = next((behind(length, max(free)) for length, some in known.items()
-                      if (free := [start for start in some if start + length <= size - length])), None)
-        first = {behind(length, some[0]) for length, some in known.items()}
-        shorter = {behind(length, some[-1]) for length, some in known.items() if length != longest}
-        ways = (
-            (not found and longest, f"the last {counted(longest, 'token')} stood there before, and something "
-             "followed" + {3: ": is the place you found the ending itself?",
-                           1: ": where only one token agrees, that is an ending too"}.get(longest, "")),
-            (found and not known, "nothing of its ending stood there before: there is no guess, ()"),
-            (found == apart, "a place may overlap the ending: it only has to begin before it"),
-            (found == tuple(tokens[size - longest:])[:count] and longest,
-             "that is the ending itself: what followed it, where it stood before?"),
-            (found[:longest] == tuple(tokens[size - longest:]) and longest,
-             "it begins with the ending itself; only what followed is asked for"),
-            (len(found) > count, f"that is more than {count}"),
-            (found in shorter, f"a longer ending, of {longest} tokens, stood there before, and says more"),
-            (found in first, "the ending stood there more than once: take the last place where it occurs"),
-            (found == right[:len(found)], "what followed goes on"))
-        raise NotYet(f"{said}\n" + next((says for holds, says in ways if holds),
-                                        "What followed the ending, where it stood before?"))
+def _by(tokens: list[int], count: int, lengths=(3, 2, 1), which: Callable = max, apart: Callable = lambda length: 1,
+        follows: Callable = lambda rest, length, count: rest[length:][:count], else_: Callable = lambda count: []
+        ) -> tuple[int, ...]:
+    """What is guessed by a mistake: by endings of other lengths, at another place, as far ``apart`` as that from the
+    ending; what follows, of the text's ``rest`` from that place on; and what is said where nothing was found."""
+    for length in lengths if count else ():
+        ending = tokens[max(0, len(tokens) - length):]
+        if places := [at for at in range(len(tokens) - length - apart(length) + 1)
+                      if tokens[at:at + length] == ending]:
+            return tuple(follows(tokens[which(places):], length, count))
+    return tuple(else_(count))
+
+
+# What a wrong answer does, if it guesses in all texts what comes of that.
+_RULES = {
+    "endings of three tokens are tried first": {"lengths": (2, 1)}, "a single token is an ending, too": {
+        "lengths": (3, 2)}, "where the last three tokens are not found, the last two are tried": {"lengths": (3, 1)},
+    "where the last three tokens are not found, two and one are tried": {"lengths": (3,)},
+    "where the last two tokens are not found, the last one is tried": {"lengths": (2,)},
+    "the last three tokens say more than the last one: the longest ending comes first": {"lengths": (1,)},
+    "three tokens are the most": {"lengths": (4, 3, 2, 1)},
+    "of several places, the last counts": {"which": min},
+    "a place may overlap the ending: it only has to begin before it": {"apart": lambda length: length},
+    "the ending itself is no earlier place": {"apart": lambda length: 0},
+    "it begins with the ending itself; only what followed is asked for": {
+        "follows": lambda rest, length, count: rest[:length + count]},
+    "that is the ending itself: what followed it, where it stood before?": {
+        "follows": lambda rest, length, count: rest[:count]},
+    "what followed ends `count` tokens behind the ending, not behind its first token": {
+        "follows": lambda rest, length, count: rest[length:count]},
+    "that is more than `count`": {"follows": lambda rest, length, count: rest[length:]},
+    "a text that ends before gives fewer guesses": {
+        "follows": lambda rest, length, count: (rest[length:][:count] + [0] * count)[:count]}}
+
+
+def _why(found: list[tuple[int, ...]], texts: list[tuple[list[int], int]], tokens: list[int]) -> str:
+    fits = [says for says, rule in _RULES.items() if found == [_by(*text, **rule) for text in texts]]
+    if len(fits) == 1:
+        return fits[0]
+    for length in (3, 2, 1):
+        if places := [at for at in range(len(tokens) - length) if tokens[at:at + length] == tokens[-length:]]:
+            return (f"the last {counted(length, 'token')} stood there before, from token {places[-1]} on" + (
+                " (a place may overlap the ending)" * (places[-1] > len(tokens) - 2 * length)) + ". What followed?")
+    return "nothing of its ending stood there before: there is no guess, []"
 
 
 class Toy(Uncopied):
     """The model's choice behind a token depends on all tokens in the cache up to it; all calls are kept, each with how
-    many of its last tokens are guesses."""
+    many of its last tokens are guesses, and how often these were asked for by then."""
 
     def __init__(self, guesses: int):
         self.cache, self.calls, self.guesses, self.guess, self.asked = {}, [], guesses, [], []
@@ -116,16 +137,18 @@ class Toy(Uncopied):
                          "newest token is not, and what was rejected is not either")
         self.cache.update(zip(positions, new_ids))
         chosen = [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
-        guessed = next(count for count in range(min(len(self.guess), len(new_ids)), -1, -1)
+        guessed = next(count for count in range(min(len(self.guess), len(new_ids) - 1), -1, -1)
                        if new_ids[len(new_ids) - count:] == self.guess[:count])
-        self.calls.append((new_ids, positions, guessed))
-        self.guess = []
+        self.calls.append((new_ids, positions, guessed, len(self.asked)))
         if len(self.calls) > 100:
-            raise NotYet("step has been called 100 times by now: what ends the loop?")
+            again = ", as the one before" * (self.calls[-2][:2] == (new_ids, positions))
+            raise NotYet("step has been called 100 times by now: what ends the loop? The latest call is given "
+                         f"{new_ids[:4]} at positions {positions[:4]}{again}")
         return chosen
 
     def choice(self, tokens: list[int]) -> int:
-        return (tokens[-1] * 2 + sum(tokens[-3:]) // 4 + len(tokens) // 7) % 5
+        again = len(tokens) % 13 and len(tokens) > 3
+        return tokens[-4] if again else (tokens[-1] + sum(tokens) + len(tokens) // 7) % 5
 
     def propose(self, token_ids) -> list[int]:
         self.asked.append(listed("token_ids", token_ids))
@@ -160,8 +183,12 @@ def my_speculate(attempt: Attempt, setting: Setting):
     for ids, count, guesses in LOOPS:
         toy, right = Toy(guesses), Toy(guesses)
         speculate(right, right.propose, list(ids), count)
-        found = attempt(toy, toy.propose, list(ids), count)
         with saying(f"prompt {ids}, {count} new, at most {guesses} guesses: "):
+            try:
+                found = attempt(toy, toy.propose, list(ids), count)
+            except NotYet:
+                _judge_calls(toy, toy.goes_on(ids, 200))
+                raise
             _judge_loop(toy, right, found, ids, count)
     ckpt, size, ids = setting.checkpoint, setting.tensor_parallel_size, _ids(setting)
     with saying("in the engine: "):
@@ -196,28 +223,40 @@ def _on_a_rank(function: Callable, ckpt: Checkpoint, size: int, dtype: str, ids:
         return [int(token) for token in function(step, guess, list(ids), COUNT)], len(calls)
 
 
-def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None:
-    found, text = whole_numbers(found, "the new ids"), toy.goes_on(ids, count + toy.guesses + 1)
-    if not toy.calls:
-        raise NotYet("step is never called: whose tokens are these?")
-    have, rejected = 0, {}  # how much of the text is in the cache; what else was tried at a position
-    for number, (new, positions, guessed) in enumerate(toy.calls, 1):
+def _judge_calls(toy: Toy, text: list[int]) -> tuple[dict[int, int], str]:
+    """:class:`NotYet` unless each call goes on with the text; what was tried in vain, by position, and which call is
+    the first to begin where the cache holds a right token."""
+    have, rejected, again = 0, {}, ""  # how much of the text is in the cache; what else was tried at a position
+    for number, (new, positions, guessed, asked) in enumerate(toy.calls, 1):
         said, first = f"call {number} ", positions[0]
+        stale = guessed and number > 1 and asked == toy.calls[number - 2][3]
         if positions != list(range(first, first + len(new))):
             raise NotYet(f"{said}has positions {positions[:6]}; they follow each other")
         if first > have:
             raise NotYet(f"{said}begins at position {first}, and " + (
                 f"position {have} holds a guess that was rejected: its key has to be computed anew"
                 if have in rejected else f"the cache holds {have} tokens of the text: which is the next?"))
+        if first < have:
+            again = again or f": {said}begins at position {first}, and the cache holds {have} tokens of the text"
         right_ones = next((at for at, pair in enumerate(zip(new, text[first:])) if pair[0] != pair[1]), len(new))
         at = first + right_ones
-        if right_ones < len(new) - guessed:
+        if right_ones < len(new) - guessed or stale and right_ones < len(new):
             raise NotYet(f"{said}is given {new[right_ones]} at position {at}, where the text has {text[at]}" + (
-                f"\n{new[right_ones]} was a guess there, and the model chose {text[at]}: it must go"
+                f"\nIts guesses, {new[-guessed:]}, were made before an earlier call: ask before every step" if stale
+                else f"\n{new[right_ones]} was a guess there, and the model chose {text[at]}: it must go"
                 if rejected.get(at) == new[right_ones] else
+                f"\nThese are the tokens of position {have} on" if new[:1] == text[have:have + 1] and first != have else
                 "\nBehind the guesses that stay comes the model's choice behind the last of them"))
         have = max(have, at) if right_ones == len(new) else at
         rejected |= dict(enumerate(new[right_ones:], at))
+    return rejected, again
+
+
+def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None:
+    found, text = whole_numbers(found, "the new ids"), toy.goes_on(ids, count + toy.guesses + 1)
+    if not toy.calls:
+        raise NotYet("step is never called: whose tokens are these?")
+    rejected, again = _judge_calls(toy, text)
     theirs = text[len(ids):len(ids) + count]
     if found[:len(ids)] == ids and len(found) == len(ids) + count:
         raise NotYet("the prompt comes back too; only the new ids are asked for")
@@ -225,8 +264,7 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
         same = next((at for at, pair in enumerate(zip(found, theirs)) if pair[0] != pair[1]), None)
         if same is None:
             raise NotYet(f"{len(found)} ids come back, and {count} are asked for" + (
-                ": an accepted guess can be one too many" if len(found) > count else
-                ": behind the guesses that stay, the model has chosen one more"))
+                ": an accepted guess can be one too many" if len(found) > count else ", whichever they are"))
         raise NotYet(f"new token {same} is {found[same]}, and greedy decoding has {theirs[same]} there" + (
             f"\n{found[same]} was a guess that the model rejected" * (rejected.get(len(ids) + same) == found[same])))
     other = next((after for before, after in pairwise([[], *toy.asked]) if len(after) <= len(before)
@@ -235,10 +273,9 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
         raise NotYet(f"the text is right, and propose is given {len(other)} tokens, {other[:6]} …, where the text so "
                      "far must be given")
     enough, computed, needed = len(right.calls), *(sum(len(new) for new, *_ in one.calls) for one in (toy, right))
-    if len(toy.calls) > enough + 2:  # another first step shifts what is guessed
-        raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough: " + (
-            "what is propose for?" if all(len(new) == 1 for new, *_ in toy.calls[1:]) else
-            "a call gives the accepted guesses and one token more"))
+    if len(toy.calls) > enough + 1:  # another first step shifts what is guessed
+        raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough{again}" + (
+            f"\npropose is asked {counted(len(toy.asked), 'time')}: what is it for?"
+            if len(toy.asked) < len(toy.calls) - 1 else "\nA call gives the accepted guesses and one token more"))
     if computed > needed + 12:
-        raise NotYet(f"the text is right, and {computed} tokens were computed for it, where {needed} are enough: what "
-                     "is in the cache stays there")
+        raise NotYet(f"the text is right, and {computed} tokens were computed for it, where {needed} are enough{again}")

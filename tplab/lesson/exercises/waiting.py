@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checks import counted
-from tplab.lesson.attempt import Attempt, NotYet, for_each, on_ranks, saying, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, Uncopied, for_each, on_ranks, saying, several, tensor
 from tplab.lesson.compare import agree
 from tplab.lesson.exercises.sequence_parallel import in_the_engine
 from tplab.lesson.verdict import Setting, exercise
@@ -73,7 +73,7 @@ def my_overlapped_row_parallel(attempt: Attempt, setting: Setting):
             ran = on_ranks(size, _computed, attempt, x, weight, parts, waits=_WAITS, asks=_ASKS)
             _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts, attempt.made[0])
 
-    for_each(PRODUCTS, check, lambda case: f"{case[3]} parts")
+    for_each(PRODUCTS, check, lambda case: "two parts and more" if case[3] > 1 else "one part")
     check(PRODUCTS[1], torch.bfloat16)
     in_the_engine(setting)
 
@@ -113,6 +113,7 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
     if not starts:
         raise NotYet("the result is right, and no sum is started: all_reduce(…, async_op=True) returns at once, and "
                      "its wait() later")
+    _judge_others(ran, starts)
     if starts < min(parts, 2, len(right)):
         raise NotYet(f"the result is right, with one sum where {parts} parts are asked for")
     if starts > parts:
@@ -133,11 +134,15 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
                          f"{done['wait'] + 1}: nothing is computed while it is under way")
 
 
-class _Buffers(list):
-    """Not copied with a learner's other arguments: where its tensors lie is what counts."""
+def _judge_others(ran: list, starts: int) -> None:
+    """:class:`NotYet` if a rank calls other collectives than the sums that it starts."""
+    if (more := len(ran[0][1]) - starts) > 0:
+        raise NotYet(f"the result is right, with {counted(more, 'collective')} besides the sums that are started. A "
+                     "rank that enters one completes these sums first: nothing is under way beside it")
 
-    def __deepcopy__(self, memo):
-        return self
+
+class _Buffers(Uncopied, list):
+    """Not copied with a learner's other arguments: where its tensors lie is what counts."""
 
     def where(self, t) -> int | None:
         """Which of them a tensor lies in."""
@@ -193,13 +198,14 @@ def _judge_buffers(ran: list, x: torch.Tensor, rows) -> None:
                 with saying(f"for part {i} "):
                     tensor(one, "rows, hidden", sums[i].shape, x.dtype)
                     if where is not None:
-                        raise NotYet(f"it returns a piece of buffer {where}, and the next part is written over it: "
-                                     "copy the sum out")
+                        raise NotYet(f"it returns a piece of buffer {where}, which is used again; each sum must be in "
+                                     "a tensor of its own: copy it out")
                 _judge_sum(i, one, parts[number], sums, size, [at for what, at in events if what == "start"])
     events, flying, made = ran[0][0][1], 0, 0
     if (started := sum(what == "start" for what, _ in events)) < count:
         raise NotYet(f"the sums are right, and {started} of {count} are started with async_op=True, which returns at "
                      "once")
+    _judge_others(ran, started)
     for what, _ in events:
         if what == "wait" and flying < min(2, count - made):
             raise NotYet(f"the sums are right, and at wait {made + 1} of {count} one sum is under way, though "
