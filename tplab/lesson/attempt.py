@@ -226,8 +226,10 @@ def tensor(value, dims: str, shape: Sequence[int], dtype=None, it: str = "it ret
                      "in this computer's memory, must come back")
     if list(value.shape) != list(shape):
         names, turned = dims.split(", "), sorted(value.shape) == sorted(shape) and len(set(shape)) == value.dim()
-        given = turned and f" (yours is [{', '.join(names[list(shape).index(size)] for size in value.shape)}])"
-        raise NotYet(f"{it} {list(value.shape)}; {wanted} must come back{given or ''}")
+        given = f" (yours is [{', '.join(names[list(shape).index(size)] for size in value.shape)}])" if turned else (
+            " (where is the dimension of 1? A squeeze takes all of them)" if 1 in shape and
+            sorted(value.shape) == sorted(size for size in shape if size > 1) else "")
+        raise NotYet(f"{it} {list(value.shape)}; {wanted} must come back{given}")
     if dtype is not None and value.dtype != dtype:
         raise NotYet(f"{it} {value.dtype}; {dtype} must come back")
     return value

@@ -97,13 +97,12 @@ def owns(found: torch.Tensor, head: str) -> None:
 
 def share_of(name: str, plan: ShardPlan, number: int) -> tuple[int, range | None, str]:
     """Along which dim a tensor of that name is cut, which part of it the rank keeps (None: all), and what that is."""
-    here, (layer, last) = plan.ranks[number], name.split(".")[-2:]
-    parts = {"embed_tokens": (here.vocab, "tokens"), "lm_head": (here.vocab, "tokens"),
-             **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (here.mlp, "MLP columns")),
-             **{f"{x}_proj": (range(heads.start * plan.head_dim, heads.stop * plan.head_dim), of) for x, heads, of in (
-                 ("q", here.q_heads, "query heads"), ("o", here.q_heads, "query heads"),
-                 ("k", here.kv_heads, "KV heads"), ("v", here.kv_heads, "KV heads"))}}
+    here, d, (layer, last) = plan.ranks[number], plan.head_dim, name.split(".")[-2:]
+    q, kv = (range(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))
     by_column = layer in ("o_proj", "down_proj")
-    if layer not in parts or by_column and last == "bias":
-        return 0, None, ""
-    return int(by_column), *parts[layer]
+    for part, what, layers in (
+            (here.vocab, "tokens", "embed_tokens lm_head"), (q, "query heads", "q_proj o_proj"),
+            (kv, "KV heads", "k_proj v_proj"), (here.mlp, "MLP columns", "gate_proj up_proj down_proj")):
+        if layer in layers.split() and not (by_column and last == "bias"):
+            return int(by_column), part, what
+    return 0, None, ""

@@ -5,13 +5,13 @@ from helpers.answers import Right, Wrong
 ANSWERS = {
     "my_slot_mapping": [
         Wrong("def my_slot_mapping(t, positions, size): return [t[0] * size + p for p in positions]",
-              "position 4 goes to slot 20, which is in block 5 and belongs to another sequence"),
+              "position 4 goes to slot 20, place 0 of block 5, and belongs to place 0 of block 1"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p % 3] * size + p % size for p in positions]",
-              "position 1 goes to slot 5 in block 1, but it is the table's entry 0 that holds positions 0 to 3"),
+              "position 1 goes to slot 5, place 1 of block 1, and belongs to place 1 of block 4"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + 3 for p in positions]",
-              "place 3 of the right block"),
+              "place 3 of block 4, and belongs to place 0 of block 4"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size for p in positions]",
-              "e 0 of the right block; how many tokens stand before it in this block?"),
+              "slot 16, place 0 of block 4, and belongs to place 1 of block 4"),
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size for p in range(len(positions))]
@@ -21,7 +21,7 @@ ANSWERS = {
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size - (len(positions) == 1) for p in positions]
-              """, "e 2 of the right block; how many tokens stand before it in this block?"),
+              """, "slot 6, place 2 of block 1, and belongs to place 3 of block 1"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // 4] * 4 + p % 4 for p in positions]",
               "is there a 4 in your code"),
         Wrong("""
@@ -67,21 +67,21 @@ ANSWERS = {
                   slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
                   flat[slots[:len(new)]] = new
                   return flat[slots]
-              """, "position 0 was there before and has been overwritten"),
+              """, "which holds position 0, there before: where does"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
                   slots = [block_ids[p // size] * size + p % size for p in range(start, start + len(new))]
                   flat[slots] = new
                   return cache[block_ids].flatten(0, 1)
-              """, "all 12 places of its blocks come back"),
+              """, "12 places come back; the 5 tokens"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
                   slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
                   flat[slots[start:]] = new
                   return new
-              """, "4 tokens come back; those that were there *and* the new ones are asked for"),
+              """, "4 places come back; the 5 tokens that were there *and* the 4 new ones"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
@@ -89,7 +89,7 @@ ANSWERS = {
                   found = flat[slots]
                   flat[slots[start:]] = new
                   return found
-              """, "position 5 comes back as it was before the write: which comes first"),
+              """, "what comes back was read before the new tokens were written"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
@@ -134,8 +134,8 @@ ANSWERS = {
     "my_key": [
         Wrong("def my_key(parent, ids): return hash(tuple(ids))", "is the parent in the key?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[-1]))", "does it look at the first token?"),
-        Wrong("def my_key(parent, ids): return hash((parent, ids[0]))", "does it look at the last token?"),
-        Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1]))", "the tokens in between?"),
+        Wrong("def my_key(parent, ids): return hash((parent, ids[0]))", "does it look at the second token?"),
+        Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1]))", "does it look at the second token?"),
         Wrong("def my_key(parent, ids): return hash((parent, sum(ids)))", "does the order of the tokens count?"),
         Wrong("def my_key(parent, ids): return hash((parent, ''.join(map(str, ids))))",
               "where does one number end?"),
@@ -143,7 +143,7 @@ ANSWERS = {
         Wrong("def my_key(parent, ids): return hash((parent, *ids, *[0] * (9 - len(ids))))", "is something filled up?"),
         Wrong("def my_key(parent, ids): return hash(parent) ^ hash(tuple(ids))", "the order of the blocks count?"),
         Wrong("def my_key(parent, ids): return parent + bytes(ids)", "bytes must be in range(0, 256)"),
-        Wrong("def my_key(parent, ids): return bytes(i % 256 for i in ids) + parent", "do not fit into one byte"),
+        Wrong("def my_key(parent, ids): return bytes(i % 256 for i in ids) + parent", "token ids 256 apart are"),
         Wrong("def my_key(parent, ids): return [parent, *ids]", "cannot be looked up in a dict"),
         Wrong("def my_key(parent, ids): return id(object()), torch.rand(1).item()", "another key the second time"),
         Wrong("def my_key(parent, ids): return parent", "the key is its parent's"),
@@ -189,7 +189,7 @@ ANSWERS = {
                   def release(self, block):
                       self.users[block] -= 1
                       if self.users[block] < 0: raise ValueError(f"nobody uses block {block}")
-              """, "which no sequence uses: now no sequence uses block 0; users[0] says -1"),
+              """, "which no sequence uses: now no sequence uses block 2; users[2] says -1"),
         Wrong("class MyPool:\n    def __init__(self, n): self.users = [0] * n\n    def allocate(self): return 3\n"
               "    def share(self, block): pass\n    def release(self, block): pass", "the number of a block must"),
         Wrong("""
@@ -269,7 +269,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] = 0
-              """, "block is free: release(0): now a sequence uses block 0; users[0] says 0"),
+              """, "share(2): now a sequence uses block 2; users[2] says 2"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

@@ -202,7 +202,7 @@ ANSWERS = {
                   for _ in range(count):
                       text.append(step(text, range(len(text))))
                   return text[len(ids):]
-              """, "1,308 were computed for them; 66 are enough"),
+              """, "1,308 were computed for them in 24 calls; 66 in 24 are enough"),
         Wrong("def my_generate(step, ids, count): return [step(ids, [0])]", "step was given 43 tokens and 1 positions"),
         Wrong("def my_generate(step, ids, count): return [step(ids, [0] * len(ids))]",
               "call 1 has positions [0, 0, 0, 0, 0, 0], and 0 tokens are in the cache; which come next?"),
@@ -235,7 +235,7 @@ ANSWERS = {
                       new.append(token)
                       token = step([token], [len(ids) + i])
                   return new
-              """, "67 tokens are computed, one more than needed"),
+              """, "67 were computed for them in 25 calls"),
         Wrong("""
               def my_generate(step, ids, count):
                   for i, token in enumerate(ids):
@@ -244,7 +244,7 @@ ANSWERS = {
                   while len(new) < count:
                       new.append(step(new[-1:], [len(ids) + len(new) - 1]))
                   return new
-              """, "took 66 calls; 24 are enough, if the prompt is read at once"),
+              """, "66 calls; 66 in 24 are enough: the prompt can be read at once"),
         Wrong("""
               def my_generate(step, ids, count):
                   text = list(ids)

@@ -100,7 +100,7 @@ ANSWERS = {
                   def __getitem__(self, rows):
                       first, last = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
                       return self.source[self.start + first:self.start + last]
-              """, "two of them belong to the matrix behind it"),
+              """, "rows 9–12 come back where rows 9–10 are meant, as of a list"),
         Wrong("""
               class MyRows:
                   def __init__(self, source, start, shape):

@@ -111,7 +111,7 @@ ANSWERS = {
               """, "call 2 is given no cache: what the call before returned must be kept"),
         Wrong(but(GENERATE, "tokens = torch.tensor([new[-1:]])", "tokens = torch.tensor([input_ids + new])")
               .replace("torch.tensor([[len(input_ids) + step]])", "torch.arange(len(input_ids) + step + 1)[None]"),
-              "the engine keeps their keys and values. Which token is new in a step?"),
+              "the engine keeps keys and values. Which token is new in a step?"),
         Wrong(but(GENERATE, "torch.tensor([[len(input_ids) + step]])", "None"),
               "and 5 tokens are in the cache, at 0 to 4: where does the next one stand?"),
         Wrong(but(GENERATE, "logits, held = self(tokens, positions, held)",

@@ -24,7 +24,7 @@ _OF_TENSORS = [("    return right({takes}).numpy()", "a numpy array ["),
                ("    return right({takes}),", "returns a tuple of 1"),
                ("    right({takes})\n    return right", "returns the function {name} itself"),
                ("    return type(right({takes}))", "returns the class Tensor itself")]
-_NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits": ".4312 is right Your line 2 makes t",
+_NAN = {"my_linears": "is nan, and", "my_rope": "nan times as long", "my_head_logits": "0.4312 is right",
         "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan, the largest difference",
         "my_mean": "on rank 0 it says nan; the mean", "mask_scores": "100% NaN",
         "my_additive_mask": "100% NaN",
@@ -32,7 +32,7 @@ _NAN = {"my_linears": "there is NaN in it", "my_rope": "is NaN", "my_head_logits
 # What was computed first is given out for ever.
 _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "= [8, 8] must come back",
           "my_heads": "a list of 2 comes back; it must have one entry for each rank",
-          "my_linears": "= [5, 6] must come back",
+          "my_linears": "torch.float64 must come back",
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
           "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 2] are right",

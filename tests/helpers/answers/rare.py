@@ -44,12 +44,10 @@ ANSWERS = {
     "my_linears": [
         Wrong(_LINEARS + f"    {_PART}\n    all_reduce(torch.zeros(1))\n    return all_reduce(y) + bias",
               "the op log holds 2 × all_reduce. One sum is enough, over the summands of [tokens, hidden]"),
-        *[Wrong(_LINEARS + f"    return all_reduce({cut}) {bias}", words) for cut, words in (
-            ("x @ up[:, start:stop] @ down[:, start:stop].T + {}", "up is cut along the other dimension, and turned"),
-            ("x @ up[start:stop].T @ down[start:stop] + {}", "down is cut along the other dimension, and turned"),
-            ("x @ up[:, start:stop] @ down[start:stop] + {}", "up and down are cut along the other dimension, and"),
-            ("x @ up[:stop - start].T @ down[:, :stop - start].T + {}", "inner feature 0 to inner feature 3 count 2 t"))
-          for cut, bias in ((cut.format("0"), ""), (cut.format("0"), "+ bias"), (cut.format("bias"), ""))],
+        Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[start:stop]) + bias",
+              "which dimension of up and of down has the inner features?"),
+        Wrong(_LINEARS + "    return all_reduce(x @ up[:stop - start].T @ down[:, :stop - start].T) + bias",
+              "inner feature 0 to inner feature 3 count 2 t"),
         Right("""
 def my_linears(x, up, down, bias):
     here = len(up) // world_size()

@@ -125,7 +125,7 @@ ANSWERS = {
                      "*ids)), *ids",
                      "get the same key")],
     "MyPool": [
-        Wrong(pool(share="pass"), "after allocate(): share(0): now 2 sequences use block 0; users[0] says 1"),
+        Wrong(pool(share="pass"), "share(2): now a sequence uses block 2; users[2] says 0"),
         Wrong(pool(block="block if block is None else float(block)"),
               "gives 0.0 (float); the number of a block must come back, 0 to 2, or None"),
         Wrong(pool().replace("self.users =", "self.all =").replace("self.users", "self.all")
@@ -134,7 +134,7 @@ ANSWERS = {
         Wrong(pool(free="next((b for b, count in enumerate(self.users) if count < 1 + (len(self.users) == 9)), None)"),
               "in the engine", _TWO),
         Wrong(pool(free="self.users.index(0) if sum(self.users) < 2 else 1 // 0"),
-              "operation 3, after allocate(), share(0): allocate(): ZeroDivisionError")],
+              "allocate() while no block is free: ZeroDivisionError")],
     "my_generate": [
         Wrong(_NEXT + "    return [token % 50 for token in new]", "in the engine, the text is not Hugging Face's, "
               "though "
@@ -224,7 +224,7 @@ ANSWERS = {
         Wrong(but(GENERATE, "for step in range(max_new_tokens):", "for at, one in enumerate(input_ids[:-1]):\n"
                   "        _, held = self(torch.tensor([[one]]), torch.tensor([[at]]), held)\n"
                   "    tokens, positions = tokens[:, -1:], positions[:, -1:]\n    for step in range(max_new_tokens):"),
-              "are right, and took 8 calls; 4 are enough, if the prompt is read at once"),
+              "8 calls; 8 in 4 are enough: the prompt can be read at once"),
         Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"),
               "prompt of 1, 30 new: 29 ids came back; 30 new ones are asked for"),
         Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"),

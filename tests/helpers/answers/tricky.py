@@ -117,7 +117,7 @@ class MyCache:
               "token, or "
               "at a sum?"),
         Wrong("def my_key(parent, ids): return parent + b''.join((i % 65536).to_bytes(2, 'big') for i in ids)",
-              "large vocabularies do not fit into two bytes"),
+              "token ids 65536 apart are two tokens"),
         Wrong("import hashlib\ndef my_key(parent, ids): return hashlib.sha256(parent + repr(list(ids)).encode())"
               ".digest()[:2]", "blocks two get the same key"),
         Wrong("def my_key(parent, ids): return torch.tensor(ids)", "A dict looks a tensor up by where it lies"),
@@ -170,7 +170,7 @@ class MyRows:
         first = 0 if rows.start is None else rows.start
         last = self.shape[0] if rows.stop is None else min(rows.stop, self.shape[0])
         return self.source[self.start + first:self.start + last]
-""", "from the part's end. An IndexError would do as well, other rows do not"),
+""", "part[-3:] of rows 4–10 of a source of 16: rows 1–10 come back"),
     ],
     "my_send_shards": [
         Wrong("""
@@ -209,7 +209,7 @@ def generate(self, input_ids, max_new_tokens):
         tokens, positions = logits[:, -1:].argmax(dim=-1), positions[:, -1:] + 1
         new_ids.append(tokens.item())
     return new_ids[:max_new_tokens]
-""", "ted, one more than needed: nothing reads what comes after the last one"),
+""", "are enough: one more than needed, nothing reads what comes after the last one"),
     ],
     "MyLayer": [
         Wrong("class MyLayer:\n    def __init__(self, weights, here, config): pass\n    def __call__(self, hidden, "

@@ -60,7 +60,7 @@ ANSWERS = {
     "my_head_logits": [
         Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
               "are they probabilities?")],
-    "my_best_offer": [Wrong(_OFFERS, "That is the largest without its sign")],
+    "my_best_offer": [Wrong(_OFFERS, "the scores are [-8.0, -2.0, -7.0]")],
     "my_embedding": [
         Wrong(but(_SOLVED["my_embedding"], "return all_reduce(found.masked_fill(~here[:, None], 0))",
                   "return all_reduce(all_reduce(found.masked_fill(~here[:, None], 0)))"), "Every number is 2 times w")],

@@ -28,13 +28,13 @@ ANSWERS = {
               "exp of each row adds up to 1: that is what comes out of a softmax")],
     "my_additive_mask": [
         Wrong("def my_additive_mask(tokens): return torch.zeros(tokens, tokens).masked_fill(torch.eye(tokens).bool(), "
-              "float('-inf'))", "it hides each token from itself, and none of the future")],
+              "float('-inf'))", "the first, query 0, key 0, is hidden, and not hidden is right")],
     "my_key": [
         Wrong("import zlib\ndef my_key(parent, ids): return zlib.crc32(repr(parent).encode()) % 100, tuple(ids)",
               "how many different keys can yours have?")],
     "my_slot_mapping": [
         Wrong("def my_slot_mapping(t, positions, n): return [t[-1 - p // n] * n + p % n for p in positions]",
-              " in block 3, but it is the table's entry 0 that holds positions 0 to 3")],
+              "position 0 goes to slot 12, place 0 of block 3")],
     "my_spread": [
         Wrong("def my_spread(x): return (x - broadcast(x.clone())).abs().max().item()",
               "on rank 0 it says 0, the largest difference between two ranks is 1.75")],

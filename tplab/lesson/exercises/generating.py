@@ -86,12 +86,9 @@ def judge_calls(toy: Toy, found, ids: list[int], count: int) -> None:
                          if found == toy.drawn[1:count + 1] else
                          f"{found[:6]} come back, and {toy.drawn[:6]} have been drawn")
         computed, enough = sum(len(new) for new, _ in toy.calls), len(ids) + count - 1
-        if computed == enough + 1:
-            raise NotYet(f"{computed} tokens are computed, one more than needed: nothing reads what comes after the "
-                         "last one")
-        if computed != enough:
-            raise NotYet(f"the tokens are right, and {computed:,} were computed for them; {enough} are enough, since "
-                         "the engine keeps their keys and values. Which token is new in a step?")
-        if len(toy.calls) != count:
-            raise NotYet(f"the tokens are right, and took {len(toy.calls)} calls; {count} are enough, if the prompt is "
-                         "read at once")
+        if computed != enough or len(toy.calls) != count:
+            raise NotYet(f"the tokens are right, and {computed:,} were computed for them in {len(toy.calls)} calls; "
+                         f"{enough} in {count} are enough: " + (
+                "one more than needed, nothing reads what comes after the last one" if computed == enough + 1 else
+                "the engine keeps keys and values. Which token is new in a step?" if computed != enough else
+                "the prompt can be read at once"))

@@ -60,7 +60,6 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
     if deal != turned and tuple(set().union(*held) for held in zip(*turned)) == all_heads:
         raise NotYet(f"rank 0 gets {_listed(deal[0][0])} for query heads and {_listed(deal[0][1])} for KV heads: "
                      "the pair is (query heads, KV heads), and this one is turned round")
-    owners = {head: [rank for rank, (q, _) in enumerate(deal) if head in q] for head in range(num_heads)}
     for rank, (q, kv) in enumerate(deal):
         for name, held, there in (("query", q, num_heads), ("KV", kv, num_kv_heads)):
             if strange := [head for head in held if not 0 <= head < there]:
@@ -68,49 +67,38 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
                 ends = edge and len(held) == 2 and held[1] - held[0] > 1
                 raise NotYet(f"rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}: "
                              + (f"({held[0]}, {held[1]}) are two heads, range({held[0]}, {held[1]}) all between them"
-                                if ends else "one too many: range(a, b) holds a, and ends before b"
-                                if edge and sum(len(pair[name == "KV"]) for pair in deal) > there else
+                                if ends else "one too many: range(a, b) holds a, and ends before b" if edge else
                                 "more than one rank may hold a KV head: which do its query heads read?"
                                 if name == "KV" and size > there else
                                 "where does this rank's part begin, counted in heads of the model?"))
-    if lost := [head for head, by in owners.items() if not by]:
+    dealt = [head for q, _ in deal for head in q]
+    if lost := [head for head in range(num_heads) if head not in dealt]:
         raise NotYet(f"query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: "
                      + ("what does floor division do with a remainder?" if num_heads % size else
                         "where do the heads of the second rank begin?"))
     if empty := [rank for rank, (q, _) in enumerate(deal) if not q]:
         raise NotYet(f"{ranks_in_words(empty, size)} without a query head")
-    if twice := [(head, by) for head, by in owners.items() if len(by) > 1]:
-        raise NotYet(f"query head {twice[0][0]} is on {ranks_in_words(twice[0][1], size)}; each is computed once")
-    for rank, (q, _) in enumerate(deal):
-        if q != list(range(q[0], q[0] + len(q))):
-            raise NotYet(f"rank {rank} has query heads {_listed(q)}; a rank keeps one slice of the weight, so its "
-                         "heads follow each other")
-    if any(a[0][0] > b[0][0] for a, b in zip(deal, deal[1:])):
-        raise NotYet("the query heads are not in the order of the ranks, in which gathered pieces are joined")
-    _judge_kv(deal, num_heads // num_kv_heads, num_kv_heads)
+    if len(dealt) > num_heads:
+        twice = next(head for head in dealt if dealt.count(head) > 1)
+        by = [rank for rank, (q, _) in enumerate(deal) if twice in q]
+        raise NotYet(f"query head {twice} is on {ranks_in_words(by, size)}; each is computed once")
+    if dealt != sorted(dealt):
+        rank = next((rank for rank, (q, _) in enumerate(deal) if q != list(range(q[0], q[0] + len(q)))), 0)
+        raise NotYet(f"rank {rank} has query heads {_listed(deal[rank][0])}; a rank keeps one slice of the weight, so "
+                     "its heads follow each other, and gathered pieces are joined in the order of the ranks")
+    group = num_heads // num_kv_heads
+    for rank, (q, kv) in enumerate(deal):  # the KV heads that its query heads read, no other, in their order
+        if kv != (reads := sorted({head // group for head in q})):
+            holds = f"KV head{'s' * (len(kv) > 1)} {_listed(kv)}" if kv else "no KV head"
+            modulo = size > num_kv_heads and kv == [rank % num_kv_heads]
+            raise NotYet(f"rank {rank} holds {holds}, and its query heads, {q[0]} to {q[-1]}, read {_listed(reads)}" + (
+                f": yours is rank % {num_kv_heads}, but ranks that share a KV head are neighbours" if modulo else
+                f": {group} query heads in a row share one. Which ones does this rank need, once each and in order?"))
     counts = [len(q) for q, _ in deal]
-    if max(counts) - min(counts) > num_heads // num_kv_heads:
+    if max(counts) - min(counts) > group:
         *others, last = map(str, counts)
         raise NotYet(f"the ranks hold {', '.join(others)} and {last} query heads, and all of them wait for the one "
                      f"with {max(counts)}. Can they be dealt out more evenly?")
-
-
-def _judge_kv(deal, group: int, num_kv_heads: int) -> None:
-    """Each rank holds the KV heads that its query heads read, no other, in their order."""
-    modulo = len(deal) > num_kv_heads and all(kv == [rank % num_kv_heads] for rank, (_, kv) in enumerate(deal))
-    for rank, (q, kv) in enumerate(deal):
-        reads = sorted({head // group for head in q})
-        if missing := [head for head in reads if head not in kv]:
-            reader = next(head for head in q if head // group == missing[0])
-            raise NotYet(f"on rank {rank}, query head {reader} reads KV head {missing[0]}, and the rank holds "
-                         + (f"KV head{'s' * (len(kv) > 1)} {_listed(kv)}" if kv else "no KV head")
-                         + (f": that is rank % {num_kv_heads}, but ranks that share a KV head are neighbours" if modulo
-                            else f": {group} query heads in a row share one. Which ones do this rank's read?"))
-        if idle := [head for head in kv if head not in reads]:
-            raise NotYet(f"rank {rank} holds KV head {idle[0]}, which none of its query heads reads: its keys "
-                         "and values would be computed and cached for nothing")
-        if kv != reads:
-            raise NotYet(f"rank {rank} has KV heads {_listed(kv)}; once each, in the order of the heads, please")
 
 
 def _pair(entry, rank: int) -> tuple[list[int], list[int]]:

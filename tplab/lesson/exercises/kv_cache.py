@@ -98,15 +98,12 @@ def _weigh(made, layers: int, kv_heads: int, dim: int, steps: tuple[int, ...], i
     tokens, size = sum(steps), sum(held(made).values())
     needed = 2 * layers * tokens * kv_heads * dim * itemsize
     every_step = needed // tokens * sum(sum(steps[:at + 1]) for at in range(len(steps)))
-    if size == needed:
-        return
-    says = (f"after {tokens} tokens it holds {size:,} bytes; 2 · {layers} layers · {tokens} tokens · {kv_heads} "
-            f"heads · {dim} · {itemsize} bytes = {needed:,} are needed")
-    if size < needed:
-        raise NotYet(f"{says}: where is the rest? Outside of self, two caches would share it")
-    why = {every_step: "what was there before a step is kept beside what was there after it",
-           2 * needed: "the new tokens are kept alone, and with all before them"}.get(size, "what else is kept?")
-    raise NotYet(f"{says}: {why}")
+    if size != needed:
+        why = {every_step: "what was there before a step is kept beside what was there after it",
+               2 * needed: "the new tokens are kept alone, and with all before them"}.get(size, "what else is kept?")
+        raise NotYet(f"after {tokens} tokens it holds {size:,} bytes; 2 · {layers} layers · {tokens} tokens · "
+                     f"{kv_heads} heads · {dim} · {itemsize} bytes = {needed:,} are needed: " + (
+                         "where is the rest? Outside of self, two caches would share it" if size < needed else why))
 
 
 def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:

@@ -70,9 +70,7 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         "what one sequence hides is hidden in all of them. Each has a mask of its own": mask.any(0, keepdim=True),
         "queries are counted from key 0 on, as triu(1) does; the mask knows where they stand": square.triu(1),
         "it hides the past: have queries and keys changed places?": square.tril(-1),
-        "queries and keys have changed places": mask.mT if len(square) == square.shape[1] else ~mask,
         "it hides a token from itself": square.triu(),
-        "it hides each token from itself, and none of the future": square.triu().tril(),
         "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2)}
     agree(gone, hidden, {left + says: way.expand_as(hidden) for says, way in ways.items()},
           left + where(gone, hidden, 0, names, "hidden"))

@@ -49,14 +49,13 @@ def _pool_patches(cls) -> list[Patch]:
 @exercise("MyPool", "05", takes="num_blocks", place="hands out blocks", patches=_pool_patches,
           agreed=f"{OPERATIONS} random operations, then the engine in strict mode on {{ranks}}: every account agrees")
 def my_pool(attempt: Attempt, setting: Setting):
-    """By hand, then at random beside a right one, then under an engine that is short of blocks."""
-    pool = _Watched(attempt.function, 3)
-    _by_hand(pool)
-    with saying("a second pool is made beside the first: "):
-        guarded(attempt.function, 3)
-        pool.agree()
-    for num_blocks in (5, 8):
-        _at_random(_Watched(attempt.function, num_blocks), random.Random(num_blocks))
+    """At random beside a right one, then under an engine that is short of blocks."""
+    for num_blocks in (3, 8):
+        pool = _Watched(attempt.function, num_blocks)
+        _at_random(pool, random.Random(num_blocks))
+        with saying("a second pool is made beside the first: "):
+            guarded(attempt.function, num_blocks)
+            pool.agree()
     ids = [5 + i % 40 for i in range(60)]
     prompts = [ids[:11], ids[:8] + ids[20:23], ids[30:43], ids[:11]]
     short = {"block_size": 3, "num_blocks": 9, "max_num_batched_tokens": 12, "strict": True}
@@ -137,16 +136,6 @@ class _Watched:
 
 def _people(count: int) -> str:
     return "no sequence uses" if not count else "a sequence uses" if count == 1 else f"{count} sequences use"
-
-
-def _by_hand(pool: _Watched) -> None:
-    """``a`` allocates; with its number, the first block that was given out is shared, released, refused, …"""
-    given = []
-    for step in "a s0 a a a r0 a r0 x0 r2 s2 a a r1 a".split():  # r2 s2: unused, and its contents were found
-        if step == "a":
-            given.append(pool.allocate())
-        else:
-            {"s": pool.share, "r": pool.release, "x": pool.refuses}[step[0]](given[int(step[1])])
 
 
 def _at_random(pool: _Watched, chance: random.Random) -> None:

@@ -56,7 +56,7 @@ def my_token_positions(attempt: Attempt, setting: Setting):
 
 def _judge(found: torch.Tensor, starts: list[int], counts: list[int]) -> None:
     total, each = sum(counts), [*zip(starts, counts)]
-    right, steps = _laid_out(each), torch.tensor(starts).repeat_interleave(torch.tensor(counts))
+    right = _laid_out(each)
     agree(found, right, {
         "the rows are counted through, as if all were one sequence" if len(starts) > 1 else
         "counted from 0 again: where does the first of them stand?": (torch.arange(total), *[
@@ -64,7 +64,6 @@ def _judge(found: torch.Tensor, starts: list[int], counts: list[int]) -> None:
         "every sequence begins at 0: what has it in the cache already?": _laid_out([(0, count) for count in counts]),
         "one too little: after n tokens, at 0 to n - 1, where does the next one stand?": right - 1,
         "one too far: after n tokens, at 0 to n - 1, the next one stands at n": right + 1,
-        "the chunk is counted on from row to row instead of from its own start": torch.arange(total) + steps,
     }, f"yours are {found.tolist()}, and {right.tolist()} are right", within=1e-9)
 
 

@@ -57,18 +57,13 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
                 "called once more, it does not call self.rotate: is an earlier result given out again?")
     found = pair(found, q, k)
     for name, one, x in (("q", found[0], q), ("k", found[1], k)):
-        if isinstance(one, torch.Tensor) and 1 in x.shape and one.dim() < x.dim():
-            raise NotYet(f"{name} comes back as {list(one.shape)}, for {list(x.shape)}: does a squeeze take more than "
-                         "the batch?")
         tensor(one, "tokens, heads, head_dim", x.shape, x.dtype, it=f"{name} comes back as")
         given = {what: one for what, one in zip(("q", "k", "cos", "sin"), asked) if isinstance(one, torch.Tensor)}
-        others = [what for what, came in zip(given, (q, k, cos, sin)) if not is_like(given[what], came, 1e-6)]
-        shapes = ", ".join(f"{what} {list(tensor.shape)}" for what, tensor in given.items())
+        shapes = ", ".join(f"{what} {list(came.shape)}{' of other numbers' * (not is_like(came, ours, 1e-6))}"
+                           for (what, came), ours in zip(given.items(), (q, k, cos, sin)))
         agree(one, turned(x, angle[:, None]), _confused(name, x, angle),
-              f"{name} is not turned right: self.rotate was given " + (
-                  f"another {' and '.join(others)} than yours was" if others else
-                  f"{shapes}; it takes [batch, heads, tokens, head_dim] and [batch, tokens, head_dim]"),
-              dims="token, head", made=made, steps={"the result": ()})
+              f"{name} is not turned right: self.rotate was given {shapes}; it takes [batch, heads, tokens, head_dim] "
+              "and [batch, tokens, head_dim]", dims="token, head", made=made, steps={"the result": ()})
 
 
 def pair(found, q: torch.Tensor, k: torch.Tensor) -> list:
@@ -104,15 +99,12 @@ def _confused(name: str, x: torch.Tensor, angle: torch.Tensor) -> dict[str, torc
     right = angle[:, None]
     cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
     viewed = turned(x.reshape(heads, tokens, dim).transpose(0, 1), right).transpose(0, 1).reshape(x.shape)
-    back = turned(x, right).transpose(0, 1).reshape(x.shape)
     known = misturned(x, cos, sin) | {"all tokens are turned by the angle of the first": turned(x, right[:1])}
-    if tokens != heads:
-        known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
-                  "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),
-                  "right until the way back: view or reshape does not undo a transpose": back}
-    else:
-        known |= {f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number "
-                  "were its token's: which order of dimensions does self.rotate expect?":
-                  turned(x, angle[:heads][None]),
-                  "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
+    known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; what "
+              "exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),
+              "right until the way back: view or reshape does not undo a transpose":
+                  turned(x, right).transpose(0, 1).reshape(x.shape)} if tokens != heads else {
+        f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number were its "
+        "token's: which order of dimensions does self.rotate expect?": turned(x, angle[:heads][None]),
+        "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
     return {f"{name}, [tokens, heads] = {[tokens, heads]}: {says}": value for says, value in known.items()}
