@@ -197,7 +197,7 @@ def my_agree(work):
     except Exception:
         failed += 1
     return list(range(int(all_reduce(failed))))
-""", "Which ones they are, a sum of ones (or one place for all) does not say"),
+""", "a sum of ones (or one place for all) counts them"),
     ],
     "generate": [
         Wrong("""

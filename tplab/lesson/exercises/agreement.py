@@ -95,7 +95,7 @@ def my_agree(attempt: Attempt, setting: Setting):
             said = f"{have}rank {number} says {found} where it must say {failing}"
             if not ops:
                 raise NotYet(f"{said}, without a word to the others; how could it know?")
-            ways = {"that is how many failed. Which ones they are, a sum of ones (or one place for all) does not say":
+            ways = {"that is how many ranks failed, and not which: a sum of ones (or one place for all) counts them":
                     range(len(failing)), "ranks are counted from 0": [r + 1 for r in failing],
                     "their numbers are added up, where each rank needs a place of its own": [sum(failing)],
                     "the ranks' order is asked for": failing[::-1],
