@@ -112,7 +112,7 @@ def my_tree_sum(own, shares):
     ],
     "my_speculate": [
         Wrong(speculate(draft="[]"), "propose is asked 0 times: what is it for?"),
-        Wrong(speculate(kept="kept = len(draft)"), "holds a guess that was rejected"),
+        Wrong(speculate(kept="kept = len(draft)"), "before call 4, your text has 4 at position 14"),
         Wrong(speculate(have="have + len(new)"), "holds a guess that was rejected: its key has to be computed"),
         Wrong(speculate(more="draft[:kept] + [chosen[-1]]"),
               "Behind the guesses that stay comes the model's choice behind the last of them"),
