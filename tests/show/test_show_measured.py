@@ -80,6 +80,12 @@ def test_a_bar_says_three_digits_or_whole_numbers_and_has_room_for_them(value, s
         show.bars_figure({"r": {}}, "s", "t", "d")
 
 
+def test_a_bar_of_no_length_is_named_and_what_is_true_here_is_only_drawn():
+    figure = show.bars_figure({"r": {"a": 0, "b": 1}}, "s", "t", "d", here="on this machine")
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0 s (a)", "1 s"]
+    assert figure.axes[0].get_title("left") == "on this machine" and "machine" not in figure.alt_text
+
+
 def test_two_panels_of_curves_share_one_legend_and_name_their_own_axis():
     found = {"sequences": {1: {1: (10.0, 20.0), 4: (30.0, 60.0)}}, "context": {1: {128: (9.0, 18.0)}}}
     figure = show.curves_figure(found)

@@ -49,5 +49,6 @@ def test_results_stand_as_high_as_they_came_out_often():
     figure = show.orders_figure({"bfloat16": ([1.0, 1.5, 1.0], 1.2), "float32": ([1.25] * 3, 1.2)}, "Orders")
     bars = {ax.get_title(loc="left"): [line[:, 1].tolist() for line in ax.collections[0].get_segments()]
             for ax in figure.axes}
-    assert bars == {"bfloat16: 2 results": [[0, 2], [0, 1]], "float32: 1 result": [[0, 3]]}
+    assert bars == {"bfloat16: 2 results\nlargest − smallest: 0.5": [[0, 2], [0, 1]],
+                    "float32: 1 result\nlargest − smallest: 0": [[0, 3]]}
     assert figure.alt_text.endswith("bfloat16: 2 different in 3 orders; float32: 1 different in 3 orders.")

@@ -80,7 +80,7 @@ STRANGE_READS = {
     "prefix_hash_without_parent": "finds the block of token {position} in the prefix cache, and it holds the keys that "
     "its tokens have behind the beginning of sequence {owner}: a block's key must include its parent's.",
     "rejected_draft_findable": "finds a block in the prefix cache by tokens that were drafted for sequence {owner} and "
-    "rejected: since then the block holds other keys, that of token {token} at position {position}.",
+    "rejected: since then the block holds other keys, such as that of token {token} at position {position}.",
     "cached_before_computed": "finds a block in the prefix cache, and the key of token {position} in it was never "
     "computed: it was made findable when its tokens were known, not when they were computed."}
 

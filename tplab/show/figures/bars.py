@@ -7,11 +7,13 @@ from tplab.show.phrases import ShowError
 
 
 @styled
-def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, drawn: str) -> Picture:
+def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str, drawn: str, here: str = ""
+                ) -> Picture:
     """Horizontal bars of ``{group: {label: value}}``, each with its number and ``unit``.
 
     ``title``: the finding, true on any machine. ``drawn``: what is drawn, for the text alternative, which has no
-    measured number, because those change from run to run.
+    measured number, because those change from run to run. ``here``: a sentence that is true on this machine, drawn and
+    not in the text alternative.
 
         >>> show.bars_figure({"rank 0": {"full copy": 12.1, "slices": 6.2}}, "MB", "Slices hold half", "private memory")
     """
@@ -27,7 +29,8 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
         for label, value in group.items():
             ax.barh(y, value, height=0.8, color=colours[label].color)
             number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-            ax.annotate(f"{number} {unit}", (value, y), xytext=(5, 0), textcoords="offset points", va="center",
+            whose = f" ({label})" * (not value and len(group) > 1)  # a bar of no length has no colour
+            ax.annotate(f"{number} {unit}{whose}", (value, y), xytext=(5, 0), textcoords="offset points", va="center",
                         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # over a line of the caller's
             y += 1
         ticks[(first + y - 1) / 2] = name
@@ -38,6 +41,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
     ax.set_xlim(0, longest * 1.22)
     ax.xaxis.get_major_locator().set_params(integer=longest >= 5)
     ax.set_xlabel(unit)
+    ax.set_title(here, fontsize=10.5, fontweight="normal")
     ax.invert_yaxis()
     return figure.finished(title, f"{drawn}: {', '.join(groups)}; bars for {', '.join(labels)}.",
                            columns=3 * (len(labels) > 1))
