@@ -17,21 +17,29 @@ HEALTHY = "nothing ticked"
 
 
 class Panel:
-    """Shows the widgets in a notebook, and its last figure where no kernel runs: one output holds both."""
+    """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside, along the
+    decode path if one of the faults shows only there. ``ticked``: those that are on at the start.
 
-    def __init__(self, model, faults: Sequence, ticked: Sequence[str], tensor_parallel_sizes: Sequence[int],
-                 tensor_parallel_size: int, prompt: str, dtype: str):
+    Shows the widgets in a notebook, and its last figure where no kernel runs: one output holds both.
+    """
+
+    def __init__(self, faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor_parallel_size: int = 2,
+                 tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32"):
         import ipywidgets as widgets
 
-        self._model, self._dtype, self._faults, self._previous = model, dtype, list(faults), {}
+        self._faults = [fault(one) if isinstance(one, str) else one for one in faults]
+        names, self._model, self._dtype, self._previous = [one.name for one in self._faults], model, dtype, {}
+        if strange := [name for name in ticked if name not in names]:
+            raise ShowError(f"{strange[0]!r} cannot be ticked: the panel has {', '.join(names)}")
         # The name that the legend uses; the title below it, where it may take several lines.
         self._boxes = [widgets.Checkbox(value=fault.name in ticked, description=fault.name, tooltip=fault.title,
                                         indent=False, layout=widgets.Layout(width="auto")) for fault in self._faults]
         lines = [line for box, fault in zip(self._boxes, self._faults) for line in (box, widgets.HTML(
             f'<div style="line-height: 1.3; padding: 0 0 6px 20px">{escape(fault.title)}</div>'))]
-        self._tp = widgets.ToggleButtons(options=list(tensor_parallel_sizes), value=tensor_parallel_size,
-                                         style={"button_width": "3em"})
-        self._prompt = widgets.Textarea(value=prompt, layout=widgets.Layout(width="auto", height="7em"))
+        self._tp = widgets.ToggleButtons(options=sorted({*tensor_parallel_sizes, tensor_parallel_size}),
+                                         value=tensor_parallel_size, style={"button_width": "3em"})
+        self._prompt = widgets.Textarea(value=prompt or default_prompt(model),
+                                        layout=widgets.Layout(width="auto", height="7em"))
         self._button = widgets.Button(description="Run", button_style="primary", icon="play")
         self._button.on_click(lambda _: self.run())
         self._verdict = widgets.HTML()
@@ -109,14 +117,4 @@ class Panel:
                                "application/vnd.jupyter.widget-view+json": view})
 
 
-def panel(faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor_parallel_size: int = 2,
-          tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32") -> Panel:
-    """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside, along the
-    decode path if one of the faults shows only there. ``ticked``: those that are on at the start."""
-    chosen = [fault(one) if isinstance(one, str) else one for one in faults]
-    names = [one.name for one in chosen]
-    for name in ticked:
-        if name not in names:
-            raise ShowError(f"{name!r} cannot be ticked: the panel has {', '.join(names)}")
-    sizes = sorted({*tensor_parallel_sizes, tensor_parallel_size})
-    return Panel(model, chosen, ticked, sizes, tensor_parallel_size, prompt or default_prompt(model), dtype)
+panel = Panel

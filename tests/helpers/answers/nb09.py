@@ -192,7 +192,7 @@ ANSWERS = {
     ],
     "share": [
         Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
-              "head 8 on no rank: what does floor division do with a remainder?"),
+              "head 8 on no rank: which rank takes what is left over?"),
         Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",
               "rank 1 holds head 9, and they are 0 to 8"),
         Wrong("def share(total):\n    size, rest = divmod(total, linear.tp_size())\n    r = linear.tp_rank()\n    "

@@ -84,7 +84,7 @@ ANSWERS = {
     ],
     "my_expert_share": [
         Wrong(share(bounds="[r * (total // size) for r in range(size + 1)]"),
-              "column 9 on no rank: what does floor division do with a remainder?"),
+              "column 9 on no rank: which rank takes what is left over?"),
         Wrong(share(bounds="[r * (total // size) for r in range(size)] + [total]"),
               "8 experts of 10 columns, 3 ranks, enable_expert_parallel=True: 2/2/4 experts on the ranks"),
         Wrong(share(whole="[(range(len(part)), range(m)) for part in parts]"),

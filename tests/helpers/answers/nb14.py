@@ -42,7 +42,7 @@ ANSWERS = {
         Wrong(verdict(back='"rounding"'), "it says 'rounding' of all texts that part, however far apart the"),
         Wrong(verdict(back='"bug"'), "it says 'bug' of all texts that part"),
         Wrong(verdict(rounding="margin < 0.2"), "it goes by the margin alone: how far does rounding"),
-        Wrong(verdict(rounding="margin <= 3 * moved"), "by yours, rounding explains up to 2.7 times the"),
+        Wrong(verdict(rounding="margin <= 3 * moved"), "by yours, rounding explains up to 3 times the"),
         Wrong(verdict(margin="exact[place].topk(2).values.diff().abs()[0]"),
               "the margin of the two largest logits is taken: which tokens did the two runs choose?"),
         Wrong(verdict(moved="(logits - exact).abs().max()"),
@@ -111,8 +111,23 @@ def my_tree_sum(own, shares):
         Right(propose(asked="", last="min(size, start + length + count)")),
     ],
     "my_speculate": [
-        Wrong(speculate(draft="[]"), "propose is asked 0 times: what is it for?"),
-        Wrong(speculate(kept="kept = len(draft)"), "before call 4, your text has 4 at position 14"),
+        Wrong("""
+def my_speculate(step, propose, ids, count):
+    new = [step(ids, list(range(len(ids))))[-1]]
+    while len(new) < count:
+        text = ids + new
+        guess = propose(text)
+        own = step(new[-1:] + guess, list(range(len(text) - 1, len(text) + len(guess))))
+        for drafted, chosen in zip(guess + [None], own):
+            new.append(chosen)
+            if drafted != chosen:
+                break
+    return new[:count]
+""", "it is asked before every call, also before the first"),
+        Wrong(speculate(more="draft + chosen[-1:] if kept == len(draft) else chosen[:1]"),
+              "and the cache holds 12 tokens of the text: they stay there"),
+        Wrong(speculate(draft="[]"), "propose is asked 0 times: it is asked before every call, also before the first"),
+        Wrong(speculate(kept="kept = len(draft)"), "before call 3, your text has 1 at position 12"),
         Wrong(speculate(have="have + len(new)"), "holds a guess that was rejected: its key has to be computed"),
         Wrong(speculate(more="draft[:kept] + [chosen[-1]]"),
               "Behind the guesses that stay comes the model's choice behind the last of them"),
@@ -127,15 +142,15 @@ def my_tree_sum(own, shares):
         Right(speculate(draft="list(propose(text))[:len(ids) + count - len(text) - 1]")),
         Right("""
 def my_speculate(step, propose, ids, count):
-    new = [step(ids, list(range(len(ids))))[-1]]
+    new, todo = [], list(ids)
     while len(new) < count:
-        text = ids + new
-        guess = propose(text)
-        own = step(new[-1:] + guess, list(range(len(text) - 1, len(text) + len(guess))))
+        guess, start = propose(ids + new), len(ids + new) - len(todo)
+        own = step(todo + guess, [start + i for i in range(len(todo) + len(guess))])[len(todo) - 1:]
         for drafted, chosen in zip(guess + [None], own):
             new.append(chosen)
             if drafted != chosen:
                 break
+        todo = new[-1:]
     return new[:count]
 """),
     ],

@@ -109,10 +109,10 @@ ANSWERS = {
               "4 × all_reduce, one for each expert: a sum over the ranks is summed again")],
     "my_speculate": [
         _changed("my_speculate", "        text += draft[:kept]", "        kept = sum(map(int.__eq__, draft, chosen))\n"
-                 "        text += draft[:kept]", "1 was a guess that the model rejected"),
+                 "        text += draft[:kept]", "2 at position 24, where the model chose 3"),
         _changed("my_speculate", "draft[kept] == chosen[kept]:", "draft[kept] == chosen[kept + 1]:",
-                 "4 at position 14, where the model chose 3"),
+                 "3 at position 13, where the model chose 2"),
         Wrong(but(but(_SOLVED["my_speculate"], "        have = len(text) - 1\n", ""), "        text += draft",
                   "        have = len(text)\n        text += draft"),
-              "keys that are in the cache are computed again: call")],
+              "and the cache holds 9 tokens of the text: they stay")],
 }

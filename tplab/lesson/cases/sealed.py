@@ -13,6 +13,7 @@ from tplab.checks import counted, positive_int, quoted
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
 from tplab.lesson.answers import default_prompt, greedy
+from tplab.lesson.attempt import as_it_was
 from tplab.lesson.cases.answering import choices, judge_answer, place_called
 from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
@@ -220,10 +221,7 @@ def unseen(ckpt: Checkpoint, seed: int):
 def one_thread_if_small(config) -> Iterator[None]:
     """Torch on one thread while Hugging Face and the diagnosis run over a small model: thousands of small products
     gain nothing from a second one, and on a busy machine each waits until both have a core (22 s became 70)."""
-    before = torch.get_num_threads()
-    if config.hidden_size * config.intermediate_size < _SMALL:
-        torch.set_num_threads(1)
-    try:
+    with as_it_was():
+        if config.hidden_size * config.intermediate_size < _SMALL:
+            torch.set_num_threads(1)
         yield
-    finally:
-        torch.set_num_threads(before)

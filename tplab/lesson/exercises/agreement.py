@@ -101,12 +101,12 @@ def my_agree(attempt: Attempt, setting: Setting):
                     "the ranks' order is asked for": failing[::-1],
                     "on those it worked": [r for r in range(len(works)) if r not in failing],
                     "those are all ranks": range(len(works))}
-            differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, {op.op for op in ops}
+            differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, [op.op for op in ops]
             raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
                                      ": a barrier lets ranks wait for each other, and carries no numbers"
-                                     if sent == {"barrier"} else
+                                     if {*sent} == {"barrier"} else
                                      ", others say something else: they would go different ways" if differ else
-                                     ": what rank 0 sends is all that it can know by itself" if sent == {"broadcast"}
+                                     ": what rank 0 sends is all that it can know by itself" if sent == ["broadcast"]
                                      else ": what do the ranks that worked add to its place?" * (not found)))
 
 

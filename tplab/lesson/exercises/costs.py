@@ -29,11 +29,11 @@ def step_seconds(rank_bytes, bandwidth: float, num_layers: int, latency: float) 
           agreed="every matrix of the rank once, and its cache")
 def my_decode_bytes(attempt: Attempt, setting: Setting):
     """Sizes of which no two are alike, heads that do and do not divide; then the notebook's model on its ranks."""
-    for heads, kv, itemsize, context in ((8, 2, 4, 3100), (9, 3, 2, 500)):
+    for heads, kv, ranks, itemsize, context in ((8, 2, 2, 4, 3100), (14, 2, 3, 2, 500)):
         config = SimpleNamespace(hidden_size=1000, head_dim=96, num_heads=heads, num_kv_heads=kv, num_layers=11,
                                  intermediate_size=2900, vocab_size=5300, experts=None)
-        for shard in ShardPlan.from_config(config, 2).ranks:
-            with saying(f"{heads} query and {kv} KV heads over 2 ranks, rank {shard.rank}, {context} tokens: "):
+        for shard in ShardPlan.from_config(config, ranks).ranks:
+            with saying(f"{heads} query and {kv} KV heads over {ranks} ranks, rank {shard.rank}, {context} tokens: "):
                 _examine_bytes(attempt, config, shard, context, itemsize)
     config, dtype = setting.checkpoint.config, parse_dtype(setting.dtype)
     plan = ShardPlan.from_config(config, setting.tensor_parallel_size)
@@ -104,7 +104,7 @@ def _examine_seconds(attempt: Attempt, rank_bytes, bandwidth: float, layers: int
     elif abs(bytes_alone - longest) > 1e-6 * longest:
         near = [says for seconds, says in ways.items() if abs(bytes_alone - seconds) <= 1e-6 * seconds]
         why = f"for the bytes, without latency, it says {_plainly(bytes_alone)} where {_plainly(longest)} are right" + (
-            f": {near[0]}" * bool(near))
+            f": {near[0]}" if near else "")
     else:
         why = f"{meetings:.4g} collectives are in it: " + (
             f"there are {wanted}, two in a layer, behind attention and behind the MLP, one behind the embedding, one "

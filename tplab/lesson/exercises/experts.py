@@ -248,7 +248,7 @@ def judge_parts(parts: Sequence[Sequence[int]], there: int, name: str) -> None:
     if lost := [i for i, by in owners.items() if not by]:
         left_over = sum(map(len, parts)) == len(parts) * (there // len(parts))
         raise NotYet(f"{span(lost, name + 's' * (len(lost) > 1))} on no rank: " + (
-            "what does floor division do with a remainder?" if left_over else
+            "which rank takes what is left over?" if left_over else
             "where does each rank's part begin, and where does it end?"))
     if twice := [i for i, by in owners.items() if len(by) > 1]:
         one, other, *_ = owners[twice[0]]

@@ -61,23 +61,22 @@ def extend_cache(attempt: Attempt, setting: Setting):
     for repeats in (3, torch.tensor([1, 2])):
         cache, whole = None, [torch.randn(2, 2, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
         for start, stop in ((0, 3), (3, 4), (4, 6)):
-            found = attempt(cache, *(one[:, :, start:stop] for one in whole), repeats)
+            args = cache, *(one[:, :, start:stop] for one in whole), repeats
+            found, right = attempt(*args), patient.extend_cache(*args)
             with saying(f"{start} tokens in the cache, {stop - start} new: "):
                 *given, pair = several(found, "k, v for attention and the pair (k, v) of the cache", 3)
-                kept, stored = several(pair, "as the third the cache's pair (k, v)"), [x[:, :, :stop] for x in whole]
-                for name, one in zip("kv", kept):
-                    if isinstance(one, torch.Tensor) and one.shape[1] > 2:
-                        raise NotYet(f"the cache holds {one.shape[1]} heads of {name}, and 2 are projected: what is "
-                                     "repeated for attention is not stored")
-                each = [one.repeat_interleave(repeats, 1) for one in stored]
-                for what, values, rights in (("the cache's {}: ", kept, stored), ("{} for attention: ", given, each)):
-                    for at, (name, value, right) in enumerate(zip("kv", values, rights)):
-                        with saying(what.format(name)):
-                            tensor(value, "batch, heads, tokens, head_size", right.shape, right.dtype)
-                            agree(value, right, {
-                                "it is the other's: have k and v changed places?": rights[1 - at]},
-                                dims="batch, head, token")
-            cache = patient.extend_cache(cache, *(one[:, :, start:stop] for one in whole), repeats)[2]
+                values = [*several(pair, "as the third the cache's pair (k, v)"), *given]
+                rights = [*right[2], *right[:2]]
+                for at, what in enumerate(("the cache's k", "the cache's v", "k for attention", "v for attention")):
+                    if at < 2 and isinstance(values[at], torch.Tensor) and values[at].shape == rights[2].shape:
+                        raise NotYet(f"{what} has {values[at].shape[1]} heads, and 2 are projected: what is repeated "
+                                     "for attention is not stored")
+                    with saying(f"{what}: "):
+                        tensor(values[at], "batch, heads, tokens, head_size", rights[at].shape, rights[at].dtype)
+                        agree(values[at], rights[at], {
+                            "it is the other's: have k and v changed places?": rights[at ^ 1]},
+                            dims="sequence, head, token")
+            cache = right[2]
     return _cures(setting, "attention.extend_cache", attempt, "the text is Hugging Face's, with the cache read",
                   _tokens)
 

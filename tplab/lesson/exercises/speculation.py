@@ -147,8 +147,8 @@ class Toy(Uncopied):
         return chosen
 
     def choice(self, tokens: list[int]) -> int:
-        again = len(tokens) % 13 and len(tokens) > 3
-        return tokens[-4] if again else (tokens[-1] + sum(tokens) + len(tokens) // 7) % 5
+        again = len(tokens) % 12 and len(tokens) > 3  # so guesses of all lengths stay, and of all lengths do not
+        return tokens[-4] if again else (3 * sum(tokens) + len(tokens)) % 5
 
     def propose(self, token_ids) -> list[int]:
         self.asked.append(listed("token_ids", token_ids))
@@ -187,7 +187,7 @@ def my_speculate(attempt: Attempt, setting: Setting):
             try:
                 found = attempt(toy, toy.propose, list(ids), count)
             except NotYet:
-                _judge_calls(toy, toy.goes_on(ids, 200))
+                _judge_calls(toy, toy.goes_on(ids, 200), len(ids) + count)
                 raise
             _judge_loop(toy, right, found, ids, count)
     ckpt, size, ids = setting.checkpoint, setting.tensor_parallel_size, _ids(setting)
@@ -223,9 +223,9 @@ def _on_a_rank(function: Callable, ckpt: Checkpoint, size: int, dtype: str, ids:
         return [int(token) for token in function(step, guess, list(ids), COUNT)], len(calls)
 
 
-def _judge_calls(toy: Toy, text: list[int]) -> tuple[dict[int, int], str]:
+def _judge_calls(toy: Toy, text: list[int], total: int) -> tuple[dict[int, int], str]:
     """:class:`NotYet` unless each call goes on with the text; what was tried in vain, by position, and which call is
-    the first to begin where the cache holds a right token."""
+    the first to begin where the cache holds a right token, or when the text has all its ``total`` tokens."""
     have, rejected, again = 0, {}, ""  # how much of the text is in the cache; what else was tried at a position
     for number, (new, positions, guessed, asked) in enumerate(toy.calls, 1):
         said, first = f"call {number} ", positions[0]
@@ -240,8 +240,9 @@ def _judge_calls(toy: Toy, text: list[int]) -> tuple[dict[int, int], str]:
             raise NotYet(f"{said}begins at position {first}, and " + (
                 f"position {have} holds a guess that was rejected: its key has to be computed anew"
                 if have in rejected else f"the cache holds {have} tokens of the text: which is the next?"))
-        if first < have:
-            again = again or f": {said}begins at position {first}, and the cache holds {have} tokens of the text"
+        if not again and (have + 1 >= total or first < have):
+            again = said + ("comes when all tokens are there" if have + 1 >= total else f"begins at position {first}, "
+                            f"and the cache holds {have} tokens of the text: they stay there")
         right_ones = next((at for at, pair in enumerate(zip(new, text[first:])) if pair[0] != pair[1]), len(new))
         at = first + right_ones
         if right_ones < len(new) - guessed or stale and right_ones < len(new):
@@ -260,7 +261,7 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
     found, text = whole_numbers(found, "the new ids"), toy.goes_on(ids, count + toy.guesses + 1)
     if not toy.calls:
         raise NotYet("step is never called: whose tokens are these?")
-    rejected, again = _judge_calls(toy, text)
+    rejected, again = _judge_calls(toy, text, len(ids) + count)
     theirs = text[len(ids):len(ids) + count]
     if found[:len(ids)] == ids and len(found) == len(ids) + count:
         raise NotYet("the prompt comes back too; only the new ids are asked for")
@@ -271,15 +272,15 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
                 ": an accepted guess can be one too many" if len(found) > count else ", whichever they are"))
         raise NotYet(f"new token {same} is {found[same]}, and greedy decoding has {theirs[same]} there" + (
             f"\n{found[same]} was a guess that the model rejected" * (rejected.get(len(ids) + same) == found[same])))
-    other = next((after for before, after in pairwise([[], *toy.asked]) if len(after) <= len(before)
-                  or after != text[:len(after)]), None)
+    other = next((after for before, after in pairwise([[], *toy.asked]) if len(before) < len(ids) + count and (
+        len(after) <= len(before) or after != text[:len(after)])), None)
     if other is not None:
         raise NotYet(f"the text is right, and propose is given {len(other)} tokens, {other[:6]} …, where the text so "
                      "far must be given")
-    enough = len(right.calls)
-    if len(toy.calls) > enough + 1:  # another first step shifts what is guessed
-        raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough{again}" + (
-            f"\npropose is asked {counted(len(toy.asked), 'time')}: what is it for?"
-            if len(toy.asked) < len(toy.calls) - 1 else "\nA call gives the accepted guesses and one token more"))
     if again:
-        raise NotYet(f"the text is right, and keys that are in the cache are computed again{again}")
+        raise NotYet(f"the text is right, and {again}")
+    enough, asked = len(right.calls), f"propose is asked {counted(len(toy.asked), 'time')}"
+    if len(toy.calls) > enough:
+        raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough. " + (
+            f"{asked}: it is asked before every call, also before the first" if len(toy.asked) < len(toy.calls) else
+            "A call gives the accepted guesses and one token more"))

@@ -240,7 +240,8 @@ def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: i
         f"part {i} is this rank's own summand: it is copied out before its wait()": own[i],
         **{f"in the place of part {i}'s sum stands what part {j} makes: {why(j)}": (
             begin(sums[j]), size * begin(sums[j]), begin(own[j])) for j in others},
-        f"the sum of part {i} is in it {size} times: it is started twice": size * sums[i]},
+        f"the sum of part {i} is in it {size} times" + ": it is started twice" * (len(places) > len(sums)):
+            size * sums[i]},
         f"the sum of part {i} is wrong: which rows of the buffer does it take?", dims="row",
         parts={f"the sum of part {i}": sums[i], "this rank's own summand": own[i],
                **{f"the sum of part {j}": sums[j] for j in others if sums[j].shape == sums[i].shape}})
