@@ -78,6 +78,12 @@ def test_a_product_and_its_sum_are_timed_alone_and_in_parts():
     assert list(found) == ["product", "sum", "latency", 1, 5] and min(found.values()) > 0
 
 
+def test_over_a_link_that_needs_no_core_one_sum_comes_after_the_other():
+    found = races.linked_seconds(shared_pool(2), (1, 4))
+    assert list(found) == ["product", "latency", "transfer", 1, 4]
+    assert all(found[n] >= n * found["latency"] + found["transfer"] > 0 for n in (1, 4))
+
+
 def test_what_is_compared_is_timed_in_turn_and_not_one_after_the_other():
     def turns():
         called = []

@@ -4,6 +4,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,39 @@ def in_layers(names: Mapping[int, str], num_layers: int) -> Patch:
     return Patch(_REDUCE, reduce)
 
 
+def linked_seconds(pool: RankPool, parts: Sequence[int]) -> dict:
+    """Seconds of a product alone, and in parts beside sums over a link that needs no core: ``product``, ``latency``,
+    ``transfer``, and by number of parts. Nothing is summed up: a thread waits as long as the link would take."""
+    return pool.run(_linked, list(parts))[0]
+
+
+def _linked(parts: list[int]) -> dict:
+    if rank():
+        return {}
+    x, weight, out = torch.randn(512, 1024), torch.randn(1024, 1024), torch.empty(512, 1024)
+    product = min(_clocked(lambda: torch.mm(x, weight.T, out=out)) for _ in range(ROUNDS))
+    latency, transfer = product / 20, product
+
+    def in_parts(count):
+        sums = []
+        for rows, into in zip(x.chunk(count), out.chunk(count)):
+            torch.mm(rows, weight.T, out=into)
+            sums.append(link.submit(time.sleep, latency + transfer / count))
+        for each in sums:
+            each.result()
+
+    with ThreadPoolExecutor(1) as link:  # one sum after the other
+        turns = [{n: _clocked(lambda n=n: in_parts(n)) for n in parts} for _ in range(ROUNDS)]
+    return {"product": product, "latency": latency, "transfer": transfer, **{
+        n: min(turn[n] for turn in turns) for n in parts}}
+
+
+def _clocked(what: Callable) -> float:
+    begin = time.perf_counter()
+    what()
+    return time.perf_counter() - begin
+
+
 def overlap_seconds(pool: RankPool, tokens: int, inputs: int, outputs: int, parts: Sequence[int]) -> dict:
     """Seconds of a row-parallel product and of its sum by gloo: ``product``, ``sum``, ``latency`` (the sum of one
     number), and by number of parts with the sum of one part under way beside the product of the next."""
@@ -102,9 +136,7 @@ def seconds(timed: Mapping[object, Callable], of: Callable[[list[float]], float]
     for _ in range(ROUNDS):
         for name, what in timed.items():
             barrier()
-            begin = time.perf_counter()
-            what()
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(_clocked(what))
     return {name: of(found) for name, found in times.items()}
 
 
@@ -129,14 +161,11 @@ class PeakBytes(TorchDispatchMode):
 def layers_plain_and_scattered(ckpt: Checkpoint, layer: Callable, tokens: int, dtype: torch.dtype, pool: RankPool
                                ) -> dict[str, tuple[float, list[int]]]:
     """All layers over one prompt, the engine's own and by ``layer``, which takes what the exercise
-    ``my_sequence_parallel_layer`` takes: seconds, and on each rank the peak of bytes. And ``predicted``, for the second
-    one: the first without the norms and additions of others' rows, and with two latencies more in a layer."""
+    ``my_sequence_parallel_layer`` takes (``plain``, ``by rows``): seconds, and on each rank the peak of bytes. And the
+    seconds of the norms and additions of all rows (``row by row``) and of a latency."""
     plan = ShardPlan.from_config(ckpt.config, pool.size)
     timed, peaks = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, layer))
-    took = {name: max(one[name] for one in timed) for name in timed[0]}
-    more = 2 * ckpt.config.num_layers * took["latency"] - (1 - 1 / pool.size) * took["row by row"]
-    return {"predicted": (took["plain"] + more, []),
-            **{name: (took[name], [one[name] for one in peaks]) for name in ("plain", "by rows")}}
+    return {name: (max(one[name] for one in timed), [one[name] for one in peaks if name in one]) for name in timed[0]}
 
 
 def _through_layers(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, tokens: int, layer: Callable
