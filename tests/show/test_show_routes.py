@@ -17,7 +17,9 @@ def test_each_weight_stands_in_its_experts_row():
     figure = show.routes_figure({"layer 0": ROUTE, "layer 5": ROUTE}, WORDS, 4, "Expert 2 is asked by all")
     ax, last = figure.axes
     table = torch.tensor(ax.get_images()[0].get_array().data)
-    assert table.allclose(torch.tensor([[0.3, 0, 0.6], [0, 0, 0], [0.7, 0.9, 0.4], [0, 0.1, 0]]))
+    none = float("nan")  # what is not chosen has no colour
+    assert table.allclose(torch.tensor([[0.3, none, 0.6], [none] * 3, [0.7, 0.9, 0.4], [none, 0.1, none]]),
+                          equal_nan=True)
     assert [label.get_text() for label in last.get_xticklabels()] == ["the", "fox", "␣"]
     assert ax.get_ylabel() == "layer 0\nexpert"
     assert figure.alt_text.endswith("experts 0 to 3 in layer 0: 2, 0, 3, 1; layer 5: 2, 0, 3, 1.")

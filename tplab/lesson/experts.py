@@ -35,7 +35,7 @@ def favourites(words: Sequence[str], experts: torch.Tensor, num_experts: int, mo
     lists = []
     for expert in range(num_experts):
         own = [word for word in often if goes[word, expert] > often[word] / 2]
-        lists.append(" ".join(word.strip() for word in sorted(own, key=lambda word: -often[word])[:most]))
+        lists.append(" · ".join(word.strip() for word in sorted(own, key=lambda word: -often[word])[:most]))
     return lists
 
 
