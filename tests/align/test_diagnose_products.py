@@ -53,8 +53,10 @@ def test_what_a_wrong_op_changes_is_made_anew_and_nothing_else(run):
     case.expected(0)
     known = {name for name, rank in case.frame._values if rank == 0}
     assert {"layers.0.output", AT + "attn", AT + "q_rope", AT + "k_rope"} <= known
-    left = {name for name, rank in AlteredFrame(case, {"attn": None})._values if rank == 0}
-    assert left == known - {AT + "attn", AT + "q_rope"}
+    for on, ranks in (((), (0, 1)), ((1,), (1,))):
+        left = AlteredFrame(case.with_(ops=("q_rope",), on=on), None)._values.keys()
+        gone = {(AT + point, rank) for point in ("q_rope", "attn") for rank in ranks}
+        assert left == case.frame._values.keys() - gone
 
 
 EVERY = pytest.mark.parametrize("point", MODULES)

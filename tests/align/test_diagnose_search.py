@@ -180,6 +180,10 @@ class Ranks:
         self.held, self.tolerance, self.ops, self.point = held, tolerance, ("q",), "q"
         self.wrong_ranks = range(len(held)) if wrong_ranks is None else wrong_ranks
         self.report, self.op, self.compared, self.lost = Some(dtype=dtype), "q", None, torch.zeros(1, dtype=torch.bool)
+        self.scope, self.on, self.known, self.rows = None, (), {}, slice(None)
+
+    def with_(self, **changed):
+        return self
 
     def shard(self, name, rank):
         return self.held[rank][None]

@@ -81,8 +81,10 @@ def test_nothing_is_said_of_numbers_that_are_lost_or_of_another_shape():
 
 def unseen(name, recorded, qk_norm=False):
     layer, _, point = name.rpartition(".")
-    return Some(point=point, layer=layer, first=Some(name=name), has=lambda point: point in recorded,
-                config=config_with(num_layers=3, qk_norm=qk_norm))
+    case = object.__new__(Case)
+    case.point, case.layer, case.first, case.has = point, layer, Some(name=name), lambda point: point in recorded
+    case.config = config_with(num_layers=3, qk_norm=qk_norm)
+    return case
 
 
 @pytest.mark.parametrize("name, recorded, ops, made_from", [

@@ -264,7 +264,7 @@ def frame(points, plan=((0, 1), (2,))):
     found = object.__new__(LocalFrame)
     found.recording, found.dtype, found.ranks = Some(points=points, holders={}), F64, range(len(plan))
     found.plan = Some(ranks=[Some(q_heads=share, mlp=share, vocab=share) for share in plan])
-    found._values, found._indices = {}, {}
+    found._values, found._fixed, found._made_of, found._asked = {}, {}, {}, set()
     found.expected = lambda name, rank: torch.full((1, len(plan[rank]), 1), 10.0 + rank, dtype=F64)
     return found
 
@@ -312,7 +312,8 @@ def test_weights_have_the_runs_digits_in_the_judges_dtype(monkeypatch):
     """A checkpoint in float32 that an engine runs in bfloat16."""
     weights, reads = object.__new__(Weights), []
     third = torch.tensor([1 / 3])
-    vars(weights).update(ckpt=Some(reader=nullcontext), run_dtype=BF16, dtype=F32, parts={"w": None}, kept={})
+    vars(weights).update(ckpt=Some(reader=nullcontext), run_dtype=BF16, dtype=F32, parts={"w": None}, kept={},
+                         reader=Some(close=lambda: None))
     monkeypatch.setattr(local, "read_part", lambda part, reader: reads.append(part) or third)
     assert weights["w"].dtype is F32 and weights["w"] == third.to(BF16).float() != third
     assert weights.raw("w").dtype is BF16

@@ -37,7 +37,7 @@ def frame(points=None, tp=2, weights=None, heads=4, kv_heads=2, dim=2, **recordi
         config=config_with(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, num_layers=2, rms_norm_eps=1e-6,
                            scaling=dim ** -0.5),
         plan=Some(ranks=plan), dtype=F64, ranks=range(tp), weights=Held(weights or {}), _values={}, _once={}, _hf={},
-        _indices={}, _tables={},
+        _fixed={}, _tables={}, _made_of={}, _asked=set(),
         positions=torch.tensor([position for _, position in given["places"]], dtype=torch.long), ckpt=None)
     return found
 
@@ -211,7 +211,7 @@ def test_embeddings_of_the_rows_of_several_sequences():
 
 
 def test_indices_and_features():
-    assert columns_of([3, 0], 2) == [6, 7, 0, 1] and columns_of([], 4) == []
+    assert columns_of([3, 0], 2) == [6, 7, 0, 1] and [*columns_of((3, 4), 2)] == [6, 7, 8, 9] and columns_of([], 4) == []
     assert as_index([4, 5, 6]) == slice(4, 7) and as_index([2]) == slice(2, 3)
     assert as_index([4, 6]).tolist() == [4, 6] and as_index([5, 4]).tolist() == [5, 4]
     assert as_index([]).tolist() == [] and as_index([]).dtype == torch.long

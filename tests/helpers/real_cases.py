@@ -10,7 +10,7 @@ from helpers.sentences import hold
 from tplab.align.diagnose.case import Case
 from tplab.align.diagnose.mistakes import TABLE
 from tplab.align.gather import recorded, trace_on_rank
-from tplab.align.guilty import local_diffs
+from tplab.align.guilty import Judge, local_diffs
 from tplab.align.points import layout
 from tplab.align.recording import Shard
 from tplab.align.report import PointDiff
@@ -66,7 +66,8 @@ class RealRun:
                             origins=origins or self.recording.origins)
         computed = [list(range(len(text))) for text in self.texts] if num_keys else None
         report = Report(plan=self.plan, checkpoint=self.ckpt, recording=recording, dtype=self.dtype, decode=decode,
-                        computed=computed, ids=self.texts, op_logs=logs, guilty=[name], nan=nan)
+                        computed=computed, ids=self.texts, op_logs=logs, guilty=[name], nan=nan,
+                        local={name: Judge(recording, self.ckpt, self.plan).diff(name)})
         return Case(report, name)
 
     def changed(self, name, change):

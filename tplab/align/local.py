@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tplab.align.operations import Operations
+from tplab.align.operations import Operations, fixed
 from tplab.align.points import layout
 from tplab.align.recording import Recording, Shard
 from tplab.align.reference import hf_model, hf_trace
@@ -28,6 +28,7 @@ class Weights:
         self.ckpt, self.run_dtype, self.dtype = ckpt, run_dtype, dtype
         self.parts = tensor_parts(ckpt.config, ckpt.tensors)
         self.kept: dict[str, torch.Tensor] = {}
+        self.reader = ckpt.reader()
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts
@@ -39,8 +40,7 @@ class Weights:
 
     def raw(self, name: str) -> torch.Tensor:
         """The tensor in the run's dtype, not kept."""
-        with self.ckpt.reader() as reader:
-            return read_part(self.parts[name], reader).to(self.run_dtype)
+        return read_part(self.parts[name], self.reader).to(self.run_dtype)
 
     def scales(self, name: str) -> torch.Tensor | None:
         """The scale of each number of a quantised tensor; None for others."""
@@ -48,11 +48,12 @@ class Weights:
         scale = self.ckpt.tensors[part.tensor].scale
         if scale is None or part.shape != self.ckpt.tensors[part.tensor].shape:
             return None
-        with self.ckpt.reader() as reader:
-            return reader.scales_of(part.tensor).to(self.dtype)
+        return self.reader.scales_of(part.tensor).to(self.dtype)
 
     def drop(self) -> None:
         self.kept.clear()
+        self.reader.close()
+        self.reader = self.ckpt.reader()
 
 
 class LocalFrame(Operations):
@@ -68,7 +69,9 @@ class LocalFrame(Operations):
         self.ranks = range(recording.world_size)
         self.positions = torch.tensor([position for _, position in recording.places], dtype=torch.long)
         self._values: dict[tuple[str, int], torch.Tensor] = {}
-        self._indices: dict[tuple[str, int], Sequence[int]] = {}
+        self._made_of: dict[tuple[str, int], set[tuple[str, int]]] = {}  # value → those that were asked for to make it
+        self._asked: set[tuple[str, int]] = set()  # by the value that is being made
+        self._fixed: dict[tuple, object] = {}
         self._once: dict[tuple, tuple] = {}
         self._hf: dict[int, dict[str, torch.Tensor]] = {}
         self._tables: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -80,14 +83,15 @@ class LocalFrame(Operations):
         """A point's recorded shard on a rank."""
         return self.recording.points.get(name, [None] * len(self.ranks))[rank]
 
+    @fixed
+    def seen(self, name: str) -> bool:
+        """Whether a point was recorded on any rank."""
+        return any(self.recording.points.get(name, ()))
+
+    @fixed
     def indices(self, name: str, rank: int) -> Sequence[int]:
         """The global heads, columns or vocabulary rows that a rank holds of a point: as recorded at this point or at
         another point of the layer with the same layout, else by the plan."""
-        if (name, rank) not in self._indices:
-            self._indices[name, rank] = self._find_indices(name, rank)
-        return self._indices[name, rank]
-
-    def _find_indices(self, name: str, rank: int) -> Sequence[int]:
         at, _, point = name.rpartition(".")
         how = layout(name)
         alike = [point, *(p for p in _ALIKE.get(how, ()) if p != point)]
@@ -106,14 +110,19 @@ class LocalFrame(Operations):
     def value(self, name: str, rank: int) -> torch.Tensor:
         """The engine's value at a point: recorded, or computed from its values before it."""
         key = name, rank
+        self._asked.add(key)
         if key not in self._values:
-            self._values[key] = self._value(name, rank)
+            outer, self._asked = self._asked, set()
+            self._values[key], self._made_of[key] = self._value(name, rank), self._asked
+            self._asked = outer
         return self._values[key]
 
     def _value(self, name: str, rank: int) -> torch.Tensor:
-        held = [self.shard(name, r) for r in self.ranks]
+        if not self.seen(name):
+            return self.expected(name, rank)
+        held = self.recording.points[name]
         if layout(name) == "replicated":
-            if held[rank] is None and any(held):  # a missing rank is assumed to hold the others' value
+            if held[rank] is None:  # a missing rank is assumed to hold the others' value
                 return self.value(name, next(r for r in self.ranks if held[r] is not None))
             for r in range(rank if held[rank] is not None else 0):  # the same bits are one tensor, judged once
                 if held[r] is not None and (held[r] is held[rank] or torch.equal(held[r].tensor, held[rank].tensor)):
@@ -154,6 +163,7 @@ class LocalFrame(Operations):
 
     def _forget(self, but: str) -> None:
         self._values = {key: value for key, value in self._values.items() if key[0] == but}
+        self._made_of, self._asked = {}, set()
         self._once.clear()
         self.weights.drop()
 

@@ -4,7 +4,7 @@ Each parameter's default is its right value. A mistake is a call with one of the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import groupby
 from typing import NamedTuple
 
@@ -35,6 +35,17 @@ def causal(query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor) -> torch.
     return key <= query
 
 
+def fixed(method: Callable) -> Callable:
+    """A method of a frame whose answer no value of a point can change: each is worked out once."""
+    @wraps(method)
+    def asked(self, *about):
+        key = method, *about
+        if key not in self._fixed:
+            self._fixed[key] = method(self, *about)
+        return self._fixed[key]
+    return asked
+
+
 class Operations(ExpertOperations):
     """The operations of :class:`tplab.align.local.LocalFrame`. ``op(at, point, rank)`` makes the point ``at + point``,
     where ``at`` is ``"layers.3."``, or ``""`` at the ends of the model; :meth:`make` finds the op.
@@ -45,6 +56,7 @@ class Operations(ExpertOperations):
         at, _, point = name.rpartition(".")
         return getattr(self, POINTS[point].op)(f"{at}." if at else "", point, rank, **changed)
 
+    @fixed
     def module(self, at: str, point: str) -> str:
         """The checkpoint's name of the module behind a point."""
         name = POINTS[point].module
@@ -57,11 +69,15 @@ class Operations(ExpertOperations):
         layer = int(at.split(".")[1]) if at else self.config.num_layers
         return f"layers.{layer - 1}.output" if layer else "embed"
 
+    @fixed
+    def sources(self, at: str, point: str) -> list[str]:
+        """The points from which another one is made."""
+        return [self.before(at) if source == "before" else at + source for source in made_from(at + point, self.config)]
+
     def given(self, at: str, point: str, rank: int) -> torch.Tensor:
         """The input of an operation that has one."""
-        source = made_from(at + point, self.config)[0]
-        name = self.before(at) if source == "before" else at + source
-        if POINTS[point].op in ("norm", "rope") and layout(source if source != "before" else point) != "replicated":
+        name = self.sources(at, point)[0]
+        if POINTS[point].op in ("norm", "rope") and layout(point) != "replicated":
             return self.parts_of(name, rank, self.indices(at + point, rank))
         return self.value(name, rank)
 
@@ -91,7 +107,7 @@ class Operations(ExpertOperations):
         over = None
         if x is None and layout(point) != "replicated" and self.config.full_width_qk_norm:
             heads = range(self.config.num_heads if point == "q_norm" else self.config.num_kv_heads)
-            over = self.parts_of(at + made_from(at + point, self.config)[0], rank, heads)
+            over = self.parts_of(self.sources(at, point)[0], rank, heads)
         x = self.given(at, point, rank) if x is None else x
         weight = self.norm_weight(at, point, rank) if weight is None else weight
         if over is not None:
@@ -114,6 +130,11 @@ class Operations(ExpertOperations):
         name = POINTS[point].made_from[0] if layout(point) == "partial" else point
         return columns_of(self.indices(at + name, rank), self.config.head_dim if "heads" in layout(name) else 1)
 
+    @fixed
+    def part(self, at: str, point: str, rank: int) -> slice | torch.Tensor:
+        """:meth:`features` as something to index with."""
+        return as_index(self.features(at, point, rank))
+
     def matrix(self, at: str, point: str) -> torch.Tensor:
         """The weight behind a point, ``[out, in]``."""
         if point == "logits":
@@ -133,16 +154,23 @@ class Operations(ExpertOperations):
         x = self.given(at, point, rank) if x is None else x
         if layout(point) == "partial":
             weight = self.matrix(at, point) if weight is None else weight
-            part = as_index(self.features(at, point, rank) if features is None else features)
-            y = self._shared(f"{at}{point} {part}", lambda x, w: F.linear(x.flatten(1), w[:, part]), x, weight)
+            if features is None:
+                y = self.product(at, point, rank, x, weight)
+            else:
+                y = F.linear(x.flatten(1), weight[:, as_index(features)])
             share = self.bias_shares(at, point, rank).get(rank, 0.0)
             bias = self.vector(at, point) if bias is None else bias
             return y + share * bias if share else y
-        rows = as_index(self.features(at, point, rank) if features is None else features)
+        rows = self.part(at, point, rank) if features is None else as_index(features)
         weight = (self.matrix(at, point) if weight is None else weight)[rows]
         bias = self.vector(at, point) if bias is None else bias
         y = F.linear(x.flatten(1), weight, bias[rows] if isinstance(bias, torch.Tensor) else None)
         return y.unflatten(1, (-1, self.config.head_dim)) if "heads" in layout(point) else y
+
+    def product(self, at: str, point: str, rank: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A rank's summand of a row-parallel product, without a bias."""
+        return self._shared(f"{at}{point} {rank}", lambda x, weight: F.linear(
+            x.flatten(1), weight[:, self.part(at, point, rank)]), x, weight)
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
@@ -240,11 +268,13 @@ class Operations(ExpertOperations):
         return self._keys(number, name, self.parts_of(name, rank, heads), heads)
 
     def _keys(self, number: int, name: str, computed: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        rows = self.key_rows[number]
-        found, lost = computed[rows.clamp(min=0)], rows < 0
-        if lost.any():
-            found[lost] = self._hf_points(number)[name][:len(rows)][lost][:, list(heads)].to(self.dtype)
-        return found
+        def gathered(computed):
+            rows = self.key_rows[number]
+            found, lost = computed[rows.clamp(min=0)], rows < 0
+            if lost.any():
+                found[lost] = self._hf_points(number)[name][:len(rows)][lost][:, list(heads)].to(self.dtype)
+            return found
+        return self._shared(f"{name} {number} {heads}", gathered, computed)
 
     def sequences(self, at: str, rank: int, heads: Sequence[int]) -> Iterator[Attended]:
         """Attention's inputs, sequence by sequence, with the keys and values of these KV heads."""
@@ -256,7 +286,7 @@ class Operations(ExpertOperations):
                 yield Attended(number, rows, self.positions[rows], self.num_keys[rows], q[rows], *(
                     self._keys(number, name, x, heads) for name, x in zip(names, computed)))
 
-    @property
+    @cached_property
     def kv_heads(self) -> list[int]:
         """The KV head that each query head of the model reads."""
         return [head // (self.config.num_heads // self.config.num_kv_heads) for head in range(self.config.num_heads)]
@@ -309,6 +339,7 @@ class Operations(ExpertOperations):
 
     # The two row-parallel layers, behind their products.
 
+    @fixed
     def summands(self, at: str, partial: str, rank: int) -> list[int]:
         """The ranks whose summands make up ``rank``'s sum: itself if it holds all columns, else every rank with columns
         that no rank before it has."""
@@ -331,13 +362,11 @@ class Operations(ExpertOperations):
         if bias is None:
             return dict.fromkeys(ranks, 0.0)
         default = {r: float(r == ranks[0]) for r in ranks}
-        if any(self.shard(at + partial, r) is None for r in ranks):
+        if not self.seen(at + partial) or any(self.shard(at + partial, r) is None for r in ranks):
             return default
         found = {}
         for r in ranks:
-            columns = as_index(self.features(at, partial, r))
-            own = self._shared(f"{at}{partial} {columns}", lambda x, weight, columns=columns: F.linear(
-                x.flatten(1), weight[:, columns]), self.given(at, partial, r), self.matrix(at, partial))
+            own = self.product(at, partial, r, self.given(at, partial, r), self.matrix(at, partial))
             times = (((self.value(at + partial, r) - own) @ bias) / (bias @ bias)).nanmedian().item()
             found[r] = min((0.0, 1.0, 1 / len(ranks)), key=lambda share: abs(share - times))
             if not abs(found[r] - times) < 0.1 / len(ranks):
@@ -346,23 +375,21 @@ class Operations(ExpertOperations):
 
     def reduce(self, at: str, point: str, rank: int) -> torch.Tensor:
         """The sum of the ranks' summands, and the bias if no summand has it."""
-        partial, = made_from(at + point, self.config)
-        shares, bias = self.bias_shares(at, partial, rank), self.vector(at, point)
+        name, = self.sources(at, point)
+        shares, bias = self.bias_shares(at, name[len(at):], rank), self.vector(at, point)
 
         def total(*summands):
             whole = sum(summands[1:], summands[0])
             return whole + bias if bias is not None and not sum(shares.values()) else whole
-        return self._shared(f"{at}{point} sum", total, *(self.value(at + partial, r) for r in shares))
+        return self._shared(f"{at}{point} sum", total, *(self.value(name, r) for r in shares))
 
     # Where streams meet.
 
     def add(self, at: str, point: str, rank: int, *, times: float | None = None) -> torch.Tensor:
         """The residual stream plus a sublayer's output, times the model's multiplier or another one."""
         times = self.config.residual_multiplier if times is None else times
-        stream, branch = made_from(at + point, self.config)
-        name = self.before(at) if stream == "before" else at + stream
-        return self._shared(f"{at}{point} {times}", lambda x, y: x + y * times, self.value(name, rank),
-                            self.value(at + branch, rank))
+        return self._shared(f"{at}{point} {times}", lambda x, y: x + y * times, *(
+            self.value(name, rank) for name in self.sources(at, point)))
 
     def gated(self, at: str, point: str, rank: int, *, act: Callable | None = None) -> torch.Tensor:
         """``act(gate, up)``."""
@@ -381,10 +408,10 @@ def call_by_call(one: Attended, longest: torch.Tensor | None) -> Iterator[Attend
                            v=one.v[seen])
 
 
-def columns_of(items: Sequence[int], size: int) -> list[int]:
+def columns_of(items: Sequence[int], size: int) -> Sequence[int]:
     """The features of heads (or of other items) that have ``size`` each."""
     if _in_a_row(items):
-        return list(range(items[0] * size, (items[-1] + 1) * size))
+        return range(items[0] * size, (items[-1] + 1) * size)
     return [item * size + j for item in items for j in range(size)]
 
 
@@ -396,4 +423,5 @@ def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
 
 
 def _in_a_row(indices: Sequence[int]) -> bool:
-    return len(indices) > 0 and list(indices) == list(range(indices[0], indices[0] + len(indices)))
+    row = range(indices[0], indices[0] + len(indices)) if len(indices) else ()
+    return len(indices) > 0 and (indices == row if isinstance(indices, range) else list(indices) == list(row))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from tplab.align.diagnose.altered import IMPOSSIBLE, At, coarser, distance, in_calls, rounded
+from tplab.align.diagnose.altered import IMPOSSIBLE, At, by_row, coarser, in_calls, rounded
 from tplab.align.diagnose.table import Family, Mistake
 from tplab.align.points import POINTS
 
@@ -20,11 +20,11 @@ def _shifts(name: str, when: Callable) -> Mistake:
 
 
 def _in_digits_of(at: At, dtype: torch.dtype) -> torch.Tensor:
-    """What the rank holds, if every number of it is one of this dtype's, and right as far as the dtype goes."""
-    held, some = at.held(), at.case.looked_at(at.held())
-    fits = torch.equal(rounded(some, dtype), some) and some.any() and (
-        distance(some, at.case.looked_at(at.expected())) < 4 * torch.finfo(dtype).eps)
-    return held if fits else torch.full_like(held, IMPOSSIBLE)
+    """The rows that the rank holds, if every number is one of this dtype's, and right as far as the dtype goes."""
+    held = at.held()
+    off, scale = by_row(held, at.expected())
+    fits = (rounded(held, dtype) == held).flatten(1).all(1) & (off < 4 * torch.finfo(dtype).eps * scale)
+    return torch.where(fits.view(-1, *[1] * (held.dim() - 1)), held, IMPOSSIBLE)
 
 
 FEW_DIGITS = Mistake(

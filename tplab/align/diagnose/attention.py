@@ -11,7 +11,7 @@ from tplab.align.diagnose import steps
 from tplab.align.diagnose.altered import At, coarser, distance, in_calls, several_ranks
 from tplab.align.diagnose.cache_rows import stale_rows
 from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.table import Family, Mistake, procedure
+from tplab.align.diagnose.table import Changed, Family, Mistake, procedure
 from tplab.align.operations import Attended
 
 # What is read: scales, windows, heads.
@@ -282,7 +282,7 @@ OVER_QUERIES = _weighed("softmax_dim", "The softmax was taken over the queries; 
 def _filled_up(*mistakes: Mistake) -> Family:
     """The same where the keys of a decode step's sequences are filled up to the longest's with their newest."""
     def other(one: Mistake) -> Mistake:
-        return replace(one, change=lambda at, *value: one.changed(*value)(at) | {"longest": at.case.beside[:, 1]},
+        return replace(one, change=lambda at, *value: Changed(one, *value)(at) | {"longest": at.case.beside[:, 1]},
                        rows=None, when=lambda case: one.when(case) and bool(case.beside.any()))
     return Family("attn", *map(other, mistakes), last=True)
 

@@ -79,9 +79,18 @@ class _Cache:
         if len(free) > along.shape[1] // 2:
             return float("inf"), free, along[:, 0]  # with such shares anything could come out
         gone = self.held[query] - base
-        shares = torch.linalg.lstsq(along, gone[..., None]).solution[..., 0].clamp(0, 1)
+        shares = torch.linalg.lstsq(along, gone[..., None]).solution[..., 0].clamp(0, 1) if len(free) else along[:, 0]
         off = (gone - (along @ shares[..., None])[..., 0]).abs().max() / self.held[query].abs().max().clamp(min=1e-30)
         return off.item(), free, shares / (1 - shares.sum(1, keepdim=True)).clamp(min=1e-300) * total
+
+    def _left(self, queries: list[int]) -> float:
+        """How far the cache is from explaining these queries; of one that it does not explain no more is said."""
+        off = 0.0
+        for query in queries:
+            off = max(off, self._explained(query)[0])
+            if off > self.tolerance:
+                break
+        return off
 
     def unexplained(self, queries: list[int]) -> list[int]:
         """The queries that the cache as it is does not explain."""
@@ -124,7 +133,7 @@ class _Cache:
             for row in (row for row in range(self.sees[wrong[-1]]) if row not in self.changed):
                 for key, value, says in contents(row, wrong):
                     with self._holding(row, key, value):
-                        off = max(self._explained(query)[0] for query in wrong)
+                        off = self._left(wrong)
                     if off <= self.tolerance:
                         fits.append((int(self.trusted[row]), off, row, key, value, says))
                         break

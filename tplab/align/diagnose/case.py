@@ -1,7 +1,7 @@
 """What the diagnosis looks at: the tensors around a guilty point, and how well a guess fits."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 from tplab.align.floors import SHORT, relative_floor
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge
-from tplab.align.points import layout, made_from
+from tplab.align.points import inputs, layout, made_from
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport
 from tplab.checks import spans
@@ -94,6 +94,7 @@ class Case:
         self.compared: torch.Tensor | None = None  # the rows that are to be explained; None: all
         self.judge.enter(name)
         self.frame = self.judge.frame
+        self.known: dict = {}  # what was found of all that differ in `ops`, `on`, `scope` and `compared`
         # What the rows of the tensors stand for: all tokens, unless the decode path was aligned.
         self.places = self.recording.logit_places if name == "logits" else self.recording.places
         self.sequences, self.positions = torch.tensor(self.places).T
@@ -130,7 +131,29 @@ class Case:
 
     def expected(self, rank: int) -> torch.Tensor:
         """What a rank should have at this case's point, given what it had before."""
-        return self.frame.expected(self.first.name, rank)
+        return self.once(("expected", rank), lambda: self.frame.expected(self.first.name, rank))
+
+    def once(self, key: tuple, make: Callable):
+        """``make()``, worked out once for all cases that differ in nothing but what :meth:`with_` changes."""
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def made(self, op: str, rank: int) -> torch.Tensor:
+        """What an operation on the way to this case's point makes, if it is right."""
+        return self.expected(rank) if op == self.point else self.shard(op, rank)
+
+    @cached_property
+    def way(self) -> tuple[str, ...]:
+        """The point's own operation and those before it whose points were not recorded: any of them may be wrong."""
+        ops, unseen = [self.point], [self.first.name]
+        while unseen:
+            for name in inputs(unseen.pop(), self.config):
+                layer, _, point = name.rpartition(".")
+                if layer == self.layer and point not in ops and not self.has(point):
+                    ops.append(point)
+                    unseen.append(name)
+        return tuple(ops)
 
     def ours(self, name: str) -> torch.Tensor:
         """The engine's tensor, whole."""
@@ -169,9 +192,21 @@ class Case:
         """The same case with some attributes changed: ``ops`` and ``on``, the operations and ranks that are to be taken
         for wrong; ``scope``, the rows in which they are; ``compared``, the rows that are to be explained."""
         other = copy.copy(self)
-        once = {name: getattr(self, name) for name in ("tolerance", "wrong_ranks", "lost")}
+        once = {name: getattr(self, name) for name in ("tolerance", "wrong_ranks", "lost", "way")}
         vars(other).update(**once, **changed)
+        for name in ("rows", "shown"):
+            vars(other).pop(name, None)
         return other
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The rows that are to be explained, ``[rows]`` boolean."""
+        return self.all_or(self.compared) & ~self.lost
+
+    @cached_property
+    def shown(self) -> torch.Tensor:
+        """Those of them in which the operations are to be taken for wrong."""
+        return self.rows & self.all_or(self.scope)
 
     def all_or(self, rows: torch.Tensor | None) -> torch.Tensor:
         """``rows``, or all of them."""
@@ -243,7 +278,7 @@ class Case:
     @cached_property
     def wrong_ranks(self) -> tuple[int, ...]:
         """The ranks that hold something else than they should."""
-        return self.judge.diff(self.first.name).guilty
+        return self.report.local[self.first.name].guilty
 
     @cached_property
     def tolerance(self) -> float:

@@ -22,6 +22,7 @@ from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
 
+@torch.inference_mode()
 def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     """Name the bug behind a report's first divergence, or behind the error in which a run ended.
 
@@ -50,6 +51,7 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
 MISPLACED = ("row_order",)
 
 
+@torch.inference_mode()
 def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong.
 

@@ -82,8 +82,10 @@ def _before_and_after(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def own_frequencies(case: Case) -> torch.Tensor:
     """The checkpoint's own frequencies, ``[head_dim / 2]``."""
-    cos, sin = (table[0, 0].double() for table in unaltered(case, 0).rotary(torch.tensor([1])).values())
-    return torch.atan2(sin, cos)[:case.turned // 2]
+    def read() -> torch.Tensor:
+        cos, sin = (table[0, 0].double() for table in unaltered(case, 0).rotary(torch.tensor([1])).values())
+        return torch.atan2(sin, cos)[:case.turned // 2]
+    return case.once(("frequencies",), read)
 
 
 def own_factor(case: Case) -> float:

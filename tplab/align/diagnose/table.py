@@ -7,6 +7,7 @@ diagnosis. Others that fit and have a name are its lookalikes. So what fits litt
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ COST = "cost"  # asked with an AlignReport whose numbers are all right
 ERROR = "error"  # asked with the error in which a run ended
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mistake:
     """One way in which an operation can be wrong."""
 
@@ -34,17 +35,23 @@ class Mistake:
     all_ranks: bool = False  # whether it must fit the ranks that are right, too: what they hold tells such rules apart
     alike: tuple[str, ...] = ()  # names that leave the same numbers
 
-    def changed(self, value=None):
-        """The change, as :mod:`tplab.align.diagnose.altered` takes it."""
-        if not callable(self.change):
-            return lambda at: self.change
-        return self.change if value is None else lambda at: self.change(at, value)
-
     def candidates(self, case: Case) -> Mapping:
         """The values to be tried, with their texts."""
         if self.values is None:
             return {} if self.fit else {None: ""}
         return self.values(case) if callable(self.values) else self.values
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A mistake with one of its values, as :mod:`tplab.align.diagnose.altered` takes it."""
+
+    mistake: Mistake
+    value: object = None
+
+    def __call__(self, at):
+        change = self.mistake.change
+        return change if not callable(change) else change(at) if self.value is None else change(at, self.value)
 
 
 class Family:
@@ -69,13 +76,13 @@ class Family:
                 able.append((one, about))
                 ranks = [rank for rank in case.frame.ranks if case.has(case.point, rank)] if one.all_ranks else None
                 for value, text in one.candidates(case).items():
-                    if (gap := misfit(about, one.changed(value), ranks)) <= case.tolerance:
+                    if (gap := misfit(about, Changed(one, value), ranks)) <= case.tolerance:
                         found.append((gap, one, value, text))
         if found:
             _, one, value, text = min(found, key=lambda each: each[0])
             return said(case, one, value, text)
         for one, about in able:
-            if one.fit and (value := fitted(about, one.changed, *one.fit(case))) is not None:
+            if one.fit and (value := fitted(about, partial(Changed, one), *one.fit(case))) is not None:
                 return said(case, one, value, "")
         return None
 
