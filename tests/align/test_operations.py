@@ -211,7 +211,8 @@ def test_embeddings_of_the_rows_of_several_sequences():
 
 
 def test_indices_and_features():
-    assert columns_of([3, 0], 2) == [6, 7, 0, 1] and [*columns_of((3, 4), 2)] == [6, 7, 8, 9] and columns_of([], 4) == []
+    assert columns_of([3, 0], 2) == [6, 7, 0, 1] and [*columns_of((3, 4), 2)] == [6, 7, 8, 9]
+    assert columns_of([], 4) == []
     assert as_index([4, 5, 6]) == slice(4, 7) and as_index([2]) == slice(2, 3)
     assert as_index([4, 6]).tolist() == [4, 6] and as_index([5, 4]).tolist() == [5, 4]
     assert as_index([]).tolist() == [] and as_index([]).dtype == torch.long

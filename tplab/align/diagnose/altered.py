@@ -215,7 +215,7 @@ def gap(case: Case, change: Change, rank: int, roughly: bool = False) -> float:
     if roughly and (far := known.get((key, "far"))) is not None and case.shown[far]:
         return IMPOSSIBLE
     if key not in known:
-        about = case.with_(scope=None) if apart else case
+        about = case.with_(scope=None) if apart and case.scope is not None else case
         frame = AlteredFrame(about, change)
         if roughly and (far := _far_off(case, frame, rank)) is not None:
             known[key, "far"] = far
