@@ -1,7 +1,6 @@
 """What the search cuts short: it says the same as if every guess were made anew, whole, and measured to the end."""
 
 import pytest
-import torch
 from helpers.real_cases import AT, RealRun
 
 from tplab.align.diagnose.altered import AlteredFrame, At, by_row, compound, misfit

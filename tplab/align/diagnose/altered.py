@@ -50,7 +50,9 @@ class At:
 
     def expected(self, point: str | None = None) -> torch.Tensor:
         """What a point's own operation, a right one, makes of what this rank had before it."""
-        return self.frame.make(self.full(point), self.rank) if point else self.case.made(self.op, self.rank)
+        if point:
+            return self.frame.make(self.full(point), self.rank)
+        return self.case.expected(self.rank) if self.op == self.case.point else self.held()
 
     def make(self, point: str | None = None, **changed) -> torch.Tensor:
         """The same with some of its parameters changed."""

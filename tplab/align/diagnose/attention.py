@@ -61,14 +61,6 @@ def _other_windows(case: Case) -> dict[int, str]:
             for size in {0, *(size or 0 for size in case.config.windows)} - {_window(case)}}
 
 
-def _sinks(case: Case) -> bool:
-    return case.config.sinks
-
-
-def _capped(case: Case) -> bool:
-    return case.config.attn_logit_softcapping is not None
-
-
 def _unscaled(at: At, value: tuple) -> dict:
     """Keys and values stored as ``x / scale``, and read without it."""
     scale, dtype, which = value
@@ -106,12 +98,6 @@ def _exchanged(at: At) -> dict:
         return every[:, [list(heads).index(head) for head in needed]]
     turned = {} if at.case.has("k_rope") else {"keys": lambda one: _turned_values(at, one)}
     return {"values": raw_keys} | turned
-
-
-def _whole_pass(case: Case) -> bool:
-    """Before the rotation, keys of a cache are nowhere: for passes that compute all that they look at."""
-    rows = case.sequences.bincount()[case.sequences]
-    return not case.config.qk_norm and torch.equal(case.num_keys, rows)
 
 
 def _flattened(at: At) -> torch.Tensor:
@@ -322,19 +308,21 @@ ATTENTION = (
     Family("attn", Mistake(
         "sinks_of_rank_0", "Each rank's heads have the sinks of the model's first heads: all were read, and not cut.",
         lambda at: {"sinks": at.frame.weights[f"model.{at.layer}self_attn.sinks"][:len(at.indices("attn"))]},
-        when=_sinks), Mistake(
+        when=lambda case: case.config.sinks), Mistake(
         "sinks_once_per_rank", "Each head's sink counts {tp} times, once for each rank.",
         lambda at: {"sinks": at.frame.sinks(at.layer, at.rank) + math.log(at.case.recording.world_size)},
-        when=lambda case: _sinks(case) and several_ranks(case)), Mistake(
+        when=lambda case: case.config.sinks and several_ranks(case)), Mistake(
         "sinks_missing", "The heads' sinks take no part in the softmax.",
-        lambda at: {"sinks": torch.full_like(at.frame.sinks(at.layer, at.rank), float("-inf"))}, when=_sinks)),
+        lambda at: {"sinks": torch.full_like(at.frame.sinks(at.layer, at.rank), float("-inf"))},
+        when=lambda case: case.config.sinks)),
     Family("attn", Mistake(
         "capped_after_mask", "Scores were capped after they were masked: what is hidden has minus {c."
         "attn_logit_softcapping:g} for a score, not minus infinity.", lambda at: {
             "cap": 0, "weigh": lambda scores, visible: softmax(soft_cap(
-                _masked(scores, visible), at.case.config.attn_logit_softcapping))}, when=_capped), Mistake(
+                _masked(scores, visible), at.case.config.attn_logit_softcapping))},
+        when=lambda case: case.config.attn_logit_softcapping), Mistake(
         "scores_uncapped", "Scores are not capped; this model keeps them within {c.attn_logit_softcapping:g}.",
-        {"cap": 0}, when=_capped)),
+        {"cap": 0}, when=lambda case: case.config.attn_logit_softcapping)),
     Family("attn", *MISUSED),
     _filled_up(NO_MASK, NEXT_TOO, *MISUSED, OVER_QUERIES),
     Family("attn", _weighed("softmax_missing", "Queries, keys and values are right; the scores were taken for weights: "
@@ -352,7 +340,9 @@ ATTENTION = (
     Family(("k_rope", "attn"), Mistake(
         "qkv_order", "Keys and values change places behind the projection: what attention takes for keys are the "
         "rotated values, and it hands on the keys. Is the fused output split as q | k | v?", _exchanged,
-        when=_whole_pass)),
+        # Before the rotation, keys of a cache are nowhere: for passes that compute all that they look at.
+        when=lambda case: not case.config.qk_norm and torch.equal(case.num_keys, case.sequences.bincount()[
+            case.sequences]))),
     Family("attn", Mistake(
         "cross_sequence_attention", "Each token sees everything before it in the batch, other sequences included: they "
         "were laid behind each other under one causal mask.", _flattened,

@@ -83,15 +83,6 @@ class _Cache:
         off = (gone - (along @ shares[..., None])[..., 0]).abs().max() / self.held[query].abs().max().clamp(min=1e-30)
         return off.item(), free, shares / (1 - shares.sum(1, keepdim=True)).clamp(min=1e-300) * total
 
-    def _left(self, queries: list[int]) -> float:
-        """How far the cache is from explaining these queries; of one that it does not explain no more is said."""
-        off = 0.0
-        for query in queries:
-            off = max(off, self._explained(query)[0])
-            if off > self.tolerance:
-                break
-        return off
-
     def unexplained(self, queries: list[int]) -> list[int]:
         """The queries that the cache as it is does not explain."""
         wrong = [query for query in queries if not self._explained(query)[0] <= self.tolerance]
@@ -133,10 +124,10 @@ class _Cache:
             for row in (row for row in range(self.sees[wrong[-1]]) if row not in self.changed):
                 for key, value, says in contents(row, wrong):
                     with self._holding(row, key, value):
-                        off = self._left(wrong)
-                    if off <= self.tolerance:
-                        fits.append((int(self.trusted[row]), off, row, key, value, says))
-                        break
+                        if all(self._explained(query)[0] <= self.tolerance for query in wrong):
+                            off = max(self._explained(query)[0] for query in wrong)
+                            fits.append((int(self.trusted[row]), off, row, key, value, says))
+                            break
             if contents == self._of_no_token:  # rows that others read rightly before are less likely to be the one
                 fits = [fit for fit in fits if fit[0] == min(fit[0] for fit in fits)]
             if fits and (contents == self._of_tokens or len(fits) == 1):

@@ -139,10 +139,6 @@ class Case:
             self.known[key] = make()
         return self.known[key]
 
-    def made(self, op: str, rank: int) -> torch.Tensor:
-        """What an operation on the way to this case's point makes, if it is right."""
-        return self.expected(rank) if op == self.point else self.shard(op, rank)
-
     @cached_property
     def way(self) -> tuple[str, ...]:
         """The point's own operation and those before it whose points were not recorded: any of them may be wrong."""

@@ -63,17 +63,9 @@ def _scales(case: Case) -> dict[float, str]:
 
 # The head.
 
-def _positive(case: Case) -> bool:
-    return multiple(case) > 0
-
-
 def _caps(case: Case) -> tuple[float, float]:
     at = unaltered(case, case.wrong_ranks[0])
     return at.held().abs().max().item() * 1.0001, at.expected().abs().max().item() * 100
-
-
-def _capped(case: Case) -> bool:
-    return case.config.final_logit_softcapping is not None
 
 
 @procedure("logits", names="vocab_rows_missing")
@@ -135,9 +127,10 @@ ENDS = (
         numbers="times")),
     Family("logits", Mistake(
         "logits_capped_twice", "The logits are right, and then capped again: to within {c.final_logit_softcapping:g}.",
-        lambda at: soft_cap(at.expected(), at.case.config.final_logit_softcapping), when=_capped), Mistake(
+        lambda at: soft_cap(at.expected(), at.case.config.final_logit_softcapping),
+        when=lambda case: case.config.final_logit_softcapping), Mistake(
         "logits_uncapped", "The logits are not capped; this model keeps them within {c.final_logit_softcapping:g}.",
-        {"cap": 0}, when=_capped)),
+        {"cap": 0}, when=lambda case: case.config.final_logit_softcapping)),
     Family("logits", Mistake(
         "head_tied", "The logits were made with the embedding as the head; this checkpoint has an lm_head.weight of "
         "its own, and does not tie them.", lambda at: {"weight": at.frame.weights.raw(EMBEDDING)},
@@ -146,9 +139,9 @@ ENDS = (
     Family("logits", _empty("tie_ignored", True, " This model ties it to the embedding."),
            _empty("weight_not_loaded", False)),
     Family("logits", Mistake("logits_scale", "The logits are {value:.6g} times the right ones.", _times,
-                             lambda case: {multiple(case): ""}, numbers="times", when=_positive),
+                             lambda case: {multiple(case): ""} if multiple(case) > 0 else {}, numbers="times"),
            Mistake("logits_softcap", "The logits are c × tanh(logits / c) with c = {value:.3g}; this model does not "
                    "cap them.", lambda at, cap: soft_cap(at.expected(), cap), fit=_caps, numbers="cap",
-                   when=_positive)),
+                   when=lambda case: multiple(case) > 0)),
     unrelated_head,
 )

@@ -228,20 +228,12 @@ def _paired(neighbours: bool) -> Callable:
     return change
 
 
-def _tables(says: str, change: Callable, **more) -> Mistake:
-    """Other tables: ``change(cos, sin)``, each ``[1, rows, angles]`` as the model has them."""
+def _tables(says: str, change: Callable, twice: bool = False) -> Mistake:
+    """Other tables: ``change(cos, sin)``, each ``[1, rows, angles]`` as the model has them; ``twice``: only where they
+    hold each angle twice (gpt-oss's hold it once)."""
     return Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: " + says + ".",
-                   lambda at: dict(zip(("cos", "sin"), change(*at.rotary().values()))), **more)
-
-
-def _for_both_halves(case: Case) -> bool:
-    """Whether the tables hold each angle twice (gpt-oss's hold it once)."""
-    return case.times_in_tables == 2
-
-
-def _mirrored(sin: torch.Tensor) -> torch.Tensor:
-    first, second = sin.chunk(2, -1)
-    return torch.cat([-first, second], -1)
+                   lambda at: dict(zip(("cos", "sin"), change(*at.rotary().values()))),
+                   when=lambda case: not twice or case.times_in_tables == 2)
 
 
 def _in_pairs(table: torch.Tensor) -> torch.Tensor:
@@ -339,9 +331,9 @@ ROPE = (
            _tables("it is multiplied with cos, and the sine's part is missing", lambda cos, sin: (cos, 0 * sin)),
            _tables("the cosine's part is missing", lambda cos, sin: (0 * cos, sin)),
            _tables("the other half comes in without its sign, which mirrors and does not turn",
-                   lambda cos, sin: (cos, _mirrored(sin)), when=_for_both_halves),
+                   lambda cos, sin: (cos, torch.cat([-sin.chunk(2, -1)[0], sin.chunk(2, -1)[1]], -1)), True),
            _tables("the halves are turned by tables that were laid out for pairs of neighbours",
-                   lambda cos, sin: (_in_pairs(cos), _in_pairs(sin)), when=_for_both_halves),
+                   lambda cos, sin: (_in_pairs(cos), _in_pairs(sin)), True),
            Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: theta's exponents have the wrong sign, "
                    "so the later pairs are the faster ones.", _upwards)),
     Family(ROPE_POINTS, _viewed("before the rotation and behind it", True, True), _viewed(
