@@ -9,7 +9,7 @@ from helpers.reports import config_with
 
 from tplab.align import local
 from tplab.align.local import LocalFrame
-from tplab.align.operations import as_index, columns_of
+from tplab.align.points import as_index, columns_of
 from tplab.align.recording import Shard
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 

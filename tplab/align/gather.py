@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.operations import as_index
-from tplab.align.points import layout
+from tplab.align.points import as_index, layout
 from tplab.align.recording import Recording, Shard
 from tplab.checkpoint.layout import by_parameter, tensor_parts
 from tplab.model import LoadStats, NoCache, TensorParallelCausalLM, load_model

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tplab.align.arithmetic import activation, attend, distance, rms_norm, rotated, soft_cap
 from tplab.align.experts import ExpertOperations
-from tplab.align.points import POINTS, layer_of, layout, made_from
+from tplab.align.points import POINTS, as_index, columns_of, layer_of, layout, made_from
 from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD
 from tplab.model.rope import Rotary
 
@@ -154,10 +154,8 @@ class Operations(ExpertOperations):
         x = self.given(at, point, rank) if x is None else x
         if layout(point) == "partial":
             weight = self.matrix(at, point) if weight is None else weight
-            if features is None:
-                y = self.product(at, point, rank, x, weight)
-            else:
-                y = F.linear(x.flatten(1), weight[:, as_index(features)])
+            y = self.product(at, point, rank, x, weight) if features is None else F.linear(
+                x.flatten(1), weight[:, as_index(features)])
             share = self.bias_shares(at, point, rank).get(rank, 0.0)
             bias = self.vector(at, point) if bias is None else bias
             return y + share * bias if share else y
@@ -202,8 +200,6 @@ class Operations(ExpertOperations):
         """The head's output, scaled and capped."""
         cap, logits = self.config.final_logit_softcapping if cap is None else cap, logits / self.config.logits_scaling
         return soft_cap(logits, cap) if cap else logits
-
-    # RoPE.
 
     def rope_type(self, at: str) -> tuple[str, ...]:
         """A layer's type for :class:`tplab.model.rope.Rotary`, where each type has its own frequencies."""
@@ -265,26 +261,21 @@ class Operations(ExpertOperations):
     def keys(self, number: int, name: str, rank: int, heads: Sequence[int]) -> torch.Tensor:
         """``k_rope`` or ``v`` of a sequence as this rank computed them, ``[positions, heads, head_dim]``. Those that no
         recorded call computed are Hugging Face's."""
-        return self._keys(number, name, self.parts_of(name, rank, heads), heads)
-
-    def _keys(self, number: int, name: str, computed: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         def gathered(computed):
             rows = self.key_rows[number]
             found, lost = computed[rows.clamp(min=0)], rows < 0
             if lost.any():
                 found[lost] = self._hf_points(number)[name][:len(rows)][lost][:, list(heads)].to(self.dtype)
             return found
-        return self._shared(f"{name} {number} {heads}", gathered, computed)
+        return self._shared(f"{name} {number} {heads}", gathered, self.parts_of(name, rank, heads))
 
     def sequences(self, at: str, rank: int, heads: Sequence[int]) -> Iterator[Attended]:
         """Attention's inputs, sequence by sequence, with the keys and values of these KV heads."""
         q = self.parts_of(at + "q_rope", rank, self.indices(at + "attn", rank))
-        names = at + "k_rope", at + "v"
-        computed = [self.parts_of(name, rank, heads) for name in names]
         for number, rows in enumerate(self.rows_of):
             if rows.stop > rows.start:
                 yield Attended(number, rows, self.positions[rows], self.num_keys[rows], q[rows], *(
-                    self._keys(number, name, x, heads) for name, x in zip(names, computed)))
+                    self.keys(number, at + name, rank, heads) for name in ("k_rope", "v")))
 
     @cached_property
     def kv_heads(self) -> list[int]:
@@ -406,22 +397,3 @@ def call_by_call(one: Attended, longest: torch.Tensor | None) -> Iterator[Attend
         seen = torch.arange(size or keys).clamp(max=keys - 1)
         yield one._replace(positions=one.positions[rows], num_keys=one.num_keys[rows], q=one.q[rows], k=one.k[seen],
                            v=one.v[seen])
-
-
-def columns_of(items: Sequence[int], size: int) -> Sequence[int]:
-    """The features of heads (or of other items) that have ``size`` each."""
-    if _in_a_row(items):
-        return range(items[0] * size, (items[-1] + 1) * size)
-    return [item * size + j for item in items for j in range(size)]
-
-
-def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
-    """Indices as something to index with; a slice, which copies nothing, where they follow one another."""
-    if _in_a_row(indices):
-        return slice(indices[0], indices[0] + len(indices))
-    return torch.tensor(list(indices), dtype=torch.long)
-
-
-def _in_a_row(indices: Sequence[int]) -> bool:
-    row = range(indices[0], indices[0] + len(indices)) if len(indices) else ()
-    return len(indices) > 0 and (indices == row if isinstance(indices, range) else list(indices) == list(row))

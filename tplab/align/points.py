@@ -3,8 +3,10 @@
 A further architecture needs further rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 
 def _always(config, layer: int) -> bool:
@@ -123,3 +125,22 @@ def inputs(name: str, config) -> list[str]:
     before = config.num_layers - 1 if layer_of(name) is None else layer_of(name) - 1
     into = "embed" if before < 0 else f"layers.{before}.output"
     return [into if one == "before" else f"{at}.{one}".lstrip(".") for one in made_from(name, config)]
+
+
+def columns_of(items: Sequence[int], size: int) -> Sequence[int]:
+    """The features of heads (or of other items) that have ``size`` each."""
+    if _in_a_row(items):
+        return range(items[0] * size, (items[-1] + 1) * size)
+    return [item * size + j for item in items for j in range(size)]
+
+
+def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
+    """Indices as something to index with; a slice, which copies nothing, where they follow one another."""
+    if _in_a_row(indices):
+        return slice(indices[0], indices[0] + len(indices))
+    return torch.tensor(list(indices), dtype=torch.long)
+
+
+def _in_a_row(indices: Sequence[int]) -> bool:
+    row = range(indices[0], indices[0] + len(indices)) if len(indices) else ()
+    return len(indices) > 0 and (indices == row if isinstance(indices, range) else list(indices) == list(row))

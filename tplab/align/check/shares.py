@@ -29,8 +29,7 @@ from tplab.align.check.match import (
 )
 from tplab.align.check.names import FUSED, split_name
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
-from tplab.align.operations import as_index, columns_of
-from tplab.align.points import POINTS, layer_of, layout, made_from
+from tplab.align.points import POINTS, as_index, columns_of, layer_of, layout, made_from
 from tplab.align.recording import Contradiction
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING

@@ -10,8 +10,7 @@ from tplab.align.check.match import GROUP_OF, PARTS, Indices, match, real_items,
 from tplab.align.check.names import role_in, split_name
 from tplab.align.check.shares import ROWS, Shares
 from tplab.align.local import Weights
-from tplab.align.operations import columns_of
-from tplab.align.points import POINTS
+from tplab.align.points import POINTS, columns_of
 from tplab.align.recording import Parameter, Recording
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD

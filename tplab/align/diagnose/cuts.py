@@ -9,8 +9,7 @@ import torch
 from tplab.align.diagnose.altered import IMPOSSIBLE, At, misfit, module, unaltered
 from tplab.align.diagnose.case import Case, Diagnosis
 from tplab.align.diagnose.table import Family, Mistake, procedure
-from tplab.align.operations import columns_of
-from tplab.align.points import made_by
+from tplab.align.points import columns_of, made_by
 
 PRODUCTS = made_by("linear", "head")
 HEADS = ("q", "k", "v")
