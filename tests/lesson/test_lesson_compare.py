@@ -21,7 +21,8 @@ def test_the_first_mistake_whose_numbers_are_the_same_is_said():
     right, wrong = torch.tensor([1.0, 2.0, 400.0]), torch.tensor([1.0, 2.0, 401.0])
     agree(torch.tensor([1.0, 2.03, 400.0]), right, {}, "no")  # within 1e-4 of the largest number
     assert refused(torch.tensor([1.0, 2.05, 400.0]), right, {"a": wrong}, "neither") == (
-        "neither\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?")
+        "wrong for number 1 of 3: the first, number 1, is 2.05, and 2 is right\n"
+        "What is off by so little has lost digits: in which dtype is it computed, or kept?")
     assert refused(torch.tensor([1.0, 4.05, 400.0]), right, {"a": wrong}, "neither") == "neither"
     assert refused(wrong, right, {"shape": right[:2], "a": (right, wrong), "b": wrong}, "neither") == "a"
     small = torch.tensor([1e-5, 0.0])

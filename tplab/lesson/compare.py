@@ -1,6 +1,7 @@
 """A learner's numbers beside the right ones: where they part, what explains them, and which lines are right."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations, groupby, permutations
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tplab.checks import spans
 from tplab.lesson.words import NotYet, is_learners
 
+_LITTLE = "What is off by so little has lost digits: in which dtype is it computed, or kept?"
 _MOST = 20_000, 500  # numbers of a tensor, and tensors, that are kept of one call
 Lines = Sequence[tuple[int, torch.Tensor]]
 
@@ -55,6 +57,7 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str = "", wit
     near = min(most, gap / 50)  # what explains the value leaves next to nothing of the gap
     why = is_number and (related(value, right, near, names) or parts and made_of(value, right, near, names, parts) or
                          _shared(value - right, right, near, names))
+    otherwise = "" if why == _LITTLE else otherwise
     lines = [otherwise or place, why or (place if otherwise and names else ""),
              right_lines({**(steps or {}), "the result": right}, made, most) if steps else ""]
     raise NotYet("\n".join(filter(None, lines)))
@@ -88,7 +91,7 @@ def where(value, right, most: float, names: Sequence[str], true: str = "True") -
     if not wrong.any() or not value.dim():
         return ""
     at, parted = wrong.nonzero()[0].tolist(), []
-    for dim, name in enumerate(names):
+    for dim, name in enumerate(names or ["number"] * (value.dim() == 1)):
         bad = wrong.movedim(dim, 0).reshape(value.shape[dim], -1).any(1).nonzero().flatten().tolist()
         if len(bad) < value.shape[dim]:
             many = name[:-1] + "ies" if name.endswith("ry") else name + "s"
@@ -127,8 +130,7 @@ def related(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
         **{says: True for dim in dims if (says := _moved(value, right, most, dim, names[dim]))},
         "Each row is right but for a factor: what divides rows here?":
             many and value.shape[-1] > 2 and of_rows.abs().min() > 1e-3 and same(of_rows * right),
-        "What is off by so little has lost digits: in which dtype is it computed, or kept?":
-            (value - right).abs().max() < 5e-3 * right.abs().max(),
+        _LITTLE: (value - right).abs().max() < 5e-3 * right.abs().max(),
         "The numbers are right, and stand in another order": many and same(
             right.flatten().sort().values[value.flatten().argsort().argsort()].view(value.shape))}
     return next((says for says, is_so in found.items() if is_so), "")
@@ -195,7 +197,8 @@ def right_lines(steps: Mapping[str, object], made: Lines, most: float) -> str:
         return f"Your line {line} makes the right result: what becomes of it?"
     found, missing = ([name for name, line in lines.items() if bool(line) == is_there] for is_there in (True, False))
     if not found:
-        return f"None of your lines makes {missing[0]}" if missing else ""
+        pieces = made and max(Counter(line for line, _ in made).values()) > 16  # a loop, which makes no whole one
+        return f"None of your lines makes {missing[0]}" if missing and not pieces else ""
     behind = [name for name in missing if [*lines].index(name) > [*lines].index(found[-1])]
     return "Right in yours: " + ", ".join(f"{name} (line {lines[name]})" for name in found) + (
         f"; not found: {', '.join(dict.fromkeys([missing[0], *behind[:1]]))}" if missing else

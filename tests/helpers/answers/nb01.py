@@ -111,7 +111,7 @@ ANSWERS = {
               def my_assert_no_nan(tensor, name):
                   lost = tensor.isnan().float().mean()
                   assert lost < 0.05, f"NaN in {name}: {lost:.0%} of {list(tensor.shape)}"
-              """, "1 of 1440 numbers, in the last head of the last text, is NaN, and nothing fires: is one enough"),
+              """, "1 of 36000 numbers, in the last head of the last text, is NaN, and nothing fires: is one enough"),
         Wrong("""
               def my_assert_no_nan(tensor, name):
                   tensor.nan_to_num_(0)

@@ -109,7 +109,7 @@ ANSWERS = {
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   return all_gather((hidden @ weight_here.T).softmax(-1), dim=-1, sizes=sizes)
-              """, "are they probabilities? Logits come before any softmax"),
+              """, "Right in yours: the logits of this rank's words"),
         Right("""
               def my_head_logits(hidden, weight_here, sizes):
                   here = F.linear(hidden, weight_here)
@@ -268,7 +268,7 @@ ANSWERS = {
         Wrong("""
               def my_generate(step, ids, count):
                   return [step(ids, range(len(ids)))]
-              """, "1 id came back; 24 new ones are asked for"),
+              """, "1 id came back; 24 new ones must"),
         Wrong("""
               def my_generate(step, ids, count):
                   new = [step(ids, range(len(ids)))]

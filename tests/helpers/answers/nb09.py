@@ -120,7 +120,7 @@ ANSWERS = {
         Wrong(but(GENERATE, "return new", "return input_ids + new"),
               "of 5, 4 new: the prompt comes back too; only the new ids are asked for"),
         Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"),
-              "prompt of 5, 4 new: 5 ids came back; 4 new ones are asked for"),
+              "prompt of 5, 4 new: 5 ids came back; 4 new ones must"),
         Wrong(but(GENERATE, "logits[0, -1]", "logits[0, 0]"),
               "2 is given [26] at position 5, and the token that was drawn for it is 30"),
         Wrong(but(GENERATE, "return new", "return torch.tensor(new)"), "it returns a tensor [4]; a list of whole"),

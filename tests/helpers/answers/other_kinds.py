@@ -22,8 +22,7 @@ _SIGNATURES = [("async def {name}({takes}):", "with async def, a call gives a co
 _OF_TENSORS = [("    return right({takes}).numpy()", "a numpy array ["),
                ("    return right({takes}).tolist()", "returns a list of"),
                ("    return right({takes}),", "returns a tuple of 1"),
-               ("    right({takes})\n    return right", "returns the function {name} itself"),
-               ("    return type(right({takes}))", "returns the class Tensor itself")]
+               ("    right({takes})\n    return right", "returns the function {name} itself")]
 _NAN = {"my_linears": "is nan, and", "my_rope": "nan times as long", "my_head_logits": "0.4312 is right",
         "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan, the largest difference",
         "my_mean": "on rank 0 it says nan; the mean", "mask_scores": "100% NaN",
@@ -35,7 +34,7 @@ _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "=
           "my_linears": "torch.float64 must come back",
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
-          "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 2] are right",
+          "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 0] are right",
           "my_token_positions": "yours are [0, 1, 2, 3, 4], and [6] are right", "my_key": "the key is its parent's",
           "my_best_offer": "= [3] must come back", "my_generate": "step is never called",
           "my_row_shard": "columns 0–1 come back where", "my_load": "rank 0's", "my_spread": "how could it know?",

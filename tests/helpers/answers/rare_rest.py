@@ -142,7 +142,7 @@ ANSWERS = {
         Wrong(_NEXT.replace("step(ids,", "step(ids[::-1],") + "    return new", "call 1 is given [62, 61, 60, 59, "
               "58, 57] at "
               "position 0, and the prompt has [20, 21, 22, 23, 24, 25] there"),
-        Wrong(_NEXT + "    return []", "0 ids came back; 24 new ones are asked for"),
+        Wrong(_NEXT + "    return []", "0 ids came back; 24 new ones must"),
         Wrong(_NEXT + "    return [float(token) for token in new]",
               "24, 10.0 among them; a list of whole numbers must come back, the new ids"),
         Wrong(_NEXT.replace("step(ids,", "step([*ids[:-1], 0],") + "    return new",
@@ -226,7 +226,7 @@ ANSWERS = {
                   "    tokens, positions = tokens[:, -1:], positions[:, -1:]\n    for step in range(max_new_tokens):"),
               "8 calls; 8 in 4 are enough: the prompt can be read at once"),
         Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"),
-              "prompt of 1, 30 new: 29 ids came back; 30 new ones are asked for"),
+              "prompt of 1, 30 new: 29 ids came back; 30 new ones must"),
         Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"),
               "4, '30' among them; a list of whole numbers must come back, the new ids")],
     "kv_share": [

@@ -32,7 +32,7 @@ ANSWERS = {
               "        lost = row.isnan().double().mean()\n"
               "        assert lost == 0, f'{name} {list(tensor.shape)}: {lost:.0%}'", "Here 30 % of the numbers"),
         Wrong("def my_assert_no_nan(tensor, name):\n    assert 'nan' not in str(tensor), f'NaN in {name}: "
-              "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "1 of 1440 numbers"),
+              "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "1 of 36000 numbers"),
         Wrong("def my_assert_no_nan(tensor, name):\n    assert not tensor[-1].isnan().any(), f'{name} "
               "{list(tensor.shape)}: {tensor.isnan().double().mean():.0%}'", "in the first head of the first text")],
     "my_column_shard": [
@@ -41,10 +41,10 @@ ANSWERS = {
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].T", "the right numbers, turned")],
     "my_heads": [
         Wrong("def my_heads(H, K, T): return [((r * H // T, (r + 1) * H // T), (0, K)) for r in range(T)]",
-              "are two heads, range(0, 2) all between them")],
+              "range(a, b) holds a, ends before b, and (a, b) are two")],
     "my_linears": [
         Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
-              "not found: rank 0's summand")],
+              "None of your lines makes rank 0's summand")],
     "my_rotate_half": [
         Wrong("def my_rotate_half(x): return x.roll(1, -1)", "it makes [5 0 1 2 3 4], and [-3 -4 -5 0 1 2] is a")],
     "my_apply_rope": [Right("def my_apply_rope(self, q, k, cos, sin): return self.rotate(q, k, cos[0], sin[0])")],
@@ -59,7 +59,7 @@ ANSWERS = {
         Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, and holds position 5")],
     "my_head_logits": [
         Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
-              "are they probabilities?")],
+              "Right in yours: the logits of this rank's words")],
     "my_best_offer": [Wrong(_OFFERS, "the scores are [-8.0, -2.0, -7.0]")],
     "my_embedding": [
         Wrong(but(_SOLVED["my_embedding"], "return all_reduce(found.masked_fill(~here[:, None], 0))",

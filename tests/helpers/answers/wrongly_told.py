@@ -63,7 +63,7 @@ ANSWERS = {
               "users is a list of 4; a list must hold how many use each of 3 blocks")],
     "my_generate": [
         _changed("my_generate", "[position]))", "[position]))\n        if new[-1] < 3:\n            break",
-                 "prompt of 1, 8 new: 3 ids came back; 8 new ones are asked for, whichever are drawn")],
+                 "prompt of 1, 8 new: 2 ids came back; 8 new ones must, whichever are drawn")],
     "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "It is right but for its sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "

@@ -75,6 +75,8 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
             weighed(scores.masked_fill(~mask, float("-inf"))),
         "the mask comes after the softmax, so the weights that are left do not add up to 1":
             torch.softmax(scores, -1).masked_fill(mask, 0) @ v_each,
+        "the mask is added to the scores, as 0 and 1: a score that is 1 lower, or higher, is not hidden":
+            (weighed(scores + mask.float()), weighed(scores + (~mask).float())),
         "hidden scores become 0, or low and not low enough: exp of them is not 0":
             tuple(weighed(scores.masked_fill(mask, low)) for low in (0, -1, -2, -3, -5, -10, -20)),
         "is_causal lines up query 0 with key 0, and with a cache they stand apart: the mask knows where each one is":

@@ -7,7 +7,7 @@ from tplab.lesson.verdict import Setting, exercise
 from tplab.llm.llm import LLM
 
 COUNT = 24
-ENDS = 0, 3, 2, 11, 12, 1, 0, 7  # drawn behind one token: ids that end texts elsewhere
+ENDS = 0, 0, 3, 2, 11, 12, 1, 7  # drawn behind one token: ids that end texts elsewhere
 _MOST_CALLS = 300
 
 
@@ -79,7 +79,7 @@ def judge_calls(toy: Toy, found, ids: list[int], count: int) -> None:
         if found[:len(ids)] == ids and len(found) == len(ids) + count:
             raise NotYet("the prompt comes back too; only the new ids are asked for")
         if len(found) != count:
-            raise NotYet(f"{counted(len(found), 'id')} came back; {count} new ones are asked for" +
+            raise NotYet(f"{counted(len(found), 'id')} came back; {counted(count, 'new one')} must" +
                          ", whichever are drawn" * (len(found) < count))
         if found != text[len(ids):len(ids) + count]:
             raise NotYet("the first new token is missing: which call has drawn it?"

@@ -64,10 +64,8 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
         for name, held, there in (("query", q, num_heads), ("KV", kv, num_kv_heads)):
             if strange := [head for head in held if not 0 <= head < there]:
                 edge = len(strange) == 1 < len(held) and strange[0] in (-1, there)
-                ends = edge and len(held) == 2 and held[1] - held[0] > 1
                 raise NotYet(f"rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}: "
-                             + (f"({held[0]}, {held[1]}) are two heads, range({held[0]}, {held[1]}) all between them"
-                                if ends else "one too many: range(a, b) holds a, and ends before b" if edge else
+                             + ("one too many: range(a, b) holds a, ends before b, and (a, b) are two" if edge else
                                 "more than one rank may hold a KV head: which do its query heads read?"
                                 if name == "KV" and size > there else
                                 "where does this rank's part begin, counted in heads of the model?"))

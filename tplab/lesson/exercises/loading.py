@@ -73,13 +73,14 @@ def _part(attempt: Attempt, source, start: int, shape: tuple[int, ...]):
 
 def _rows_of(part, rows: slice, source: ToySource, own: range, where: str) -> None:
     source.taken = 0
+    head = f"part[{'' if rows.start is None else rows.start}:{'' if rows.stop is None else rows.stop}] of {where}: "
     try:
-        found = guarded(lambda: part[rows])
+        with saying(head):
+            found = guarded(lambda: part[rows])
     except NotYet:
         if min(rows.start or 0, rows.stop or 0) < 0 or max(rows.start or 0, rows.stop or 0) > len(own):
             return  # what a list does with such a slice, or an error
         raise
-    head = f"part[{'' if rows.start is None else rows.start}:{'' if rows.stop is None else rows.stop}] of {where}: "
     judge_part(found, source.whole, own[rows], head, whose="meant, as of a list")
     read_once(source.taken, found.nbytes, head)
 

@@ -18,9 +18,9 @@ NAN, INF = float("nan"), float("inf")
           place="hides the future from attention")
 def mask_scores(attempt: Attempt, setting: Setting):
     """On 2 batches, 3 heads, 4 queries and 6 keys, on other sizes, in another dtype; then in the engine."""
-    for batch, heads, queries, keys, dtype in ((2, 3, 4, 6, torch.float32), (1, 2, 3, 3, torch.bfloat16),
-                                               (2, 2, 1, 5, torch.float32)):
-        scores = 30 * torch.arange(float(batch * heads * queries * keys)).sin().view(batch, heads, queries, keys)
+    for batch, heads, queries, keys, dtype, scale in (
+            (2, 3, 4, 6, torch.float32, 30), (1, 2, 3, 3, torch.bfloat16, 0.2), (2, 2, 1, 5, torch.float32, 30)):
+        scores = scale * torch.arange(float(batch * heads * queries * keys)).sin().view(batch, heads, queries, keys)
         mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool).triu(keys - queries + 1)
         mask[1:, :, :, 0] = True  # the second sequence is shorter, and padded on the left
         with saying("in bfloat16, " * (dtype == torch.bfloat16) + "for a single query, " * (queries == 1)):
@@ -100,8 +100,8 @@ def additive_mask(attempt: Attempt, setting: Setting):
           agreed="on {ranks}, it fires with the mask that multiplies and is silent with the right one")
 def assert_no_nan(attempt: Attempt, setting: Setting):
     """On scores with and without NaN, and with a mask's -inf; then in the engine, with a broken and a right mask."""
-    scores = torch.arange(1440.0).cos().view(2, 3, 4, 60)
-    causal = scores.masked_fill(torch.ones(4, 60, dtype=torch.bool).triu(3), -INF)
+    scores = torch.arange(36000.0).cos().view(2, 3, 4, 1500)
+    causal = scores.masked_fill(torch.ones(4, 1500, dtype=torch.bool).triu(3), -INF)
     both = causal.clone()
     both[0, 0, 0, 0] = INF
     for good, why in ((scores, "no NaN is in them. Which way round is the question? Is a pair of () missing?"),
@@ -114,10 +114,10 @@ def assert_no_nan(attempt: Attempt, setting: Setting):
     for tensor, name, lost in (
             (some, "weights", "6 of 20 numbers are NaN, and nothing is raised: a comparison with NaN is never true, "
              "assert (test, message) is a tuple and passes always, and print does not raise"),
-            (one, "scores", "1 of 1440 numbers, in the last head of the last text, is NaN, and nothing fires: is one "
+            (one, "scores", "1 of 36000 numbers, in the last head of the last text, is NaN, and nothing fires: is one "
              "enough for your question, or is it rounded away?"),
-            (first, "scores", "1 of 1440 numbers, in the first head of the first text, is NaN, and nothing fires: does "
-             "your question look at all of them?")):
+            (first, "scores", "1 of 36000 numbers, in the first head of the first text, is NaN, and nothing fires: "
+             "does your question look at all of them?")):
         message = _raised(attempt, tensor, name)
         if message is None:
             every = tensor is some and _raised(attempt, torch.full_like(tensor, NAN), name) is not None
@@ -162,7 +162,7 @@ def _judge_message(message: str, tensor: torch.Tensor, name: str) -> None:
     for part, lacks in ((name, f"which tensor? Its name, {name!r},"), (sizes, f"of what shape? [{sizes}]")):
         if part not in message:
             raise NotYet(f"{lacks} is missing")
-    numbers = [(float(found), bool(sign)) for found, sign in re.findall(r"(-?\d+(?:\.\d+)?) ?(%?)", message)]
+    numbers = [(float(found), bool(sign)) for found, sign in re.findall(r"(-?\d+(?:\.\d+)?(?:e-\d+)?) ?(%?)", message)]
     count, share = int(tensor.isnan().sum()), tensor.isnan().double().mean().item()
     if not any(abs(number - 100 * share) < 0.6 or not percent and (number == count or abs(number - share) < 6e-3)
                for number, percent in numbers):

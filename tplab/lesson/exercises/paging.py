@@ -138,7 +138,7 @@ def my_key(attempt: Attempt, setting: Setting):
             _usable(key, before)
         return key
 
-    a, b, c = [7, 300, 9], [2, 5, 11], [40, 41, 42]
+    a, b, c, long, other_end = [7, 300, 9], [2, 5, 11], [40, 41, 42], [*range(20)], [*range(19), 99]
     if chain(a, b) != chain(a, b):
         raise NotYet("the same tokens behind the same beginning get another key the second time: nothing would ever be "
                      "found again")
@@ -151,18 +151,19 @@ def my_key(attempt: Attempt, setting: Setting):
             ([a], [[9, 300, 7]], "does the order of the tokens count?"),
             ([[*a, 4]], [[7, 301, 8, 4]], "does it look at each token, or at a sum?"),
             ([[1, 23, 4]], [[12, 3, 4]], "where does one number end?"),
-            ([[*range(20)]], [[*range(19), 99]], "is a block size in your code?"),
+            ([long], [other_end], "is a block size in your code?"),
             ([a[:2]], [[*a[:2], 0]], "a part of a block and a full one: is something filled up?"),
-            ([a, c], [b, c], "keys and values depend on all that comes before: is the parent in the key?"),
+            ([long, c], [other_end, c], "keys and values depend on all that comes before: is the parent in the key?"),
             ([a, b, c], [b, a, c], "does the order of the blocks count?"),
-            ([a, c, c], [b, c, c], "is the parent's parent forgotten?")):
+            ([long, c, c], [other_end, c, c], "is the parent's parent forgotten?")):
         if chain(*one) == chain(*other):
             two = " and ".join(" ".join(map(str, blocks)) for blocks in (one, other))
             raise NotYet(f"{'the last of ' * (len(one) > 1)}blocks {two} get the same key: {asks}")
     keys, draw = {}, random.Random(0)
     for _ in range(3000):
         first = [draw.randrange(150_000) for _ in a]
-        for blocks in ([first], [first, c]):
+        for blocks in ([first], [first, c], [[first[0] ^ 1, *first[1:]]], [[*first[:2], first[2] ^ 1]],
+                       [[first[0] ^ 65536, *first[1:]]]):
             if (other := keys.setdefault(chain(*blocks), blocks)) != blocks:
                 raise NotYet(f"of {len(keys)} blocks two get the same key, the last of {other} and of {blocks}: how "
                              "many different keys can yours have? A cache has many thousand blocks, and what collides "

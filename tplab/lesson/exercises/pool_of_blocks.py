@@ -141,7 +141,7 @@ def _people(count: int) -> str:
 def _at_random(pool: _Watched, chance: random.Random) -> None:
     for _ in range(OPERATIONS):
         used = [block for block, count in enumerate(pool.users) for _ in range(count)]
-        what = chance.choice(["allocate", "allocate", "share", "release", "release", "refuses"])
+        what = chance.choice(["allocate", "allocate", "share", "release", "release", "refuses"][len(pool.users) > 3:])
         block = chance.randrange(len(pool.users))
         if what == "allocate":
             pool.allocate()

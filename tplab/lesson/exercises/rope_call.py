@@ -61,7 +61,8 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
         given = {what: one for what, one in zip(("q", "k", "cos", "sin"), asked) if isinstance(one, torch.Tensor)}
         shapes = ", ".join(f"{what} {list(came.shape)}{' of other numbers' * (not is_like(came, ours, 1e-6))}"
                            for (what, came), ours in zip(given.items(), (q, k, cos, sin)))
-        agree(one, turned(x, angle[:, None]), _confused(name, x, angle),
+        of_q = {"what comes back for k are heads of q": turned(q, angle[:, None])[:, :kv_heads]} if x is k else {}
+        agree(one, turned(x, angle[:, None]), _confused(name, x, angle) | of_q,
               f"{name} is not turned right: self.rotate was given {shapes}; it takes [batch, heads, tokens, head_dim] "
               "and [batch, tokens, head_dim]", dims="token, head", made=made, steps={"the result": ()})
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, for_each
 from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
@@ -149,7 +150,7 @@ def my_rope(attempt: Attempt, setting: Setting):
 
     size = setting.checkpoint.config.head_dim
     for_each((((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0),
-              ((2, 3, 6), [40001, 40003], 10000.0)), check, lambda case: f"{case[0][0]} tokens",
+              ((2, 3, 6), [40001, 40003], 10000.0)), check, lambda case: counted(case[0][0], "token"),
              shown=((6, 4, size), list(range(6)), 10000.0))
     rope = setting.checkpoint.config.hf.rope_parameters
     if rope["rope_type"] != "default":
