@@ -39,8 +39,8 @@ def main(paths: list[str]) -> None:
     import nbformat
 
     with tempfile.TemporaryDirectory() as own:
-        os.environ["TPLAB_PROGRESS"] = os.path.join(own, "progress.json")  # a stub is not an answer
         for path in map(Path, paths):
+            os.environ["TPLAB_PROGRESS"] = os.path.join(own, f"{path.stem}.json")  # a stub is not an answer
             if not path.is_file():
                 raise SystemExit(f"there is no notebook {path}")
             done = stored(nbformat.read(path, as_version=4), path.resolve().parent)
