@@ -149,9 +149,10 @@ class OneRow(LocalFrame):
         self.rows_of, self.among = [rows if rows == own else slice(0, 0) for rows in whole.rows_of], row - own.start
 
     def _value(self, name: str, rank: int) -> torch.Tensor:
-        if name.endswith(POINTS["attn"].made_from):
+        layer, _, point = name.rpartition(".")
+        if point in POINTS["attn"].made_from:
             return self.whole.value(name, rank)
-        if name.rpartition(".")[0] != self.case.layer or self.seen(name) or (name, rank) in self.whole._values:
+        if layer != self.case.layer or self.seen(name) or (name, rank) in self.whole._values:
             return self.whole.value(name, rank)[self.row]
         return self.expected(name, rank)
 

@@ -96,7 +96,7 @@ def _explained(case: Case, explained: list | None = None) -> list[Diagnosis]:
     guilty, scopes = case.guilty_rows, list(case.scopes())
     whole = [scope for scope in scopes if (guilty <= scope.rows).all()]
     # The keys that one kind of call made are seen in the other's rows, too.
-    seen = scopes[:2] if len(list(compound(case))) > 1 else []
+    seen = scopes[:2] if len(case.way) > 1 else []
     in_one = (_explained_in(case, scope) for scope in (*whole, *seen))
     if found := next(filter(None, in_one), None):
         return [found]
@@ -206,10 +206,9 @@ def _unknown(case: Case) -> Diagnosis:
 
 def _surroundings(case: Case) -> str:
     """What an unknown bug is made from and looks like, and what it is not."""
-    ops = [op for op, *more in compound(case) if not more]
-    asked = dict.fromkeys(name for last in (False, True) for op in ops for one in asked_about(op, last)
+    asked = dict.fromkeys(name for last in (False, True) for op in case.way for one in asked_about(op, last)
                           for name in one.names)
-    through = f", through {', '.join(ops[:0:-1])}, which were not recorded" * (len(ops) > 1)
+    through = f", through {', '.join(case.way[:0:-1])}, which were not recorded" * (len(case.way) > 1)
     given = [name + " (not recorded)" * (not any(case.recording.points.get(name, ()))) for name in sources(case)]
     looks = "".join(f" {trait[0].upper()}{trait[1:]}." for trait in traits(case))
     return (f" It is computed from {' and '.join(given) or 'the token ids'}{through}.{looks} "
