@@ -12,9 +12,9 @@ from tplab.checkpoint.layout import EMBEDDING
 
 # The embedding.
 
-def _global_rows(at: At) -> torch.Tensor:
-    ids, looked_up = at.case.ids, at.case.ids.clone()
-    for shard in at.case.plan.ranks:
+def _global_rows(case: Case) -> torch.Tensor:
+    ids, looked_up = case.ids, case.ids.clone()
+    for shard in case.plan.ranks:
         mine = (ids >= shard.vocab.start) & (ids < shard.vocab.stop)
         looked_up[mine] = shard.vocab.start + ids[mine].clamp(max=len(shard.vocab) - 1)
     return looked_up
@@ -22,7 +22,7 @@ def _global_rows(at: At) -> torch.Tensor:
 
 def _misread(case: Case) -> dict[int, str]:
     """How many tokens that concerns, if any."""
-    wrong = int((_global_rows(unaltered(case, 0)) != case.ids).sum())
+    wrong = int((_global_rows(case) != case.ids).sum())
     return {wrong: f"{wrong} of {len(case.ids)}"} if wrong else {}
 
 
@@ -102,7 +102,7 @@ ENDS = (
     Family("embed", Mistake(
         "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
         "number inside a rank's shard is the token id minus the shard's first row.",
-        lambda at, _: {"ids": _global_rows(at)}, _misread, numbers="tokens")),
+        lambda at, _: {"ids": _global_rows(at.case)}, _misread, numbers="tokens")),
     steps.rejected_draft_kept,
     steps.rows_in_other_orders,
     Family("embed", Mistake(

@@ -27,13 +27,9 @@ def _ways(case: Case) -> dict[str, Callable]:
         f"{own}(gate) + up": lambda gate, up: act(gate) + up}
 
 
-def _act(at: At, way: str) -> dict:
-    return {"act": _ways(at.case)[way]}
-
-
 def _other_ways(case: Case) -> dict[str, str]:
     """The best of those that fit, with all of them in words: rounding can hide which it is."""
-    gaps = {way: misfit(case, lambda at, way=way: _act(at, way)) for way in _ways(case)}
+    gaps = {way: misfit(case, lambda at, act=act: {"act": act}) for way, act in _ways(case).items()}
     found = sorted((way for way, gap in gaps.items() if gap <= case.tolerance), key=gaps.get)
     alike = " (these numbers are too coarse to tell which)" * (len(found) > 1)
     right = f"{case.config.hidden_act}(gate) × up"
@@ -56,8 +52,8 @@ MLP = (
         "gate_up_order", "{op} is what {text} should be: the two were taken for each other.",
         lambda at, other: at.make(other), lambda case: {other: other for other in ("gate", "up") if other != case.op}),
         own=True),
-    Family("mlp_act", Mistake("wrong_activation", "{op} is {text}; right is {c.hidden_act}(gate) × up.", _act,
-                              _other_ways)),
+    Family("mlp_act", Mistake("wrong_activation", "{op} is {text}; right is {c.hidden_act}(gate) × up.",
+                              lambda at, way: {"act": _ways(at.case)[way]}, _other_ways)),
     Family("mlp_act", Mistake(
         "gate_up_interleaved", "The fused tensor behind {op} was split in another way than it was filled: it holds "
         "[gate|up], and was read as gate 0, up 0, gate 1, up 1, ….", _fused_act(

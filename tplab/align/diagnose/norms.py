@@ -66,11 +66,6 @@ IN_PLACE = ("The residual stream holds what {text} made of it: the norm works in
             "(float() of a float32 tensor makes no copy).")
 
 
-def _stream_is_guilty(case: Case) -> bool:
-    """Then the stream was already called wrong because of this norm."""
-    return inputs(case.first.name, case.config)[0] in case.report.guilty
-
-
 def _norm_behind(case: Case) -> str:
     """The norm that is given the sum of this point."""
     if case.point == "residual":
@@ -97,8 +92,9 @@ def _scales_of_the_stream(case: Case) -> dict[float, str]:
 
 NORMS = (
     Family(("input_norm", "post_norm", "norm"), Mistake(
-        "norm_in_place", IN_PLACE, lambda at, _: at.given(), lambda case: {"": case.op}, when=_stream_is_guilty),
-        own=True),
+        "norm_in_place", IN_PLACE, lambda at, _: at.given(), lambda case: {"": case.op},
+        # The stream was already called wrong because of this norm.
+        when=lambda case: inputs(case.first.name, case.config)[0] in case.report.guilty), own=True),
     Family(("residual", "output"), Mistake("norm_in_place", IN_PLACE, lambda at, stream: at.frame.make(
         _norm_behind(at.case), at.rank, x=at(stream) + at(at.case.made_from(at.op)[1])), _streams), own=True),
     Family(NORM_POINTS, Mistake("norm_missing", "{op} is what the norm was given, unchanged: it is not applied.",

@@ -201,19 +201,12 @@ def _rounded_tables(at: At, value: tuple[tuple[str, ...], torch.dtype]) -> dict:
     return angles(at, turn, own_factor(at.case), dtype if "tables" in stages else None)
 
 
-def _upwards(at: At) -> dict:
-    theta, size = at.case.rope["rope_theta"], at.case.turned
-    turn = at.frame.positions[:, None] * theta ** (torch.arange(0, size, 2) / size)  # in float32: they are large
-    return angles(at, turn)
-
-
 # How the tables are applied.
 
 def _over_heads(at: At) -> torch.Tensor:
-    x, tables = at.given(), at.rotary()
-    rows = torch.arange(x.shape[1]) % tables["cos"].shape[1]
-    return rotated(at.case.config.model_type, x.transpose(0, 1), tables["cos"][:, rows], tables["sin"][:, rows]
-                   ).transpose(0, 1)
+    x = at.given().transpose(0, 1)
+    cos, sin = (table[:, torch.arange(len(x)) % table.shape[1]] for table in at.rotary().values())
+    return rotated(at.case.config.model_type, x, cos, sin).transpose(0, 1)
 
 
 def _paired(neighbours: bool) -> Callable:
@@ -335,7 +328,9 @@ ROPE = (
            _tables("the halves are turned by tables that were laid out for pairs of neighbours",
                    lambda cos, sin: (_in_pairs(cos), _in_pairs(sin)), True),
            Mistake("rope_terms", "{op} is not what the checkpoint's RoPE gives: theta's exponents have the wrong sign, "
-                   "so the later pairs are the faster ones.", _upwards)),
+                   "so the later pairs are the faster ones.", lambda at: angles(  # in float32: they are large
+                       at, at.frame.positions[:, None] * at.case.rope["rope_theta"] ** (
+                           torch.arange(0, at.case.turned, 2) / at.case.turned)))),
     Family(ROPE_POINTS, _viewed("before the rotation and behind it", True, True), _viewed(
         "before the rotation", True, False), _viewed("behind the rotation", False, True)),
 )
