@@ -115,4 +115,7 @@ ANSWERS = {
         Wrong(but(but(_SOLVED["my_speculate"], "        have = len(text) - 1\n", ""), "        text += draft",
                   "        have = len(text)\n        text += draft"),
               "and the cache holds 9 tokens of the text: they stay")],
+    "my_verdict": [
+        _changed("my_verdict", "moved = (logits[place] - exact[place])", "moved = (logits - exact)[place, "
+                 "[one[place], other[place]]]", "the larger change of the two tokens is measured")],
 }

@@ -55,6 +55,8 @@ _RULES = {
         (row[a] - row[b]).abs(), every.abs().max()),
     "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
         lambda a, b, row, off, every: ((row[a] - row[b]).abs(), (off[a].abs() + off[b].abs()) / 2),
+    "the larger change of the two tokens is measured: any logit of the row says how far rounding can move one":
+        lambda a, b, row, off, every: ((row[a] - row[b]).abs(), off[[a, b]].abs().max()),
     "the mean of the changes is measured: rounding can move a logit by the largest": lambda a, b, row, off, every: (
         (row[a] - row[b]).abs(), off.abs().mean())}
 
