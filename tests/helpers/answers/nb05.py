@@ -23,7 +23,7 @@ ANSWERS = {
                   return [t[p // size] * size + p % size - (len(positions) == 1) for p in positions]
               """, "slot 6, place 2 of block 1, and belongs to place 3 of block 1"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // 4] * 4 + p % 4 for p in positions]",
-              "is there a 4 in your code"),
+              "On blocks of 4 it is right"),
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   t.sort()
@@ -103,7 +103,7 @@ ANSWERS = {
                   slots = [block_ids[p // 4] * 4 + p % 4 for p in range(start + len(new))]
                   flat[slots[start:]] = new
                   return flat[slots]
-              """, "is there a 4 in your code where the cache's own block size should stand?"),
+              """, "On blocks of 4 it is right"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]

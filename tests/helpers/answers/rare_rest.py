@@ -161,8 +161,7 @@ ANSWERS = {
               "What comes after line 1?")],
     "my_best_offer": [
         Wrong(_OFFERS + "    return best.roll(1)", "s [-8.0, -2.0, -7.0] The numbers are right, and stand in another"),
-        Wrong(_OFFERS + "    return best % 128", "in the engine, the text of sequence 0 leaves Hugging Face's at "
-                                                 "token ", _TWO),
+        Wrong(_OFFERS + "    return best % 128", "the text of sequence 0 is not Hugging Face's", _TWO),
         Wrong(_OFFERS + "    return best.int()", "it returns torch.int32; torch.int64 must come back")],
     "my_row_shard": [
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop] * 2",

@@ -60,14 +60,11 @@ def attention_ways(q, k, v, mask, scaling: float) -> dict:
     def weighed(scores, values=v_each, dim=-1):
         return (torch.softmax(scores, dim) @ values).nan_to_num()
 
-    def product(keys):
-        return q @ keys.transpose(2, 3)
-
-    raw = product(k_each)
+    raw = q @ k_each.mT
     scores = raw * scaling
     return {
         f"query head 1 reads KV head {1 % kv_heads}. Neighbours belong together: in which order must the copies lie?":
-            weighed(hidden(product(k_copy) * scaling), v_copy),
+            weighed(hidden(q @ k_copy.mT * scaling), v_copy),
         **{f"the scores are multiplied with {what}, and scaling ({scaling:.3g}) is given for that":
            weighed(hidden(raw * factor)) for what, factor in factors.items()},
         "the mask is not used: tokens see the future": weighed(scores),

@@ -51,8 +51,8 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
                          "your function. Scores must come back")
     gone, empty, square = masked < -5000, (masked == -INF).all(-1), torch.ones(scores.shape[-2:], dtype=torch.bool)
     others = hidden | gone
-    agree(masked.masked_fill(others, 0), scores.masked_fill(others, 0), {}, "scores of keys that may be seen "
-          "have changed; only the hidden ones may", within=0, dims=", ".join(names))
+    with saying("scores of keys that may be seen have changed; only the hidden ones may: "):
+        agree(masked.masked_fill(others, 0), scores.masked_fill(others, 0), {}, within=0, dims=", ".join(names))
     seen = hidden & ~gone
     left = (f"softmax makes NaN in {int(empty.flatten(0, 1).any(0).sum())} of {scores.shape[2]} rows, those in which "
             "every key is hidden: " if empty.any() else
