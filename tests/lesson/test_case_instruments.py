@@ -172,8 +172,7 @@ def test_the_report_says_how_many_ranks_ran(ranks, asked, words):
     case = opened(Trial("a prompt", [IDS[:3]]), asked, report="With {ranks} it is wrong.", title="It is",
                   needs=lambda config, size: "" if size >= ranks else "too few")
     assert str(case) == f"Case 1: It is\n\nWith {ranks} it is wrong.\n\nThe run: a prompt; {words} Budget: 8 runs."
-    assert repr(case) == f"<case 1: 'It is', fable, {ranks} ranks, 8 runs left>"
-    assert case._repr_mimebundle_() == {"text/plain": str(case)}
+    assert repr(case) == str(case)  # what a cell shows whose last line is the case
     assert (case.number, case.title, case.asked_ranks, case.tensor_parallel_size) == (1, "It is", asked, ranks)
 
 

@@ -48,10 +48,9 @@ def defined(code: str, name: str, setup: str = SETUP):
 
 def listed(what: str, values: Iterable) -> list[int]:
     try:
-        found = [int(value) for value in values]
+        return [int(value) for value in values]
     except TypeError:
         raise ValueError(f"step takes two lists, {what} is {type(values).__name__}") from None
-    return found
 
 
 class Stepper(Uncopied):
@@ -126,21 +125,18 @@ def your_engine(parts: dict[str, Callable], model, prompts: Sequence[Sequence[in
     ``my_generate`` drives it, one prompt after the other; all other pieces stand in it. If a piece fails, it prints
     what is wrong with which, and writes nothing.
     """
-    def write(parts):
-        return limited(_write, parts, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
-
-    try:
-        return write(parts)
-    except Exception as error:  # of whatever a piece does
-        whose, said = "", in_words(first_cause(error))
-    if len(parts) > 1:
-        for name in [name for name in pieces() if name in parts]:  # the first that fails among the lab's own
-            try:
-                write({name: parts[name]})
-            except Exception as error:
-                whose, said = f" at {name}", in_words(first_cause(error))
+    alone = {f" at {name}": {name: parts[name]} for name in pieces() if name in parts} if len(parts) > 1 else {}
+    for whose, some in {"": parts, **alone}.items():  # all of them; then the first that fails among the lab's own
+        try:
+            written = limited(_write, some, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
+        except Exception as error:  # of whatever a piece does
+            said = f"your engine stops{whose}: {in_words(first_cause(error))}"
+            if whose:
                 break
-    print(f"your engine stops{whose}: {said}")
+        else:
+            if not whose:
+                return written
+    print(said)
     return [[] for _ in prompts]
 
 

@@ -59,9 +59,9 @@ ANSWERS = {
         Wrong(but(ROPE, "return attention.apply_rotary_pos_emb(q, k, cos, sin)", "return q, k"),
               "q, 6 tokens and 4 heads: nothing is turned: x comes back as it went in"),
         Wrong(but(ROPE, "position_ids)\n", "torch.arange(q.shape[2]).repeat(len(q), 1))\n"),
-              "it is turned as if positions began at 0; position_ids say 5 and more"),
+              "it is turned as at positions [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]; position_ids are"),
         Wrong(but(ROPE, "position_ids)\n", "position_ids[:1])\n"),
-              "the second row of the batch is turned by the positions of the first"),
+              "as at positions [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10]]; position_ids are"),
         Wrong(but(ROPE, "(q, k, cos, sin)", "(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)"),
               "[2, 4, 6, 8] must come back (yours is [batch, tokens, heads, head_size])"),
         Wrong(but(ROPE, "(q, k, cos, sin)", "(q.transpose(1, 2), k.transpose(1, 2), cos, sin)"),
@@ -143,9 +143,9 @@ ANSWERS = {
               def kv_share(num_heads, num_kv_heads):
                   first, count = linear.share(num_heads)
                   return 0, num_kv_heads, count // num_kv_heads
-              """, "8 query and 2 KV heads, rank 0 of 2: query head 2 reads KV head 1, and its own is 0"),
+              """, "(0, 2, 2) repeats KV heads to [0, 0, 1, 1]; query heads 0–3 read [0, 0, 0, 0]"),
         Wrong("def kv_share(num_heads, num_kv_heads): return linear.share(num_kv_heads) + (num_heads // num_kv_heads,)",
-              "1 KV heads from head 0 on, which repeated are 4; query heads 0–1 are 2"),
+              "(0, 1, 4) repeats KV heads to [0, 0, 0, 0]; query heads 0–1 read [0, 0]"),
         Wrong(but(SHARE, "low = start // group", "low = 0"),
               "rank 1 of 2: query heads 4–7 read 1 KV heads, and it holds 2"),
         Wrong(but(SHARE, "return low, held, each", "return low, held, [heads]"), "repeat_interleave does not take"),

@@ -52,13 +52,6 @@ class OpenCase:
         return [name for name in super().__dir__() if not name.startswith("_")]
 
     def __repr__(self) -> str:
-        return (f"<case {self.number}: {self.title!r}, {self.checkpoint.name}, {self.tensor_parallel_size} ranks, "
-                f"{self.runs_left} runs left>")
-
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        return {"text/plain": str(self)}
-
-    def __str__(self) -> str:
         """The report as its user wrote it."""
         size, asked = self.tensor_parallel_size, self.asked_ranks
         ranks = counted(size, "rank") + f", since with {asked} nothing is wrong to be seen" * (size != asked)
