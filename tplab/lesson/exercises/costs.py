@@ -73,7 +73,7 @@ def _examine_bytes(attempt: Attempt, config, shard, context: int, itemsize: int)
           agreed="the slowest rank, and every meeting")
 def my_step_seconds(attempt: Attempt, setting: Setting):
     """Ranks with as much and with unlike work, and one alone; then the notebook's model on four ranks."""
-    for rank_bytes in ([6e9, 6e9], [6e9, 3e9], [2e9, 4e9, 3e9], [9e9]):
+    for rank_bytes in ([1e9, 7e9, 3e9], [6e9, 6e9], [9e9]):
         with saying(f"ranks that read {', '.join(f'{count / 1e9:.0f} GB' for count in rank_bytes)}, 20 layers: "):
             _examine_seconds(attempt, rank_bytes, 2e9, 20, 0.1)
     config, itemsize = setting.checkpoint.config, parse_dtype(setting.dtype).itemsize

@@ -49,6 +49,8 @@ _RULES = {
         (row[a] + off[a] - row[b] - off[b]).abs(), off.abs().max()),
     "the margin of the two largest logits is taken: which tokens did the two runs choose?":
         lambda a, b, row, off, every: (row.topk(2).values.diff().abs(), off.abs().max()),
+    "the margin to the largest logit is taken: it is that of the two tokens": lambda a, b, row, off, every: (
+        row.max() - row[b], off.abs().max()),
     "a logit that has risen is measured, and one that has fallen is not": lambda a, b, row, off, every: (
         (row[a] - row[b]).abs(), off.max()),
     "rounding is measured in other rows, too: the one where the texts part counts": lambda a, b, row, off, every: (
@@ -76,10 +78,10 @@ def _texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]
     other = [b if a != b else 16 for a, b in zip(one, tokens())]
     off = random(-0.2, 0.2, 8, 20) * noise * 10 ** random(-1, 1, 8, 1)
     for row, (a, b) in enumerate(zip(one, other)):
-        exact[row, a], exact[row, 17] = 10, 10 - 0.2 * noise if seed % 2 else 5
+        exact[row, a], exact[row, 17] = 10, 10 + 0.2 * noise if seed % 2 else 5
         if row == at:
             off[row] = noise * random(-0.4, 0.4, 20)
-            off[row, a], off[row, b] = random(0, 0.9, 2) * noise * torch.tensor([1, -1])
+            off[row, a], off[row, b], off[row, 17] = noise * random(0, 0.9), -noise * random(0, 0.9), -0.4 * noise
             off[row, 18], off[row, 19] = (-noise, random(0.3, 0.9) * noise) if seed % 3 else (noise, 0)
             exact[row, b] = 10 - 2 * noise * (random(0.3, 0.95) if seed % 4 < 2 else random(1.05, 3.0))
     return one, [*one[:at], *other[at:]], exact + off, exact
@@ -247,6 +249,6 @@ def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
             raise NotYet("the ranks' results differ in their last bits: each adds in an order of its own")
         if size > 1:
             ops = {record.op for record in ran[0][1]}
-            count_ops(ran, {min(ops): 1} if len(ops) == 1 else {"all_gather": 1})
+            count_ops(ran, {"all_reduce" if ops == {"all_reduce"} else "all_gather": 1})
     return values[0]
 

@@ -270,6 +270,9 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
         if same is None:
             raise NotYet(f"{len(found)} ids come back, and {count} are asked for" + (
                 ": an accepted guess can be one too many" if len(found) > count else ", whichever they are"))
+        if begins := [at for at in range(len(text)) if text[at:at + count] == found]:
+            at = min(begins, key=lambda at: abs(at - len(ids)))
+            raise NotYet(f"these are the tokens from position {at} on, and the new ones begin at {len(ids)}")
         raise NotYet(f"new token {same} is {found[same]}, and greedy decoding has {theirs[same]} there" + (
             f"\n{found[same]} was a guess that the model rejected" * (rejected.get(len(ids) + same) == found[same])))
     other = next((after for before, after in pairwise([[], *toy.asked]) if len(before) < len(ids) + count and (
