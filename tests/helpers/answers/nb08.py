@@ -6,6 +6,12 @@ ANSWERS = {
     "my_mean": [
         Wrong("""
               def my_mean(shares):
+                  total = torch.tensor([sum(shares[rank()]), len(shares[rank()])], dtype=torch.bfloat16)
+                  summed, count = all_reduce(total).tolist()
+                  return summed / count
+              """, "the mean of all requests is 71057 / 7 = 10151 What is off by so little has lost digits"),
+        Wrong("""
+              def my_mean(shares):
                   lengths = shares[rank()]
                   total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
                   if lengths:
@@ -37,7 +43,7 @@ ANSWERS = {
               def my_mean(shares):
                   lengths = shares[rank()]
                   return sum(lengths) / max(1, len(lengths))
-              """, "4; the mean of all requests is 18 / 3 = 6. That is the mean of its own requests"),
+              """, "4; the mean of all requests is 18 / 3 = 6 That is the mean of its own requests"),
         Wrong("""
               def my_mean(shares):
                   lengths = shares[rank()]
@@ -72,6 +78,15 @@ ANSWERS = {
               """, "shares[1] is on another rank; here is shares[rank()], shares[0]. What tells a rank"),
     ],
     "my_agree": [
+        Wrong("""
+              def my_agree(work):
+                  failed = torch.zeros(4)
+                  try:
+                      work()
+                  except Exception:
+                      failed[rank()] = 1
+                  return all_reduce(failed).nonzero().flatten().tolist()
+              """, "IndexError: index 4 is out of bounds"),
         Wrong("""
               def my_agree(work):
                   work()
@@ -169,6 +184,17 @@ ANSWERS = {
               """),
     ],
     "my_rounds": [
+        Wrong("""
+              def my_rounds(write, read, rounds):
+                  seen = []
+                  for number in range(3):
+                      if rank() == 0:
+                          write(number)
+                      barrier()
+                      seen.append(read())
+                      barrier()
+                  return seen
+              """, "rank 0 writes 3 times in 1 round"),
         Wrong("""
               def my_rounds(write, read, rounds):
                   seen = []

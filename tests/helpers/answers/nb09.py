@@ -139,6 +139,7 @@ ANSWERS = {
               """),
     ],
     "kv_share": [
+        Wrong(but(SHARE, "return low", "return torch.arange(low, low + held)"), "the first KV head, and how many"),
         Wrong("""
               def kv_share(num_heads, num_kv_heads):
                   first, count = linear.share(num_heads)
@@ -169,6 +170,8 @@ ANSWERS = {
               "scores)"),
     ],
     "shard_weight": [
+        Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:][:size].bfloat16().float()",
+              "stands nowhere in the file: numbers are to be copied"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded.narrow(1, start, size)",
               "8 from 4 on: RuntimeError"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[:size]",
@@ -181,6 +184,7 @@ ANSWERS = {
         Right("def shard_weight(loaded, start, size, hidden_size): return loaded[start:start + size].clone()"),
     ],
     "extend_cache": [
+        Wrong(but(EXTEND, "[cached, new]", "[cached[:1], new[:1]]"), "it returns [1, 2, 4, 4]"),
         Wrong(EXTEND.replace("return k.rep", "k, v = k.rep").replace(", (k, v)\n", "\n    return k, v, (k, v)\n"),
               "what is repeated for attention is not stored"),
         Wrong(but(EXTEND, "[cached, new]", "[new, cached]"), "has what belongs to token 3; token 1 has what belongs t"),
@@ -191,6 +195,9 @@ ANSWERS = {
         Wrong(but(EXTEND, ", (k, v)\n", ", k, v\n"), "it returns a tuple of 4"),
     ],
     "share": [
+        Wrong("def share(total):\n    r, n = linear.tp_rank(), linear.tp_size()\n"
+              "    return r * total / n // 1, total / n // 1",
+              "0.0 among them; a list of whole numbers must come back, the first and how many"),
         Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
               "head 8 on no rank: which rank takes what is left over?"),
         Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",

@@ -23,6 +23,8 @@ def seconds(body):
 
 ANSWERS = {
     "my_decode_bytes": [
+        Wrong(counted(layer="h * (2 * q + 2 * kv) * d + 3 * h * config.intermediate_size // 2"),
+              "With twice the MLP columns on the rank (gate, up, down), 63,822,000 bytes are added"),
         Wrong(counted(back="f'{numbers * itemsize} bytes'"),
               " 3100 tokens: it returns '270428800 bytes' (str); bytes must come back"),
         Wrong(counted(back="None"), "tokens: it returns nothing (is a return missing?); bytes must come back"),

@@ -41,6 +41,10 @@ def norm(squares="all_reduce(own.pow(2).sum(-1)[:, first].sum(-1))", mean="squar
 
 ANSWERS = {
     "my_router": [
+        Wrong(router(p="logits.float().exp() / logits.float().exp().sum(-1, keepdim=True)"),
+              "exp of a logit beyond 88 is more than float32 holds"),
+        Wrong(router(back="(weights / weights.sum(-1, keepdim=True) if renormalize else weights).squeeze(), ids"),
+              "it returns []; [tokens, top_k] = [1, 1] must come back"),
         Wrong(router(back="weights, ids"), "do not add up to 1, and renormalize asks for it"),
         Wrong(router(back="weights / weights.sum(-1, keepdim=True), ids"),
               "On renormalize=True it is right"),
@@ -63,7 +67,6 @@ ANSWERS = {
         Wrong(router(back="torch.full_like(weights, 1 / top_k), ids"), "all experts of a token weigh the same"),
         Wrong(router(weights="p.gather(1, ids).softmax(-1)", back="weights, ids"), "the softmax is there twice"),
         Wrong(router(back="weights, ids.float()"), "ids are torch.float32; whole numbers must come back"),
-        Wrong(router(back="weights.double(), ids"), "the weights are torch.float64; torch.float32 must come back"),
         Right(router()),
         Wrong(router(back="(weights / weights.sum(-1, keepdim=True) if renormalize else weights).to(logits.dtype), "
                      "ids"), "in bfloat16, the weights are torch.bfloat16; torch.float32 must come back"),
@@ -135,6 +138,8 @@ ANSWERS = {
               """),
     ],
     "my_moe": [
+        Wrong(moe(start="weights = weights / weights.sum(-1, keepdim=True)\n    summand = torch.zeros_like(x)"),
+              "a token's weights are divided by their sum: they are as the router wants them"),
         Wrong(moe(chosen="rows, place = torch.where(ids == local)"),
               "ids are those of the model, and yours are taken for a rank's own"),
         Wrong(moe(back="return summand"), "each rank returns its own summand. Where are they added up?"),

@@ -39,6 +39,8 @@ def layer(one="reduce_scatter(attention(all_gather(input_norm(own), 0, sizes)), 
 
 ANSWERS = {
     "my_overlapped_row_parallel": [
+        Wrong(overlapped(start="works.append(all_reduce(sums[-1], async_op=True))\n        barrier()"),
+              "with 2 collectives besides the sums that are started"),
         Wrong(overlapped(end="early = torch.cat(sums)\n    for work in works: work.wait()", back="early"),
               "a rank's own summand stands at every token. A sum is in its tensor behind its wait()"),
         Wrong(overlapped(end="pass"), "without wait() for all_reduce [3, 5], all_reduce [3, 5]"),

@@ -39,6 +39,8 @@ def speculate(draft="propose(text)",
 
 ANSWERS = {
     "my_verdict": [
+        Wrong(verdict(margin="exact[place].max() - exact[place, other[place]]"),
+              "the margin to the largest logit is taken: it is that of the two tokens"),
         Wrong(verdict(back='"rounding"'), "it says 'rounding' of all texts that part, however far apart the"),
         Wrong(verdict(back='"bug"'), "it says 'bug' of all texts that part"),
         Wrong(verdict(rounding="margin < 0.2"), "it goes by the margin alone: how far does rounding"),
@@ -48,7 +50,6 @@ ANSWERS = {
         Wrong(verdict(moved="(logits - exact).abs().max()"),
               "rounding is measured in other rows, too: the one where the texts part counts"),
         Wrong(verdict(none="True"), "two equal texts: it returns True (bool); one of 'same', 'rounding', 'bug' must"),
-        Wrong(verdict(none="None"), "two equal texts: it returns nothing (is a return missing?)"),
         Wrong(verdict(back="{}"), "it returns"),
         Right(verdict(moved="(logits[place] - exact[place]).abs().amax()", rounding="margin < 2 * moved")),
         Right("""
@@ -61,6 +62,10 @@ def my_verdict(one, other, logits, exact):
 """),
     ],
     "my_tree_sum": [
+        Wrong("def my_tree_sum(own, shares):\n    whole = (own.double() * 2**20).round().long().sum(0)\n"
+              "    return (all_reduce(whole).double() / 2**20).float()", "13 leaves on 1 rank: on rank 0 that is"),
+        Wrong(tree("return leaves.sum(0)", "all_reduce(torch.zeros(9, *own.shape[1:]).index_copy_(0, torch.tensor("
+                   "list(shares[rank()])), own))"), "index 9 is out of bounds"),
         Wrong("def my_tree_sum(own, shares):\n    return all_reduce(own.sum(0))",
               "its last bits are not the same on 1, 2, 3 and 4 ranks"),
         Wrong("def my_tree_sum(own, shares):\n    return own.sum(0)",
@@ -95,6 +100,15 @@ def my_tree_sum(own, shares):
 """),
     ],
     "my_propose": [
+        Wrong("""
+def my_propose(token_ids, count):
+    text = " ".join(map(str, token_ids))
+    for length in range(min(3, len(token_ids) - 1), 0, -1):
+        at = text.rfind(" ".join(map(str, token_ids[-length:])), 0, -1)
+        if count and at >= 0:
+            return token_ids[text[:at].count(" ") + length:][:count]
+    return []
+""", "nothing of its ending stood there before: there is no guess, []"),
         Wrong(propose(lengths="(3,)"), "where the last three tokens are not found, two and one are tried"),
         Wrong(propose(lengths="(3, 2)"), "a single token is an ending, too"),
         Wrong(propose(lengths="(1, 2, 3)"), "say more than the last one: the longest ending comes first"),

@@ -84,7 +84,8 @@ ANSWERS = {
               "it changes its argument input_ids")],
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
-              "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)", "a sum waits for the slowest rank, not for the quickest")],
+              "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)",
+              "a sum waits for the slowest rank, not for the quickest")],
     "my_key": [
         Wrong("def my_key(parent, ids): return hash((parent, tuple(i % 1000 for i in ids)))", "token ids 1000 apart")],
     "my_overlapped_row_parallel": [

@@ -28,18 +28,18 @@ def my_mean(attempt: Attempt, setting: Setting):
         lengths = [length for share in shares for length in share]
         mean = sum(lengths) / len(lengths)
         for rank_, (found, _) in enumerate(ran):
-            with saying(f"requests {shares}: on rank {rank_} "):
-                found, own = one_number(found, "a number, on every rank,"), shares[rank_]
-                said = f"it says {found:.8g}; the mean of all requests is {sum(lengths)} / {len(lengths)} = {mean:.8g}"
+            head, own = f"requests {shares}: on rank {rank_} ", shares[rank_]
+            with saying(head):
+                found = one_number(found, "a number, on every rank,")
+            with saying(f"{head}it says {found:.8g}; the mean of all requests is {sum(lengths)} / {len(lengths)} = "
+                        f"{mean:.8g}\n"):
                 agree(found, mean, {
-                    f"{said}. That is the mean of its own requests": sum(own) / len(own) if own else mean,
-                    f"{said}. That is the mean of the ranks' means: how much does a rank with many requests count?":
+                    "That is the mean of its own requests": sum(own) / len(own) if own else mean,
+                    "That is the mean of the ranks' means: how much does a rank with many requests count?":
                         (sum(means) / len(shares), sum(means) / len(means)),
-                    f"{said}. Those are the ranks' means, added up: how much does a rank with many requests count?":
-                        sum(means),
-                    f"{said}. That is requests per length": 1 / mean,
-                }, said + f". There are {sums} all_reduces: the second adds up what is a sum already" * (sums > 1),
-                    within=1e-6)
+                    "Those are the ranks' means, added up: how much does a rank with many requests count?": sum(means),
+                    "That is requests per length": 1 / mean,
+                }, f"There are {sums} all_reduces: the second adds up what is a sum already" * (sums > 1), within=1e-6)
 
 
 class _Shares:
