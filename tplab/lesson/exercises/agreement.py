@@ -84,7 +84,8 @@ def my_agree(attempt: Attempt, setting: Setting):
         works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
         who = ranks_in_words(failing, len(works)) if failing else "none"
         have = f"of {len(works)} ranks, {who} failed: "
-        answers = on_ranks(ranks, _agree, attempt, works, waits=waits, asks={"cannot be read": left}, timeout=_TIMEOUT)
+        answers = on_ranks(ranks, lambda works=works: (attempt(works[rank()]), works[rank()].calls), waits=waits,
+                           asks={"cannot be read": left}, timeout=_TIMEOUT)
         for number, ((found, calls), ops) in enumerate(answers):
             if calls != 1:
                 raise NotYet(f"{have}rank {number} does its work {calls} times; once is asked")
@@ -118,10 +119,6 @@ def _raised_again(function) -> str:
         return ""
     found = [(number, line.strip()) for number, line in enumerate(lines, first) if line.strip().startswith("raise")]
     return f"Your line {found[0][0]}, {found[0][1]}, lets it out again. " if found else ""
-
-
-def _agree(attempt: Attempt, works: list[_Work]) -> tuple[object, int]:
-    return attempt(works[rank()]), works[rank()].calls
 
 
 @exercise("my_rounds", "08", takes="write, read, rounds",

@@ -1,7 +1,6 @@
 """Notebook 06: both ends of the model, cut along the vocabulary, and the one decision of all ranks."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -16,23 +15,9 @@ from tplab.ranks import rank
 _ALONE = "one rank holds every word, so the collectives were tried on two and on three logical ranks"
 
 
-def _looked_up_by(embedding: Callable) -> list[Patch]:
-    def forward(self, input_ids):
-        return embedding(input_ids, self.weight, self.rows)
-
-    return [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward", forward)]
-
-
-def _whole_logits_by(head_logits: Callable) -> list[Patch]:
-    """The engine's head with a learner's whole logits; the engine goes on with this rank's part of them."""
-    def forward(self, hidden):
-        return head_logits(hidden, self.weight, self.sizes)[:, self.rows.start:self.rows.stop].contiguous()
-
-    return [Patch("tplab.shard.embedding.ParallelLMHead.forward", forward)]
-
-
 @exercise("my_embedding", "06", takes="ids, weight_here, rows", place="looks words up", alone=_ALONE,
-          patches=_looked_up_by)
+          patches=lambda embedding: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
+                                           lambda self, ids: embedding(ids, self.weight, self.rows))])
 def my_embedding(attempt: Attempt, setting: Setting):
     """Eleven words on two and on three ranks, in bfloat16 too, and words of one rank alone; then in the engine."""
     def check(case):
@@ -74,7 +59,9 @@ def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
 
 
 @exercise("my_head_logits", "06", takes="hidden, weight_here, sizes", place="makes logits", alone=_ALONE,
-          patches=_whole_logits_by,
+          patches=lambda whole_logits: [Patch(  # the engine goes on with this rank's part of them
+              "tplab.shard.embedding.ParallelLMHead.forward", lambda self, hidden: whole_logits(
+                  hidden, self.weight, self.sizes)[:, self.rows.start:self.rows.stop].contiguous())],
           agreed="767 words on two ranks and 766 on three; on {ranks}, the logits are Hugging Face's")
 def my_head_logits(attempt: Attempt, setting: Setting):
     """Three tokens and 767 words on two ranks, one token and 766 words on three; then in the engine."""
