@@ -3,6 +3,7 @@
 import gc
 import os
 import runpy
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ def test_threads_look_a_thousand_times_and_sleep_unless_the_environment_says_oth
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
+    interrupt = signal.getsignal(signal.SIGINT)
     try:
         runpy.run_path(str(FILE))
-        assert not gc.isenabled()
+        assert not gc.isenabled() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         gc.enable()
+        signal.signal(signal.SIGINT, interrupt)
     assert os.environ.get("GOMP_SPINCOUNT") == found and os.environ["OPENBLAS_NUM_THREADS"] == "1"
 
 
