@@ -51,9 +51,9 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def did_you_mean(name, known: Iterable[str]) -> str:
-    """``"; did you mean 'smollm2'?"`` if something like ``name`` is known, else ``""``."""
-    near = get_close_matches(str(name), list(known))
+def did_you_mean(name, known: Iterable[str], most: int = 3) -> str:
+    """``"; did you mean 'smollm2'?"`` if something like ``name`` is known, else ``""``; ``most``: how many it names."""
+    near = get_close_matches(str(name), list(known), most)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

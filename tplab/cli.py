@@ -17,6 +17,7 @@ from tplab.files import check_working_folder, check_writable, replace_unprintabl
 from tplab.lab import bench_command, museum
 
 MODEL = "fable, fable-moe, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+EXPERTS = "give each rank whole experts, not a part of each"
 
 
 class CommandError(TplabError):
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
                        "mistral-7b, llama-3.1-70b")
     which.add_argument("--config", metavar="FILE", help="the config.json of a published model, without its weights")
-    one.add_argument("--expert-parallel", action="store_true", help="give each rank whole experts, not a part of each")
+    one.add_argument("--expert-parallel", action="store_true", help=EXPERTS)
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
 
     one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
@@ -95,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
     one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
                      help="break the engine with these faults of the museum first")
-    one.add_argument("--expert-parallel", action="store_true", help="give each rank whole experts, not a part of each")
+    one.add_argument("--expert-parallel", action="store_true", help=EXPERTS)
     one.add_argument("--fast", action="store_true", help="instead, compare the fast path's results with float64: "
                      "hidden states, logits, keys and values")
     one.add_argument("--json", metavar="FILE", help="write the whole report")

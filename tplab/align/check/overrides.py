@@ -14,7 +14,7 @@ from fnmatch import translate
 
 from tplab.align.points import LAYER_POINTS, OUTER
 from tplab.align.recording import PlacementError
-from tplab.checks import quoted
+from tplab.checks import did_you_mean, quoted
 
 _INNER = (*LAYER_POINTS, "qkv", "gate_up")
 
@@ -34,9 +34,8 @@ def check_names(names, known: set[str]) -> dict[str, str]:
                                  f"{{{quoted(pattern)}: {quoted(point)}}}")
         short = point.removeprefix("layers.{i}.")
         if short not in (*OUTER, *_INNER, ""):
-            near = get_close_matches(short, (*OUTER, *_INNER), 1)
-            raise PlacementError(f"names: there is no point {quoted(point)}; " + (
-                f"did you mean {near[0]!r}?" if near else f"points are {', '.join((*OUTER, *_INNER))}"))
+            near = did_you_mean(short, (*OUTER, *_INNER), 1) or f"; points are {', '.join((*OUTER, *_INNER))}"
+            raise PlacementError(f"names: there is no point {quoted(point)}{near}")
         if pattern.count("{i}") > 1 or (short and (short in _INNER) != ("{i}" in pattern)):
             raise PlacementError(f"names: {point} is {'a point of each layer' if short in _INNER else 'no layer’s'}, "
                                  f"so {pattern!r} must hold {{i}} {'once' if short in _INNER else 'nowhere'}")
