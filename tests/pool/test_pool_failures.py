@@ -72,14 +72,18 @@ def test_raise_inside_a_collective(pool):
     fails(pool, fn, r"^rank 1 raised RankError: all_reduce takes a tensor, not str", r"all_reduce\(torch.ones\(4\)")
 
 
-def test_raise_after_a_collective(pool, monkeypatch):
+def test_raise_after_a_collective(pool, monkeypatch, tmp_path):
     monkeypatch.setattr("tplab.pool.watch._GRACE", 20)  # on a busy machine rank 1 may need long for its answer
 
     def fn():
         all_reduce(torch.ones(4))
-        return 1 // rank()
+        if rank() == 1:
+            return (tmp_path / "left").touch()
+        while not (tmp_path / "left").exists():  # a failure also ends a collective that rank 1 has not left yet
+            time.sleep(0.001)
+        raise ValueError("too late")
 
-    error = fails(pool, fn, r"^rank 0 raised ZeroDivisionError", r"return 1 // rank\(\)", r"rank 1 returned")
+    error = fails(pool, fn, r"^rank 0 raised ValueError", r'raise ValueError\("too late"\)', r"rank 1 returned")
     assert error.causes[1].kind == "returned"
 
 
