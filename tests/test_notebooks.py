@@ -48,6 +48,7 @@ import ast
 import asyncio
 import re
 import statistics
+import symtable
 from pathlib import Path
 
 import nbformat
@@ -94,11 +95,46 @@ def paste_solutions(notebook):
         stub.source = solution_code(solution)
 
 
+def names(cell):
+    """What a code cell's own level gives (a part of it, too), and what the cell takes from others."""
+    code = re.sub(r"^( *)[%!].*", r"\1pass", cell.source, flags=re.MULTILINE)
+    top = symtable.symtable(code, "cell", "exec")
+    gives = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            gives |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+    takes, tables = set(), [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        takes |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    return gives, takes
+
+
 def is_run_again(cell):
-    """Whether a cell stands in the run with the solutions. Of the cases, which are all of one form, two are enough:
-    tests/lesson/test_case_files.py solves each, on two and three ranks, and runs its solution's text."""
+    """Of the cases, which are all of one form, two are enough: notebook 11 solves each on two ranks, and
+    tests/lesson/test_case_files.py runs each solution's text."""
     tags = cell.metadata.get("tags", [])
-    return "measured" not in tags and ("case" not in tags or cell.id.startswith(("case_01", "case_02")))
+    return cell.cell_type == "code" and "measured" not in tags and (
+        "case" not in tags or cell.id.startswith(("case_01", "case_02")))
+
+
+def solving(notebook):
+    """The cells of the run with the solutions: up to the last check, what uses a learner's work, and what that needs.
+
+    nbval runs the others, too, and ``.ci/run`` on three ranks."""
+    last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
+    cells = [(cell, *names(cell)) for cell in notebook.cells[: last + 1] if is_run_again(cell)]
+    mine, needed, run = set(), {"model", "tensor_parallel_size"}, []
+    for cell, gives, takes in cells:
+        if {"stub", "check"} & set(cell.metadata.get("tags", [])) or mine & takes:
+            mine |= gives
+            run.append(cell.id)
+    for cell, gives, takes in reversed(cells):
+        if cell.id in run or needed & gives:
+            needed |= takes
+            run.append(cell.id)
+    return [cell for cell, *_ in cells if cell.id in run]
 
 
 def test_the_series_has_its_notebooks():
@@ -258,9 +294,8 @@ def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path, kernel)
     if not tagged(notebook, "check"):
         pytest.skip("nothing to solve in this notebook")
     paste_solutions(notebook)
-    last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
     begin = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {tmp_path}")
-    notebook.cells = [begin, *(cell for cell in notebook.cells[: last + 1] if is_run_again(cell))]
+    notebook.cells = [begin, *solving(notebook)]
     solved = tmp_path / path.name
     nbformat.write(notebook, solved)
     done = papermill.execute_notebook(solved, solved, parameters={"tensor_parallel_size": 3}, km=kernel,

@@ -107,8 +107,8 @@ IN_ONE_PART = ["eps 1e-2", "no norm weight", "LayerNorm", "no norm", "norm by th
 MASKS = {"mask times scores", "mask behind the softmax", "mask added as 1"}  # a token alone has nothing to hide
 
 
-@pytest.mark.parametrize("scope", ["prefill", "decode", "rank 1"])
-@pytest.mark.parametrize("name", IN_ONE_PART)
+@pytest.mark.parametrize("name, scope", [(name, scope) for at, name in enumerate(IN_ONE_PART)
+                                         for scope in (("prefill", "decode")[at % 2], "rank 1")])
 def test_in_one_part_of_a_run_only(models, name, scope):
     one = MISTAKES[name]
     found = align_decode(models(one.model), prompts(67), new_tokens=4, tensor_parallel_size=2, logical=True,

@@ -60,8 +60,8 @@ def said(process) -> list[str]:
 
 
 def test_one_process_compiles_and_all_load(start, tmp_path):
-    """Three that start at once: a child of the first one compiles; no other process does, then or later."""
-    assert [said(process) for process in [start() for _ in range(3)]] == [["42 1 0"]] * 3
+    """Two that start at once: a child of the first one compiles; no other process does, then or later."""
+    assert [said(process) for process in [start(), start()]] == [["42 1 0"]] * 2
     assert len(list((tmp_path / "cache" / "numba").rglob("*.nbc"))) == 1
     assert said(start()) == ["42 1 0"]
 

@@ -87,10 +87,9 @@ def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dty
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ends_of_real_models(smollm2, pool, dtype):
-    for model in ("fable", smollm2) if dtype == "bfloat16" or pool.size == 2 else ("fable",):
-        report = align_fast(model, PROMPTS, dtype=dtype, tensor_parallel_size=pool.size, pool=pool)
-        assert report.ok, str(report)
+def test_ends_of_a_real_model(smollm2, two, dtype):
+    report = align_fast(smollm2, PROMPTS, dtype=dtype, tensor_parallel_size=2, pool=two)
+    assert report.ok, str(report)
 
 
 def tokens(given, pool, **options):

@@ -44,9 +44,10 @@ def answers(file):
     return [bug.place for bug in file.bugs] or [NOWHERE], list(file.kinds), right
 
 
-@each_case
+@pytest.mark.parametrize("file", list(CASES.values())[::2], ids=list(CASES)[::2])
 def test_a_case_is_seen_named_and_mended_and_what_hides_it_is_refused(file, ckpt):
-    solved = Solved(lesson.open_case(file.number, ckpt, tensor_parallel_size=2 + file.number % 2))
+    """On three ranks, every second case; notebook 11 proves all cases on two."""
+    solved = Solved(lesson.open_case(file.number, ckpt, tensor_parallel_size=3))
     assert not solved.wrong
     assert (solved.seen == NOWHERE) == (not file.bugs)
     assert len(solved.hidden) == len(file.false_repairs) >= 1
