@@ -3,9 +3,10 @@ one all of whose layers are of a learner's class."""
 
 import ast
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from textwrap import dedent
+from types import MappingProxyType
 
 import torch
 
@@ -33,13 +34,15 @@ from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, reduce
 """
 
 
-def defined(code: str, name: str, setup: str = SETUP):
-    """What ``code`` calls ``name``, as from a notebook's cell; what stands there as a call is not carried out."""
+def defined(code: str, name: str, setup: str = SETUP, given: Mapping = MappingProxyType({})):
+    """What ``code`` calls ``name``, as from a notebook's cell in whose kernel ``given`` is defined; what stands there as
+    a call is not carried out."""
     file = f"<answer {next(_number)}>"
     source = dedent(code).strip("\n") + "\n"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     space = {"__name__": "__main__"}
     exec(setup, space)
+    space.update(given)
     tree = ast.parse(source, file)
     tree.body = [one for one in tree.body if not isinstance(one, ast.Expr)]
     exec(compile(tree, file, "exec"), space)
@@ -104,18 +107,21 @@ def pieces() -> dict:
 
 
 def own_pieces() -> Pieces:
-    """The learner's pieces: solved in this notebook, or kept from an earlier one."""
-    kept, found = progress_file.load(), Pieces()
-    for name in pieces():
+    """The learner's pieces: solved in this notebook, or kept from an earlier one. One may call another."""
+    from tplab.lesson.verdict import all_exercises
+
+    kept, solved, wanted = progress_file.load(), {}, pieces()
+    for name in all_exercises():
         if name in progress_file.SOLVED:
-            found[name] = progress_file.SOLVED[name]
+            solved[name] = progress_file.SOLVED[name]
         elif code := kept.get(name, {}).get("code"):
             try:
-                found[name] = defined(code, name)
+                solved[name] = defined(code, name, given=solved)
             except Exception as error:  # its cell may need what other cells have defined
-                print(f"{name}: what was kept cannot be defined by itself ({in_words(error).splitlines()[0]}); the "
-                      "lab's stands in")
-    return found
+                if name in wanted:
+                    print(f"{name}: what was kept cannot be defined by itself ({in_words(error).splitlines()[0]}); the "
+                          "lab's stands in")
+    return Pieces((name, answer) for name, answer in solved.items() if name in wanted)
 
 
 def your_engine(parts: dict[str, Callable], model, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
