@@ -35,8 +35,8 @@ from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, reduce
 
 
 def defined(code: str, name: str, setup: str = SETUP, given: Mapping = MappingProxyType({})):
-    """What ``code`` calls ``name``, as from a notebook's cell in whose kernel ``given`` is defined; what stands there as
-    a call is not carried out."""
+    """What ``code`` calls ``name``, as from a notebook's cell where ``given`` is defined; what stands there as a call
+    is not carried out."""
     file = f"<answer {next(_number)}>"
     source = dedent(code).strip("\n") + "\n"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
