@@ -13,8 +13,6 @@ from tplab.show.phrases import ShowError
 _AGREES, _BAND = "#eef3f0", "#fbe3d6"
 _LANES = 6  # side by side on one line of panels
 _BEFORE = 2  # rows that are shown above the first difference
-_KEY = ("green: done together   orange, hatched: waits (→ for which rank)   dark orange: calls that differ   "
-        "≠: the first difference")
 _ENDS = {"raised": (RED, "✗"), "died": (RED, "✗"), "returned": (FAINT, "✓"), "running": (BLUE, "↻"),
          "waiting": (ORANGE, "…"), "stopped": (FAINT, "■")}
 
@@ -63,7 +61,10 @@ def op_logs(errors, title: str | None = None) -> Picture:
     for line, rows, places in zip(lines, tall, axes):
         for ax, (name, run) in zip(places, line):
             _draw(ax, name, run, rows, ranks)
-    figure.supxlabel(_KEY, fontsize=9, x=0.01, ha="left", color="#555555")
+    apart = {run.cannot_meet for run in runs.values()}
+    key = ["green: done together", *["orange, hatched: waits (→ for which rank)"] * (False in apart),
+           *["dark orange: calls that differ"] * (True in apart), "≠: the first difference"]
+    figure.supxlabel("   ".join(key), fontsize=9, x=0.01, ha="left", color="#555555")
     details = ". ".join(f"{name}: {_describe(run)}".removeprefix(": ") for name, run in runs.items())
     return figure.finished(title or "Collectives in order, and where the ranks part", (
         f"the collectives of each rank, in order. {details}."))
