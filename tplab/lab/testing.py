@@ -46,9 +46,11 @@ ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
          "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()]),
-         "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
+         "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant/test_invariant_sums.py",
+                                         "tests/invariant/test_invariant_engine.py::test_on_real_ranks", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
-         "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
+         "engine, with the fast path off": (OFF, ["tests/llm/test_llm_generate.py", "tests/llm/test_llm_multi_step.py",
+                                                  "tests/llm/test_llm_sampling.py", ON_A_POOL])}
 
 
 def pytest_command(options: list[str]) -> list[str]:
