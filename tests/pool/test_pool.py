@@ -41,10 +41,8 @@ def test_an_exception_names_rank_and_line_and_leaves_the_pool_usable(pool):
             raise ValueError("not this one")
         all_reduce(torch.ones(4))
 
-    begin = time.monotonic()
     with pytest.raises(RankError, match="rank 1 raised ValueError: not this one") as caught:
         pool.run(fail)
-    assert time.monotonic() - begin < 1
     assert 'raise ValueError("not this one")' in str(caught.value)
     assert caught.value.causes[0].consequence
     assert pool.run(lambda: rank()) == [0, 1]

@@ -110,7 +110,7 @@ def test_a_rank_that_catches_everything_leaves_its_next_collective(pool):
 
 def test_the_first_to_fail_stands_on_top(pool):
     def fn():
-        time.sleep(0.1 * (rank() == 0))
+        time.sleep(0.5 * (rank() == 0))
         raise ValueError(f"of rank {rank()}")
 
     fails(pool, fn, "^rank 1 raised ValueError: of rank 1")

@@ -55,14 +55,14 @@ def test_after_a_pause_each_compute_thread_is_pinned_to_a_core_of_its_own_for_a_
     with RankPool(ranks) as pool:
         pool.run(compute_beside, threads - 1)
         pool.run(set_times, 0.001, 1e9)
-        time.sleep(0.05)  # a pause
+        time.sleep(0.2)  # a pause
         order = sorted(EVERYWHERE)
         assert pool.run(pinned) == [{order[(rank * threads + n) % len(order)] for n in range(threads)}
                                   for rank in range(ranks)]
     with RankPool(ranks) as pool:
         pool.run(compute_beside, threads - 1)
         pool.run(set_times, 0.001, 0.001)
-        time.sleep(0.05)
+        time.sleep(0.2)
         pool.run(pinned)
         pool.run(set_times, 1e9)
         assert set(map(frozenset, unpinned(pool))) == {frozenset(EVERYWHERE)}
@@ -92,7 +92,7 @@ def test_a_thread_that_is_started_meanwhile_is_unpinned_too():
 
     with RankPool(1) as pool:
         pool.run(set_times, 0.001, 0.3)
-        time.sleep(0.05)
+        time.sleep(0.2)
         assert pool.run(start) == [[1, len(EVERYWHERE)]]
 
 

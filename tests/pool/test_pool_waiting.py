@@ -59,15 +59,15 @@ def test_contention_of_one_rank_shortens_the_spin_budget_of_all():
             assert pool.run(budget) == [expected] * 3
 
 
-def test_a_rank_sleeps_when_its_spin_budget_is_spent(pool):
+def test_a_rank_sleeps_when_its_spin_budget_is_spent(pool, tmp_path):
     """And is woken by the late one."""
     def meet(spin):
         group, x, slept = current(), torch.ones(16), []
         group.spin, sleep = spin, group._sleep
-        group._sleep = lambda *where: slept.append(where) or sleep(*where)
+        group._sleep = lambda *where: slept.append((tmp_path / "asleep").touch()) or sleep(*where)
         try:
-            if rank():
-                time.sleep(0.05)
+            while rank() and spin == SHORT_SPIN and not (tmp_path / "asleep").exists():
+                time.sleep(0.001)
             all_reduce(x)
         finally:
             del group._sleep

@@ -206,5 +206,5 @@ def test_a_sleep_lasts_while_the_word_is_the_same(word):
         waiting.sleep_while(place.data_ptr(), seen, 0.03)
         assert time.monotonic() - begin >= least
     begin = time.monotonic()
-    waiting.sleep_while(place.data_ptr(), word ^ 1 << 16, 0.9)
-    assert time.monotonic() - begin < 0.8, "the word had another value"
+    waiting.sleep_while(place.data_ptr(), word ^ 1 << 16, 30)
+    assert time.monotonic() - begin < 20, "the word had another value"

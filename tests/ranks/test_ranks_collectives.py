@@ -376,18 +376,19 @@ def test_one_pool_from_many_threads_and_two_pools_at_once(pool):
     assert results == [True] * 12
 
 
-def test_closing_a_pool_under_a_run():
+def test_closing_a_pool_under_a_run(tmp_path):
     pool, told = RankPool(2), []
 
     def use():
         try:
-            pool.run(lambda: time.sleep(30))
+            pool.run(lambda: (tmp_path / f"rank {rank()}").touch() or time.sleep(30))
         except RankError as error:
             told.append(str(error))
 
     thread = threading.Thread(target=use)
     thread.start()
-    time.sleep(0.2)
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.001)
     begin = time.monotonic()
     pool.close()
     thread.join(20)
