@@ -41,13 +41,12 @@ def test_what_agrees_may_be_a_number_or_a_list_too():
 
 @pytest.mark.parametrize("value, says", [
     (-NUMBERS, "It is right but for its sign"), (NUMBERS.abs(), "It is right but for signs"),
-    (NUMBERS ** 2, "It is the square of that"), (NUMBERS * 0.4, "Every number is 0.4 times what it must be"),
+    (NUMBERS * 0.4, "Every number is 0.4 times what it must be"),
     (NUMBERS - 2, "Every number is off by -2"),
     (NUMBERS.flip(1), "head 0 has what belongs to head 2; head 2 has what belongs to head 0"),
     (NUMBERS[:1].expand(2, 3, 4), "token 1 has what belongs to token 0"),
     (NUMBERS.roll(1, 2), "number 0 has what belongs to number 3; number 1 has what belongs to number 0; number 2 has "
      "what belongs to number 1"),
-    (NUMBERS / NUMBERS.norm(dim=-1, keepdim=True), "Each row is right but for a factor: what divides rows here?"),
     (NUMBERS.flatten().sort().values.view(2, 3, 4), "The numbers are right, and stand in another order"),
     (NUMBERS * torch.tensor([1.0, 2, 1, 1]), ""), (NUMBERS * float("nan"), ""), (NUMBERS[:1], "")])
 def test_what_turns_all_right_numbers_into_these(value, says):

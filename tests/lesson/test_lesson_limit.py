@@ -72,7 +72,7 @@ def test_what_does_not_end_on_one_rank_is_ended_and_the_others_are_told(kind):
     said = refused(limited, partial(on_ranks, waits="Who?"), 2, f(body, head), 3)
     assert said.startswith("not finished after 0.5 s: rank 1 is still at your line ")
     assert "; rank 0 waits in barrier at " in said.splitlines()[0]
-    assert said.endswith("\nNothing there lets another rank come: ranks meet in collectives, not in a loop or a sleep")
+    assert said.endswith("\nWho?")
     if kind == "sleep":
         asleep.update(thread for thread in threading.enumerate() if thread.name.startswith("logical rank"))
     gone("logical rank")

@@ -13,7 +13,7 @@ import torch
 
 from tplab.checks import counted, quoted
 from tplab.lesson.compare import Made
-from tplab.lesson.words import CALLED, NotYet, in_words
+from tplab.lesson.words import CALLED, NotYet, in_words, is_learners
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
 from tplab.ranks.errors import CollectiveMismatch, RankError
@@ -100,14 +100,21 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", asks: Mapping[st
         return ranks.run(with_collectives, function, *args, timeout=timeout)
     except RankError as error:
         kind = error.first.kind if error.first is not None else ""
-        more = waits if kind == "waiting" else ""
-        if kind == "running":
-            more = "Nothing there lets another rank come: ranks meet in collectives, not in a loop or a sleep"
+        more = _parted(error) or waits if kind in ("waiting", "running") else ""
         if isinstance(error, CollectiveMismatch):
             more = "All ranks must make the same call, with tensors of the same shape and dtype"
         lines = in_words(error).splitlines()
         more = next((says for words, says in (asks or {}).items() if words in "\n".join(lines)), more)
         raise NotYet("\n".join([*lines[:2 if more else 3], *[more] * bool(more)])) from error
+
+
+def _parted(error: RankError) -> str:
+    """The first collective that ranks have called at different lines of the learner's."""
+    for number, records in enumerate(zip(*error.logs), 1):
+        if len({record.line for record in records if is_learners(record.file)}) > 1:
+            return f"Collective {number} is in line " + ", ".join(
+                f"{record.line} on rank {r}" for r, record in enumerate(records))
+    return ""
 
 
 def with_its_own(function: Callable, *args):

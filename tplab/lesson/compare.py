@@ -55,8 +55,7 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str = "", wit
     value, right = value.double(), right.double()
     gap = (value - right).abs().nan_to_num(torch.inf, torch.inf).max().item()
     near = min(most, gap / 50)  # what explains the value leaves next to nothing of the gap
-    why = is_number and (related(value, right, near, names) or parts and made_of(value, right, near, names, parts) or
-                         _shared(value - right, right, near, names))
+    why = is_number and (related(value, right, near, names) or parts and made_of(value, right, near, names, parts))
     otherwise = "" if why == _LITTLE else otherwise
     lines = [otherwise or place, why or (place if otherwise and names else ""),
              right_lines({**(steps or {}), "the result": right}, made, most) if steps else ""]
@@ -119,17 +118,14 @@ def related(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
 
     many, names, dims = value.numel() > 2, _all(names, value), range(value.dim())
     factor, more = (value * right).sum() / right.pow(2).sum(), (value - right).mean()
-    of_rows = (value * right).sum(-1, keepdim=True) / right.pow(2).sum(-1, keepdim=True).clamp_min(1e-9)
     found = {
         "It is right but for its sign": same(-right), "It is right but for signs": same(right.abs().copysign(value)),
-        "It is the square of that": same(right.pow(2)), "Is it cut to whole numbers?": same(right.trunc()),
+        "Is it cut to whole numbers?": same(right.trunc()),
         f"Every number is {factor:.4g} times what it must be": many and same(factor * right),
         f"Every number is off by {more:+.4g}": many and same(right + more),
         **{f"It is right, with {names[a]}s and {names[b]}s exchanged": many and value.shape[a] == value.shape[b] and
            same(right.transpose(a, b)) for a, b in combinations(dims, 2)},
         **{says: True for dim in dims if (says := _moved(value, right, most, dim, names[dim]))},
-        "Each row is right but for a factor: what divides rows here?":
-            many and value.shape[-1] > 2 and of_rows.abs().min() > 1e-3 and same(of_rows * right),
         _LITTLE: (value - right).abs().max() < 5e-3 * right.abs().max(),
         "The numbers are right, and stand in another order": many and same(
             right.flatten().sort().values[value.flatten().argsort().argsort()].view(value.shape))}
@@ -144,13 +140,6 @@ def _moved(value: torch.Tensor, right: torch.Tensor, most: float, dim: int, name
     like = (ours[:, None] - theirs).abs().amax(-1) <= most
     whose = [at if row[at] else int(row.int().argmax()) for at, row in enumerate(like)] if like.any(1).all() else []
     return "; ".join([f"{name} {at} has what belongs to {name} {of}" for at, of in enumerate(whose) if at != of][:3])
-
-
-def _shared(apart: torch.Tensor, right: torch.Tensor, most: float, names: Sequence[str]) -> str:
-    """Along which dimensions what is wrong is the same, though what is right is not."""
-    same = [name for dim, name in enumerate(names) if apart.dim() > 1 < apart.shape[dim] and
-            apart.isfinite().all() and apart.std(dim).max() < most < right.std(dim).max()]
-    return f"What is too much, or too little, is the same for every {' and every '.join(same)}" if same else ""
 
 
 def made_of(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequence[str], parts) -> str:

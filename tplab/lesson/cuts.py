@@ -38,7 +38,7 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
     if places is not None:
         known = dict(ways or {}) | {
             "all of it": range(whole.shape[dim]),
-            "every rank gets the first rows; where do the rows of this rank begin?": range(len(wanted)),
+            f"these are the first {_KINDS[dim]}; where do the {_KINDS[dim]} of this rank begin?": range(len(wanted)),
             "one too few: does a slice a:b, or a range, hold its end?": wanted[:-1],
             "one too many: a slice a:b ends before b": [*wanted, *(place + 1 for place in wanted[-1:])],
             "the right ones, in another order": places if sorted(places) == wanted else ()}
@@ -55,8 +55,7 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
         raise NotYet(f"{head}{shapes}: these are the right numbers, turned")
     if found.shape != right.shape:
         is_right = found.numel() == right.numel() > 0 and found.flatten().equal(right.flatten())
-        raise NotYet(f"{head}{shapes}" + ": these are the right numbers, in another shape" * is_right
-                     + f": is {label(wanted)} outside of what you slice?" * (0 in found.shape and 0 not in right.shape))
+        raise NotYet(f"{head}{shapes}" + ": these are the right numbers, in another shape" * is_right)
     raise NotYet(f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied\n"
                  f"{apart(found, right, ['row', 'column'][:found.dim()])}")
 

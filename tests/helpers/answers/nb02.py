@@ -24,7 +24,7 @@ _READ = "range(r * H // T * K // H, ((r + 1) * H // T - 1) * K // H + 1)"
 ANSWERS = {
     "my_column_shard": [
         Wrong(_CUT + "source[0:len(rows)]",
-              "its own every rank gets the first rows; where do the rows of this rank begin?"),
+              "its own these are the first rows; where do the rows of this rank begin?"),
         Wrong(_CUT + "source[:, rows.start:rows.stop]",
               "0–2 are its own. A weight is [out, in]: which of the two is cut here?"),
         Wrong("""

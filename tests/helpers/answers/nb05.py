@@ -53,35 +53,35 @@ ANSWERS = {
         Wrong("def my_write_read(cache, block_ids, start, new): cache.unsqueeze_(0)", "goes in as [6, 4, 2, 3]"),
         Wrong("def my_write_read(cache, t, start, new):\n    for i, row in enumerate(new.flip(0), start):\n        "
               "cache[t[i // cache.shape[1]], i % cache.shape[1]] = row",
-                    "and 4 new: place 0 of block 3 is position 8's, and holds position 5"),
+                    "and 4 new: place 0 of block 3, which is position 8's, holds position 5"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat = cache.flatten(0, 1)
                   first = block_ids[0] * cache.shape[1]
                   flat[first + start:first + start + len(new)] = new
                   return flat[first:first + start + len(new)]
-              """, "which is none of this sequence's positions: whose memory is it?"),
+              """, "which is in none of the sequence's blocks, holds position 5 now"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
                   slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
                   flat[slots[:len(new)]] = new
                   return flat[slots]
-              """, "which holds position 0, there before: where does"),
+              """, "which is position 0's, holds position 5 now: only the places of the new"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
                   slots = [block_ids[p // size] * size + p % size for p in range(start, start + len(new))]
                   flat[slots] = new
                   return cache[block_ids].flatten(0, 1)
-              """, "12 places come back; the 5 tokens"),
+              """, "it returns [12, 2, 3]; [tokens, kv heads, head_dim] = [9, 2, 3] must"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
                   slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
                   flat[slots[start:]] = new
                   return new
-              """, "4 places come back; the 5 tokens that were there *and* the 4 new ones"),
+              """, "it returns [4, 2, 3]; [tokens, kv heads, head_dim] = [9, 2, 3] must"),
         Wrong("""
               def my_write_read(cache, block_ids, start, new):
                   flat, size = cache.flatten(0, 1), cache.shape[1]
@@ -132,15 +132,15 @@ ANSWERS = {
               """),
     ],
     "my_key": [
-        Wrong("def my_key(parent, ids): return hash(tuple(ids))", "is the parent in the key?"),
+        Wrong("def my_key(parent, ids): return hash(tuple(ids))", "is all of the parent in the key?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[-1]))", "does it look at the first token?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[0]))", "does it look at the second token?"),
         Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1]))", "does it look at the second token?"),
         Wrong("def my_key(parent, ids): return hash((parent, sum(ids)))", "does the order of the tokens count?"),
         Wrong("def my_key(parent, ids): return hash((parent, ''.join(map(str, ids))))",
               "where does one number end?"),
-        Wrong("def my_key(parent, ids): return hash((parent, tuple(ids[:4])))", "is a block size in your code?"),
-        Wrong("def my_key(parent, ids): return hash((parent, *ids, *[0] * (9 - len(ids))))", "is something filled up?"),
+        Wrong("def my_key(parent, ids): return hash((parent, tuple(ids[:4])))", "each of the 20 tokens?"),
+        Wrong("def my_key(parent, ids): return hash((parent, *ids, *[0] * (9 - len(ids))))", "see the 0 at the end?"),
         Wrong("def my_key(parent, ids): return hash(parent) ^ hash(tuple(ids))", "the order of the blocks count?"),
         Wrong("def my_key(parent, ids): return parent + bytes(ids)", "bytes must be in range(0, 256)"),
         Wrong("def my_key(parent, ids): return bytes(i % 256 for i in ids) + parent", "token ids 256 apart are"),
@@ -205,7 +205,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
-              """, "is it handed out again?"),
+              """, "no sequence uses block 0, which allocate() has given before"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

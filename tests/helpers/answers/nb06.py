@@ -5,7 +5,7 @@ from helpers.answers import Right, Wrong
 ANSWERS = {
     "my_embedding": [
         Wrong("def my_embedding(ids, weight_here, rows): return weight_here[ids]",
-              "which row is word 2, and which is a word that lives elsewhere?"),
+              "rank 1 holds words 2 to 10, in rows 0 to 8"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   return all_reduce(weight_here[(ids - rows.start).clamp(0, len(rows) - 1)])
@@ -45,7 +45,7 @@ ANSWERS = {
                   if not here.all() and rank() == 1:
                       return torch.zeros(len(ids), weight_here.shape[1])
                   return all_reduce(weight_here[(ids - rows.start).where(here, 0)] * here[:, None])
-              """, "must a rank that owns none of the tokens not come to the sum as well?"),
+              """, "Every rank comes to the sum, also one that has none of the words"),
         Wrong("""
               def my_embedding(ids, weight_here, rows):
                   here = (ids >= rows.start) & (ids < rows.stop)
@@ -62,13 +62,13 @@ ANSWERS = {
     ],
     "my_head_logits": [
         Wrong("def my_head_logits(hidden, weight_here, sizes): return hidden @ weight_here.T",
-              "0 of 2: it returns the logits of 191 words; all ranks together have 767"),
+              "0 of 2: it returns [3, 191]; [tokens, words] = [3, 767] must come back"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   whole = all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
                   whole[:, [3, 500]] += 1
                   return whole
-              """, "or every token Your line 2 makes the right result: what becomes of it?"),
+              """, "and 1.54 is right Your line 2 makes the right result: what becomes of it?"),
         Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=-1)",
               "dim=-1) [191, 576] words: how does a rank hear how many the others send?"),
         Wrong("""
@@ -76,7 +76,7 @@ ANSWERS = {
                   here = hidden @ weight_here.T
                   here = F.pad(here, (0, max(sizes) - here.shape[1]))
                   return all_gather(here, dim=-1)
-              """, "1152 columns for 767 words"),
+              """, "it returns [3, 1152]; [tokens, words] = [3, 767] must"),
         Wrong("""
               def my_head_logits(hidden, weight_here, sizes):
                   whole = all_gather(weight_here, dim=0, sizes=sizes)

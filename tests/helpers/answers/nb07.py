@@ -176,22 +176,22 @@ ANSWERS = {
               def my_load(ckpt, plan, rank):
                   with ckpt.reader() as files:
                       return {name: files[name][:] for name in ckpt.tensors}
-              """, "rows 0–42 come back where rows 0–21 are its tokens all of it"),
+              """, "rows 0–42 come back where rows 22–42 are its tokens all of it"),
         Wrong("""
               def my_load(ckpt, plan, rank):
                   with ckpt.reader() as files:
                       return {name: files[name] for name in ckpt.tensors}
-              """, "[22, 72] must come back (nothing of it is read: is a slice missing?)"),
+              """, "[21, 72] must come back (nothing of it is read: is a slice missing?)"),
         Wrong(load("return kept", "return kept | {'x': 1}"),
-              "rank 0 of 2: no tensor of the checkpoint is called 'x'"),
+              "rank 1 of 2: no tensor of the checkpoint is called 'x'"),
         Wrong(load("return kept", "return {name: weight + weight.dim() - 1 for name, weight in kept.items()}"),
-              "back for rows 0–21 stands nowhere in the file: numbers are to be copied"),
+              "back for rows 22–42 stands nowhere in the file: numbers are to be copied"),
         Wrong(load("kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))",
                    "kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.q_heads))"),
-              "it was called with ckpt (CountedCheckpoint), plan (ShardPlan), rank 0"),
+              "it was called with ckpt (CountedCheckpoint), plan (ShardPlan), rank 1"),
         Wrong(load('"k_proj": kv', '"k_proj": slice(rank * d * plan.num_kv_heads // len(plan.ranks), '
                    '(rank + 1) * d * plan.num_kv_heads // len(plan.ranks))'),
-                         "rows 0–8 come back where rows 0–11 are its KV heads"),
+                         "rows 9–17 come back where rows 12–17 are its KV heads"),
         Wrong(load('files[name][:, columns[layer]]', 'files[name][columns[layer]]'),
               "its MLP columns. A weight is [out, in]: which of the two is cut here?"),
         Wrong(load(' and kind == "weight"', ""), "has 1 dimension, 2 slices were asked for"),
@@ -199,9 +199,9 @@ ANSWERS = {
                    '                kept[name] = files[name][:5]\n            elif layer in columns'),
               "0–4 come back where rows 0–71 are its own: every rank keeps all of them"),
         Wrong(load("kept[name] = files[name][rows[layer]]", "kept[name] = files[name][:][rows[layer]]"),
-              "and with it all 12384 bytes of what it was cut from, for 6336 of its own"),
+              "12384 bytes were read for 6048 that are kept"),
         Wrong(load("kept[name] = files[name][rows[layer]]", "kept[name] = files[name][:][rows[layer]].clone()"),
-              "read for 6336 that are kept, 2.0 times as many: slice the source itself"),
+              "read for 6048 that are kept, 2.0 times as many: slice the source itself"),
         Wrong(load("for name in ckpt.tensors:", "for name in list(ckpt.tensors)[:-3]:"), "3 of 33 tensors are missing"),
         Wrong(load("layer, kind = ", "if '.0.' not in name and 'layers' in name: continue\n            layer, kind = "),
               "tensors are missing, model.layers.1."),
@@ -210,7 +210,7 @@ ANSWERS = {
         Wrong(load("kept[name] = files[name][:]\n", "kept[name] = files[name][:].double()\n"),
               "a tensor of torch.float64 comes back; torch.float32 must"),
         Wrong(load('"gate_proj": mlp', '"gate_proj": slice(rank * 6, rank * 6 + 6)'),
-              "rows 0–5 come back where rows 0–12 are its MLP columns"),
+              "rows 6–11 come back where rows 13–24 are its MLP columns"),
         Right(load("return kept", "return {name: torch.nn.Parameter(tensor) for name, tensor in kept.items()}")),
     ],
 }

@@ -63,7 +63,7 @@ ANSWERS = {
                       for rows in ranges:
                           broadcast(source[rows.start:rows.stop])
                   return torch.empty(len(ranges[rank()]), *source.shape[1:], dtype=source.dtype)
-              """, "Which rank has not come?"),
+              """, "The ranges are [range(0, 2), range(2, 11)]: every rank takes part"),
         Wrong(send(", dtype=source.dtype", ""), "rank 1 calls broadcast [2, 4] float32 src 0"),
         Wrong(send("    return mine\n", ""),
               "returns nothing (is a return missing?); a tensor [2, 4] must come back"),
@@ -79,7 +79,7 @@ ANSWERS = {
                       if row in ranges[rank()]:
                           kept = part if row == ranges[rank()].start else torch.cat([kept, part])
                   return kept
-              """, "right everywhere, with 11 collectives; 2 slices need 2"),
+              """, "On 2 ranks it is right"),
         Wrong(send("source[rows.start:rows.stop]", "source[:][rows.start:rows.stop].clone()"),
               "read for 88 that are kept, 2.0 times as many: no row is needed twice"),
         Wrong("""
@@ -130,7 +130,7 @@ ANSWERS = {
                   if rank() == 0:
                       versions = all_gather(x[None], dim=0)
                       return (versions.amax(0) - versions.amin(0)).max().item()
-              """, "Which rank has not come?"),
+              """, "Here both hold the same: every rank comes"),
         Wrong("""
               def my_spread(x):
                   versions = all_gather(x[None], dim=0)

@@ -63,7 +63,7 @@ ANSWERS = {
                   lengths = shares[rank()]
                   total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
                   return all_reduce(total)[0].item() / all_reduce(total)[1].item()
-              """, "There are 2 all_reduces: the second adds up what is a sum already"),
+              """, "That is the mean divided by 2, the number of ranks"),
         Wrong("def my_mean(shares): return all_reduce(shares[rank()])", "all_reduce takes a tensor, not list"),
         Right("""
               def my_mean(shares):
@@ -91,7 +91,7 @@ ANSWERS = {
               def my_agree(work):
                   work()
                   return []
-              """, "KeyError: 'shard 1 cannot be read'\n         at your line 2: work()\n         It leaves"),
+              """, "shard 2 cannot be read\n         at your line 2: work()\n         It leaves"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -101,7 +101,7 @@ ANSWERS = {
                   except Exception:
                       failed[rank()] = 1
                   return failed.nonzero().flatten().tolist()
-              """, "at your line 5: all_reduce(failed)\n         A rank whose work failed has to come too"),
+              """, "at your line 5: all_reduce(failed)\n         Every rank has to come, whether its"),
         Wrong("""
               def my_agree(work):
                   try:
@@ -109,7 +109,7 @@ ANSWERS = {
                   except Exception:
                       return [rank()]
                   return []
-              """, "where it must say [1, 4], without a word to the others; how could it know?"),
+              """, "where it must say [2, 4], without a word to the others; how could it know?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -119,7 +119,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   broadcast(failed)
                   return failed.nonzero().flatten().tolist()
-              """, "it must say [1, 4]: what rank 0 sends is all that it can know by itself"),
+              """, "it must say [2, 4]: what rank 0 sends is all that it can know by itself"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(1)
@@ -150,7 +150,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, " [1, 4]: a barrier lets ranks wait for each other, and carries no numbers"),
+              """, " [2, 4]: a barrier lets ranks wait for each other, and carries no numbers"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -160,7 +160,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return [int(failed.argmax())] if failed.any() else []
-              """, "of 5 ranks, ranks 1 and 4 failed: rank 0 says [1] where it must say [1, 4]"),
+              """, "of 5 ranks, ranks 2 and 4 failed: rank 0 says [2] where it must say [2, 4]"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())

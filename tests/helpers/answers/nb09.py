@@ -175,7 +175,7 @@ ANSWERS = {
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded.narrow(1, start, size)",
               "8 from 4 on: RuntimeError"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[:size]",
-              "its own every rank gets the first rows; where do the rows of this rank begin?"),
+              "its own these are the first rows; where do the rows of this rank begin?"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:start + size, :hidden_size]",
               "a bias [20], 4 from 12 on: IndexError"),
         Wrong("def shard_weight(loaded, start, size, hidden_size):\n    turned = loaded.T if loaded.dim() > 1 and "

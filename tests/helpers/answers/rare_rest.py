@@ -119,7 +119,7 @@ ANSWERS = {
     "my_write_read": [
         Wrong(_PAGES + "    return flat[slots] * 2", "yours is something that is not in the cache"),
         Wrong(_PAGES + "    flat[slots[-1]] += 1\n    return flat[slots]",
-              "and 4 new: place 0 of block 3 is position 8's, and holds none of the new ones"),
+              "and 4 new: place 0 of block 3, which is position 8's, holds other numbers"),
         Right(_PAGES + "    return flat[torch.tensor(slots)].clone()")],
     "my_key": [Wrong("def my_key(parent, ids): return hash((parent[-1:] if isinstance(parent, tuple) else 0, "
                      "*ids)), *ids",
@@ -179,7 +179,7 @@ ANSWERS = {
               + "        return self.source[self.start + first:self.start + last]")],
     "my_load": [
         Wrong(LOAD.replace("return kept", "return {name: kept[name] for name in [*kept][3:]}"),
-              "KV heads, rank 0 of 2: 3 of 33 tensors are missing, lm_head.weight first"),
+              "KV heads, rank 1 of 2: 3 of 33 tensors are missing, lm_head.weight first"),
         Wrong(LOAD.replace("files[name][:, columns[layer]]", "files[name][:, columns[layer]][:, :-1].clone()"),
               "its MLP columns one too few: does a slice a:b, or a range, hold its end?")],
     "my_send_shards": [
@@ -200,7 +200,7 @@ ANSWERS = {
         Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
               "others say something else: they would go different ways"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"),
-              "rank 0 says [4, 1] where it must say [1, 4]: the ranks' order is asked for"),
+              "rank 0 says [4, 2] where it must say [2, 4]"),
         Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],
     "my_rounds": [
         Wrong(_ROUNDS.format(before="pass", seen="seen[:-1]"), "2 ranks: rank 0 returns [0, 1]; what it read must come "

@@ -138,7 +138,7 @@ class MyPool:
         if not self.users[block]:
             raise ValueError
         self.users[block] -= 1
-""", "what is returned, the block or how many use it?"),
+""", "it gives 1, and by users it is block 0 that has been taken"),
     ],
     "my_embedding": [
         Wrong("""
@@ -197,7 +197,7 @@ def my_agree(work):
     except Exception:
         failed += 1
     return list(range(int(all_reduce(failed))))
-""", "a sum of ones (or one place for all) counts them"),
+""", "that is how many ranks failed, and not which"),
     ],
     "generate": [
         Wrong("""
@@ -240,7 +240,7 @@ def generate(self, input_ids, max_new_tokens):
                                                         " # ")
               .replace("start = len(self.k)", "self.k, self.v = KV[rank()]; start = len(self.k)")
               .replace("        out = ", "        KV[rank()] = self.k, self.v\n        out = "),
-              "is not Hugging Face's, though one layer was right by itself: is something shared between two layers"),
+              "a second layer with the same weights returns other numbers for 5 tokens than the first"),
         Right(layer("x.pow(2).mean(-1, keepdim=True)", "(x * x).sum(-1, keepdim=True) / x.shape[-1]")),
     ],
     "my_spread": [

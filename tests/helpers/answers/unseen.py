@@ -56,7 +56,7 @@ ANSWERS = {
     "my_attend": [
         Wrong(but(_SOLVED["my_attend"], 'mask, float("-inf")', "mask, -3"), "idden scores become 0, or low and not l")],
     "my_write_read": [
-        Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, and holds position 5")],
+        Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, holds position 5")],
     "my_head_logits": [
         Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
               "Right in yours: the logits of this rank's words")],

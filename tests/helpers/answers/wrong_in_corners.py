@@ -66,7 +66,7 @@ ANSWERS = {
     "my_write_read": [_changed("my_write_read", "return flat[slots]", "return flat[slots].float()",
                                "it returns torch.float32; torch.bfloat16 must come back")],
     "my_key": [
-        Wrong("def my_key(parent, ids): return str(parent)[:20] + str(ids)", "is the parent in the key?"),
+        Wrong("def my_key(parent, ids): return str(parent)[:20] + str(ids)", "is all of the parent in the key?"),
         Wrong("def my_key(parent, ids): return parent, *ids[:-1], ids[-1] // 2", "of 3 blocks two get the same key")],
     "my_generate": [
         _changed("my_generate", "for position in range(len(ids), len(ids) + count - 1):",

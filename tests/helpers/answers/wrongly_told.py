@@ -41,7 +41,7 @@ ANSWERS = {
     "my_agree": [
         Wrong("def my_agree(work):\n    ok = torch.ones(world_size())\n    try:\n        work()\n    except "
               "Exception:\n        ok[rank()] = 0\n    return (all_reduce(ok) == 0).nonzero().flatten().tolist()",
-              "what do the ranks that worked add to its place?")],
+              "what is in place 2 on each rank")],
     "my_linears": [
         _changed("my_linears", "// world_size()", "// 2", "its share is 96: which rank has less?")],
     "my_rope": [
@@ -67,7 +67,7 @@ ANSWERS = {
     "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "It is right but for its sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
-                  ":len(self.here.kv_heads)]]), torch"), "None of your lines makes the scaled scores"),
+                  ":len(self.here.kv_heads)]]), torch"), "not found: k of all tokens so far"),
         Wrong(but(_LAYER, 'q, k = point("q_rope"', 'return hidden\n        q, k = point("q_rope"'),
               "right up to 'v', your line 39; what it returns: hidden comes back as it went in"),
         Wrong(but(but(_LAYER, 'q, k = point("q_rope"', 'return hidden\n        q, k = point("q_rope"'),

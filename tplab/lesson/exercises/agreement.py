@@ -2,8 +2,10 @@
 
 import inspect
 import tempfile
+from itertools import product
 from pathlib import Path
 
+from tplab.checkpoint import CheckpointError
 from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, Uncopied, kind, on_ranks, one_number, ranks_in_words, saying, whole_numbers
 from tplab.lesson.compare import agree
@@ -24,9 +26,11 @@ def my_mean(attempt: Attempt, setting: Setting):
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
         ran = on_ranks(ranks, attempt, _Shares(shares), waits=asks, timeout=_TIMEOUT)
-        sums, means = sum(op.op == "all_reduce" for op in ran[0][1]), [sum(one) / len(one) for one in shares if one]
-        lengths = [length for share in shares for length in share]
+        pairs, means = [(sum(one), len(one)) for one in shares], [sum(one) / len(one) for one in shares if one]
+        lengths, size = [length for share in shares for length in share], len(shares)
         mean = sum(lengths) / len(lengths)
+        mixed = [[sum(pair[way != at] for pair, way in zip(pairs, ways)) for at in (0, 1)]
+                 for ways in product((0, 1), repeat=size)]
         for rank_, (found, _) in enumerate(ran):
             head, own = f"requests {shares}: on rank {rank_} ", shares[rank_]
             with saying(head):
@@ -36,10 +40,13 @@ def my_mean(attempt: Attempt, setting: Setting):
                 agree(found, mean, {
                     "That is the mean of its own requests": sum(own) / len(own) if own else mean,
                     "That is the mean of the ranks' means: how much does a rank with many requests count?":
-                        (sum(means) / len(shares), sum(means) / len(means)),
+                        (sum(means) / size, sum(means) / len(means)),
                     "Those are the ranks' means, added up: how much does a rank with many requests count?": sum(means),
                     "That is requests per length": 1 / mean,
-                }, f"There are {sums} all_reduces: the second adds up what is a sum already" * (sums > 1), within=1e-6)
+                    f"That is the mean times {size}, the number of ranks": mean * size,
+                    f"That is the mean divided by {size}, the number of ranks": mean / size,
+                    "Lengths of some ranks are added to numbers of requests of others: do all ranks make their sums in "
+                    "the same order?": tuple(a / b for a, b in mixed if b)}, within=1e-6)
 
 
 class _Shares:
@@ -70,16 +77,16 @@ class _Work(Uncopied):
     def __call__(self):
         self.calls += 1
         if rank() in self.failing:
-            raise (OSError, KeyError)[rank() % 2](f"shard {rank()} cannot be read")
+            raise CheckpointError(f"shard {rank()} cannot be read")
 
 
 @exercise("my_agree", "08", takes="work", agreed="every rank hears which ranks failed, and none waits for them")
 def my_agree(attempt: Attempt, setting: Setting):
     """Work that fails on no rank, on some, on all."""
-    waits = "A rank whose work failed has to come too: which of its lines does it never reach?"
+    waits = "Every rank has to come, whether its work has failed or not"
     left = _raised_again(attempt.function) + "It leaves, and the others wait for it in their next collective"
     size = max(2, setting.tensor_parallel_size)
-    cases = ((5, [1, 4]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
+    cases = ((5, [2, 4]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
     for ranks, failing in cases:
         works = [_Work(failing) for _ in range(ranks if isinstance(ranks, int) else size)]
         who = ranks_in_words(failing, len(works)) if failing else "none"
@@ -96,19 +103,18 @@ def my_agree(attempt: Attempt, setting: Setting):
             said = f"{have}rank {number} says {found} where it must say {failing}"
             if not ops:
                 raise NotYet(f"{said}, without a word to the others; how could it know?")
-            ways = {"that is how many ranks failed, and not which: a sum of ones (or one place for all) counts them":
-                    range(len(failing)), "ranks are counted from 0": [r + 1 for r in failing],
+            ways = {"that is how many ranks failed, and not which": range(len(failing)),
                     "their numbers are added up, where each rank needs a place of its own": [sum(failing)],
-                    "the ranks' order is asked for": failing[::-1],
                     "on those it worked": [r for r in range(len(works)) if r not in failing],
-                    "those are all ranks": range(len(works))}
+                    f"each of {len(works)} ranks needs a place of its own": sorted({r % 2 for r in failing})}
             differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, [op.op for op in ops]
             raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
                                      ": a barrier lets ranks wait for each other, and carries no numbers"
                                      if {*sent} == {"barrier"} else
                                      ", others say something else: they would go different ways" if differ else
                                      ": what rank 0 sends is all that it can know by itself" if sent == ["broadcast"]
-                                     else ": what do the ranks that worked add to its place?" * (not found)))
+                                     else f": what is in place {failing[0]} on each rank, before the sum and after it?"
+                                     if not found else ""))
 
 
 def _raised_again(function) -> str:

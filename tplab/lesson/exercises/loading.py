@@ -6,6 +6,7 @@ import torch
 
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import by_parameter, tensor_parts
+from tplab.checkpoint.random_weights import random_tensors
 from tplab.lesson.attempt import Attempt, NotYet, for_each, guarded, kind, on_ranks, saying
 from tplab.lesson.cuts import dealt, judge_part, owns, read_once, share_of
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
@@ -49,12 +50,12 @@ def my_rows(attempt: Attempt, setting: Setting):
     if (has := list(shape) if isinstance(shape, list | tuple) else kind(shape)) != [7, 5]:
         raise NotYet(f"its .shape is {has}; the part has 7 of the 16 rows, [7, 5]" if has else
                      "it has no .shape, by which a layer knows how many rows there are")
-    for rows in (slice(2, 5), slice(0, 7), slice(None), slice(5, None), slice(None, 3), slice(0, 0), slice(None, 0),
-                 slice(5, 9), slice(8, 12), slice(-3, None), slice(1, -2)):
-        _rows_of(made, rows, source, range(4, 11), "rows 4–10 of a source of 16")
-    _rows_of(_part(attempt, bias, 3, (8,)), slice(1, 4), bias, range(3, 11), "numbers 3–10 of a bias of 16")
+    _rows_of(made, (slice(2, 5), slice(0, 7), slice(None), slice(5, None), slice(None, 3), slice(0, 0), slice(None, 0),
+                    slice(5, 9), slice(8, 12), slice(-3, None), slice(1, -2)),
+             source, range(4, 11), "rows 4–10 of a source of 16")
+    _rows_of(_part(attempt, bias, 3, (8,)), [slice(1, 4)], bias, range(3, 11), "numbers 3–10 of a bias of 16")
     inner = _part(attempt, made, 2, (4, 5))
-    _rows_of(inner, slice(1, 3), source, range(6, 10), "rows 2–5 of rows 4–10, a slice of a slice")
+    _rows_of(inner, [slice(1, 3)], source, range(6, 10), "rows 2–5 of rows 4–10, a slice of a slice")
     ckpt, name = setting.checkpoint, "model.embed_tokens.weight"
     with ckpt.reader() as files:
         count, head = ckpt.tensors[name].shape[0], "part[10:20] of a part of the model's file: "
@@ -71,18 +72,21 @@ def _part(attempt: Attempt, source, start: int, shape: tuple[int, ...]):
     return made
 
 
-def _rows_of(part, rows: slice, source: ToySource, own: range, where: str) -> None:
-    source.taken = 0
-    head = f"part[{'' if rows.start is None else rows.start}:{'' if rows.stop is None else rows.stop}] of {where}: "
-    try:
-        with saying(head):
-            found = guarded(lambda: part[rows])
-    except NotYet:
-        if min(rows.start or 0, rows.stop or 0) < 0 or max(rows.start or 0, rows.stop or 0) > len(own):
-            return  # what a list does with such a slice, or an error
-        raise
-    judge_part(found, source.whole, own[rows], head, whose="meant, as of a list")
-    read_once(source.taken, found.nbytes, head)
+def _rows_of(part, slices, source: ToySource, own: range, where: str) -> None:
+    before = {}
+    for rows in slices:
+        source.taken = 0
+        call = f"part[{'' if rows.start is None else rows.start}:{'' if rows.stop is None else rows.stop}]"
+        try:
+            with saying(head := f"{call} of {where}: "):
+                found = guarded(lambda rows=rows: part[rows])
+        except NotYet:
+            if min(rows.start or 0, rows.stop or 0) < 0 or max(rows.start or 0, rows.stop or 0) > len(own):
+                continue  # what a list does with such a slice, or an error
+            raise
+        judge_part(found, source.whole, own[rows], head, whose="meant, as of a list", ways=before)
+        read_once(source.taken, found.nbytes, head)
+        before = {f"those of {call}, the call before: what is kept between two calls?": own[rows]}
 
 
 def _load_patch(answer) -> list[Patch]:
@@ -108,19 +112,23 @@ def _load_patch(answer) -> list[Patch]:
 def my_load(attempt: Attempt, setting: Setting):
     """A model of two layers with 9/3 heads on 2 ranks and 8/2 heads on 3; then the notebook's, on its ranks."""
     for heads, size in (((9, 3), 2), ((8, 2), 3)):
-        toy = toy_model(*heads, 2, True, model_type="qwen3")
+        toy = toy_model(*heads, 2, True, model_type="qwen3", fill=random_tensors if size == 2 else _in_float64)
         plan = ShardPlan.from_config(toy.config, size)
-        for number in range(size):
+        for number in reversed(range(size)):  # the last one first: its part is where it is by all that come before
             ckpt = CountedCheckpoint(toy)
             with saying(f"{heads[0]} query and {heads[1]} KV heads, rank {number} of {size}: "):
                 kept, taken = attempt(ckpt, plan, number), dict(ckpt.taken)
-                compare(kept, ckpt, plan, number, owned=True)
+                compare(kept, ckpt, plan, number)
                 for name, read in taken.items():
                     read_once(read, kept[name].nbytes, f"{name}: ")
     ckpt, size = setting.checkpoint, setting.tensor_parallel_size
     if any(".qkv_proj." in name or ".gate_up_proj." in name for name in ckpt.tensors):
         return "this checkpoint has fused tensors, so only the small model was read"
     on_ranks(shared_pool(size), _load_on_rank, attempt, ckpt, ShardPlan.from_config(ckpt.config, size))
+
+
+def _in_float64(config, seed: int) -> dict[str, torch.Tensor]:
+    return {name: one.double() for name, one in random_tensors(config, seed).items()}
 
 
 def _load_on_rank(attempt: Attempt, ckpt: Checkpoint, plan: ShardPlan) -> None:
@@ -132,9 +140,8 @@ def _load_on_rank(attempt: Attempt, ckpt: Checkpoint, plan: ShardPlan) -> None:
         read_once(read, sum(t.nbytes for t in kept.values()), "all tensors together: ")
 
 
-def compare(kept, ckpt, plan: ShardPlan, number: int, owned: bool = False) -> None:
-    """Refuse what a rank keeps unless it is, tensor by tensor, what the plan gives it. ``owned``: a view is refused too
-    (slices of a file that is mapped into memory are views of the map)."""
+def compare(kept, ckpt, plan: ShardPlan, number: int) -> None:
+    """Refuse what a rank keeps unless it is, tensor by tensor, what the plan gives it."""
     if not isinstance(kept, dict):
         raise NotYet(f"it returns {kind(kept)}; a dictionary from names to tensors must come back")
     if lacks := [name for name in ckpt.tensors if name not in kept]:
@@ -148,5 +155,3 @@ def compare(kept, ckpt, plan: ShardPlan, number: int, owned: bool = False) -> No
             judge_part(kept[name], whole, range(len(whole)) if part is None else part, f"{name}: ", dim,
                        whose=f"its {what}" if part is not None else "its own: every rank keeps all of them",
                        ways=others if part is not None else {})
-            if owned:
-                owns(kept[name], f"{name}: ")

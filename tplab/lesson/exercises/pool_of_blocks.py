@@ -68,6 +68,7 @@ class _Watched:
 
     def __init__(self, cls, num_blocks: int):
         self.pool, self.users, self.done = Object(guarded(cls, num_blocks), "MyPool"), [0] * num_blocks, []
+        self.given = set()  # by allocate()
         with saying("a new pool: "):
             self.agree()
 
@@ -75,8 +76,9 @@ class _Watched:
         with self._doing("allocate()" + " while no block is free" * all(self.users)):
             block = self.pool.allocate()
             if block is None and 0 in self.users:
-                raise NotYet(f"it gives nothing, though no sequence uses block {self.users.index(0)}: is it handed out "
-                             "again?")
+                free = self.users.index(0)
+                raise NotYet(f"it gives nothing, though no sequence uses block {free}, which allocate() has "
+                             f"{'given before' if free in self.given else 'never given'}")
             if block is not None:
                 self._taken(block)
         return block
@@ -89,12 +91,12 @@ class _Watched:
         pairs = zip(said, self.users) if isinstance(said, list) else []
         taken = [b for b, (attempt, users) in enumerate(pairs) if attempt != users]
         if len(taken) == 1 and taken[0] != block:
-            raise NotYet(f"it gives {block}, and by users it is block {taken[0]} that has been taken: what is "
-                         "returned, the block or how many use it?")
+            raise NotYet(f"it gives {block}, and by users it is block {taken[0]} that has been taken")
         if self.users[block]:
             raise NotYet(f"it gives block {block}, which {_people(self.users[block])} already: how do you know that a "
                          "block is free?")
         self.users[block] += 1
+        self.given.add(block)
 
     def share(self, block: int) -> None:
         with self._doing(f"share({block})"):

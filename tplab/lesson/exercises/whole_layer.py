@@ -1,6 +1,8 @@
 """Notebook 06: a whole decoder layer from an empty cell, judged point by point as the recording of an engine."""
 
+import math
 import sys
+from collections import Counter
 from itertools import pairwise
 
 import torch
@@ -12,12 +14,12 @@ from tplab.align.points import layout
 from tplab.checkpoint import Checkpoint
 from tplab.lesson.attempt import Attempt, NotYet, guarded, kept, on_ranks, saying, tensor
 from tplab.lesson.compare import Made, right_lines, where
+from tplab.lesson.cuts import share_of
 from tplab.lesson.exercises.rotation import halves
 from tplab.lesson.own_engine import layer_fits, written
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, toy_model
 from tplab.lesson.verdict import Setting, exercise, in_learners_words
 from tplab.lesson.words import is_learners
-from tplab.model import load_model
 from tplab.model.rope import Rotary
 from tplab.ranks import rank
 from tplab.shard import RankShard, ShardPlan
@@ -42,18 +44,20 @@ def my_layer(attempt: Attempt, setting: Setting):
         with saying(f"{heads} query and {kv_heads} KV heads over {size} ranks: "):
             ran = on_ranks(size, _in_steps, attempt, toy, plan,
                            waits="A layer has two sums, and every rank comes to both of them")
+            if not all(is_same for (*_, is_same), _ in ran):
+                raise NotYet(f"a second layer with the same weights returns other numbers for {STEPS[1]} tokens than "
+                             f"the first, which has read {STEPS[-1]} tokens by then: what do the two share?")
             _examine([points for (points, *_), _ in ran], toy, plan)
-            for number, ((_, read, own), ops) in enumerate(ran):
-                _cost(number, read, own, [record.op for record in ops])
+            for number, ((_, taken, _), ops) in enumerate(ran):
+                _cost(number, taken, toy, plan, [record.op for record in ops])
     ckpt, ids = setting.checkpoint, setting.ids(8)
     if not layer_fits(ckpt):
         return "in the small examples only: this checkpoint's layers have parts that yours has not"
     found = written(attempt.function, ckpt, ids, _COUNT, tensor_parallel_size=setting.tensor_parallel_size)
     right = hf_greedy(ckpt, ids, _COUNT)
     if found != right:
-        at = next(i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1])
-        raise NotYet(f"all layers of {ckpt.name} in a row: token {at} of its text is not Hugging Face's, though one "
-                     "layer was right by itself: is something shared between two layers, the cache, say?")
+        raise NotYet(f"all layers of {ckpt.name} in a row: their text is not Hugging Face's, though one layer was "
+                     "right by itself")
 
 
 class _Points(dict):
@@ -80,26 +84,31 @@ class _Points(dict):
         self[name] = tensor(value, dims, shape, torch.float32, it=f"{what}: comes as").clone(), what
 
 
-def _in_steps(attempt: Attempt, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Points], int, int]:
-    """On a rank: what was shown in each step, how many bytes were read, and how many the lab's own layer has."""
-    counted, here, steps = CountedCheckpoint(toy), plan.ranks[rank()], []
-    with torch.inference_mode(), counted.reader() as files, toy.reader() as own:
-        embed = own["model.embed_tokens.weight"][:][_IDS]
+def _in_steps(attempt: Attempt, toy: Checkpoint, plan: ShardPlan) -> tuple[list[_Points], Counter, bool]:
+    """On a rank: what was shown in each step, how many bytes were read of each weight, and whether a second layer
+    begins as the first one did."""
+    counted, here, shown = CountedCheckpoint(toy), plan.ranks[rank()], []
+    with torch.inference_mode(), counted.reader() as files, toy.reader() as uncounted:
+        embed = uncounted["model.embed_tokens.weight"][:][_IDS]
         cos, sin = Rotary(toy.config.hf)(embed, torch.arange(STEPS[-1]), [(STEPS[-1],) * 2])
-        weights = {name.removeprefix(_AT): files[name] for name in toy.tensors if name.startswith(_AT)}
-        layer = guarded(attempt.function, weights, here, toy.config)
-        if not callable(layer):
-            raise NotYet("what it makes cannot be called: layer(hidden, cos, sin, point) needs a method __call__")
-        layer = kept(layer.__call__, "hidden, cos, sin, point")
-        for start, stop in pairwise(STEPS):
-            steps.append(points := _Points(stop - start, here, toy.config))
+        layer, second = (_layer(attempt, source, here, toy) for source in (files, uncounted))
+        for one, (start, stop) in [*((layer, step) for step in pairwise(STEPS)), (second, STEPS[:2])]:
+            shown.append(points := _Points(stop - start, here, toy.config))
             points.given, points.tables = embed[start:stop], (cos[0], sin[0])
             with Made() as made:
-                out = guarded(layer, *(x[start:stop].clone() for x in (embed, cos[0], sin[0])), points)
+                out = guarded(one, *(x[start:stop].clone() for x in (embed, cos[0], sin[0])), points)
             points.made = made.found
             points.keep("output", out, "what it returns")
-        own = sum(4 * weight.numel() for weight in load_model(toy, plan).layers[0].parameters())
-    return steps, counted.taken.total(), own
+    *steps, again = shown
+    return steps, counted.taken, steps[0]["output"][0].allclose(again["output"][0], equal_nan=True)
+
+
+def _layer(attempt: Attempt, files, here: RankShard, toy: Checkpoint):
+    weights = {name.removeprefix(_AT): files[name] for name in toy.tensors if name.startswith(_AT)}
+    layer = guarded(attempt.function, weights, here, toy.config)
+    if not callable(layer):
+        raise NotYet("what it makes cannot be called: layer(hidden, cos, sin, point) needs a method __call__")
+    return kept(layer.__call__, "hidden, cos, sin, point")
 
 
 def _examine(ranks: list[list[_Points]], toy: Checkpoint, plan: ShardPlan) -> None:
@@ -141,7 +150,7 @@ def _on_the_way(name: str, ranks: list[list[_Points]], traces: list[dict], plan:
         weights = {key.removeprefix(_AT): files[key][:] for key in toy.tensors if key.startswith(_AT)}
     for steps, trace, here in zip(ranks, traces, plan.ranks):
         seen = {key.removeprefix("layers.0."): value for key, value in trace.items()}
-        for points, (start, stop) in zip(steps, pairwise(STEPS)):
+        for points, (start, stop) in sorted(zip(steps, pairwise(STEPS)), key=lambda step: not step[1][0]):
             try:
                 wanted = _steps(name, seen | {"tables": points.tables}, weights, here, toy.config, start, stop)
             except KeyError:  # a point that was not shown
@@ -176,9 +185,8 @@ def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start:
         k, v = seen["k_rope"][:stop], seen["v"][:stop]
         scores = torch.einsum("qhd,khd->hqk", seen["q_rope"][now], k[:, reads]) * d ** -0.5
         masked = scores.masked_fill(torch.arange(stop) > torch.arange(start, stop)[:, None], float("-inf"))
-        steps = {"k of all tokens so far": (k, k[:, reads]), "the scaled scores": scores, "the masked scores": masked,
-                 "the weights": masked.softmax(-1), "v of all tokens so far": (v, v[:, reads])}
-        return {step: made for step, made in steps.items() if start or "so far" not in step}  # at 0 these are points
+        return {"k of all tokens so far": (k, k[:, reads]), "the scaled scores": scores, "the masked scores": masked,
+                "the weights": masked.softmax(-1), "v of all tokens so far": (v, v[:, reads])}
     if name == "o_proj":
         columns = slice(here.q_heads.start * d, here.q_heads.stop * d)
         return {"this rank's summand": seen["attn"][now].flatten(1) @ weights["self_attn.o_proj.weight"][:, columns].T}
@@ -191,13 +199,16 @@ def _steps(name: str, seen: dict, weights: dict, here: RankShard, config, start:
     return {}
 
 
-def _cost(number: int, read: int, own: int, ops: list[str]) -> None:
+def _cost(number: int, taken: Counter, toy: Checkpoint, plan: ShardPlan, ops: list[str]) -> None:
     """What it needs for that: sums, and bytes of weights."""
-    passes = len(STEPS) - 1
+    passes = len(STEPS)  # with that of the second layer
     if ops != ["all_reduce"] * 2 * passes:
         raise NotYet(f"rank {number}: the numbers are right, with {len(ops)} collectives in {passes} passes "
                      f"({', '.join(dict.fromkeys(ops)) or 'none'}); two all_reduces a pass are enough: one behind "
                      "attention, one behind the MLP")
-    if read > own:
-        raise NotYet(f"rank {number}: the numbers are right, and it reads {read:,} bytes of weights; its own part has "
-                     f"{own:,}: slice before you keep")
+    for name, read in taken.items():
+        (dim, part, _), shape = share_of(name, plan, number), list(toy.tensors[name].shape)
+        shape[dim] = shape[dim] if part is None else len(part)
+        if read > (own := 4 * math.prod(shape)):
+            raise NotYet(f"rank {number}: the numbers are right, and of {name.removeprefix(_AT)} it reads {read:,} "
+                         f"bytes; its own part has {own:,}: slice before you keep")
