@@ -95,9 +95,9 @@ def test_an_argument_that_was_written_into(arg, write):
     before = copy.deepcopy(arg)
     said = refused(Attempt(answer, "first, given"), 1, arg)
     assert said == "it changes its argument given, which its caller still needs: work on a copy"
-    assert attempt._same(arg, before), "its caller's own one"
+    assert attempt.same(arg, before), "its caller's own one"
     free = Attempt(answer, "first, given", "other, given")
-    assert free(1, arg) == 7 and free.given[0] == 1 and not attempt._same(free.given[1], arg)
+    assert free(1, arg) == 7 and free.given[0] == 1 and not attempt.same(free.given[1], arg)
 
 
 def test_an_argument_that_was_left_alone_may_hold_nan_and_objects_of_the_check():

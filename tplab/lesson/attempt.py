@@ -13,6 +13,7 @@ import torch
 
 from tplab.checks import counted, quoted
 from tplab.lesson.compare import Made
+from tplab.lesson.memory import Memory, same
 from tplab.lesson.words import CALLED, NotYet, in_words, is_learners
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
@@ -39,6 +40,7 @@ class Attempt:
         self.function, self.takes = kept(function, takes), [name.strip() for name in takes.split(",")]
         self.made = {}  # by rank: what the torch calls of the latest call made, line by line
         self.latest = (), None  # what the latest call was given, and what it returned
+        self.memory = Memory(self.function)
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
             raise NotYet(f"it is {kind(function)}; define a function that takes ({takes})")
@@ -53,10 +55,15 @@ class Attempt:
         self.given = given = [copy.deepcopy(arg) for arg in args]
         with Made() as made:
             self.made[rank() if inside_rank() else 0] = made.found
-            result = guarded(self.function, *given)
+            result, log = with_collectives(guarded, self.function, *given)
         self.latest = args, result
+        if not inside_rank() and not any(isinstance(arg, Uncopied) for arg in args):
+            self.memory.calls.append(args)
+        if log and not inside_rank():
+            at = f"your line {log[0].line}" if is_learners(log[0].file) else "it"
+            raise NotYet(f"{at} calls {log[0]}; no collective belongs here: each rank has what this function needs")
         for name, arg, after in zip(self.takes, args, given):
-            if name not in self.writes and not _same(arg, after):
+            if name not in self.writes and not same(arg, after):
                 raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
         return result
 
@@ -64,7 +71,7 @@ class Attempt:
         """The argument that the latest call returned as it was, if it returned one."""
         args, result = self.latest
         return next((name for name, arg in zip(self.takes, args) if isinstance(arg, torch.Tensor)
-                     and isinstance(result, torch.Tensor) and result.device == arg.device and _same(arg, result)), "")
+                     and isinstance(result, torch.Tensor) and result.device == arg.device and same(arg, result)), "")
 
     def unread(self, spare: str) -> list[str]:
         """The parameters, besides ``spare``, that no line of a function reads."""
@@ -80,7 +87,7 @@ class Attempt:
                 if own not in read and name != spare]
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"made": {}, "latest": ((), None)}
+        return vars(self) | {"made": {}, "latest": ((), None), "memory": None}
 
     def tensor(self, *args, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """What it returns for ``args``, refused unless it is a tensor of that shape; ``dims`` names its dimensions."""
@@ -101,6 +108,7 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", asks: Mapping[st
     except RankError as error:
         kind = error.first.kind if error.first is not None else ""
         more = _parted(error) or waits if kind in ("waiting", "running") else ""
+        more = more or "What ends it?" * (kind == "running")
         if isinstance(error, CollectiveMismatch):
             more = "All ranks must make the same call, with tensors of the same shape and dtype"
         lines = in_words(error).splitlines()
@@ -263,21 +271,6 @@ def kind(value) -> str:
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__} itself"
     text, of = quoted(value), type(value).__name__
     return f"an object of the class {of}" if " at 0x" in text or "\n" in text else f"{text} ({of})"
-
-
-def _same(a, b) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype
-        return alike and (torch.equal(a, b) or a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, Mapping):
-        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, int | float | str | bytes | bool | range | set | frozenset | type(None)):
-        return a == b
-    return True  # an object of the check's own: it watches itself
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from tplab.checks import counted, quoted
 from tplab.errors import TplabError
 from tplab.lesson import progress_file
 from tplab.lesson.answers import greedy
-from tplab.lesson.attempt import Attempt
+from tplab.lesson.attempt import Attempt, ranks_in_words
 from tplab.lesson.limit import limited
+from tplab.lesson.memory import KEEPS
 from tplab.lesson.words import NotYet, first_cause, in_words
 from tplab.patch import Patch
 from tplab.show.phrases import in_width
@@ -25,7 +26,7 @@ class ExerciseError(TplabError):
 
 def in_learners_words(found) -> str:
     """A diagnosis without what only a reader of the engine can use."""
-    return found.sentence.partition(" It is computed")[0]
+    return found.sentence.partition(" It is computed")[0].partition(" So it is on rank")[0]
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Setting:
             found, first = diagnose(self.report), self.report.first_divergence
             little = found.fault is None and first is not None and first.relative < 5e-3
             asks = "\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?" * little
-            raise NotYet(f"in the engine: {in_learners_words(found)}{asks}")
+            on = f", on {ranks_in_words(found.ranks, self.tensor_parallel_size)} only" if found.ranks else ""
+            raise NotYet(f"in the engine{on}: {in_learners_words(found)}{asks}")
         return self.report
 
     def align_in_chunks(self, **options):
@@ -108,11 +110,16 @@ class Exercise:
         attempt = Attempt(answer, self.takes, self.writes)
         setting.patches = self.patches(attempt.function)
         try:
-            return self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
+            remark = self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
+            if attempt.memory.shows():
+                raise NotYet(KEEPS)
+            return remark
         except NotYet as wrong:
             lines, idle, same = str(wrong).splitlines(), attempt.unread(self.spare), attempt.unchanged()
             if same and "as it went in" not in lines[0]:
                 lines[1:] = [f"What comes back is {same}, as it went in"]
+            if lines[0] != KEEPS and attempt.memory.shows():
+                lines[1:] = [KEEPS.capitalize()]
             raise NotYet("\n".join([*lines, *[f"Your code never reads {', '.join(idle)}"] * bool(idle)][:3])) from wrong
 
 

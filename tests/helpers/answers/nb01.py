@@ -7,7 +7,7 @@ ANSWERS = {
         Wrong("def mask_scores(scores, mask): return scores + mask.to(scores.dtype) * float('-inf')",
               "is something multiplying 0 by -inf?"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, float('-inf'))",
-              "True means must not look: what may be seen is hidden, and the rest is not"),
+              "what may be seen is hidden, and the rest is not"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask | True, float('-inf'))",
               "NaN in 4 of 4 rows, those in which every key is hidden"),
         Wrong("def mask_scores(scores, mask): return (2 * scores).masked_fill(mask, float('-inf'))", "have changed"),
@@ -54,7 +54,7 @@ ANSWERS = {
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).tril(-1)",
               "be seen: it hides the past: have queries and keys changed places?"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).tril()",
-              "it is the wrong way round. True means must not look"),
+              "it is the wrong way round: what may be seen is hidden"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).triu(0)",
               "those in which every key is hidden: it hides a token from itself"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).triu(2)",
@@ -82,14 +82,14 @@ ANSWERS = {
         Right("def my_additive_mask(tokens): return torch.zeros(tokens, tokens).masked_fill("
               "torch.ones(tokens, tokens).triu(1) == 1, float('-inf'))"),
         Right("def my_additive_mask(tokens): return torch.triu(torch.ones(tokens, tokens) * float('-inf'), 1)"),
-        Right("def my_additive_mask(tokens): return torch.full((tokens, tokens), torch.finfo(torch.float32).min)"
-              ".triu(1)"),
+        Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), torch.finfo(torch.float32).min)"
+              ".triu(1)", "the first, query 0, key 1, is -3.403e+38, and -inf is right"),
     ],
     "my_assert_no_nan": [
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().all(), f'NaN in {name}'",
               "it fires only where every number is NaN"),
         Wrong("def my_assert_no_nan(tensor, name): assert not (tensor == float('nan')).any()",
-              "a comparison with NaN is never true"),
+              "finds none: NaN is equal to nothing"),
         Wrong("def my_assert_no_nan(tensor, name): assert tensor.isfinite().all(), f'NaN in {name}'",
               "there are -inf in them, which is how a mask hides keys, and no NaN. Is -inf a NaN?"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any, f'NaN in {name}'",
@@ -111,7 +111,7 @@ ANSWERS = {
               def my_assert_no_nan(tensor, name):
                   lost = tensor.isnan().float().mean()
                   assert lost < 0.05, f"NaN in {name}: {lost:.0%} of {list(tensor.shape)}"
-              """, "1 of 36000 numbers, in the last head of the last text, is NaN, and nothing fires: is one enough"),
+              """, "Now 1 of 36000 is, in the last head of the last text, and nothing is raised"),
         Wrong("""
               def my_assert_no_nan(tensor, name):
                   tensor.nan_to_num_(0)

@@ -159,7 +159,7 @@ ANSWERS = {
               "is something multiplying 0 by -inf?"),
         Wrong("def apply_causal_mask(scores): return scores", "hidden keys can still be seen: nothing is hidden"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
-              ".tril(), float('-inf'))", "True means must not look: what may be seen is hidden, and the rest is not"),
+              ".tril(), float('-inf'))", "what may be seen is hidden, and the rest is not"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"
               ".triu(), float('-inf'))", "those in which every key is hidden"),
         Wrong("def apply_causal_mask(scores): return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool)"

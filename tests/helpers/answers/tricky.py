@@ -20,7 +20,7 @@ ANSWERS = {
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('inf'))", "there is +inf in it"),
         Wrong("def mask_scores(scores, mask): return scores * ~mask", "exp of it must be 0 (exp of 0 is 1): as low as"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(~mask, -1e9)",
-              "it is the wrong way round. True means must not look"),
+              "it is the wrong way round: what may be seen is hidden"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask[0], float('-inf'))",
               "mask, for all of them. Each sequence has its own, mask[0] and mask[1]"),
         Wrong("def mask_scores(scores, mask): return scores.masked_fill(mask, float('-inf')).softmax(-1)",

@@ -32,9 +32,9 @@ ANSWERS = {
               "        lost = row.isnan().double().mean()\n"
               "        assert lost == 0, f'{name} {list(tensor.shape)}: {lost:.0%}'", "Here 30 % of the numbers"),
         Wrong("def my_assert_no_nan(tensor, name):\n    assert 'nan' not in str(tensor), f'NaN in {name}: "
-              "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "1 of 36000 numbers"),
+              "{tensor.isnan().float().mean():.0%} of {list(tensor.shape)}'", "Now 1 of 36000 is"),
         Wrong("def my_assert_no_nan(tensor, name):\n    assert not tensor[-1].isnan().any(), f'{name} "
-              "{list(tensor.shape)}: {tensor.isnan().double().mean():.0%}'", "in the first head of the first text")],
+              "{list(tensor.shape)}: {tensor.isnan().double().mean():.0%}'", "Now it is in the first of the first")],
     "my_column_shard": [
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].to('meta')",
               "a tensor of meta comes back; cpu must"),

@@ -24,7 +24,7 @@ ANSWERS = {
               "    assert lost == 0, f'NaN in weights: {lost:.0%} of {list(tensor.shape)}'",
               "Its name, 'scores', is missing"),
         Wrong("def my_assert_no_nan(tensor, name):\n    lost = tensor.isnan().double().mean()\n"
-              "    assert lost < 5e-4, f'NaN in {name}: {lost:.0%} of {list(tensor.shape)}'", "1 of 36000 numbers")],
+              "    assert lost < 5e-4, f'NaN in {name}: {lost:.0%} of {list(tensor.shape)}'", "Now 1 of 36000 is")],
     "my_linears": [
         Wrong("def my_linears(x, up, down, bias):\n    parts = torch.tensor_split(torch.arange(len(x)), world_size())\n"
               "    y = torch.zeros(len(x), len(down), dtype=x.dtype)\n    mine = parts[rank()]\n"

@@ -1,6 +1,10 @@
 """Notebook 01: the causal mask, its spellings, and an assert that fires."""
 
+import dis
+import inspect
+import io
 import re
+from contextlib import redirect_stdout
 
 import torch
 
@@ -43,8 +47,9 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
     if nan.any():
         raise NotYet("just the entries that hide a key are NaN, and softmax spoils the whole row with one: what is a "
                      "score whose exp is 0?" if nan.equal(hidden) else
-                     f"{nan.double().mean():.0%} NaN in a small example: is something multiplying 0 by -inf? "
-                     "Choose the entries first, and write -inf there")
+                     f"{nan.double().mean():.0%} NaN in a small example: " + (
+                         "is something multiplying 0 by -inf? Choose the entries first, and write -inf there"
+                         if nan.equal(~hidden) else where(masked, scores.masked_fill(hidden, -INF), 0, names)))
     for what, one in (("each row", masked), ("exp of each row", masked.exp())):
         if one.isfinite().all() and (one.sum(-1) - 1).abs().max() < 1e-2:
             raise NotYet(f"{what} adds up to 1: that is what comes out of a softmax, and the engine's own comes behind "
@@ -64,8 +69,7 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
     ways = {
         "every single score is -inf. Which ones must stay?": torch.ones_like(mask),
         "nothing is hidden": torch.zeros_like(mask),
-        "it is the wrong way round. True means must not look: what may be seen is hidden, and the rest is not":
-            ~mask,
+        "it is the wrong way round: what may be seen is hidden, and the rest is not": ~mask,
         "it is sequence 0's mask, for all of them. Each sequence has its own, mask[0] and mask[1]": mask[:1],
         "what one sequence hides is hidden in all of them. Each has a mask of its own": mask.any(0, keepdim=True),
         "queries are counted from key 0 on, as triu(1) does; the mask knows where they stand": square.triu(1),
@@ -93,6 +97,8 @@ def additive_mask(attempt: Attempt, setting: Setting):
         scores = torch.linspace(-20, 30, tokens * tokens).view(1, 1, tokens, tokens).cos() * 9
         with saying(f"added to the scores of {counted(tokens, 'token')}, "):
             judge_masked(scores + mask, scores, torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1))
+        if low := where(mask, torch.full((tokens, tokens), -INF).triu(1), 0, ["query", "key"]):
+            raise NotYet(low)
     setting.align()
 
 
@@ -112,16 +118,13 @@ def assert_no_nan(attempt: Attempt, setting: Setting):
     one, first, some = causal.clone(), causal.clone(), torch.arange(20.0).view(4, 5).bfloat16()
     one[1, 2, 3, 30] = first[0, 0, 0, 0] = some[1:, 1:3] = NAN
     for tensor, name, lost in (
-            (some, "weights", "6 of 20 numbers are NaN, and nothing is raised: a comparison with NaN is never true, "
-             "assert (test, message) is a tuple and passes always, and print does not raise"),
-            (one, "scores", "1 of 36000 numbers, in the last head of the last text, is NaN, and nothing fires: is one "
-             "enough for your question, or is it rounded away?"),
-            (first, "scores", "1 of 36000 numbers, in the first head of the first text, is NaN, and nothing fires: "
-             "does your question look at all of them?")):
+            (some, "weights", "6 of 20 numbers are NaN, in rows 1 to 3"),
+            (one, "scores", "with 6 of 20 NaN it fires. Now 1 of 36000 is, in the last head of the last text"),
+            (first, "scores", "it fires at one NaN in the last head of the last text. Now it is in the first of the "
+             "first")):
         message = _raised(attempt, tensor, name)
         if message is None:
-            every = tensor is some and _raised(attempt, torch.full_like(tensor, NAN), name) is not None
-            raise NotYet(lost.partition(":")[0] + ": it fires only where every number is NaN" if every else lost)
+            raise NotYet(f"{lost}, and nothing is raised" + (f": {_fires(attempt)}" if tensor is some else ""))
         with saying(f"it fires, and says {message[:80]!r}: "):
             _judge_message(message, tensor, name)
 
@@ -138,6 +141,23 @@ def assert_no_nan(attempt: Attempt, setting: Setting):
         if "AssertionError" not in str(stopped):
             raise NotYet("in the engine, with the mask that multiplies, nothing fires") from stopped
     setting.align(watched(False))
+
+
+def _fires(attempt: Attempt) -> str:
+    """For which NaN it fires instead; if for none, what of its code lets none out."""
+    row, every = torch.zeros(4, 5), torch.full((4, 5), NAN)
+    row[0] = NAN
+    with redirect_stdout(io.StringIO()):
+        for tensor, says in ((row, "where row 0 is NaN"), (every, "only where every number is NaN")):
+            if _raised(attempt, tensor, "weights") is not None:
+                return f"it fires {says}"
+    steps = {step.opname for step in dis.get_instructions(inspect.unwrap(attempt.function))}
+    blind = [line for line, one in attempt.made[0] if one.dtype == torch.bool and one.shape == every.shape
+             and not one.any()]
+    return "not even where every number is NaN. " + (
+        f"Your line {blind[0]} finds none: NaN is equal to nothing, not even to NaN" if blind else
+        "What does your except let out?" if "PUSH_EXC_INFO" in steps else
+        "What your assert is given is true even then" if "RAISE_VARARGS" in steps else "None of your lines raises")
 
 
 def _raised(attempt: Attempt, tensor: torch.Tensor, name: str) -> str | None:
