@@ -120,7 +120,7 @@ class MyCache:
               "token ids 65536 apart are two tokens"),
         Wrong("import hashlib\ndef my_key(parent, ids): return hashlib.sha256(parent + repr(list(ids)).encode())"
               ".digest()[:2]", "blocks two get the same key"),
-        Wrong("def my_key(parent, ids): return torch.tensor(ids)", "A dict looks a tensor up by where it lies"),
+        Wrong("def my_key(parent, ids): return torch.tensor(ids)", "in a dict, two equal tensors are two keys"),
     ],
     "MyPool": [
         Wrong("""

@@ -21,22 +21,21 @@ _TIMEOUT = 10  # seconds on real ranks; on logical ones a rank that is left alon
 @exercise("my_mean", "08", takes="shares", agreed="the same mean on all ranks, also where one has no request")
 def my_mean(attempt: Attempt, setting: Setting):
     """Lists of lengths, some of them empty, one long, on 2 and 3 ranks."""
-    asks = "Which rank has not come, and what did it decide by itself?"
     cases = [[[3, 5], [10]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[70001, 5, 12, 8, 31], [1], [999]]]
     pool = shared_pool(max(2, setting.tensor_parallel_size))
     for ranks, shares in [*((len(case), case) for case in cases), (pool, [[3, 5]] + [[]] * (pool.size - 1))]:
-        ran = on_ranks(ranks, attempt, _Shares(shares), waits=asks, timeout=_TIMEOUT)
-        pairs, means = [(sum(one), len(one)) for one in shares], [sum(one) / len(one) for one in shares if one]
-        lengths, size = [length for share in shares for length in share], len(shares)
-        mean = sum(lengths) / len(lengths)
+        ran = on_ranks(ranks, attempt, _Shares(shares), timeout=_TIMEOUT,
+                       waits=f"The requests are {shares}: every rank comes, also one that has none")
+        pairs, size = [(sum(one), len(one)) for one in shares], len(shares)
+        means, (total, count) = [length / requests for length, requests in pairs if requests], map(sum, zip(*pairs))
+        mean = total / count
         mixed = [[sum(pair[way != at] for pair, way in zip(pairs, ways)) for at in (0, 1)]
                  for ways in product((0, 1), repeat=size)]
         for rank_, (found, _) in enumerate(ran):
             head, own = f"requests {shares}: on rank {rank_} ", shares[rank_]
             with saying(head):
                 found = one_number(found, "a number, on every rank,")
-            with saying(f"{head}it says {found:.8g}; the mean of all requests is {sum(lengths)} / {len(lengths)} = "
-                        f"{mean:.8g}\n"):
+            with saying(f"{head}it says {found:.8g}; the mean of all requests is {total} / {count} = {mean:.8g}\n"):
                 agree(found, mean, {
                     "That is the mean of its own requests": sum(own) / len(own) if own else mean,
                     "That is the mean of the ranks' means: how much does a rank with many requests count?":

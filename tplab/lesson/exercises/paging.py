@@ -162,8 +162,7 @@ def my_key(attempt: Attempt, setting: Setting):
                        [[first[0] ^ 65536, *first[1:]]]):
             if (other := keys.setdefault(chain(*blocks), blocks)) != blocks:
                 raise NotYet(f"of {len(keys)} blocks two get the same key, the last of {other} and of {blocks}: how "
-                             "many different keys can yours have? A cache has many thousand blocks, and what collides "
-                             "is another text's memory")
+                             "many different keys can yours have?")
     p, q, r, s, tail = ([first + i for i in range(4)] for first in (5, 9, 13, 17, 21))
     setting.align(decode=True, one_by_one=True, new_tokens=2,
                   prompts=[p + q + tail, r + s + tail, r + q + tail, p + q + tail])
@@ -173,8 +172,7 @@ def _usable(key, before) -> None:
     if key is None:
         raise NotYet("it returns nothing (is a return missing?); a key must come back")
     if isinstance(key, torch.Tensor):
-        raise NotYet("it returns a tensor. A dict looks a tensor up by where it lies in memory: two equal ones are two "
-                     "keys, and nothing would ever be found again")
+        raise NotYet("it returns a tensor: in a dict, two equal tensors are two keys, so none would be found again")
     try:
         hash(key)
     except TypeError:
