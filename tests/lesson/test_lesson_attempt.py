@@ -53,7 +53,7 @@ def test_a_rank_that_waits_for_ever_is_asked_about(ranks):
 
 
 def test_an_argument_that_was_written_into_is_named():
-    with pytest.raises(NotYet, match="on every rank: it changes its argument n"):
+    with pytest.raises(NotYet, match="on every rank: it returns nothing, and changes its argument n"):
         on_ranks(2, Attempt(defined("def f(n): n.append(1)", "f"), "n"), [3])
 
 

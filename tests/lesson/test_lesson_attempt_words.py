@@ -266,8 +266,8 @@ def test_what_is_wrong_is_said_behind_where_and_keeps_its_cause():
     (one_number, torch.ones(1, device="meta"), "it returns a tensor on meta with layout torch.strided; an ordinary one"
      ", with numbers in this computer's memory, must come back"),
     (lambda value: whole_numbers(value, "ids"), (1, 2), [1, 2]),
-    (lambda value: whole_numbers(value, "ids"), [1, 2.0], "it returns a list of 2, 2.0 among them; a list of whole "
-     "numbers must come back, ids"),
+    (lambda value: whole_numbers(value, "ids"), [1, 2.0], "it returns 2.0 (float) among ids; whole numbers must "
+     "come back"),
     (lambda value: whole_numbers(value, "ids"), 3, "it returns 3 (int); a list of whole numbers must come back, ids"),
     (lambda value: several(value, "k, v"), (1, 2), [1, 2]),
     (lambda value: several(value, "k, v"), [1], "it returns a list of 1; k, v must come back")])

@@ -39,7 +39,7 @@ class Attempt:
     def __init__(self, function: Callable, takes: str, writes: str = ""):
         self.function, self.takes = kept(function, takes), [name.strip() for name in takes.split(",")]
         self.made = {}  # by rank: what the torch calls of the latest call made, line by line
-        self.latest = (), None  # what the latest call was given, and what it returned
+        self.latest = {}  # by rank: what the latest call was given, and what it returned
         self.memory = Memory(self.function)
         self.writes = [name.strip() for name in writes.split(",") if name]
         if not callable(function):
@@ -53,10 +53,11 @@ class Attempt:
 
     def __call__(self, *args):
         self.given = given = [copy.deepcopy(arg) for arg in args]
+        here = rank() if inside_rank() else 0
         with Made() as made:
-            self.made[rank() if inside_rank() else 0] = made.found
+            self.made[here], self.latest[here] = made.found, (args, None)
             result, log = with_collectives(guarded, self.function, *given)
-        self.latest = args, result
+        self.latest[here] = args, result
         if not inside_rank() and not any(isinstance(arg, Uncopied) for arg in args):
             self.memory.calls.append(args)
         if log and not inside_rank():
@@ -64,12 +65,13 @@ class Attempt:
             raise NotYet(f"{at} calls {log[0]}; no collective belongs here: each rank has what this function needs")
         for name, arg, after in zip(self.takes, args, given):
             if name not in self.writes and not same(arg, after):
-                raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
+                raise NotYet(f"it {'returns nothing, and ' * (result is None)}changes its argument {name}, which its "
+                             "caller still needs: work on a copy")
         return result
 
     def unchanged(self) -> str:
         """The argument that the latest call returned as it was, if it returned one."""
-        args, result = self.latest
+        args, result = self.latest.get(0, ((), None))
         return next((name for name, arg in zip(self.takes, args) if isinstance(arg, torch.Tensor)
                      and isinstance(result, torch.Tensor) and result.device == arg.device and same(arg, result)), "")
 
@@ -87,7 +89,7 @@ class Attempt:
                 if own not in read and name != spare]
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"made": {}, "latest": ((), None), "memory": None}
+        return vars(self) | {"made": {}, "latest": {}, "memory": None}
 
     def tensor(self, *args, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """What it returns for ``args``, refused unless it is a tensor of that shape; ``dims`` names its dimensions."""
@@ -311,8 +313,8 @@ def one_number(value, what: str = "a number") -> float:
 
 def whole_numbers(value, what: str) -> list[int]:
     """``value``, a list or tuple of ints, as a list; NotYet if it is none. ``what``: what they are."""
-    if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
-        strange = [one for one in value if type(one) is not int] if isinstance(value, list | tuple) else []
-        among = f", {quoted(strange[0])} among them" if strange else ""
-        raise NotYet(f"it returns {kind(value)}{among}; a list of whole numbers must come back, {what}")
+    if not isinstance(value, list | tuple):
+        raise NotYet(f"it returns {kind(value)}; a list of whole numbers must come back, {what}")
+    if strange := [one for one in value if type(one) is not int]:
+        raise NotYet(f"it returns {kind(strange[0])} among {what}; whole numbers must come back")
     return list(value)

@@ -62,12 +62,6 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str = "", wit
     raise NotYet("\n".join(filter(None, lines)))
 
 
-def apart(value: torch.Tensor, right: torch.Tensor, names: Sequence[str] = ()) -> str:
-    """What explains numbers that were to be copied, or where they are others."""
-    gap = (value.double() - right.double()).abs().nan_to_num(torch.inf, torch.inf).max().item()
-    return related(value.double(), right.double(), gap / 50, names) or where(value, right, 0, names)
-
-
 def known(value, right, mistakes: Mapping[str, object], within: float) -> str | None:
     """The first sentence of ``mistakes``, as `agree` has them, whose numbers are those of ``value``."""
     value, most = _tensor(value).double(), _most(_tensor(right), within)

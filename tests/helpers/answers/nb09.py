@@ -122,7 +122,7 @@ ANSWERS = {
         Wrong(but(GENERATE, "range(max_new_tokens)", "range(max_new_tokens + 1)"),
               "prompt of 5, 4 new: 5 ids came back; 4 new ones must"),
         Wrong(but(GENERATE, "logits[0, -1]", "logits[0, 0]"),
-              "2 is given [26] at position 5, and the token that was drawn for it is 30"),
+              "2 is given [26] at position 5, and the most likely token for it is 30"),
         Wrong(but(GENERATE, "return new", "return torch.tensor(new)"), "it returns a tensor [4]; a list of whole"),
         Wrong(but(GENERATE, "    return new", ""), "it returns nothing (is a return missing?)"),
         Wrong(but(GENERATE, "torch.tensor([new[-1:]])", "torch.tensor(new[-1:])"), "must be [1, tokens], not [1]"),
@@ -139,7 +139,7 @@ ANSWERS = {
               """),
     ],
     "kv_share": [
-        Wrong(but(SHARE, "return low", "return torch.arange(low, low + held)"), "the first KV head, and how many"),
+        Wrong(but(SHARE, "return low", "return torch.arange(low, low + held)"), "among the first KV head and how"),
         Wrong("""
               def kv_share(num_heads, num_kv_heads):
                   first, count = linear.share(num_heads)
@@ -197,7 +197,7 @@ ANSWERS = {
     "share": [
         Wrong("def share(total):\n    r, n = linear.tp_rank(), linear.tp_size()\n"
               "    return r * total / n // 1, total / n // 1",
-              "0.0 among them; a list of whole numbers must come back, the first and how many"),
+              "0.0 (float) among the first and how many; whole numbers must come back"),
         Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
               "head 8 on no rank: which rank takes what is left over?"),
         Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",

@@ -144,7 +144,7 @@ ANSWERS = {
               "position 0, and the prompt has [20, 21, 22, 23, 24, 25] there"),
         Wrong(_NEXT + "    return []", "0 ids came back; 24 new ones must"),
         Wrong(_NEXT + "    return [float(token) for token in new]",
-              "24, 10.0 among them; a list of whole numbers must come back, the new ids"),
+              "10.0 (float) among the new ids; whole numbers must come back"),
         Wrong(_NEXT.replace("step(ids,", "step([*ids[:-1], 0],") + "    return new",
               "call 1 is given [0] at position 42, and the prompt has [62] there"),
         Wrong(_NEXT.replace("step(new[-1:], [position])", "step([new[-1], 0], [position, position + 1])") +
@@ -212,7 +212,7 @@ ANSWERS = {
         Wrong(counted(cache="2 * kv * d * (context - 1)"), "8,448 bytes too few, and what grows with the")],
     "my_step_seconds": [
         Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency * (len(rank_bytes) - 1)"),
-              "84 collectives are in it: there are 42, two in a layer, behind attention and behi")],
+              "as for 126 collectives: there are 42, two in a layer, behind attention and beh")],
     "apply_rope": [
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): return [attention.apply_rotary_pos_emb(q, k, "
               "*rotary_emb(q, position_ids))[0]]", "it returns a list of 1; the pair q, k must come back"),
@@ -227,7 +227,7 @@ ANSWERS = {
         Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"),
               "prompt of 1, 30 new: 29 ids came back; 30 new ones must"),
         Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"),
-              "4, '30' among them; a list of whole numbers must come back, the new ids")],
+              "it returns '30' (str) among the new ids; whole numbers must come back")],
     "kv_share": [
         Right(but(SHARE, "return low, held, each", "return [low, held, each]"))],
 }

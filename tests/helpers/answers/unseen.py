@@ -85,7 +85,7 @@ ANSWERS = {
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
               "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)",
-              "a sum waits for the slowest rank, not for the quickest")],
+              "a sum waits for the slowest rank, and that is rank 0's time")],
     "my_key": [
         Wrong("def my_key(parent, ids): return hash((parent, tuple(i % 1000 for i in ids)))", "token ids 1000 apart")],
     "my_overlapped_row_parallel": [
@@ -94,14 +94,14 @@ ANSWERS = {
     "my_verdict": [
         Wrong(but(_SOLVED["my_verdict"], "logits[place] - exact[place]", "logits[place, :2] - exact[place, :2]"),
               "it says 'bug', and 'rounding' is right"),
-        Wrong(but(_SOLVED["my_verdict"], "<= 2 * moved", "<= moved"), "by yours, rounding explains up to 0.93 times"),
+        Wrong(but(_SOLVED["my_verdict"], "<= 2 * moved", "<= moved"), "by yours, rounding explains up to 1 times"),
         Wrong(but(_SOLVED["my_verdict"], "- exact[place, other[place]]", "- logits[place, other[place]]"),
-              "Both logits can have changed by so much, one up and one down")],
+              "a logit of `exact` and one of `logits` make the margin: both are of `exact`")],
     "my_propose": [
-        Wrong(but(_SOLVED["my_propose"], "length - 1, -1, -1)", "length - 1, 0, -1)"), "from token 0 on. What"),
+        Wrong(but(_SOLVED["my_propose"], "length - 1, -1, -1)", "length - 1, 0, -1)"), "a place can be the first"),
         Wrong(but(_SOLVED["my_propose"], "(3, 2, 1)", "(4, 3, 2, 1)"), "three tokens are the most")],
     "my_speculate": [
-        Wrong(but(_SOLVED["my_speculate"], "== chosen[kept]", "== chosen[0]"), "and the cache holds 9 tokens of"),
+        Wrong(but(_SOLVED["my_speculate"], "== chosen[kept]", "== chosen[0]"), "has 8 tokens, where 10 are known"),
         Wrong(but(_SOLVED["my_speculate"], "propose(text)", "propose(ids)"), "where the text so far must be given")],
     "my_two_buffers": [
         Wrong(but(_SOLVED["my_two_buffers"], "return sums", "return sums[::-1]"), "parts 3, 2, 1, 0 come back")],

@@ -95,7 +95,7 @@ ANSWERS = {
         Wrong(but(but(_SOLVED["my_overlapped_row_parallel"], "rows in x.chunk(parts)",
                       "rows, columns in zip(x.chunk(parts, 1), weight.chunk(parts, 1))"), "rows @ weight.T",
                   "rows @ columns.T").replace("torch.cat(sums)", "sum(sums)"),
-              "60 numbers are summed up where 30 are enough: cut the tokens")],
+              "60 numbers are summed up where 30 are enough: of each token once")],
     "my_two_buffers": [
         _changed("my_two_buffers", "sums.append(buffers[i % 2]", "sums.append(buffers[(i + 1) % 2]",
                  "stands what part 1 makes: that is in buffer 1, and the sum of part 0 in buffer 0")],

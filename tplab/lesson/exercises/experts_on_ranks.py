@@ -26,7 +26,7 @@ LAYERS = ((6, 12, 8, 8, 2, 2, True, "any"), (5, 14, 7, 8, 2, 3, True, "expert 4 
           (1, 12, 9, 7, 2, 3, True, "any"))
 # Tokens, head_dim, of each rank the heads: evenly, not evenly, and heads that more than one rank holds.
 NORMS = ((4, 6, ((0, 4), (4, 8))), (5, 4, ((0, 3), (3, 5))), (3, 6, ((0, 2), (2, 3), (3, 4))),
-         (3, 8, ((0, 1), (0, 1), (1, 2), (1, 2))), (4, 4, ((0, 1), (0, 2), (1, 2), (1, 2))))
+         (3, 8, ((0, 1), (0, 1), (1, 2), (1, 2))), (4, 4, ((0, 1), (0, 2), (1, 2), (1, 2))), (3, 6, ((0, 1), (0, 1))))
 _WAITS = ("A rank that no token has chosen has a summand, too: zeros. Does every rank call all_reduce, once, after "
           "its loop?")
 
@@ -57,13 +57,14 @@ def my_moe(attempt: Attempt, setting: Setting):
         x, weights, ids, gate_up, down = _layer(*case)
         held = split_evenly(experts, size) if whole else [range(experts)] * size
         cut = [range(columns)] * size if whole else split_evenly(columns, size)
-        ran = on_ranks(size, _counted, attempt, x, weights, ids, held, cut, gate_up, down, waits=_WAITS)
         *others, last = (len(part) for part in (held if whole else cut))
         how = f"{', '.join(map(str, others))} and {last} " + ("experts" if whole else
                                                              f"columns of each of {experts} experts")
         where = {"any": "", "expert 4 never": ", no token for expert 4",
                  "experts 0 to 2": ", all of whose experts are on rank 0"}[choice]
         what = f"{counted(tokens, 'token')}{where}, ranks that hold {how}: "
+        with saying(what):
+            ran = on_ranks(size, _counted, attempt, x, weights, ids, held, cut, gate_up, down, waits=_WAITS)
         _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what, attempt.made)
 
     for_each(LAYERS, check, lambda case: f"{case[5]} ranks")
@@ -257,13 +258,15 @@ def my_full_width_norm(attempt: Attempt, setting: Setting):
         x = (x * (1000 if dtype == torch.float16 else 1)).to(dtype)
         weight = (1 + 0.4 * torch.randn(count * dim, generator=generator)).to(dtype)
         own = [x[:, part.start:part.stop].contiguous() for part in heads]
-        ran = on_ranks(len(heads), with_its_own, attempt, own, *([each] * len(heads) for each in (weight, eps, heads)),
-                       waits="Does every rank come to the collective?")
         *others, last = (span(part, "").strip() for part in heads)
-        held = f"{len(heads)} ranks with heads {', '.join(others)} and {last}: "
-        _judge_norm(ran, x, weight, eps, heads, held + "in float16, " * (dtype == torch.float16), attempt.made)
+        held = f"{len(heads)} ranks with heads {', '.join(others)} and {last}: " + "in float16, " * (
+            dtype == torch.float16)
+        with saying(held):
+            ran = on_ranks(len(heads), with_its_own, attempt, own, *(
+                [each] * len(heads) for each in (weight, eps, heads)), waits="Does every rank come to the collective?")
+        _judge_norm(ran, x, weight, eps, heads, held, attempt.made)
 
-    for_each(NORMS, check, lambda case: "layouts with copies of a head" if len(case[2]) == 4 else
+    for_each(NORMS, check, lambda case: "layouts with copies of a head" if len({*case[2]}) < len(case[2]) else
              "layouts without copies of a head")
     check(NORMS[1], torch.float16)
     try_beside_hugging_face(setting, toy_full_width(), modes=[False])
@@ -286,6 +289,7 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str,
     means, sums = ([how(part) for part in cut(squares)] for how in (
         lambda part: part.mean((1, 2), keepdim=True), lambda part: part.sum((1, 2), keepdim=True)))
     total, held = sum(sums), sum(map(len, heads)) * x.shape[2]
+    single = torch.tensor([sum(head in part for part in heads) == 1 for head in range(x.shape[1])])
     values = []
     for number, (value, _) in enumerate(ran):
         with saying(f"{what}on rank {number} "):
@@ -306,6 +310,8 @@ def _judge_norm(ran: list, x, weight, eps: float, heads: list[range], what: str,
             "the ranks' means are added up: a sum of means is no mean": normed(sum(means)),
             "a head that two ranks hold counts twice; a KV head is one head, wherever its copies are":
                 (normed(total / weight.numel()), normed(total / held)),
+            "a head that several ranks hold counts on none of them: it must count once":
+                normed((squares * single[:, None]).mean((1, 2), keepdim=True)),
             "this is the sum of the squares, not their mean": (normed(mean * weight.numel()), normed(sums)),
             "eps is not added to the mean": normed(mean, eps=0.0),
             "eps is added on each rank, so the sum has it once for every rank: add it once, to the mean":

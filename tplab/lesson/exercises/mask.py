@@ -75,6 +75,7 @@ def judge_masked(masked: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor)
         "queries are counted from key 0 on, as triu(1) does; the mask knows where they stand": square.triu(1),
         "it hides the past: have queries and keys changed places?": square.tril(-1),
         "it hides a token from itself": square.triu(),
+        "a score of 0 is taken for a hidden one, and it is a score like others": hidden | (scores == 0),
         "each token sees the next one, too: where does the diagonal of the future begin?": square.triu(2)}
     agree(gone, hidden, {left + says: way.expand_as(hidden) for says, way in ways.items()},
           left + where(gone, hidden, 0, names, "hidden"))

@@ -29,11 +29,11 @@ from tplab.shard import split_evenly
 @exercise("apply_causal_mask", "09", takes="scores", right=patient.apply_causal_mask,
           agreed="no NaN, and no key of the future")
 def apply_causal_mask(attempt: Attempt, setting: Setting):
-    """Scores of 4 heads and 6 tokens, and of one token in bfloat16. The engine gives the check's report."""
-    for tokens, dtype in ((6, torch.float32), (1, torch.bfloat16)):
-        scores = torch.arange(8.0 * tokens * tokens).sin().view(2, 4, tokens, tokens).to(dtype)
+    """Scores of 6 tokens, of one in bfloat16, and of many. The engine gives the check's report."""
+    for batch, tokens, dtype in ((2, 6, torch.float32), (2, 1, torch.bfloat16), (1, 130, torch.float32)):
+        scores = torch.arange(4.0 * batch * tokens * tokens).sin().view(batch, 4, tokens, tokens).to(dtype)
         judge_masked(attempt.tensor(scores, **shaped(scores)), scores,
-                     torch.ones(2, 1, tokens, tokens, dtype=torch.bool).triu(1))
+                     torch.ones(batch, 1, tokens, tokens, dtype=torch.bool).triu(1))
     return _cures(setting, "attention.apply_causal_mask", attempt, "the check has no quarrel with attention any more",
                   lambda report: [one.sentence for one in report.diagnoses if one.point.endswith(".attn")])
 
@@ -63,7 +63,7 @@ def extend_cache(attempt: Attempt, setting: Setting):
         for start, stop in ((0, 3), (3, 4), (4, 6)):
             args = cache, *(one[:, :, start:stop] for one in whole), repeats
             found, right = attempt(*args), patient.extend_cache(*args)
-            with saying(f"{start} tokens in the cache, {stop - start} new: "):
+            with saying(f"{start} tokens in the cache, {stop - start} new, num_repeats {quoted(repeats)}: "):
                 *given, pair = several(found, "k, v for attention and the pair (k, v) of the cache", 3)
                 values = [*several(pair, "as the third the cache's pair (k, v)"), *given]
                 rights = [*right[2], *right[:2]]
@@ -111,36 +111,38 @@ def _on(number: int, ranks: int, call, *args):
         return call(*args)
 
 
-def _positions(ours: torch.Tensor, x: torch.Tensor, tables: Callable) -> list[list[int]] | None:
-    """As at which position each token of ``x`` was turned, sequence by sequence; None if not all of them were."""
-    cos, sin = (table[0] for table in tables(x, torch.arange(32)[None]))
-    every = x[..., None, :] * cos + halves(x)[..., None, :] * sin  # [sequence, head, token, position, number]
-    same = (every - ours[..., None, :]).abs().amax((1, 4)) < 1e-4
-    return same.int().argmax(-1).tolist() if same.any(-1).all() else None
-
-
 @exercise("apply_rope", "09", takes="rotary_emb, position_ids, q, k", right=patient.apply_rope,
           agreed="every head is turned by its token's position")
 def apply_rope(attempt: Attempt, setting: Setting):
-    """Two rows at other positions; 4 query and 2 KV heads, 6 tokens, then as many as there are heads; the engine as
-    above."""
+    """Two rows at other positions, one padded on the left; 4 query and 2 KV heads, 6 tokens, then as many as there are
+    heads; the engine as above."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2RotaryEmbedding
 
+    def is_asked(_, given):
+        if len(given) > 1 and given[1].is_floating_point():
+            raise NotYet("rotary_emb takes (x, position_ids), and as position_ids it is given numbers of "
+                         f"{given[1].dtype}, {list(given[1].shape)}")
+
     tables = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=32, num_attention_heads=4, num_hidden_layers=1))
+    tables.register_forward_pre_hook(is_asked)
     for tokens in (6, 4):
         q = torch.arange(64.0 * tokens).sin().view(2, 4, tokens, 8)
         k = torch.arange(32.0 * tokens).cos().view(2, 2, tokens, 8)
-        positions = torch.stack([torch.arange(5, 5 + tokens), torch.arange(2, 2 + tokens)])
+        positions = torch.stack([torch.arange(5, 5 + tokens), (torch.arange(tokens) - 2).clamp(min=0)])
         if tokens == 6:
             fails_aloud(lambda failing, given=(positions, q, k): attempt(failing, *given), "rotary_emb",
                         "rotary_emb, which gives cos and sin, is never asked")
         found = pair(attempt(tables, positions, q, k), q, k)
         cos, sin = (table[:, None] for table in tables(q, positions))
+        every_cos, every_sin = (table[0] for table in tables(q, torch.arange(32)[None]))
         for name, ours, x in zip("qk", found, (q, k)):
             with saying(f"{name}, {tokens} tokens and {x.shape[1]} heads: "):
                 tensor(ours, "batch, heads, tokens, head_size", x.shape, x.dtype)
                 over_heads = x * cos.transpose(1, 2) + halves(x) * sin.transpose(1, 2) if tokens == x.shape[1] else ()
-                turns = _positions(ours, x, tables)
+                # As at which position each token is turned, of [sequence, head, token, position, number].
+                there = x[..., None, :] * every_cos + halves(x)[..., None, :] * every_sin
+                same = (there - ours[..., None, :]).abs().amax((1, 4)) < 1e-4
+                turns = same.int().argmax(-1).tolist() if same.any(-1).all() else None
                 agree(ours, x * cos + halves(x) * sin, misturned(x, cos, sin) | {
                     "the table lies over the heads, which fits here as there are as many tokens: which axis do cos and "
                     "sin lie on?": over_heads}, f"it is turned as at positions {turns}; position_ids are "
@@ -165,8 +167,9 @@ class _Model(Uncopied):
         positions = torch.arange(count) if position_ids is None else torch.as_tensor(position_ids).reshape(-1)
         if held != self.held:
             raise NotYet(f"call {len(self.toy.calls) + 1} is given " + (
-                f"a cache of {held} tokens, and by then it holds {self.held}" if held else "no cache") +
-                ": what the call before returned must be kept")
+                f"a cache of {held} tokens, and " + ("a new text begins with None" if not self.held else
+                f"by then it holds {self.held}: what the call before returned must be kept")
+                if held else "no cache: what the call before returned must be kept"))
         self.held += count
         token, keys = self.toy(input_ids[0], positions), torch.zeros(1, 1, self.held, 1)
         rows = torch.arange(token + 1 - count, token + 1) % 50  # the last one is the token's
@@ -178,11 +181,11 @@ class _Model(Uncopied):
 @exercise("generate", "09", takes="self, input_ids, max_new_tokens", right=patient.generate,
           agreed="the prompt in one call, then every token computed once")
 def generate(attempt: Attempt, setting: Setting):
-    """Prompts of five tokens and of one. The engine gives the new ids that it writes, and those of Hugging Face; it
-    gets a right cache along with the function, for its own has a bug that shows as soon as it is read."""
-    for prompt, count, draws in (([3, 1, 4, 1, 5], 4, ()), ([9], 30, ()), ([24], 8, ENDS)):
+    """Prompts of five tokens and of one, and nothing new. The engine gives the new ids that it writes, and those of
+    Hugging Face; it gets a right cache along with the function, for its own has a bug that shows once it is read."""
+    for prompt, count, draws in (([3, 1, 4, 1, 5], 4, ()), ([9], 30, ()), ([24], 8, ENDS), ([5, 2], 0, ())):
         model = _Model(draws)
-        judge_calls(model.toy, attempt(model, prompt, count), prompt, count)
+        judge_calls(model.toy, attempt(model, prompt, count), prompt, count, "the most likely token for it")
     return _cures(setting, "model.TensorParallelModel.generate", attempt, "the text is Hugging Face's", _tokens,
                   {"attention.extend_cache": patient.extend_cache})
 
@@ -207,8 +210,10 @@ def kv_share(attempt: Attempt, setting: Setting):
 def _examine_heads(found, share: range, group: int) -> None:
     *numbers, repeats = several(found, "the first KV head, how many, and how often each is repeated", 3)
     first, count = whole_numbers([one.item() if isinstance(one, torch.Tensor) and one.numel() == 1 else one
-                                  for one in numbers], "the first KV head, and how many")
+                                  for one in numbers], "the first KV head and how many")
     wanted, heads = [head // group for head in share], f"query heads {share[0]}–{share[-1]}"
+    if [first, count] != [wanted[0], len(set(wanted))] == [count, first]:
+        raise NotYet(f"how many stands where the first KV head is asked for: ({first}, {count}, …)")
     try:
         held = torch.arange(first, first + count).repeat_interleave(repeats).tolist()
     except (TypeError, ValueError, RuntimeError):

@@ -16,8 +16,9 @@ from tplab.ranks import all_gather, rank, reduce_scatter, world_size
 from tplab.ranks.context import current
 from tplab.shard import split_evenly
 
-# Hidden numbers, and of how many tokens each rank keeps the rows: first what divides.
-ROWS = ((4, (3, 3)), (5, (3, 2)), (4, (2, 3, 2)), (3, (1, 0)), (6, (4, 0, 3)), (4, (3, 2, 2, 2)))
+# Hidden numbers, and of how many tokens each rank keeps the rows: first what divides; where it does not, not as chunk
+# would deal them out.
+ROWS = ((4, (3, 3)), (6, (2, 2, 2)), (5, (2, 3)), (4, (2, 3, 2)), (3, (1, 0)), (6, (4, 0, 3)), (4, (3, 2, 2, 2)))
 _IDS = [3, 1, 4, 15, 9, 26, 5, 35, 8, 9, 7]  # eleven tokens for a small random model
 _CUT = ("each rank cuts its rows out before they are added up, and a sum adds up what stands at the same place: there, "
         "each rank has other tokens")
@@ -75,14 +76,12 @@ def my_reduce_scatter(attempt: Attempt, setting: Setting):
         hidden, sizes = case
         tokens, size = sum(sizes), len(sizes)
         x = torch.randn(size, tokens, hidden, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-        ran = on_ranks(size, _passed, attempt, x, list(sizes), waits=_WAITS)
-        kept = "/".join(map(str, sizes))
-        with saying(f"{counted(tokens, 'token')}, of which the ranks keep {kept}: "):
-            _judge_ring(ran, x, sizes)
+        with saying(f"{counted(tokens, 'token')}, of which the ranks keep {'/'.join(map(str, sizes))}: "):
+            _judge_ring(on_ranks(size, _passed, attempt, x, list(sizes), waits=_WAITS), x, sizes)
 
     for_each(ROWS, check, lambda case: "2 ranks, where each row travels once," if len(case[1]) == 2 else
              f"{len(case[1])} ranks")
-    check(ROWS[2], torch.bfloat16)
+    check(ROWS[3], torch.bfloat16)
     in_the_engine(setting)
 
 
@@ -125,7 +124,11 @@ def _judge_ring(ran: list, x: torch.Tensor, sizes) -> None:
         f"a rank's own summand is in it twice: after {size - 1} message{'s' * (size > 2)} all have added theirs": (
             kept(lambda r: whole(r) + parts[r][r]),
             kept(lambda r: whole(r - 1) + parts[r][r - 1])),
-        **({_CUT: torch.cat([sum(parts[r][r] for r in range(size))] * size)} if len(set(sizes)) == 1 else {}),
+        **({_CUT: torch.cat([sum(parts[r][r] for r in range(size))] * size),
+            "the number of the rank that keeps the rows gets larger with each message: rows come from the rank before, "
+            "so it gets smaller": tuple(kept(lambda r, off=off: sum(
+                parts[(r - j) % size][(r + off - 2 * j) % size] for j in range(size))) for off in range(size))}
+           if len(set(sizes)) == 1 else {}),
         f"the sum is divided by {size}": right / size,
         f"the sum is in it {size} times": right * size}.items()},
         dims="rank, row" if parted else "row", parts=parted or {
@@ -175,13 +178,11 @@ def my_sequence_parallel_layer(attempt: Attempt, setting: Setting):
     def check(case, dtype=torch.float32):
         hidden, sizes = case
         toy = _Toy(hidden, sizes, dtype)
-        ran = on_ranks(len(sizes), with_its_own, toy.called, [attempt] * len(sizes), waits=_WAITS)
-        kept = "/".join(map(str, sizes))
-        with saying(f"{counted(sum(sizes), 'token')}, {kept} on the ranks: "):
-            toy.judge(ran)
+        with saying(f"{counted(sum(sizes), 'token')}, {'/'.join(map(str, sizes))} on the ranks: "):
+            toy.judge(on_ranks(len(sizes), with_its_own, toy.called, [attempt] * len(sizes), waits=_WAITS))
 
     for_each(ROWS, check, lambda case: f"{len(case[1])} ranks")
-    check(ROWS[2], torch.bfloat16)
+    check(ROWS[3], torch.bfloat16)
     config = setting.checkpoint.config
     if config.experts or config.residual_multiplier != 1 or dict(config.norms).keys() != {
             "input_layernorm", "post_attention_layernorm"}:

@@ -24,7 +24,7 @@ from tplab.shard import ShardPlan
 
 COUNT, DRAFT = 24, 4  # tokens of a text, guesses of a step
 LOOPS = (([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
-         ([0, 0, 1, 1], 8, 3))
+         ([0, 0, 1, 1], 8, 3), ([4, 2], 0, 3))
 
 
 def _dtype(setting: Setting) -> str:
@@ -44,12 +44,16 @@ def my_propose(attempt: Attempt, setting: Setting):
     texts, found = [*_repetitive()], []
     for tokens, count in texts:
         with saying(f"tokens {tokens}, count {count}: "):
-            found.append(tuple(whole_numbers(attempt(list(tokens), count), "the guess")))
+            found.append(tuple(whole_numbers(attempt(list(tokens), count), "the guesses")))
     right = [propose(*text) for text in texts]
     if found != right:
-        (tokens, count), guess, one = next(each for each in zip(texts, found, right) if each[1] != each[2])
+        wrong = [each for each in zip(texts, found, right) if each[1] != each[2]]  # more says one of unlike tokens
+        (tokens, count), guess, one = min(wrong, key=lambda each: (not each[0][1], len({*each[0][0]}) < 3))
         raise NotYet(f"tokens {tokens}, count {count}: it guesses {list(guess)}, and {list(one)} is right\n"
-                     + _why(found, texts, tokens))
+                     + _why(found, texts, tokens, count))
+    with saying("tokens [], count 3: "):
+        if guess := whole_numbers(attempt([], 3), "the guesses"):
+            raise NotYet(f"it guesses {guess}, and [] is right")
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
     def write(**options):
@@ -76,19 +80,18 @@ def _repetitive() -> Iterator[tuple[list[int], int]]:
 
 
 def _by(tokens: list[int], count: int, lengths=(3, 2, 1), which: Callable = max, apart: Callable = lambda length: 1,
-        follows: Callable = lambda rest, length, count: rest[length:][:count], else_: Callable = lambda count: []
-        ) -> tuple[int, ...]:
-    """What is guessed by a mistake: by endings of other lengths, at another place, as far ``apart`` as that from the
-    ending; what follows, of the text's ``rest`` from that place on; and what is said where nothing was found."""
-    for length in lengths if count else ():
+        follows: Callable = lambda rest, length, count: rest[length:][:count], begin: int = 0) -> tuple[int, ...]:
+    """What is guessed by a mistake: by endings of other lengths, at another place, from ``begin`` on and as far
+    ``apart`` from the ending; and what follows, of the text's ``rest`` from that place on."""
+    for length in lengths:
         ending = tokens[max(0, len(tokens) - length):]
-        if places := [at for at in range(len(tokens) - length - apart(length) + 1)
+        if places := [at for at in range(begin, len(tokens) - length - apart(length) + 1)
                       if tokens[at:at + length] == ending]:
             return tuple(follows(tokens[which(places):], length, count))
-    return tuple(else_(count))
+    return ()
 
 
-# What a wrong answer does, if it guesses in all texts what comes of that.
+# What a wrong answer does, if it guesses what comes of that wherever a guess is asked for.
 _RULES = {
     "endings of three tokens are tried first": {"lengths": (2, 1)}, "a single token is an ending, too": {
         "lengths": (3, 2)}, "where the last three tokens are not found, the last two are tried": {"lengths": (3, 1)},
@@ -99,6 +102,7 @@ _RULES = {
     "of several places, the last counts": {"which": min},
     "a place may overlap the ending: it only has to begin before it": {"apart": lambda length: length},
     "the ending itself is no earlier place": {"apart": lambda length: 0},
+    "a place can be the first token of the text": {"begin": 1},
     "it begins with the ending itself; only what followed is asked for": {
         "follows": lambda rest, length, count: rest[:length + count]},
     "that is the ending itself: what followed it, where it stood before?": {
@@ -110,14 +114,17 @@ _RULES = {
         "follows": lambda rest, length, count: (rest[length:][:count] + [0] * count)[:count]}}
 
 
-def _why(found: list[tuple[int, ...]], texts: list[tuple[list[int], int]], tokens: list[int]) -> str:
-    fits = [says for says, rule in _RULES.items() if found == [_by(*text, **rule) for text in texts]]
+def _why(found: list[tuple[int, ...]], texts: list[tuple[list[int], int]], tokens: list[int], count: int) -> str:
+    if not count:
+        return "count is 0: no guess is asked for"
+    fits = [says for says, rule in _RULES.items()
+            if all(guess == _by(*text, **rule) for guess, text in zip(found, texts) if text[1])]
     if len(fits) == 1:
         return fits[0]
     for length in (3, 2, 1):
         if places := [at for at in range(len(tokens) - length) if tokens[at:at + length] == tokens[-length:]]:
-            return (f"the last {counted(length, 'token')} stood there before, from token {places[-1]} on" + (
-                " (a place may overlap the ending)" * (places[-1] > len(tokens) - 2 * length)) + ". What followed?")
+            return (f"its ending {tokens[-length:]} stood there before, from token {places[-1]} on" + (
+                " (a place may overlap the ending)" * (places[-1] > len(tokens) - 2 * length)))
     return "nothing of its ending stood there before: there is no guess, []"
 
 
@@ -229,20 +236,26 @@ def _judge_calls(toy: Toy, text: list[int], total: int) -> tuple[dict[int, int],
     have, rejected, again = 0, {}, ""  # how much of the text is in the cache; what else was tried at a position
     for number, (new, positions, guessed, asked) in enumerate(toy.calls, 1):
         said, first = f"call {number} ", positions[0]
-        stale = guessed and number > 1 and asked == toy.calls[number - 2][3]
+        given, places, tried, earlier = toy.calls[number - 2] if number > 1 else ([], [], 0, 0)
+        stale = guessed and number > 1 and asked == earlier
+        before = f"\nCall {number - 1} tried {given[-tried:]} from position {places[-tried]} on; the text has " + (
+            f"{text[places[-tried]:][:tried]} there") if tried else ""
         if positions != list(range(first, first + len(new))):
             raise NotYet(f"{said}has positions {positions[:6]}; they follow each other")
         mine = toy.asked[asked - 1] if asked else []
         if first > have and mine[have:have + 1] not in ([], [text[have]]):
             raise NotYet(f"before call {number}, your text has {mine[have]} at position {have}, where the model chose "
-                         f"{text[have]}")
+                         f"{text[have]}{before}")
         if first > have:
             raise NotYet(f"{said}begins at position {first}, and " + (
                 f"position {have} holds a guess that was rejected: its key has to be computed anew"
                 if have in rejected else f"the cache holds {have} tokens of the text: which is the next?"))
         if not again and (have + 1 >= total or first < have):
-            again = said + ("comes when all tokens are there" if have + 1 >= total else f"begins at position {first}, "
-                            f"and the cache holds {have} tokens of the text: they stay there")
+            again = (f"before {said}your text has {len(mine)} tokens, where {have + 1} are known: call {number - 1} "
+                     f"gives {'the guesses up to the first wrong one, and ' * bool(tried)}the model's choice{before}"
+                     if asked > earlier and mine == text[:min(len(mine), have)] else
+                     said + ("comes when all tokens are there" if have + 1 >= total else f"begins at position {first}, "
+                             f"and the cache holds {have} tokens of the text: they stay there"))
         right_ones = next((at for at, pair in enumerate(zip(new, text[first:])) if pair[0] != pair[1]), len(new))
         at = first + right_ones
         if right_ones < len(new) - guessed or stale and right_ones < len(new):
@@ -251,7 +264,7 @@ def _judge_calls(toy: Toy, text: list[int], total: int) -> tuple[dict[int, int],
                 else f"\n{new[right_ones]} was a guess there, and the model chose {text[at]}: it must go"
                 if rejected.get(at) == new[right_ones] else
                 f"\nThese are the tokens of position {have} on" if new[:1] == text[have:have + 1] and first != have else
-                "\nBehind the guesses that stay comes the model's choice behind the last of them"))
+                before))
         have = max(have, at) if right_ones == len(new) else at
         rejected |= dict(enumerate(new[right_ones:], at))
     return rejected, again
@@ -259,7 +272,7 @@ def _judge_calls(toy: Toy, text: list[int], total: int) -> tuple[dict[int, int],
 
 def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None:
     found, text = whole_numbers(found, "the new ids"), toy.goes_on(ids, count + toy.guesses + 1)
-    if not toy.calls:
+    if not toy.calls and count:
         raise NotYet("step is never called: whose tokens are these?")
     rejected, again = _judge_calls(toy, text, len(ids) + count)
     theirs = text[len(ids):len(ids) + count]
@@ -284,6 +297,7 @@ def _judge_loop(toy: Toy, right: Toy, found, ids: list[int], count: int) -> None
         raise NotYet(f"the text is right, and {again}")
     enough, asked = len(right.calls), f"propose is asked {counted(len(toy.asked), 'time')}"
     if len(toy.calls) > enough:
-        raise NotYet(f"the text is right and took {len(toy.calls)} calls, where {enough} are enough. " + (
+        raise NotYet(f"the text is right and took {counted(len(toy.calls), 'call')}, where {enough} are enough. " + (
+            "No token is asked for" if not count else
             f"{asked}: it is asked before every call, also before the first" if len(toy.asked) < len(toy.calls) else
             "A call gives the accepted guesses and one token more"))

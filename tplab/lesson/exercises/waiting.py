@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, Uncopied, for_each, on_ranks, saying, several, tensor
-from tplab.lesson.compare import agree
+from tplab.lesson.compare import agree, first_without
 from tplab.lesson.exercises.sequence_parallel import in_the_engine
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
@@ -17,7 +17,7 @@ from tplab.ranks import rank, state
 # Tokens, inputs on each rank, outputs, parts, ranks: first what divides.
 PRODUCTS = ((6, 4, 5, 2, 2), (7, 3, 4, 3, 2), (5, 4, 3, 4, 3), (2, 5, 4, 3, 2), (6, 4, 5, 1, 2))
 # Hidden numbers, rows of each part, ranks.
-PARTS = ((4, (2, 2, 2, 2), 2), (3, (3, 3, 1), 2), (5, (2, 3, 1, 3, 2), 3), (4, (2,), 2))
+PARTS = ((4, (2, 2, 2, 2), 2), (3, (3, 3, 1), 2), (5, (2, 3, 1, 3, 2), 3), (4, (2,), 2), (4, (), 2))
 _WAITS = "Every rank starts the same sums, in the same order"
 _ASKS = {"without wait()": "Its sum is started, and nothing waits for it: when is it in the tensor?",
          "process group": "Use the lab's all_reduce(…, async_op=True): the ranks of this example are threads"}
@@ -71,7 +71,7 @@ def my_overlapped_row_parallel(attempt: Attempt, setting: Setting):
         x, weight = (torch.randn(size, many, inputs, generator=generator).to(dtype) for many in (tokens, outputs))
         with applied(*WATCHED), saying(f"{tokens} tokens in {counted(parts, 'part')}, {size} ranks: "):
             ran = on_ranks(size, _computed, attempt, x, weight, parts, waits=_WAITS, asks=_ASKS)
-            _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts, attempt.made[0])
+            _judge_parts(ran, torch.stack([a @ b.T for a, b in zip(x, weight)]), parts, attempt.made)
 
     for_each(PRODUCTS, check, lambda case: "two parts and more" if case[3] > 1 else "one part")
     check(PRODUCTS[1], torch.bfloat16)
@@ -93,7 +93,8 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
             values.append(tensor(value, "tokens, outputs", right.shape, right.dtype))
     found, events = torch.stack(values), ran[0][0][1]
     starts = events.count("start")
-    near = 3e-2 if right.dtype == torch.bfloat16 else 1e-4
+    near, other = 3e-2 if right.dtype == torch.bfloat16 else 1e-4, first_without(made, [
+        own.chunk(parts)[0] for own in summands])
     own = ((found - summands).abs() <= near) & ((found - right).abs() > near)
     if (own := own.all(-1)).any():
         tokens = own.any(0).nonzero().flatten().tolist()
@@ -106,8 +107,8 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
         f"this is {size} times the sum: is something added up that was whole already?": size * right.expand_as(found),
         f"the summands are averaged: this is the sum divided by {size}": right.expand_as(found) / size,
         "there are only zeros: is a tensor added up that was never written?": torch.zeros_like(found)},
-        dims="rank, token", within=near, made=made, steps={
-            f"part {n}'s product": part for n, part in enumerate(summands[0].chunk(parts))} | {
+        dims="rank, token", within=near, made=made[other], steps={
+            f"rank {other}'s product of part {n}": part for n, part in enumerate(summands[other].chunk(parts))} | {
             f"part {n}'s sum": part for n, part in enumerate(right.chunk(parts))},
         parts={f"rank {r}'s summand": own for r, own in enumerate(summands)})
     if not starts:
@@ -119,9 +120,13 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
     if starts > parts:
         raise NotYet(f"the result is right, with {starts} sums where {parts} part{'s are' if parts > 1 else ' is'} "
                      "asked for")
-    if (sent := sum(math.prod(record.shape) for record in ran[0][1])) > right.numel():
-        raise NotYet(f"the result is right, and {sent} numbers are summed up where {right.numel()} are enough: cut the "
-                     "tokens, and not the inputs")
+    sent = [math.prod(record.shape) for record in ran[0][1]]
+    if sum(sent) > right.numel():
+        raise NotYet(f"the result is right, and {sum(sent)} numbers are summed up where {right.numel()} are enough: of "
+                     "each token once, in the sum of its part")
+    if cut := [many for many in sent if many % right.shape[1]]:
+        raise NotYet(f"the result is right, and one of the sums has {cut[0]} numbers, where each token has "
+                     f"{right.shape[1]}: cut the tokens, and not the outputs")
     done = {"product": 0, "start": 0, "wait": 0}
     for what in events:
         done[what] += 1
@@ -167,7 +172,7 @@ def my_two_buffers(attempt: Attempt, setting: Setting):
     def check(case):
         hidden, rows, size = case
         x = torch.randn(size, sum(rows), hidden, generator=torch.Generator().manual_seed(hidden))
-        with applied(*WATCHED), saying(f"{counted(len(rows), 'part')} of {'/'.join(map(str, rows))} rows, "
+        with applied(*WATCHED), saying(f"{counted(len(rows), 'part')} of {'/'.join(map(str, rows)) or 'no'} rows, "
                                        f"{size} ranks: "):
             _judge_buffers(on_ranks(size, _buffered, attempt, x, list(rows), waits=_WAITS, asks=_ASKS), x, rows)
 
@@ -177,7 +182,7 @@ def my_two_buffers(attempt: Attempt, setting: Setting):
 
 def _buffered(attempt: Attempt, x: torch.Tensor, rows: list[int]) -> tuple[object, list[tuple[str, int | None]], list]:
     """On a rank: what the answer returns, its starts and waits with their buffers, and which results lie in one."""
-    buffers = _Buffers(torch.full((max(rows), x.shape[2]), float("nan")) for _ in range(2))
+    buffers = _Buffers(torch.full((max(rows, default=1), x.shape[2]), float("nan")) for _ in range(2))
     state["seen"] = []
     value = attempt(list(x[rank()].split(rows)), buffers)
     inside = [buffers.where(one) for one in value] if isinstance(value, list | tuple) else []
@@ -242,6 +247,6 @@ def _judge_sum(i: int, one: torch.Tensor, own, sums: list[torch.Tensor], size: i
             begin(sums[j]), size * begin(sums[j]), begin(own[j])) for j in others},
         f"the sum of part {i} is in it {size} times" + ": it is started twice" * (len(places) > len(sums)):
             size * sums[i]},
-        f"the sum of part {i} is wrong: which rows of the buffer does it take?", dims="row",
+        f"the sum of part {i} is wrong", dims="row",
         parts={f"the sum of part {i}": sums[i], "this rank's own summand": own[i],
                **{f"the sum of part {j}": sums[j] for j in others if sums[j].shape == sums[i].shape}})
