@@ -13,15 +13,14 @@ class ShowError(TplabError):
 
 
 def magnitude(value: float) -> str:
-    """``3.7`` → ``"4"``, ``0.0123`` → ``"1e-2"``: one digit near 1, further away the nearest power of ten."""
+    """``3.7`` → ``"4"``, ``0.0123`` → ``"0.01"``, ``0.0023`` → ``"1e-3"``: one digit near 1, further away the nearest power of ten."""
     if value == 0:
         return "exactly 0"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "infinite"
-    if 0.095 <= value < 95:
+    if 0.0095 <= value < 95:
         return f"{value:.1g}" if value < 9.5 else f"{round(value, -1):.0f}"
-    exponent = round(math.log10(value))
-    return "0.1" if exponent == -1 else f"1e{exponent:+d}"
+    return f"1e{round(math.log10(value)):+d}"
 
 
 def distance(point) -> float:

@@ -100,7 +100,7 @@ def _empty(name: str, tied: bool, more: str = "") -> Mistake:
 
 ENDS = (
     Family("embed", Mistake(
-        "vocab_offset", "{text} tokens, all of ranks from 1 on, got another token's embedding: the row "
+        "vocab_offset", "{text} tokens, all of them on ranks 1 and up, got another token's embedding: the row "
         "number inside a rank's shard is the token id minus the shard's first row.",
         lambda at, _: {"ids": _global_rows(at.case)}, _misread, numbers="tokens")),
     steps.rejected_draft_kept,
