@@ -184,8 +184,8 @@ def test_rounding_noise_does_not_change_the_words():
 
 
 @pytest.mark.parametrize("value, words", [(0, "exactly 0"), (NAN, "NaN"), (math.inf, "infinite"), (3.7e-3, "1e-2"),
-                                          (0.1, "0.1"), (0.0949, "0.09"), (0.038, "0.04"), (0.01, "0.01"), (0.97, "1"), (9.4, "9"),
-                                          (9.6, "10"), (12, "10"), (94, "90"),
+                                          (0.1, "0.1"), (0.0949, "0.09"), (0.038, "0.04"), (0.01, "0.01"),
+                                          (0.97, "1"), (9.4, "9"), (9.6, "10"), (12, "10"), (94, "90"),
                                           (96, "1e+2"), (200, "1e+2"), (4e4, "1e+5")])
 def test_magnitudes(value, words):
     assert show.magnitude(value) == words

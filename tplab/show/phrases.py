@@ -13,7 +13,7 @@ class ShowError(TplabError):
 
 
 def magnitude(value: float) -> str:
-    """``3.7`` → ``"4"``, ``0.0123`` → ``"0.01"``, ``0.0023`` → ``"1e-3"``: one digit near 1, further away the nearest power of ten."""
+    """``3.7`` → ``"4"``, ``0.0123`` → ``"0.01"``: one digit near 1, further away the nearest power of ten."""
     if value == 0:
         return "exactly 0"
     if not math.isfinite(value):
