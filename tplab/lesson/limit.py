@@ -59,7 +59,10 @@ class _Watch(threading.Thread):
         self.over, self.lock, self.found = threading.Event(), threading.Lock(), None
 
     def run(self) -> None:
-        while not self.over.wait(_LOOK):
+        # Most work is over by then. CPython 3.11 was seen to crash, once, on the frames of a thread that runs.
+        wait = LIMIT / 4
+        while not self.over.wait(wait):
+            wait = _LOOK
             with self.lock:
                 lines = self._learners(sys._current_frames()[self.caller])
                 call, count = _looks.get(self.caller, (None, 0))
