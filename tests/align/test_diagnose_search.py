@@ -139,10 +139,10 @@ LOCAL = LocalDiff("layers.0.q", 0.125, 0, 2e-5, (0,))
 
 
 @pytest.mark.parametrize("point, what", [
-    (off(), "off by 5.0e-01 of its own scale."), (off(nan=2), "2 NaN and 0 infinite entries of 8."),
+    (off(), "off by 5.0e-01 of its largest value."), (off(nan=2), "2 NaN and 0 infinite entries of 8."),
     (off(inf=3, spread=9.0), "0 NaN and 3 infinite entries of 8."),
     (off(spread=0.3), "off by 2.5e-01 on rank 0, and the ranks differ by up to 3.0e-01."),
-    (off(spread=0.2), "off by 5.0e-01 of its own scale.")])
+    (off(spread=0.2), "off by 5.0e-01 of its largest value.")])
 def test_an_unknown_bug_where_it_is_first_seen(monkeypatch, point, what):
     said = f"Unknown cause, first seen at layers.0.q: {what} "
     assert unknown(monkeypatch, point, LOCAL) == said + "Everything before it is right. Around."
@@ -151,7 +151,8 @@ def test_an_unknown_bug_where_it_is_first_seen(monkeypatch, point, what):
 
 def test_an_unknown_bug_behind_another(monkeypatch):
     said = unknown(monkeypatch, off(), LOCAL, first=off("embed"))
-    assert said == "Unknown cause at layers.0.q: given its own inputs it is off by 1.2e-01 of its scale. Around."
+    assert said == ("Unknown cause at layers.0.q: given its own inputs it is off by 1.2e-01 of its row's largest value. "
+                    "Around.")
 
 
 @pytest.mark.parametrize("dtype, boundary", [(F64, True), (F32, False)])

@@ -27,9 +27,10 @@ def test_sections_are_made_anew_in_their_place_and_code_that_is_the_same_keeps_i
 
 def test_each_case_has_its_cells_and_says_its_number():
     cells = sections()
-    assert len(cells) == 7 * len(CASES) and len({cell.id for cell in cells}) == len(cells)
-    assert [cell.metadata["tags"][1:] for cell in cells[7:14]] == [[], [], [], [], ["stub"], ["check"], ["solution"]]
-    assert cells[7].source == f"## Case 2: {CASES['case_02'].title}" and cells[7].id == "case_02-7"
+    assert len(cells) == 6 * len(CASES) and len({cell.id for cell in cells}) == len(cells)
+    assert [cell.metadata["tags"][1:] for cell in cells[6:12]] == [[], [], [], ["stub"], ["check"], ["solution"]]
+    assert cells[6].source == f"## Case 2: {CASES['case_02'].title}" and cells[6].id == "case_02-6"
+    assert cells[90].source.endswith("\n\nRead notebook [14](14_same_prompt_other_answer.ipynb) first.")
     assert cells[8].source.startswith("case = lesson.open_case(2, ckpt, prompt, tensor_parallel_size=")
 
 

@@ -16,7 +16,7 @@ from helpers.faults import nothing_is_patched
 from tplab import lesson
 from tplab.align import floors
 from tplab.checkpoint import open_checkpoint
-from tplab.faults.cases import CASES, NOWHERE, code_at, places
+from tplab.faults.cases import CASES, NOWHERE, code_at, imports_at, places
 from tplab.lab.batch import FOLDER
 from tplab.lab.case_sections import _imported, sections, solution_code
 from tplab.lab.glossary import _LINK
@@ -25,7 +25,7 @@ from tplab.lesson.attempt import NotYet
 from tplab.lesson.cases.answering import _chosen, kinds, place_called
 from tplab.lesson.cases.proof import Solved
 from tplab.lesson.cases.sealed import CaseError, one_thread_if_small
-from tplab.patch import original
+from tplab.patch import applied, original
 from tplab.shard import linear
 
 pytestmark = pytest.mark.pool
@@ -202,10 +202,10 @@ def test_the_form_says_what_the_call_says_and_its_right_answer_is_kept_for_the_r
     case, file = lesson.open_case(1, ckpt), CASES["case_01"]
     form, (where, what, why) = case.form(), answers(file)
     form.answer()
-    assert "where is not answered" in form.verdict.value
+    assert "where is not answered" in form.verdict.value and form.why.layout.display == "none"
     form.where.value, form.what.value, form.why.value = where, what, next(why for why in file.why if file.why[why])
     form.answer()
-    assert "where and what are right; why is not" in form.verdict.value
+    assert "where and what are right; why is not" in form.verdict.value and form.why.layout.display is None
     repair = {file.bugs[0].place: file.bugs[0].right}
     assert not case.close("", "", "", repair)  # a wrong answer is not kept
     form.why.value = why
@@ -226,6 +226,29 @@ def test_a_small_model_is_judged_on_one_thread(width, threads):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@each_case
+def test_why_is_asked_when_where_is_right(file, ckpt, capsys):
+    """What can be chosen says much about the bug, so nobody must see it before the place is found."""
+    case, (where, what, _) = lesson.open_case(file.number, ckpt), answers(file)
+    case.choices(), case.answer([*file.elsewhere][:1], what), case.choices()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("why: asked when where is right") == 2 and not [why for why in file.why if why in said]
+    case.answer(where), case.choices()
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(why in said for why in file.why)
+
+
+@each_case
+def test_a_copy_of_the_code_at_a_place_runs_below_its_imports(file):
+    with applied(*file.patches):
+        for place in [bug.place for bug in file.bugs] + [*file.elsewhere]:
+            space: dict = {}
+            exec("\n".join([*imports_at(place), code_at(place)]), space)
+            (own,) = [one for one in space.values() if inspect.isfunction(one) and one.__globals__ is space]
+            lost = {*globals_of(own.__code__)} - space.keys() - vars(builtins).keys()
+            assert not lost
 
 
 def test_the_code_at_a_place_is_what_stands_there_now():

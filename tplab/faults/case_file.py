@@ -4,6 +4,7 @@ A case is one file of :mod:`tplab.faults.cases`, data and patches; nothing else 
 a case shows a symptom and keeps the rest sealed, and ``tplab.lesson`` opens it.
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class CaseFile:
     story: str  # how to find it, step by step
     sources: Sequence[tuple[str, str]]  # where it happened and what became of it: (words, link)
     budget: int = 8  # runs
+    after: str = ""  # a notebook behind the cases' own that it is about
     below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
@@ -138,3 +140,13 @@ def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
 def code_at(place: str) -> str:
     """The source of the code that is at a place now."""
     return inspect.cleandoc("\n" + inspect.getsource(resolve_name(places()[place][0])))
+
+
+def imports_at(place: str) -> list[str]:
+    """The lines that import what :func:`code_at` names, for a copy of it in a cell."""
+    names = {node.id for node in ast.walk(ast.parse(code_at(place))) if isinstance(node, ast.Name)}
+    space = inspect.unwrap(resolve_name(places()[place][0])).__globals__
+    modules = {name: space[name].__name__ for name in names & space.keys() if inspect.ismodule(space[name])}
+    return sorted([f"import {one}" + f" as {name}" * (one != name) for name, one in modules.items()] + [
+        f"from {one.__module__} import {one.__name__}" for one in map(space.get, names - modules.keys())
+        if hasattr(one, "__name__")])

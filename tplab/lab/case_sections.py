@@ -14,7 +14,6 @@ from tplab.files import write_file
 from tplab.lab.batch import FOLDER
 
 NOTEBOOK = FOLDER / "11_case_files.ipynb"
-_WORK = 'case.runs_left     # yours: case.align(), case.align_decode(), case.generate(), case.code("…"), case.hint()'
 _STUB = '''where, what, why = "", "", ""     # or in the form above; case.choices() prints what can be said
 
 
@@ -31,11 +30,12 @@ def sections() -> list:
 
     cells = []
     for file in CASES.values():
+        first = (f"\n\nRead notebook [{file.after[:2]}]({file.after}.ipynb) first." if file.after else "")
         opened = f"case = lesson.open_case({file.number}, ckpt, prompt, tensor_parallel_size=tensor_parallel_size)"
         for kind, source, *tags in (
-                (new_markdown_cell, f"## Case {file.number}: {file.title}"),
+                (new_markdown_cell, f"## Case {file.number}: {file.title}{first}"),
                 (new_code_cell, f"{opened}\nprint(case, end=\"\\n\\n\")\ncase.show()"),
-                (new_code_cell, _WORK), (new_code_cell, "case.form()"), (new_code_cell, _STUB, "stub"),
+                (new_code_cell, "case.form()"), (new_code_cell, _STUB, "stub"),
                 (new_code_cell, "solved = case.close(where, what, why, repair)", "check"),
                 (new_markdown_cell, _solution(file), "solution")):
             cells.append(kind(source, id=f"{file.name}-{len(cells)}", metadata={"tags": ["case", *tags]}))

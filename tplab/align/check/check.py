@@ -84,8 +84,8 @@ def _below_adapters(recorded: Recorded) -> dict[str, str]:
 
 def _judged(recorded: Recorded, ckpt: Checkpoint, names: dict[str, str] | None, **reading) -> CheckReport:
     calls = [(found.rank, call) for found in recorded.ranks if found is not None for call in found.calls]
-    ended = {which: once((rank, call.index, call.status + (call.last and f", in {call.last}")) for rank, call in calls
-                         if call.status != "done" and call.status.startswith("failed") is which)
+    ended = {which: once((rank, call.index, call.status.rstrip(".") + (call.last and f", in {call.last}"))
+                         for rank, call in calls if call.status != "done" and call.status.startswith("failed") is which)
              for which in (True, False)}
     gone = [f"rank {rank} recorded nothing" for rank, found in enumerate(recorded.ranks) if found is None]
     unseen = once((rank, call.index, NOTHING_RAN) for rank, call in calls if NOTHING_RAN in call.left_out)

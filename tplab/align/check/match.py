@@ -154,7 +154,7 @@ def decide(what: str, counts: list[int | None], plan: Sequence[Indices], found: 
             return Layout(held(shares), f"{what} dealt out {how} ({said(shares)})")
     for how, shares in fitting.items():
         return Layout(held(shares), f"{what} {how} ({said(shares)})",
-                      f"{what} cannot be dealt out as {said(shares)}: {flaw(shares)}")
+                      f"{what} are dealt out wrongly ({said(shares)}): {flaw(shares)}")
     return Layout((None,) * size, "", f"{what}: {', '.join(f'rank {ranks[at]} has {counts[at]}' for at in here)}; "
                   f"{total} can be dealt out as {', '.join(str(len(share)) for share in plan)}, or all on every rank")
 

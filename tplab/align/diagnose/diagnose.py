@@ -193,10 +193,11 @@ def _unknown(case: Case) -> Diagnosis:
     elif first.spread > first.max_abs:
         what = f"off by {first.max_abs:.1e} on rank 0, and the ranks differ by up to {first.spread:.1e}"
     elif first == case.report.first_divergence:
-        what = f"off by {first.relative:.1e} of its own scale"
+        what = f"off by {first.relative:.1e} of its largest value"
     else:
         return case.diagnosis(None, f"Unknown cause at {first.name}: given its own inputs it is off by "
-                              f"{local.relative:.1e} of its scale.{_surroundings(case)}", relative=local.relative)
+                              f"{local.relative:.1e} of its row's largest value.{_surroundings(case)}",
+                              relative=local.relative)
     seen = next(iter(case.report.local)) != first.name
     recorded = "recorded " * bool(unseen_before(first.name, case.recording, case.checkpoint))
     before = f"Everything {recorded}before it is right." if seen or not recorded else "Nothing before it was recorded."

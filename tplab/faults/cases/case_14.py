@@ -38,6 +38,7 @@ def plain_rope(config, tensor_parallel_size):
 
 CASE = CaseFile(
     title="Wrong only when a single user is left",
+    after="12_experts",
     report="Under load our answers are the same as with transformers. At night, when a single user is left, the first "
            "word is right and the rest is nearly right: fluent, with wrong names. When a second user joins, the next "
            "words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over the "

@@ -49,6 +49,7 @@ def trials(take):
 
 CASE = CaseFile(
     title="Summaries are about the second half of the text",
+    after="13_do_not_wait",
     report="Chats are right. Answers to long prompts look as if the end was read twice and the beginning never, the "
            "same with one rank as with {ranks}. It began with the release that made long prompts faster. The "
            "colleague who wrote that change never saw it on their own machine.",

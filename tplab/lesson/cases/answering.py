@@ -15,10 +15,12 @@ def kinds() -> list[str]:
     return sorted({kind for file in CASES.values() for kind in file.kinds})
 
 
-def choices(file: CaseFile) -> str:
-    """What *what* and *why* can be, lettered."""
-    return "\n".join([line for name, some in (("what:", kinds()), ("why:", sorted(file.why))) for line in (
-        name, *(in_width(f"  {letter}  {one}", "     ") for letter, one in zip(ascii_lowercase, some)))])
+def choices(file: CaseFile, found: bool) -> str:
+    """What *what* can be, and *why* where the place is ``found``: it would tell where to look. Lettered."""
+    shown = [("what:", kinds())] + [("why:", sorted(file.why))] * found
+    return "\n".join([line for name, some in shown for line in (
+        name, *(in_width(f"  {letter}  {one}", "     ") for letter, one in zip(ascii_lowercase, some)))]
+        + ["why: asked when where is right"] * (not found))
 
 
 def place_called(name, known: Sequence[str]) -> str:
@@ -33,8 +35,8 @@ def place_called(name, known: Sequence[str]) -> str:
     near = get_close_matches(str(name).rpartition(".")[2], [place.rpartition(".")[2] for place in known])
     meant = get_close_matches(str(name), known) or [place for place in known if place.rpartition(".")[2] in near]
     raise NotYet(f"where: there is no function {name!r} in the engine's core"
-                 + (f"; did you mean {' or '.join(meant[:4])}?" if meant else ", such as 'RowParallelLinear.reduce'")
-                 + f" If nothing in it is wrong, say {NOWHERE!r}.")
+                 + (f"; did you mean {' or '.join(meant[:4])}?" if meant else ", such as 'RowParallelLinear.reduce'.")
+                 + f" If the engine is right, say {NOWHERE!r}.")
 
 
 def listed(given) -> list:
@@ -55,6 +57,15 @@ def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) ->
         return Verdict(file.name, str(wrong))
     print(f"RIGHT  case {file.number}: where, what and why.")
     return Verdict(file.name, "")
+
+
+def is_found(file: CaseFile, where, known: Sequence[str]) -> bool:
+    """Whether *where* is right."""
+    try:
+        _where(file, [place_called(name, known) for name in listed(where)])
+    except NotYet:
+        return False
+    return True
 
 
 def _where(file: CaseFile, said: list[str]) -> None:

@@ -16,7 +16,7 @@ _LINES = """<style>
 </style>"""
 _NOTE = '<div style="font-size: 85%; line-height: 1.4; padding-bottom: 6px">{}</div>'
 _MARKED = _NOTE.format("The first letters of a name lead to it. Of two bugs mark both: hold Ctrl (⌘ on a Mac) and "
-                       "click.")
+                       "click. When where is right, you are asked why.")
 _AGAIN = _NOTE.format("After the kernel was restarted, run this cell and the case's first one again.")
 _NEXT = "Now mend it in the cell below; it need not repeat this answer."
 
@@ -35,16 +35,22 @@ class Form:
         self.what = labelled(widgets.SelectMultiple, "What", options=kinds(), rows=len(kinds()))
         self.why = labelled(widgets.RadioButtons, "Why", options=sorted(file.why), value=None)
         self.why.add_class("tplab-why")
+        self._ask_why()
         button = widgets.Button(description="Answer", button_style="primary")
         button.on_click(lambda _: self.answer())
         self.verdict = widgets.HTML()
         self.widget = widgets.VBox([self.where, self.what, widgets.HTML(_LINES + _MARKED), self.why, button,
                                     self.verdict, widgets.HTML(_AGAIN)])
 
+    def _ask_why(self) -> None:
+        """Show *why* only where the place is found: what it offers would tell where to look."""
+        self.why.layout.display = None if self._case._found else "none"
+
     def answer(self) -> None:
         said = StringIO()
         with redirect_stdout(said):
             right = self._case.answer(list(self.where.value), list(self.what.value), self.why.value or "").passed
+        self._ask_why()
         words = " ".join([*said.getvalue().split(), _NEXT * right])  # its lines are as long as the window is wide
         self.verdict.value = f'<div role="status" style="line-height: 1.4; padding: 6px 0">{escape(words)}</div>'
 

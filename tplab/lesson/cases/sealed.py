@@ -11,10 +11,10 @@ from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import counted, positive_int, quoted
 from tplab.errors import TplabError
-from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
+from tplab.faults.cases import CASES, CaseFile, Trial, code_at, imports_at, places
 from tplab.lesson.answers import default_prompt, greedy
 from tplab.lesson.attempt import as_it_was
-from tplab.lesson.cases.answering import choices, judge_answer, place_called
+from tplab.lesson.cases.answering import choices, is_found, judge_answer, place_called
 from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
 from tplab.patch import applied
@@ -42,7 +42,7 @@ class OpenCase:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
         self.number, self.title = file.number, file.title
         self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
-        self.runs_left, self._hints, self._answered = file.budget, 0, ("", "", "")
+        self.runs_left, self._hints, self._found, self._answered = file.budget, 0, False, ("", "", "")
         self.prompt = prompt or default_prompt(self.checkpoint)
         (ids,) = check_prompts(self.checkpoint, [self.prompt])
         text = cycle(ids)
@@ -124,13 +124,13 @@ class OpenCase:
             print("    this engine:  " + ("the same" if ours == theirs else repr(decode(ours))))
 
     def code(self, place: str) -> None:
-        """Print what stands at a place of the sealed engine; one run."""
+        """Print what stands at a place of the sealed engine, below the imports that it needs; one run."""
         try:
             place = place_called(place, self._places)
         except NotYet as wrong:
             raise CaseError(str(wrong)) from None
         with self.broken():
-            print(code_at(place))
+            print(*imports_at(place), "\n" + code_at(place), sep="\n")
 
     def diagnose(self, report: AlignReport | TplabError) -> None:
         """Print what the diagnosis says of a report, or of the error in which a run ended; three runs."""
@@ -153,12 +153,14 @@ class OpenCase:
         print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({cost}): {words}", "  "))
 
     def choices(self) -> None:
-        """Print what *what* and *why* can be; *where* is any function of the engine's core, such as ``attend``."""
-        print(choices(self._file))
+        """Print what *what* can be, and *why* once *where* is right: any function of the engine's core, such as
+        ``attend``."""
+        print(choices(self._file, self._found))
 
     def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
         """Judge *where* (functions), *what* and *why* (of :meth:`choices`, words or letters), and print the verdict.
         Where there are two bugs, *where* and *what* are lists."""
+        self._found = self._found or is_found(self._file, where, self._places)
         judged = judge_answer(self._file, where, what, why, self._places)
         if judged.passed:
             self._answered = where, what, why
