@@ -192,8 +192,8 @@ UNREAD = ("model.TensorParallelModel.generate",)
 # By names; what has none is said in words: heads that no rank holds, or that are not those its query heads read.
 UNKNOWN = [()] * 3  # q, k and v: two bugs in one matrix hide each other
 ROPE = ("rope_missing", "rope_swallowed", "rope_positions")
-LOST, READ = ["Query heads", "6–7 on no rank"], ["Key heads", "Value heads", "the query heads of rank 1 read 0–1",
-                                                 "query head 3 reads KV head 1"]
+LOST = ["Query heads", "6–7 on no rank"]
+READ = ["Key heads", "Value heads", "rank 1 holds 1, but its query heads read 0–1", "query head 3 reads KV head 1"]
 
 
 @pytest.mark.parametrize("sick, ranks, verdict, names, words", [

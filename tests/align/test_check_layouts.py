@@ -151,7 +151,7 @@ def test_kv_heads_by_modulo_are_no_layout(tmp_path, few):
     # Of 14 query heads, the second rank's read both KV heads: one of them is nowhere near.
     found = placed(tmp_path / "few", few, HfLike, all_share(planned(few, 4), kv=[(r % 2,) for r in range(4)]), size=4)
     assert "layers.0.attn" in wrong_points(found, few)
-    assert found.contradictions[0].endswith("rank 3: 1: the query heads of rank 1 read 0–1")
+    assert found.contradictions[0].endswith("rank 3: 1): rank 1 holds 1, but its query heads read 0–1")
 
 
 def test_a_matrix_cut_along_the_wrong_dimension_is_no_layout(tmp_path, small):

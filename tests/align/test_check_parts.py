@@ -95,7 +95,8 @@ def test_what_is_a_partition(indices, total, words):
 
 
 @pytest.mark.parametrize("kv, q, group, words", [
-    ([(0,), (1,)], [(0, 1), (2, 3)], 2, ""), ([(0,), (0,)], [(0, 1), (2, 3)], 2, "the query heads of rank 1 read 1"),
+    ([(0,), (1,)], [(0, 1), (2, 3)], 2, ""),
+    ([(0,), (0,)], [(0, 1), (2, 3)], 2, "rank 1 holds 0, but its query heads read 1"),
     ([(0, 0)], [(0, 1)], 2, "rank 0 holds one twice"), ([(0,), None], [(0,), (5,)], 2, ""),
     ([(0,), (1,)], [(0,), None], 2, ""), ([(0,)], [(0, -1)], 1, ""), ([(0, 1)], [(0,)], 1, ""),
     ([(0, -1, -1)], [(0, 1)], 2, ""), ([(0, -1, 0)], [(0, 1)], 2, "rank 0 holds one twice")])

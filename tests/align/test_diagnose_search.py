@@ -151,8 +151,8 @@ def test_an_unknown_bug_where_it_is_first_seen(monkeypatch, point, what):
 
 def test_an_unknown_bug_behind_another(monkeypatch):
     said = unknown(monkeypatch, off(), LOCAL, first=off("embed"))
-    assert said == ("Unknown cause at layers.0.q: given its own inputs it is off by 1.2e-01 of its row's largest value. "
-                    "Around.")
+    what = "given its own inputs it is off by 1.2e-01 of its row's largest value."
+    assert said == f"Unknown cause at layers.0.q: {what} Around."
 
 
 @pytest.mark.parametrize("dtype, boundary", [(F64, True), (F32, False)])

@@ -246,9 +246,9 @@ def test_a_copy_of_the_code_at_a_place_runs_below_its_imports(file):
         for place in [bug.place for bug in file.bugs] + [*file.elsewhere]:
             space: dict = {}
             exec("\n".join([*imports_at(place), code_at(place)]), space)
-            (own,) = [one for one in space.values() if inspect.isfunction(one) and one.__globals__ is space]
-            lost = {*globals_of(own.__code__)} - space.keys() - vars(builtins).keys()
-            assert not lost
+            (own,) = [one for one in map(inspect.unwrap, space.values())
+                      if inspect.isfunction(one) and one.__globals__ is space]
+            assert not {*globals_of(own.__code__)} - space.keys() - vars(builtins).keys()
 
 
 def test_the_code_at_a_place_is_what_stands_there_now():

@@ -144,9 +144,12 @@ def code_at(place: str) -> str:
 
 def imports_at(place: str) -> list[str]:
     """The lines that import what :func:`code_at` names, for a copy of it in a cell."""
-    names = {node.id for node in ast.walk(ast.parse(code_at(place))) if isinstance(node, ast.Name)}
-    space = inspect.unwrap(resolve_name(places()[place][0])).__globals__
-    modules = {name: space[name].__name__ for name in names & space.keys() if inspect.ismodule(space[name])}
-    return sorted([f"import {one}" + f" as {name}" * (one != name) for name, one in modules.items()] + [
-        f"from {one.__module__} import {one.__name__}" for one in map(space.get, names - modules.keys())
-        if hasattr(one, "__name__")])
+    names, lines = {node.id for node in ast.walk(ast.parse(code_at(place))) if isinstance(node, ast.Name)}, []
+    for name, one in inspect.unwrap(resolve_name(places()[place][0])).__globals__.items():
+        if name in names and inspect.ismodule(one):
+            lines.append(f"import {one.__name__}" + f" as {name}" * (one.__name__ != name))
+        elif name in names and hasattr(one, "__name__"):
+            lines.append(f"from {one.__module__} import {one.__name__}")
+        elif name in names and isinstance(one, int | float | str):
+            lines.append(f"{name} = {one!r}")
+    return sorted(lines)

@@ -179,7 +179,7 @@ def not_serving(kv: Sequence[Indices | None], q: Sequence[Indices | None], group
         if held is not None and heads is not None:
             read = sorted({head // group for head in heads if head != PADDING})
             if not set(read) <= set(held):
-                return f"the query heads of rank {rank} read {span(read)}"
+                return f"rank {rank} holds {span(held)}, but its query heads read {span(read)}"
             if any(times > 1 and head != PADDING for head, times in Counter(held).items()):
                 return f"rank {rank} holds one twice"
     return ""
