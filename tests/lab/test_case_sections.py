@@ -31,7 +31,7 @@ def test_each_case_has_its_cells_and_says_its_number():
     assert [cell.metadata["tags"][1:] for cell in cells[6:12]] == [[], [], [], ["stub"], ["check"], ["solution"]]
     assert cells[6].source == f"## Case 2: {CASES['case_02'].title}" and cells[6].id == "case_02-6"
     assert cells[90].source.endswith("\n\nRead notebook [14](14_same_prompt_other_answer.ipynb) first.")
-    assert cells[8].source.startswith("case = lesson.open_case(2, ckpt, prompt, tensor_parallel_size=")
+    assert cells[7].source.startswith("case = lesson.open_case(2, ckpt, prompt, tensor_parallel_size=")
 
 
 def helper(x):
@@ -78,5 +78,5 @@ def test_the_notebooks_file_is_rewritten(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(case_sections, "NOTEBOOK", tmp_path / "11.ipynb")
     nbformat.write(new_notebook(cells=[sections()[0], new_markdown_cell("# Behind")]), tmp_path / "11.ipynb")
     case_sections.main()
-    assert len(nbformat.read(tmp_path / "11.ipynb", as_version=4).cells) == 7 * len(CASES) + 1
+    assert len(nbformat.read(tmp_path / "11.ipynb", as_version=4).cells) == 6 * len(CASES) + 1
     assert capsys.readouterr().out == f"{len(CASES)} cases; now: python -m tplab.lab.store 11.ipynb\n"

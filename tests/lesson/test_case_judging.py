@@ -38,7 +38,7 @@ def refused(function, *args, **kwargs):
 
 def test_what_can_be_said_is_lettered_in_the_alphabets_order():
     assert kinds() == sorted(set(kinds())) and {kind for file in CASES.values() for kind in file.kinds} == set(kinds())
-    what, why = choices(replace(FILE, why={"b": "", "a": "no"})).split("\nwhy:\n")
+    what, why = choices(replace(FILE, why={"b": "", "a": "no"}), found=True).split("\nwhy:\n")
     assert why == "  a  a\n  b  b" and what.startswith(f"what:\n  a  {kinds()[0][:20]}")
     letters = [line[2] for line in what.splitlines()[1:] if line[2] != " "]
     assert letters == [chr(ord("a") + at) for at in range(len(kinds()))]
@@ -55,10 +55,10 @@ def test_a_place_that_is_not_there_is_said_with_its_neighbours():
     said = refused(place_called, "RowParallelLinear.redcue", KNOWN)
     assert said.startswith("where: there is no function 'RowParallelLinear.redcue' in the engine's core; did you mean "
                            "RowParallelLinear.reduce or ")
-    assert said.endswith("? If nothing in it is wrong, say 'nowhere'.")
+    assert said.endswith("? If the engine is right, say 'nowhere'.")
     said = refused(place_called, "forwrad", KNOWN)
     assert said.count(" or ") == 3 and said.count(".forward") == 4, "no more than four"
-    assert "such as 'RowParallelLinear.reduce' If" in refused(place_called, "xyzzy", KNOWN)
+    assert "such as 'RowParallelLinear.reduce'. If" in refused(place_called, "xyzzy", KNOWN)
     assert place_called("tplab.model.attention.mask_scores", KNOWN) == "mask_scores"
     assert "did you mean mask_scores" in refused(place_called, "ow_parallel.mask_score", KNOWN)
     assert "did you mean RowParallelLinear." in refused(place_called, "RowParallelLinear.zzz", KNOWN)
@@ -269,10 +269,13 @@ def test_the_form_asks_what_the_call_asks():
         asked.append(said)
         return SimpleNamespace(passed=len(asked) > 1)
 
-    form = Form(SimpleNamespace(answer=answer, number=4), replace(FILE, why={"b": "", "a": "no"}), ["attend", "mlp"])
+    case = SimpleNamespace(answer=answer, number=4, found=False)
+    form = Form(case, replace(FILE, why={"b": "", "a": "no"}), ["attend", "mlp"])
     assert form.where.options == (NOWHERE, "attend", "mlp") and form.what.options == tuple(kinds())
-    assert form.why.options == ("a", "b") and form.why.value is None
+    assert form.why.options == ("a", "b") and form.why.value is None and form.why.layout.display == "none"
+    case.found = True
     form.answer()
+    assert form.why.layout.display is None
     form.where.value, form.what.value, form.why.value = ("mlp",), (kinds()[0],), "b"
     assert "NOT YET &lt;b&gt; more" in form.verdict.value and "Now mend it" not in form.verdict.value
     form.answer()

@@ -44,7 +44,7 @@ class Form:
 
     def _ask_why(self) -> None:
         """Show *why* only where the place is found: what it offers would tell where to look."""
-        self.why.layout.display = None if self._case._found else "none"
+        self.why.layout.display = None if self._case.found else "none"
 
     def answer(self) -> None:
         said = StringIO()

@@ -42,7 +42,7 @@ class OpenCase:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
         self.number, self.title = file.number, file.title
         self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
-        self.runs_left, self._hints, self._found, self._answered = file.budget, 0, False, ("", "", "")
+        self.runs_left, self._hints, self.found, self._answered = file.budget, 0, False, ("", "", "")
         self.prompt = prompt or default_prompt(self.checkpoint)
         (ids,) = check_prompts(self.checkpoint, [self.prompt])
         text = cycle(ids)
@@ -155,12 +155,12 @@ class OpenCase:
     def choices(self) -> None:
         """Print what *what* can be, and *why* once *where* is right: any function of the engine's core, such as
         ``attend``."""
-        print(choices(self._file, self._found))
+        print(choices(self._file, self.found))
 
     def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
         """Judge *where* (functions), *what* and *why* (of :meth:`choices`, words or letters), and print the verdict.
         Where there are two bugs, *where* and *what* are lists."""
-        self._found = self._found or is_found(self._file, where, self._places)
+        self.found = self.found or is_found(self._file, where, self._places)
         judged = judge_answer(self._file, where, what, why, self._places)
         if judged.passed:
             self._answered = where, what, why
