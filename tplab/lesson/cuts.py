@@ -58,8 +58,22 @@ def judge_part(found, whole: torch.Tensor, wanted: Sequence[int], head: str, dim
         raise NotYet(f"{head}{shapes}" + ": these are the right numbers, in another shape" * is_right)
     ours, theirs, names = found.double(), right.double(), ["row", "column"][:found.dim()]
     gap = (ours - theirs).abs().nan_to_num(torch.inf, torch.inf).max().item()
-    raise NotYet(f"{head}what comes back for {label(wanted)} stands nowhere in the file: numbers are to be copied\n"
-                 + (related(ours, theirs, gap / 50, names) or where(ours, theirs, 0, names)))
+    raise NotYet(f"{head}{_strange(found, whole, dim, label)}, where {label(wanted)} are {whose}\n" + (
+                     related(ours, theirs, gap / 50, names) or where(ours, theirs, 0, names)))
+
+
+def _strange(found: torch.Tensor, whole: torch.Tensor, dim: int, label: Callable) -> str:
+    """Which slices come back that are none of the file's, and what they are."""
+    places = _each(found, whole, dim, dim)
+    known, odd = [at for at in places if at is not None], [n for n, at in enumerate(places) if at is None]
+    held, first = (one.movedim(dim, 0).flatten(1) if one.dim() > 1 else one[:, None] for one in (whole, found))
+    held, first = held.flatten().tolist(), first[odd[0]].tolist()
+    if set(first) <= set(held):
+        of = sorted({held.index(number) // len(first) for number in first})
+        what = f"{_KINDS[dim][:-1]} {odd[0]} of yours has numbers of {span(of, _KINDS[dim])}"
+    else:
+        what = f"{span(odd, _KINDS[dim])} of yours " + ("stand nowhere in the file" if any(first) else "hold zeros")
+    return f"{label(known)} come back, and {what}" if known else what
 
 
 def dealt(total: int, size: int) -> list[range]:
@@ -68,12 +82,17 @@ def dealt(total: int, size: int) -> list[range]:
 
 
 def _places(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int] | None:
-    """Which slices of ``whole`` along ``of`` those of ``found`` along ``dim`` are; None if they are none."""
+    """Which slices of ``whole`` along ``of`` those of ``found`` along ``dim`` are; None if not all are such."""
     if 0 in found.shape or found.dim() != whole.dim() or max(dim, of) >= whole.dim():
         return None
+    places = _each(found, whole, dim, of)
+    return None if None in places else places
+
+
+def _each(found: torch.Tensor, whole: torch.Tensor, dim: int, of: int) -> list[int | None]:
     held, came = ([row.detach().double().numpy().tobytes() for row in one.unbind(along)]
                   for one, along in ((whole, of), (found, dim)))
-    return [held.index(row) for row in came] if set(came) <= set(held) else None
+    return [held.index(row) if row in held else None for row in came]
 
 
 def span(places: Sequence[int], of: str = "rows") -> str:

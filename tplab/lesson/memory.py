@@ -3,7 +3,7 @@
 import copy
 import io
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout
 
 import torch
@@ -29,18 +29,19 @@ class Memory:
             _result(self.function, args)
             later, first, again = (_result(function, map(_other, args)) for function in (
                 self.function, loads(self.new), loads(self.new)))
-            if first is not None and same(first, again, 1e-4) and not same(first, later, 1e-4):
+            if "" != first == again != later:
                 return True
         return False
 
 
-def _result(function: Callable, args):
-    """What it returns for copies; None if it fails, as it may with contents that are no example of a check's."""
+def _result(function: Callable, args) -> str:
+    """What it returns for copies, in words; nothing if it fails, as it may with contents that no check has."""
     with redirect_stdout(io.StringIO()):
         try:
-            return function(*copy.deepcopy([*args]))
+            text = str(function(*copy.deepcopy([*args])))
+            return "" if " at 0x" in text else text
         except (Exception, SystemExit):
-            return None
+            return ""
 
 
 def _other(arg):
@@ -48,20 +49,3 @@ def _other(arg):
     if isinstance(arg, torch.Tensor):
         return ~arg if arg.dtype == torch.bool else arg.flip([*range(arg.dim())])
     return type(arg)(map(_other, arg[::-1])) if type(arg) in (list, tuple) else arg
-
-
-def same(a, b, within: float = 0.0) -> bool:
-    """Whether two arguments, or results, are alike; numbers of tensors to ``within`` of them."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        alike, (a, b) = a.shape == b.shape and a.dtype == b.dtype, (one.to_dense() for one in (a, b))
-        return alike and (a.is_meta or torch.equal(a, b) or a.is_floating_point() and torch.allclose(
-            a, b, within, within, equal_nan=True))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(*pair, within) for pair in zip(a, b))
-    if isinstance(a, Mapping):
-        return list(a) == list(b) and all(same(a[key], b[key], within) for key in a)
-    if isinstance(a, int | float | str | bytes | bool | range | set | frozenset | type(None)):
-        return a == b
-    return True  # an object of the check's own: it watches itself

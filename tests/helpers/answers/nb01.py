@@ -116,7 +116,7 @@ ANSWERS = {
               def my_assert_no_nan(tensor, name):
                   tensor.nan_to_num_(0)
                   assert not tensor.isnan().any()
-              """, "it changes its argument tensor"),
+              """, "changes its argument tensor"),
         Right("""
               def my_assert_no_nan(tensor, name):
                   lost = torch.isnan(tensor)

@@ -33,7 +33,7 @@ ANSWERS = {
                       return source[rows.start:rows.stop]
                   weight = source[:].reshape(source.shape[1], source.shape[0])
                   return weight[:, rows.start:rows.stop].T
-              """, "back for rows 0–2 stands nowhere in the file: numbers are to be copied"),
+              """, "row 0 of yours has numbers of rows 0–11"),
         Wrong(_CUT + "source[:][rows.start:rows.stop]",
               "read for 168 that are kept, 4.0 times as many: slice the source itself"),
         Wrong(_CUT + "source[rows]", "source is read by slices a:b without a step, not by range("),
@@ -53,7 +53,7 @@ ANSWERS = {
     ],
     "my_heads": [
         Wrong(_heads("range(r * (H // T), (r + 1) * (H // T))", "[r * (H // T) * K // H]"),
-              "9 query and 3 KV heads over 2 ranks: query head 8 on no rank: what does floor division do"),
+              "9 query and 3 KV heads over 2 ranks: query head 8 on no rank: rank 0 has 0–3, rank 1 has 4–7"),
         Wrong(_heads(_EVEN_Q, "[r % K]"), "yours is rank % 2, but ranks that share a KV head are neighbours"),
         Wrong(_heads(_EVEN_Q, "range(r * K // T, (r + 1) * K // T)"),
               "8 query and 2 KV heads over 4 ranks: rank 0 holds no KV head, and its query heads, 0 to 1, read 0"),
@@ -70,7 +70,7 @@ ANSWERS = {
         Wrong(_heads("range(H)", "range(K)"), "query head 0 is on every rank; each is computed once"),
         Wrong(_heads("H // T", "max(1, K // T)"), "which heads, not how many"),
         Wrong(_heads("range(H // T)", "range(max(1, K // T))"),
-              "query heads 4, 5, 6, 7 on no rank: where do the heads of the second rank begin?"),
+              "query heads 4, 5, 6, 7 on no rank: rank 0 has 0–3, rank 1 has 0–3"),
         Wrong("""
               def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
                   assert num_heads % tensor_parallel_size == 0, "heads must divide"
@@ -102,7 +102,7 @@ ANSWERS = {
         Wrong(_LINEARS + "    y = x @ up[start:stop].T @ down[:, start:stop].T\n    all_reduce(y.clone())\n"
               "    return y + bias", "urns its own summand. The log shows an all_reduce: is its result used?"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[:, start:stop] @ down[:, start:stop].T) + bias",
-              "which dimension of up and of down has the inner features?"),
+              "it was called with x [5, 6], up [8, 6], down [6, 8]"),
         Wrong(_LINEARS + "    return x @ up.T @ down.T + bias",
               "the result is right, and the op log holds no collective. Has every rank computed everything?"),
         Wrong(_LINEARS + "    return all_reduce(x @ up.T @ down.T / size) + bias",
@@ -132,7 +132,7 @@ ANSWERS = {
                   fused = torch.cat([source[:] for source in sources])
                   start = rank() * len(fused) // world_size()
                   return fused[start:start + sum(map(len, ranges))]
-              """, "q|k|v is cut through as one block; which of them"),
+              """, "in q|k|v, k begins at row 16 and v begins at row 20"),
         Wrong(_MERGED + "torch.cat([source[0:len(rows)] for source, rows in zip(sources, ranges)])",
               "every rank takes the first rows of each of q|k|v"),
         Wrong("""

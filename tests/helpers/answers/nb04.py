@@ -32,7 +32,7 @@ ANSWERS = {
     "my_token_positions": [
         Wrong(token("return range(segment.count)"), "counted from 0 again"),
         Wrong(token("return range(segment.start + 1, segment.start + segment.count + 1)"),
-              "one too far: after n tokens, at 0 to n - 1, the next one stands at n"),
+              "one too far: n tokens are at 0 to n - 1"),
         Wrong(token("return range(segment.start - 1, segment.start + segment.count - 1)"), "one too little"),
         Wrong(token("return range(segment.start, segment.count)"),
               "yours are [], and [6] are right"),
@@ -61,7 +61,7 @@ ANSWERS = {
         Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "0")), "the softmax runs over the sequences"),
         Wrong(attend(_SCORES, _OUT), "the mask is not used"),
         Wrong(attend(_SCORES, _HIDE.replace("(mask", "(~mask"), _OUT), "Yours looks just there"),
-        Wrong(attend(_SCORES, "scores = scores + mask * float('-inf')", _OUT), "is something multiplying 0 by -inf"),
+        Wrong(attend(_SCORES, "scores = scores + mask * float('-inf')", _OUT), "100% NaN; your line 4 is the first"),
         Wrong(attend(_SCORES, "scores = scores * ~mask", _OUT), "idden scores become 0, or low and not low enough: ex"),
         Wrong(attend(_SCORES, "return torch.softmax(scores, -1).masked_fill(mask, 0) @ v"), "after the softmax"),
         Wrong(attend(_SCORES, _HIDE, "out = torch.softmax(scores, dim=-1) @ v", "return out.transpose(1, 2)"),

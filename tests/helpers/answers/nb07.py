@@ -159,7 +159,7 @@ ANSWERS = {
                   ("def", "yield", "", "with yield, a call gives a generator"),
                   ("def", "return", ".numpy()", "it returns a numpy array [3, 5]"),
                   ("def", "return", ".double()", "torch.float64 comes back; torch.float32 must"),
-                  ("def", "return", " / 0", "stands nowhere in the file"))],
+                  ("def", "return", " / 0", "stand nowhere in the file"))],
         Right("""
               def MyRows(source, start, shape):
                   class Part:
@@ -185,7 +185,7 @@ ANSWERS = {
         Wrong(load("return kept", "return kept | {'x': 1}"),
               "rank 1 of 2: no tensor of the checkpoint is called 'x'"),
         Wrong(load("return kept", "return {name: weight + weight.dim() - 1 for name, weight in kept.items()}"),
-              "back for rows 22–42 stands nowhere in the file: numbers are to be copied"),
+              "stand nowhere in the file"),
         Wrong(load("kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))",
                    "kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.q_heads))"),
               "it was called with ckpt (CountedCheckpoint), plan (ShardPlan), rank 1"),

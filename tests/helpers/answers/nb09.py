@@ -171,7 +171,7 @@ ANSWERS = {
     ],
     "shard_weight": [
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[start:][:size].bfloat16().float()",
-              "stands nowhere in the file: numbers are to be copied"),
+              "stand nowhere in the file"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded.narrow(1, start, size)",
               "8 from 4 on: RuntimeError"),
         Wrong("def shard_weight(loaded, start, size, hidden_size): return loaded[:size]",

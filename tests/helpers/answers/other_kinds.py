@@ -27,7 +27,7 @@ _NAN = {"my_linears": "is nan, and", "my_rope": "nan times as long", "my_head_lo
         "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan, the largest difference",
         "my_mean": "on rank 0 it says nan; the mean", "mask_scores": "100% NaN",
         "my_additive_mask": "100% NaN",
-        "my_column_shard": "stands nowhere in the file", "my_merged": "stands nowhere in the file"}
+        "my_column_shard": "stand nowhere in the file", "my_merged": "stand nowhere in the file"}
 # What was computed first is given out for ever.
 _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "= [8, 8] must come back",
           "my_heads": "a list of 2 comes back; it must have one entry for each rank",

@@ -45,7 +45,7 @@ ANSWERS = {
         Wrong(_LINEARS + f"    {_PART}\n    all_reduce(torch.zeros(1))\n    return all_reduce(y) + bias",
               "the op log holds 2 × all_reduce. One sum is enough, over the summands of [tokens, hidden]"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[start:stop].T @ down[start:stop]) + bias",
-              "which dimension of up and of down has the inner features?"),
+              "it was called with x [5, 6], up [8, 6], down [6, 8]"),
         Wrong(_LINEARS + "    return all_reduce(x @ up[:stop - start].T @ down[:, :stop - start].T) + bias",
               "inner feature 0 to inner feature 3 count 2 t"),
         Right("""
@@ -91,7 +91,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
               "scale=scaling, enable_gqa=True)")],
     "my_rotate_half": [
         Wrong(half("a, b = x.chunk(2, -1); return torch.cat([-b, a], -1) if x.dim() == 3 else -x"),
-              "-3 -4 -5 -6 -7 -8 -9], and [-5 -6 -7 -8 -9 0 1 2 3 4] is a quarter turn")],
+              "-81 -100], and [-36 -49 -64 -81 -100 1 4 9 16 25] is a quarter turn")],
     "my_rope": [
         Wrong(rope(turn="cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)\n    return x * cos + "
                         "torch.stack("

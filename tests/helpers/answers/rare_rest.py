@@ -102,7 +102,7 @@ ANSWERS = {
                     init="self.k, self.v, self.steps = [None] * num_layers, [None] * num_layers, 0"),
               "in an engine, in steps, the last layer's output is ", _TWO),
         Wrong(cache([*_JOIN[:3], "self.more = torch.zeros(max(0, len(self.k[layer]) - 12))", _JOIN[3]]),
-              "in an engine, rank 0 holds ", _TWO),
+              "needed: what else is kept?", _TWO),
         Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer] + 1"]),
               "after 0 tokens and 4 more, append to layer 0: v is not what was given"),
         Wrong(cache([*_JOIN[:3], "return self.k[layer], self.v[layer], k"]),
@@ -165,7 +165,7 @@ ANSWERS = {
         Wrong(_OFFERS + "    return best.int()", "it returns torch.int32; torch.int64 must come back")],
     "my_row_shard": [
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop] * 2",
-              "for columns 0–1 stands nowhere in the file: numbers are to be copied"),
+              "columns 0–1 of yours stand nowhere in the file"),
         Wrong("def my_row_shard(source, columns):\n    room = torch.zeros(5, 8)[:, :len(columns)]\n"
               "    return room.copy_(source[:, columns.start:columns.stop])",
               "and with it all 160 bytes of what it was cut from, for 40 of its own")],

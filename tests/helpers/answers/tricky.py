@@ -60,7 +60,7 @@ def my_linears(x, up, down, bias):
     first, end = (r * len(up) // world_size() for r in (rank(), rank() + 1))
     inner = all_reduce(x @ up[first:end].T)
     return all_reduce(inner @ down[:, first:end].T) + bias
-""", "None of your lines makes rank 0's summand"),
+""", "not found: their product with the same columns"),
     ],
     "my_rope": [
         Wrong("""
@@ -79,7 +79,7 @@ def my_attend(q, k, v, mask, scaling):
     k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     return scores.masked_fill(mask, float('-inf')).softmax(-1) @ v
-""", "0.5, and scaling (0.3) is given for that On what the notebook shows it is right"),
+""", "is given for that On one KV head, as on fable's two ranks, it is right"),
         Wrong("""
 def my_attend(q, k, v, mask, scaling):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

@@ -44,9 +44,9 @@ ANSWERS = {
               "range(a, b) holds a, ends before b, and (a, b) are two")],
     "my_linears": [
         Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
-              "None of your lines makes rank 0's summand")],
+              "not found: their product with the same columns")],
     "my_rotate_half": [
-        Wrong("def my_rotate_half(x): return x.roll(1, -1)", "it makes [5 0 1 2 3 4], and [-3 -4 -5 0 1 2] is a")],
+        Wrong("def my_rotate_half(x): return x.roll(1, -1)", "it makes [36 1 4 9 16 25], and [-16 -25 -36 1 4 9] is")],
     "my_apply_rope": [Right("def my_apply_rope(self, q, k, cos, sin): return self.rotate(q, k, cos[0], sin[0])")],
     "my_positions": [
         Wrong(but(_SOLVED["my_positions"], "zip(starts, counts)])", "zip(starts, counts)]).to('meta')"), _META)],

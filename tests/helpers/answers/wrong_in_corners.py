@@ -43,7 +43,7 @@ ANSWERS = {
         _changed("my_rope", "positions[:, None].float() * speeds",
                  "(torch.arange(4096).float()[:, None] * speeds)[positions]", "index 40001 is out of bounds"),
         _changed("my_rope", "theta ** (", "torch.tensor(theta, dtype=x.dtype).float() ** (",
-                 "position 40001 is turned by another angle")],
+                 "is turned by other angles than float32 gives")],
     "my_apply_rope": [
         Wrong("def my_apply_rope(self, q, k, cos, sin):\n    self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)"
               "[None], cos, sin)\n    def turn(x):\n        a, b = x.chunk(2, -1)\n"

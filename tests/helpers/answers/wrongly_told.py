@@ -43,7 +43,7 @@ ANSWERS = {
               "Exception:\n        ok[rank()] = 0\n    return (all_reduce(ok) == 0).nonzero().flatten().tolist()",
               "what is in place 2 on each rank")],
     "my_linears": [
-        _changed("my_linears", "// world_size()", "// 2", "its share is 96: which rank has less?")],
+        _changed("my_linears", "// world_size()", "// 2", "its share is 40: which rank has less?")],
     "my_rope": [
         Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice")],
     "my_apply_rope": [Wrong(_APPLY, "a rotation that fails must stop the engine")],
@@ -57,7 +57,7 @@ ANSWERS = {
     "MyCache": [
         Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",
                   "torch.cat([old_k, k])[-8:], torch.cat([old_v, v])[-8:]"),
-              "for k comes [8, 3, 4]; [tokens so far, kv_heads, head_dim] = [12, 3, 4] must come back")],
+              "= [20, 3, 4] must come back")],
     "MyPool": [
         Wrong(but(_POOL, "self.users[block] = 1", "self.users[block] = 1\n        self.users.append(0)"),
               "users is a list of 4; a list must hold how many use each of 3 blocks")],

@@ -23,8 +23,8 @@ def my_attend(attempt: Attempt, setting: Setting):
                                dtype=dtype).float()
         q, k, v = (one.float() for one in given)
         right = attend(q, k, v, mask, scaling)
-        nan = (f"{found.isnan().double().mean():.0%} NaN: is something multiplying 0 by -inf, is the mask the wrong "
-               "way round (True means: must not look), or is a softmax given nothing but -inf?")
+        nan = next((f"{found.isnan().double().mean():.0%} NaN; your line {line} is the first that makes some"
+                    for line, one in attempt.made[0] if one.isnan().any()), "")
         k_each, v_each = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = q @ k_each.mT * scaling
         masked = scores.masked_fill(mask, float("-inf"))
@@ -32,8 +32,8 @@ def my_attend(attempt: Attempt, setting: Setting):
             ("k", k_each), ("v", v_each)))
         with saying(f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: "):
             agree(found.nan_to_num(), right, attention_ways(q, k, v, mask, scaling) if dtype == exact else {},
-                  nan if found.isnan().any() else "", dims="sequence, query head, query", made=attempt.made[0],
-                  parts={f"the value of key {at}": v_each[:, :, at:at + 1] for at in range(keys)} | {
+                  nan, dims="sequence, query head, query", made=attempt.made[0],
+                  parts={} if nan else {f"the value of key {at}": v_each[:, :, at:at + 1] for at in range(keys)} | {
                       "the query": q}, steps={
                       **k_steps, "the scaled scores": scores, "the masked scores": masked,
                       "the weights": masked.softmax(-1), **v_steps}, within=1e-4 if dtype == exact else 0.05)
@@ -41,7 +41,7 @@ def my_attend(attempt: Attempt, setting: Setting):
     exact, shown = torch.float32, ((1, 1, 4, 5, 5, 16), (0,), torch.float32)
     for_each((((2, 3, 2, 4, 7, 9), (3, 2), exact), ((1, 2, 3, 1, 6, 8), (4,), exact),
               ((2, 4, 1, 3, 3, 6), (0, 0), exact), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16)), check,
-             lambda case: f"{case[0][1]} KV heads", shown=shown)
+             lambda case: f"{case[0][1]} KV heads", shown=("one KV head, as on fable's two ranks,", shown))
     setting.align(dtype="float32" if setting.dtype == "float64" else setting.dtype)
 
 

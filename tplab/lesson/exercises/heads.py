@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tplab.checks import counted, whole_number
+from tplab.checks import counted, spans, whole_number
 from tplab.lesson.attempt import Attempt, NotYet, kind, ranks_in_words, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
@@ -71,9 +71,8 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
                                 "where does this rank's part begin, counted in heads of the model?"))
     dealt = [head for q, _ in deal for head in q]
     if lost := [head for head in range(num_heads) if head not in dealt]:
-        raise NotYet(f"query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: "
-                     + ("what does floor division do with a remainder?" if num_heads % size else
-                        "where do the heads of the second rank begin?"))
+        raise NotYet(f"query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: " + ", ".join(
+            f"rank {rank} has {', '.join(spans(q)) or 'none'}" for rank, (q, _) in enumerate(deal)))
     if empty := [rank for rank, (q, _) in enumerate(deal) if not q]:
         raise NotYet(f"{ranks_in_words(empty, size)} without a query head")
     if len(dealt) > num_heads:

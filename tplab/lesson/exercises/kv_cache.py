@@ -3,6 +3,7 @@
 import torch
 
 from tplab.cache import ContiguousKVCache
+from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, Object, on_ranks, saying, several, tensor
 from tplab.lesson.compare import agree
 from tplab.lesson.exercises.rotation import numbers
@@ -32,7 +33,7 @@ def held(thing, seen: set[int] | None = None) -> dict[int, int]:
 def my_cache(attempt: Attempt, setting: Setting):
     """Three layers with two KV heads, five with three in bfloat16, in steps; then an engine that reads from it."""
     for layers, kv_heads, dim, steps, dtype in ((3, 2, 5, (4, 1, 2), torch.float32),
-                                                (5, 3, 4, (1, 1, 10), torch.bfloat16)):
+                                                (5, 3, 4, (1, 1, 18), torch.bfloat16)):
         _fill(attempt, layers, kv_heads, dim, steps, dtype)
     ckpt, ids = setting.checkpoint, setting.ids(12)
     plan = ShardPlan.from_config(ckpt.config, setting.tensor_parallel_size)
@@ -59,7 +60,7 @@ def _fill(attempt: Attempt, layers: int, kv_heads: int, dim: int, steps: tuple[i
             right_k, right_v = (one[:start + count] for one in whole[layer])
             k.copy_(right_k[start:])
             v.copy_(right_v[start:])
-            with saying(f"after {start} tokens and {count} more, append to layer {layer}: "):
+            with saying(f"after {counted(start, 'token')} and {count} more, append to layer {layer}: "):
                 found = several(cache.append(layer, k, v), "the pair k, v of all tokens so far")
                 if not (k.equal(right_k[start:]) and v.equal(right_v[start:])):
                     raise NotYet("it changes the k or v that it is given; they are still needed")

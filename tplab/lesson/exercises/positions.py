@@ -34,7 +34,7 @@ def my_positions(attempt: Attempt, setting: Setting):
             _judge(found, starts, counts)
 
     for_each((([3, 0, 3, 5], [5, 4, 1, 2]), ([6, 0], [1, 1]), ([2 ** 24], [5])), check,
-             lambda case: f"{len(case[0])} sequences", shown=([0, 8, 20], [6, 4, 1]))
+             lambda case: f"{len(case[0])} sequences", shown=("the text's example", ([0, 8, 20], [6, 4, 1])))
     setting.align_in_chunks()
 
 
@@ -57,14 +57,14 @@ def my_token_positions(attempt: Attempt, setting: Setting):
 def _judge(found: torch.Tensor, starts: list[int], counts: list[int]) -> None:
     total, each = sum(counts), [*zip(starts, counts)]
     right = _laid_out(each)
-    agree(found, right, {
+    yours = f"yours are {found.tolist()}, and {right.tolist()} are right"
+    agree(found, right, {f"{yours}: {says}": way for says, way in {
         "the rows are counted through, as if all were one sequence" if len(starts) > 1 else
         "counted from 0 again: where does the first of them stand?": (torch.arange(total), *[
             torch.arange(total) + starts[0]] * (len(starts) > 1)),
         "every sequence begins at 0: what has it in the cache already?": _laid_out([(0, count) for count in counts]),
-        "one too little: after n tokens, at 0 to n - 1, where does the next one stand?": right - 1,
-        "one too far: after n tokens, at 0 to n - 1, the next one stands at n": right + 1,
-    }, f"yours are {found.tolist()}, and {right.tolist()} are right", within=1e-9)
+        "one too little: n tokens are at 0 to n - 1": right - 1, "one too far: n tokens are at 0 to n - 1": right + 1,
+    }.items()}, yours, within=1e-9)
 
 
 def _laid_out(each: list[tuple[int, int]]) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from tplab.checks import counted
-from tplab.lesson.attempt import Attempt, for_each
+from tplab.lesson.attempt import Attempt, for_each, saying
 from tplab.lesson.compare import agree
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, original
@@ -76,28 +76,28 @@ def _as_rotation(answer) -> list[Patch]:
 def my_rotate_half(attempt: Attempt, setting: Setting):
     """Heads of 6, 10 and 8 numbers with two, three and no leading dimensions; then in the engine's rotation."""
     def check(shape):
-        x = numbers(*shape).to(torch.bfloat16 if len(shape) == 4 else torch.float32)
+        dtype = torch.bfloat16 if len(shape) == 4 else torch.float32
+        x = torch.arange(1.0, 1 + math.prod(shape)).pow(2).view(shape).to(dtype)
         dims = ", ".join(("batch", "tokens", "heads", "head_dim")[-len(shape):])
         half = shape[-1] // 2
         found = attempt.tensor(x, dims=dims, shape=shape, dtype=x.dtype)
         agree(found, halves(x), {
             f"neighbours are taken for pairs, numbers 0 and 1; here number 0 belongs to number {half}": neighbours(x),
-            "another dimension than the last is cut in two: which one holds the numbers of one head?":
-                tuple(halves(x.movedim(dim, -1)).movedim(-1, dim) for dim in range(x.dim() - 1)
-                      if x.shape[dim] % 2 == 0),
-        }, f"of a head's numbers [{' '.join(map(str, range(shape[-1])))}] it makes [{_became(found, x)}], and "
-           f"[{_became(halves(x), x)}] is a quarter turn")
+            **{f"x is {list(shape)}, and dimension {dim} is cut in two; dimension {x.dim() - 1} holds the numbers of a "
+               "head": halves(x.movedim(dim, -1)).movedim(-1, dim) for dim in range(x.dim() - 1)
+               if x.shape[dim] % 2 == 0},
+        }, f"x is {list(shape)}: of its first head, {_head(x)}, it makes {_head(found)}, and {_head(halves(x))} is a "
+           "quarter turn")
 
     size = setting.checkpoint.config.head_dim
-    for_each(((4, 2, 6), (2, 4, 2, 10), (8,)), check, lambda shape: f"heads of {shape[-1]} numbers", shown=(4, 3, size))
+    for_each(((4, 6, 6), (2, 4, 2, 10), (8,)), check, lambda shape: f"{len(shape)} dimensions",
+             shown=("the engine's 3 dimensions", (4, 3, size)))
     setting.align()
 
 
-def _became(found: torch.Tensor, x: torch.Tensor) -> str:
-    """Which numbers of the first head those of ``found`` are, and with which sign: ``"-2 -3 0 1"``."""
-    old, new = (one.reshape(-1, x.shape[-1])[0].tolist() for one in (x, found))
-    names = {sign * number: f"{'-' * (sign < 0)}{at}" for sign in (1, -1) for at, number in enumerate(old)}
-    return " ".join(names.get(number, "?") for number in new)
+def _head(x: torch.Tensor) -> str:
+    """The numbers of the first head: ``"[-3 -4 1 2]"``."""
+    return f"[{' '.join(f'{number:.4g}' for number in x.reshape(-1, x.shape[-1])[0].tolist())}]"
 
 
 def _as_tables(answer) -> list[Patch]:
@@ -123,6 +123,7 @@ def my_rope(attempt: Attempt, setting: Setting):
     """As many tokens as heads and not, positions in any order, another theta, bfloat16; then instead of the tables."""
     def check(case):
         (tokens, heads, dim), positions, theta = case
+        half, head = dim // 2, f"x {list(case[0])}, positions {positions}, theta {theta:g}: "
         dtype = torch.float32 if max(positions) < 256 else torch.bfloat16  # which has none between 39936 and 40192
         x, positions = numbers(tokens, heads, dim).to(dtype), torch.tensor(positions)
         right = angles(positions, theta, dim)
@@ -140,22 +141,30 @@ def my_rope(attempt: Attempt, setting: Setting):
                       "angles run?": turned(x, angles(positions[:heads], theta, dim).transpose(0, 1))}
         found = attempt.tensor(x, positions, theta, dims="tokens, heads, head_dim", shape=x.shape, dtype=x.dtype)
         if dtype == torch.bfloat16:
-            return agree(found, turned(x.float(), right), {}, "for x in bfloat16, position 40001 is turned by another "
-                         "angle than for float32: in which dtype are position and angle?", within=2e-2)
-        agree(found, turned(x, right), known, _off(found, x, positions, right), made=attempt.made[0], steps={
-            f"the speeds of the pairs, {', '.join(f'{speed:.3g}' for speed in speeds)}": speeds,
-            "the angles": (right, torch.cat([right, right], -1)), "their cosines": (right.cos(), cos),
-            "their sines": (right.sin(), sin), "x times cosine": x * cos, "the other half": halves(x),
-            "the other half times sine": halves(x) * sin})
+            return agree(found, turned(x.float(), right), {}, f"{head}x, in bfloat16, is turned by other angles than "
+                         "float32 gives: in which dtype are position and angle?", within=2e-2)
+        with saying(head):
+            agree(found, turned(x, right), known, _off(found, x, positions, right), made=attempt.made[0], steps={
+                f"the speeds of the pairs, {', '.join(f'{speed:.3g}' for speed in speeds)}": speeds,
+                "the angles": _ways(right, torch.cat([right, right], -1)), "their cosines": _ways(right.cos(), cos),
+                "their sines": _ways(right.sin(), sin), "x times cosine": _ways(x * cos, x[..., :half] * right.cos()),
+                "the other half": _ways(halves(x), x[..., half:]),
+                "the other half times sine": _ways(halves(x) * sin, x[..., half:] * right.sin())},
+                dims="token, head, number")
 
     size = setting.checkpoint.config.head_dim
     for_each((((5, 3, 6), [7, 2, 0, 11, 3], 500.0), ((3, 3, 10), [4, 9, 1], 10000.0), ((1, 4, 6), [23], 70.0),
               ((2, 3, 6), [40001, 40003], 10000.0)), check, lambda case: counted(case[0][0], "token"),
-             shown=((6, 4, size), list(range(6)), 10000.0))
+             shown=("positions 0 to 5", ((6, 4, size), list(range(6)), 10000.0)))
     rope = setting.checkpoint.config.hf.rope_parameters
     if rope["rope_type"] != "default":
         return f"in the small examples only, since {setting.checkpoint.name} scales its angles ({rope['rope_type']})"
     setting.align(dtype="float32" if setting.dtype == "float64" else setting.dtype)  # in which Hugging Face has its own
+
+
+def _ways(*made: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of all tokens at once, and in a loop of the first."""
+    return *made, *(one[0] for one in made)
 
 
 def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: torch.Tensor) -> str:

@@ -31,7 +31,8 @@ def column_shard(attempt: Attempt, setting: Setting):
             read_once(sources[number].taken, found.nbytes, head)
 
     for_each(((2, (12, 14), _FULL), (2, (12, 5), _FULL), (3, (11, 4), _FULL), (2, (7, 6), _FULL), (3, (11,), _FULL),
-              (2, (12,), _HALF)), check, lambda case: f"{case[0]} ranks")
+              (2, (12,), _HALF)), check,
+             lambda case: f"{'weights' if case[1][1:] else 'biases'} over {case[0]} ranks")
     _in_the_engine(setting)
 
 
@@ -53,8 +54,8 @@ def merged(attempt: Attempt, setting: Setting):
 
     for_each(((_qkv(8, 2, 2), (6,), _FULL), (_qkv(9, 3, 2), (5,), _FULL), (_qkv(8, 2, 3), (), _FULL),
               ([(name, dealt(7, 2), 7) for name in ("gate", "up")], (4,), _FULL),
-              (_qkv(9, 3, 2), (), _HALF)), check,
-             lambda case: f"{len(case[0][0][1])} ranks")
+              ([(name, dealt(total, 2), total) for name, total in (("a", 7), ("b", 5), ("c", 6))], (), _HALF)), check,
+             lambda case: f"{'weights' if case[1] else 'biases'} over {len(case[0][0][1])} ranks")
     _in_the_engine(setting)
 
 
@@ -81,15 +82,18 @@ def _judge_merged(found, fused: torch.Tensor, ranges, number: int, parts: list[t
     own = [[first[n] + row for row in rows] for n, rows in enumerate(held)]
     count, every = sum(map(len, held)), range(len(fused))
     blocks = {tuple(every[start:start + length]) for start in every for length in (count, len(every) // size)}
+    begins = " and ".join(f"{name} begins at row {at}" for (name, _), at in zip(parts, first) if at)
     orders = {f"the right rows in the order {'|'.join(parts[n][0] for n in order)}; the layer splits its output as "
               f"{names}": sum((own[n] for n in order), []) for order in permutations(range(len(parts)))}
     ways = {f"every rank takes the first rows of each of {names}; which rows are its own?":
             [first[n] + row for n, rows in enumerate(held) for row in range(len(rows))],
             f"a range counts the rows of its own source, and here all of them are taken from {names} as one":
                 [row for rows in held for row in rows],
+            f"the range of {parts[1][0]} is taken for {parts[-1][0]}, too":
+                [first[n] + row for n in range(len(held)) for row in held[min(n, 1)]],
             f"the offsets are divided by {size} once more; whose offset is rows.start already?":
                 [first[n] + row - rows.start + rows.start // size for n, rows in enumerate(held) for row in rows],
-            f"{names} is cut through as one block; which of them must each rank get a piece of?": blocks, **orders}
+            f"in {names}, {begins}; a rank has a piece of each": blocks, **orders}
 
     def label(places):
         runs = groupby(places, lambda place: max(n for n, row in enumerate(first) if row <= place))
