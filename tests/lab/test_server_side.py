@@ -216,7 +216,8 @@ def test_only_one_file_unpickles_and_what_it_reads_has_no_name():
     assert users == {"tplab/pool/preload.py": {"cloudpickle"}, "tplab/fast/compiled.py": {"pickle", "pickle.dumps"}}
     readers = {where for where, _, used in sources() if {"transfer.loads", "loads"} & used
                and where.startswith("tplab/")}
-    assert readers == {f"tplab/pool/{name}.py" for name in ("pool", "failures", "transfer", "watch", "worker")}, readers
+    own = "tplab/lesson/memory.py"  # reads what it has written itself: a copy of a learner's function
+    assert readers == {own, *(f"tplab/pool/{name}.py" for name in ("pool", "failures", "transfer", "watch", "worker"))}
 
 
 def test_no_collective_pickles():

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
@@ -21,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.failing import SOON
+from helpers.failing import SOON, descriptors
 
 from tplab.pool import RankPool
 from tplab.ranks import RankError, all_gather, all_reduce, barrier, broadcast, rank
@@ -110,7 +109,6 @@ def fine(who, before):
 
 
 FAULTS = (raises, killed, exits, skips, differs, loops, holds, gloo, unsendable, fine, "from outside", "interrupt")
-LINUX = sys.platform == "linux"
 SHORT = {loops: 0.2, holds: 0.2, gloo: 0.2}
 
 
@@ -119,22 +117,13 @@ def counts(pool):
     ranks = [psutil.Process(pid) for pid in pool.pids]
     return {
         "processes": len(psutil.Process().children(recursive=True)),
-        "descriptors": psutil.Process().num_fds() - _events(),
+        "descriptors": descriptors(),
         "descriptors of a rank": max(p.num_fds() for p in ranks),
         "threads of a rank": max(p.num_threads() for p in ranks),
         "files": len(os.listdir(pool._folder)),
         "folders": len(list(Path(pool._folder).parent.glob(f"tplab-{os.getpid()}-*"))),
         "shared memory": len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
     }
-
-
-def _events():
-    """Those of zmq, which other tests' kernels have left open in this process and which its threads exchange."""
-    count = 0
-    for name in os.listdir("/proc/self/fd") if LINUX else ():
-        with suppress(OSError):  # one of these threads has closed it
-            count += "[eventfd]" in os.readlink(f"/proc/self/fd/{name}")
-    return count
 
 
 def come_back_to(at_first, pool):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tplab.checks import spans
 from tplab.lesson.words import NotYet, is_learners
 
-_LITTLE = "What is off by so little has lost digits: in which dtype is it computed, or kept?"
+LITTLE = "What is off by so little has lost digits: in which dtype is it computed, or kept?"
 _MOST = 20_000, 500  # numbers of a tensor, and tensors, that are kept of one call
 Lines = Sequence[tuple[int, torch.Tensor]]
 
@@ -56,7 +56,7 @@ def agree(value, right, mistakes: Mapping[str, object], otherwise: str = "", wit
     gap = (value - right).abs().nan_to_num(torch.inf, torch.inf).max().item()
     near = min(most, gap / 50)  # what explains the value leaves next to nothing of the gap
     why = is_number and (related(value, right, near, names) or parts and made_of(value, right, near, names, parts))
-    otherwise = "" if why == _LITTLE else otherwise
+    otherwise = "" if why == LITTLE else otherwise
     lines = [otherwise or place, why or (place if otherwise and names else ""),
              right_lines({**(steps or {}), "the result": right}, made, most) if steps else ""]
     raise NotYet("\n".join(filter(None, lines)))
@@ -120,7 +120,7 @@ def related(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
         **{f"It is right, with {names[a]}s and {names[b]}s exchanged": many and value.shape[a] == value.shape[b] and
            same(right.transpose(a, b)) for a, b in combinations(dims, 2)},
         **{says: True for dim in dims if (says := _moved(value, right, most, dim, names[dim]))},
-        _LITTLE: (value - right).abs().max() < 5e-3 * right.abs().max(),
+        LITTLE: (value - right).abs().max() < 5e-3 * right.abs().max(),
         "The numbers are right, and stand in another order": many and same(
             right.flatten().sort().values[value.flatten().argsort().argsort()].view(value.shape))}
     return next((says for says, is_so in found.items() if is_so), "")

@@ -13,6 +13,7 @@ from tplab.errors import TplabError
 from tplab.lesson import progress_file
 from tplab.lesson.answers import greedy
 from tplab.lesson.attempt import Attempt, ranks_in_words
+from tplab.lesson.compare import LITTLE
 from tplab.lesson.limit import limited
 from tplab.lesson.memory import KEEPS
 from tplab.lesson.words import NotYet, first_cause, in_words
@@ -66,7 +67,7 @@ class Setting:
         if not self.report.ok:
             found, first = diagnose(self.report), self.report.first_divergence
             little = found.fault is None and first is not None and first.relative < 5e-3
-            asks = "\nWhat is off by so little has lost digits: in which dtype is it computed, or kept?" * little
+            asks = f"\n{LITTLE}" * little
             on = f", on {ranks_in_words(found.ranks, self.tensor_parallel_size)} only" if found.ranks else ""
             raise NotYet(f"in the engine{on}: {in_learners_words(found)}{asks}")
         return self.report
