@@ -226,8 +226,9 @@ def test_the_tests_and_the_doctor_are_run_by_the_environments_python(fresh, monk
     fresh.doctor([])
     fresh.test([])
     fresh.test(["--browser"])
+    fresh.test(["--forms"])
     assert became == [(python, "-m", "tplab.lab.doctor"), (python, "-m", "tplab.lab.testing"),
-                      (python, "-m", "tplab.lab.testing", "--browser")]
+                      (python, "-m", "tplab.lab.testing", "--browser"), (python, "-m", "tplab.lab.testing", "--forms")]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])

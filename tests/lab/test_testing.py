@@ -54,13 +54,14 @@ def test_after_an_interrupt_no_other_part_begins(monkeypatch):
 
 
 def test_every_file_of_tests_is_run_and_the_engines_in_each_form():
-    (_, tests), (_, notebooks), *forms = testing.PARTS.values()
+    (_, tests), (_, notebooks) = testing.PARTS.values()
     assert tests[-1] == "tests" and not any(word.startswith("--ignore") for word in tests) and "--nbval" in notebooks
     files = [path for path in notebooks if path.startswith("notebooks/")]
     assert sorted(files) == sorted(f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb"))
     assert files.index("notebooks/06_full_tp_generate.ipynb") < files.index("notebooks/05_paged_kv.ipynb")
-    assert [settings for settings, _ in forms] == [testing.AVX2, testing.OFF]
-    paths = [path.removeprefix("--ignore=").split("::") for _, options in testing.PARTS.values() for path in options]
+    assert [settings for settings, _ in testing.FORMS.values()] == [testing.AVX2, testing.OFF]
+    parts = (testing.PARTS | testing.FORMS).values()
+    paths = [path.removeprefix("--ignore=").split("::") for _, options in parts for path in options]
     assert all((ROOT / file).exists() for file, *_ in paths if file.split("/")[0] in ("tests", "notebooks"))
     assert all(f"def {name}(" in (ROOT / file).read_text() for file, *names in paths for name in names)
 

@@ -1,8 +1,10 @@
-"""``./launch test``: the unit tests, every notebook against its stored text, and the engine's tests in other forms.
+"""``./launch test``: the unit tests, and every notebook against its stored text.
 
 Some of them want the real model, smollm2: it is fetched first, once.
 
-With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
+With ``--forms``, instead, the engine's tests once more: what is compiled for a processor, held to AVX2 as on an older
+one, and with the fast path off. With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees
+them.
 
 Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
 than half of the time of one after the other. The tests of one file stay with one worker, for they share what is set up.
@@ -24,7 +26,6 @@ from tplab.files import replace_unprintable
 from tplab.pool import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is compiled for a processor is tested in three forms: for this one, held to AVX2 as on an older one, and off.
 OFF = {"TPLAB_FAST": "0"}
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,"
         "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -45,12 +46,10 @@ def by_run_time() -> list[str]:
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
-         "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()]),
-         "engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant/test_invariant_sums.py",
-                                         "tests/invariant/test_invariant_engine.py::test_on_real_ranks", ON_A_POOL,
+         "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()])}
+FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
-         "engine, with the fast path off": (OFF, ["tests/llm/test_llm_generate.py", "tests/llm/test_llm_multi_step.py",
-                                                  "tests/llm/test_llm_sampling.py", ON_A_POOL])}
+         "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
 
 
 def pytest_command(options: list[str]) -> list[str]:
@@ -99,11 +98,11 @@ def fetch_smollm2() -> None:
         print(f"launch test: smollm2 is missing, so tests are skipped and notebook 06 fails: {error}", flush=True)
 
 
-def main() -> str | None:
+def main(parts: dict[str, tuple[dict, list[str]]] = PARTS) -> str | None:
     """What failed, in one sentence; None if nothing did. Every part is run, also after another one has failed."""
     fetch_smollm2()
     failed = []
-    for part, (settings, options) in PARTS.items():
+    for part, (settings, options) in parts.items():
         print(f"launch test: {part}", flush=True)
         if code := run_part(settings, options):
             failed.append(f"{part} (pytest's exit code {code})")
@@ -115,6 +114,7 @@ def main() -> str | None:
 if __name__ == "__main__":
     replace_unprintable()
     try:
-        sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main())
+        parts = FORMS if "--forms" in sys.argv[1:] else PARTS
+        sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main(parts))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -13,7 +13,7 @@ import torch
 
 from tplab.checks import counted, quoted
 from tplab.lesson.compare import Made
-from tplab.lesson.memory import Memory, same
+from tplab.lesson.memory import Memory
 from tplab.lesson.words import CALLED, NotYet, in_words, is_learners
 from tplab.ranks import OpRecord, logical_ranks, op_log, rank
 from tplab.ranks.context import inside_rank
@@ -64,7 +64,7 @@ class Attempt:
             at = f"your line {log[0].line}" if is_learners(log[0].file) else "it"
             raise NotYet(f"{at} calls {log[0]}; no collective belongs here: each rank has what this function needs")
         for name, arg, after in zip(self.takes, args, given):
-            if name not in self.writes and not same(arg, after):
+            if name not in self.writes and not _same(arg, after):
                 raise NotYet(f"it {'returns nothing, and ' * (result is None)}changes its argument {name}, which its "
                              "caller still needs: work on a copy")
         return result
@@ -73,7 +73,7 @@ class Attempt:
         """The argument that the latest call returned as it was, if it returned one."""
         args, result = self.latest.get(0, ((), None))
         return next((name for name, arg in zip(self.takes, args) if isinstance(arg, torch.Tensor)
-                     and isinstance(result, torch.Tensor) and result.device == arg.device and same(arg, result)), "")
+                     and isinstance(result, torch.Tensor) and result.device == arg.device and _same(arg, result)), "")
 
     def unread(self, spare: str) -> list[str]:
         """The parameters, besides ``spare``, that no line of a function reads."""
@@ -273,6 +273,21 @@ def kind(value) -> str:
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__} itself"
     text, of = quoted(value), type(value).__name__
     return f"an object of the class {of}" if " at 0x" in text or "\n" in text else f"{text} ({of})"
+
+
+def _same(a, b) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and (torch.equal(a, b) or a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, int | float | str | bytes | bool | range | set | frozenset | type(None)):
+        return a == b
+    return True  # an object of the check's own: it watches itself
 
 
 @contextmanager
