@@ -94,7 +94,7 @@ def measure_machines(config, sizes: Iterable[int], dtype: torch.dtype) -> dict[i
             own[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST], dtype,
                                                 **options) for count in TINY_LAYERS))
             if size > 1:
-                small, large = (max(pool.run(_reduce, count)) for count in MESSAGES)
+                small, large = (max(pool.run(reduce_seconds, count)) for count in MESSAGES)
                 byte[size] = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
             if size in near.values():
                 plans[size] = ShardPlan.from_config(config, size)
@@ -172,7 +172,7 @@ def _step_seconds(pool: RankPool, sizes: dict, kinds: Sequence[Kind], dtype: tor
             return {kind: kind.seconds(llm, REPEATS) for kind in kinds}
 
 
-def _reduce(size: int) -> float:
+def reduce_seconds(size: int) -> float:
     """On a rank: seconds of an all-reduce of ``size`` bytes, of many that follow each other, as in a step."""
     t, times = torch.zeros(size // 4), []
     for _ in range(10):
