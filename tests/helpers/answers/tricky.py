@@ -216,7 +216,7 @@ def generate(self, input_ids, max_new_tokens):
               "cos, "
               "sin, point): return hidden", "what it returns: hidden comes back as it went in"),
         Wrong(layer("> torch.arange(start, len(k))", "> torch.arange(len(k) - start)"),
-              "begin behind the tokens that are. Right up to 'k_rope', your line 40"),
+              "begin behind the cached tokens. Right up to 'k_rope', your line 40"),
         Wrong(layer("all_reduce(out.flatten(1) @ self.o.T)", "out.flatten(1) @ self.o.T"),
               "reduced, or the result was thrown away, or read too early. Right up to 'attn', your line 43"),
         Wrong(layer("all_reduce(inner @ self.down.T)", "all_reduce(all_reduce(inner @ self.down.T))"),

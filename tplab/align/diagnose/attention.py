@@ -248,8 +248,8 @@ def nothing_to_see(case: Case) -> Diagnosis | None:
                               "is 0 / 0.", **dict(zip(("nan_share", "nan"), numbers)))
 
 
-NO_MASK = Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No mask is "
-                  "applied.", {"rule": lambda query, key, keys: key < keys},
+NO_MASK = Mistake("no_mask", "Attention fits a softmax over all keys there are: tokens see the future. No key is "
+                  "hidden.", {"rule": lambda query, key, keys: key < keys},
                   rows=lambda case: case.num_keys > case.positions + 1)  # a decoded row has no later keys
 NEXT_TOO = _off_by_one(1, "each token also sees the next one")
 MISUSED = tuple(_weighed("mask_misused", "The mask was " + says, weigh) for says, weigh in (
@@ -372,7 +372,7 @@ ATTENTION = (
                          "read",
                          lambda query, key, keys: (key <= query) & (key >= calls(query, keys)[0])),
            _past("mask_without_past", "row i of a call sees the keys 0 to i, as if nothing were in the cache; the "
-                 "mask's diagonal must begin behind the tokens that are",
+                 "mask's diagonal must begin behind the cached tokens",
                  lambda query, key, keys: key <= query - calls(query, keys)[0]),
            _past("no_mask", "the first call is masked, the later ones are not: their tokens see the future",
                  lambda query, key, keys: torch.where(calls(query, keys)[0] > 0, key < keys, key <= query)),
