@@ -7,7 +7,7 @@ import urllib.request
 SECONDS = 150  # that anything may take on a busy machine
 # Messages of JupyterLab's own, which come with an empty notebook as well.
 NOT_OURS = ("favicon", "/api/kernels/", "lsp/status", "WebSocket", "ResizeObserver", "/api/workspaces/",
-            "Canceled future")  # of a notebook that was closed while its kernel began
+            "Canceled future", "Disposed")  # of a notebook that was closed while its kernel began, or its cells
 
 
 def wait_for(condition, seconds=SECONDS):

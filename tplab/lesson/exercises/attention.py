@@ -32,7 +32,7 @@ def my_attend(attempt: Attempt, setting: Setting):
             ("k", k_each), ("v", v_each)))
         with saying(f"{kv_heads} KV heads, {group} query heads each, {queries} queries, {keys} keys: "):
             agree(found.nan_to_num(), right, attention_ways(q, k, v, mask, scaling) if dtype == exact else {},
-                  nan, dims="sequence, query head, query", made=attempt.made[0],
+                  nan, dims="" if nan else "sequence, query head, query", made=attempt.made[0],
                   parts={} if nan else {f"the value of key {at}": v_each[:, :, at:at + 1] for at in range(keys)} | {
                       "the query": q}, steps={
                       **k_steps, "the scaled scores": scores, "the masked scores": masked,

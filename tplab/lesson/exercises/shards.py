@@ -91,7 +91,7 @@ def _judge_merged(found, fused: torch.Tensor, ranges, number: int, parts: list[t
                 [row for rows in held for row in rows],
             f"the range of {parts[1][0]} is taken for {parts[-1][0]}, too":
                 [first[n] + row for n in range(len(held)) for row in held[min(n, 1)]],
-            f"the offsets are divided by {size} once more; whose offset is rows.start already?":
+            f"each piece begins at rows.start / {size}, as rank · len(rows) does, too: where does rows begin?":
                 [first[n] + row - rows.start + rows.start // size for n, rows in enumerate(held) for row in rows],
             f"in {names}, {begins}; a rank has a piece of each": blocks, **orders}
 

@@ -102,7 +102,7 @@ def my_best_offer(attempt: Attempt, setting: Setting):
     tie, hair, nan = 2.5, 1.0, float("nan")
     for size, scores in (
             (3, [[-8.0, -2.0, -7.0], [5.0, 1.0, 2.0], [1.0, 0.5, 7.0], [0.5, tie, tie]]),
-            (2, [[-3.0, -1.0], [-2.0, -4.0], [tie, tie]]), (3, [[1.0, 2.0, 0.0]]),
+            (2, [[-3.0, -1.0], [-2.0, -4.0], [tie, tie]]), (3, [[1.0, 2.0, 0.0]]), (2, [[-1.0, 2.0]]),
             (2, [[hair, hair + 1e-12], [3.0, 1.0], [0.0, 4.0]]), (2, [[math.inf, nan]]),
             (3, [[1.0, nan, 2.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])):
         table = torch.tensor(scores, dtype=torch.float64)
