@@ -219,8 +219,8 @@ def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, colum
                 raise NotYet(f"rank {rank} holds no {name}: {_counts(shares)}. Can they be dealt out more evenly?")
             if strange := [i for i in held if not 0 <= i < there]:
                 if held == [held[0], there]:
-                    raise NotYet(f"rank {rank} gets {tuple(held)}, which is {name}s {held[0]} and {there}, and they are "
-                                 f"0 to {there - 1}: give range({held[0]}, {there}), or a list of all of them")
+                    raise NotYet(f"rank {rank} gets {tuple(held)}, which is {name}s {held[0]} and {there}, and they "
+                                 f"are 0 to {there - 1}: give range({held[0]}, {there}), or a list of all of them")
                 raise NotYet(f"rank {rank} holds {name} {strange[0]}, and they are 0 to {there - 1}: with "
                              f"enable_expert_parallel={whole}, the {'experts' if whole else 'columns'} are dealt out, "
                              f"and every rank has all {'columns' if whole else 'experts'}")
