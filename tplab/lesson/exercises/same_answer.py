@@ -217,10 +217,7 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
         for ranks in (1, 2, 3, 4):
             shares = split_evenly(count, ranks)
             with saying(f"{count} leaves on {counted(ranks, 'rank')}: "):
-                ran = on_ranks(ranks, with_its_own, attempt, [leaves[s.start:s.stop].clone() for s in shares],
-                               [shares] * ranks, waits="Does every rank come to the collective?", asks={
-                                   "dim 1": "The leaves are dim 0, the tokens dim 1 and the hidden numbers dim 2",
-                                   "calls all_gather": "sizes=[…] has a number for each rank: how many leaves it has"})
+                ran = _summed(attempt, leaves, shares)
             sums.append(ran[0][0] if large else _judge_sum(ran, leaves, shares))
         if large and not all(torch.equal(value, sums[0]) for value in sums):
             raise NotYet("nine leaves, two of which are 1e20 and -1e20: the sum differs on 1, 2, 3 and 4 ranks\n"
@@ -235,8 +232,7 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
                                  "same ones if it had other leaves?"))
     leaves, shares = torch.rand(9, 3, 4, generator=torch.Generator().manual_seed(1)), split_evenly(9, 2)
     with saying("called again, with other leaves: "):
-        _judge_sum(on_ranks(2, with_its_own, attempt, [leaves[s.start:s.stop].clone() for s in shares], [shares] * 2),
-                   leaves, shares)
+        _judge_sum(_summed(attempt, leaves, shares), leaves, shares)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
 
     def answers(ranks):
@@ -249,6 +245,14 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
     with saying("in the engine: "):
         if answers(max(2, setting.tensor_parallel_size)) != answers(1):
             raise NotYet("the log probabilities differ in their bits from one rank's, though nine leaves were right")
+
+
+def _summed(attempt: Attempt, leaves: torch.Tensor, shares: list[range]) -> list[tuple]:
+    """What each rank makes of its own leaves, and its collectives."""
+    return on_ranks(len(shares), with_its_own, attempt, [leaves[share.start:share.stop].clone() for share in shares],
+                    [shares] * len(shares), waits="Does every rank come to the collective?", asks={
+                        "dim 1": "The leaves are dim 0, the tokens dim 1 and the hidden numbers dim 2",
+                        "calls all_gather": "sizes=[…] has a number for each rank: how many leaves it has"})
 
 
 def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
