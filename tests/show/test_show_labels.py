@@ -31,7 +31,7 @@ FIGURES = {
                   ("where it is measured: embedding, each layer's output, final norm, logits", DIFFERENCE),
                   ["after 01: first outside at layers.1.q_rope", "finished: inside the floor"]),
     "points": (lambda **given: show.points_figure({"a": BROKEN, "b": FIXED}, **given),
-               "Layer 1: where each one leaves Hugging Face",
+               "Layer 1: first off the floor: q_rope (a), none (b)",
                ("points of layer 1, in the order of the computation", DIFFERENCE), ["a", "b"]),
     "positions": (lambda **given: show.position_figure({"a": positions(FOURS), "b": positions(FOURS + 1)}, **given),
                   "layers.0.q_rope, token by token", ("position of the token in the prompt", DIFFERENCE), ["a", "b"]),

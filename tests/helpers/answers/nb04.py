@@ -16,10 +16,6 @@ def mask(line):
     return f"def my_mask(positions, keys): {line}"
 
 
-def token(line):
-    return f"def my_token_positions(segment): {line}"
-
-
 _SCORES = "scores = q @ k.transpose(2, 3) * scaling"
 _HIDE = "scores = scores.masked_fill(mask, float('-inf'))"
 _OUT = "return torch.softmax(scores, dim=-1) @ v"
@@ -29,24 +25,6 @@ _JOIN = ("old_k, old_v = self.k[layer], self.v[layer]",
          "return self.k[layer], self.v[layer]")
 
 ANSWERS = {
-    "my_token_positions": [
-        Wrong(token("return range(segment.count)"), "counted from 0 again"),
-        Wrong(token("return range(segment.start + 1, segment.start + segment.count + 1)"),
-              "one too far: n tokens are at 0 to n - 1"),
-        Wrong(token("return range(segment.start - 1, segment.start + segment.count - 1)"), "one too little"),
-        Wrong(token("return range(segment.start, segment.count)"),
-              "yours are [], and [6] are right"),
-        Wrong(token("return range(segment.start + segment.count)"), "yours are [0, 1, 2, 3, 4, 5, 6], and [6] are rig"),
-        Wrong(token("return [segment.start]"), "yours are [0], and [0, 1, 2, 3, 4] are right"),
-        Wrong(token("return range(segment.start, segment.start + segment.count + 1)"), "yours are [0, 1, 2, 3, 4, 5],"),
-        Wrong(token("return segment.start + segment.count"),
-              "5 (int); a list of whole numbers must come back, or a range of them"),
-        Wrong(token("return segment.positions"), "AttributeError: 'Segment' object has no attribute 'positions'"),
-        Wrong(token("return [p * 2 for p in range(segment.start, segment.start + segment.count)]"),
-              "Every number is 2 times what it must be"),
-        Right(token("return [segment.start + i for i in range(segment.count)]")),
-        Right(token("return torch.arange(segment.count) + segment.start")),
-    ],
     "my_attend": [
         Wrong("def my_attend(q, k, v, mask, scaling): return q", "What comes back is q, as it went in"),
         Wrong(attend(_SCORES, _HIDE, _OUT, copies="n = q.shape[1] // k.shape[1]; "

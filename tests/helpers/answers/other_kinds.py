@@ -35,7 +35,7 @@ _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "=
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
           "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 0] are right",
-          "my_token_positions": "yours are [0, 1, 2, 3, 4], and [6] are right", "my_key": "the key is its parent's",
+          "my_key": "the key is its parent's",
           "my_best_offer": "= [3] must come back", "my_generate": "step is never called",
           "my_row_shard": "columns 0–1 come back where", "my_load": "rank 1's", "my_spread": "how could it know?",
           "my_agree": "does its work 0 times", "my_rounds": "writes 0 times in 1 round"}

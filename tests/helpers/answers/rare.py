@@ -3,7 +3,7 @@
 from helpers.answers import Right, Wrong
 from helpers.answers.nb02 import _EVEN_Q, _LINEARS, _READ, _heads
 from helpers.answers.nb03 import _BACK, _CALL, _EACH, apply_rope, half, positions, rope
-from helpers.answers.nb04 import mask, token
+from helpers.answers.nb04 import mask
 
 _TWO = (2,)  # ranks, where other numbers of them bring nothing new
 _PART = "y = x @ up[start:stop].T @ down[:, start:stop].T"
@@ -109,6 +109,4 @@ def my_heads(num_heads, num_kv_heads, ranks):
         Wrong(positions("return torch.cat([torch.arange(s, s + 2 * c, 2) for s, c in zip(starts, counts)])"),
               "yours are [3, 5, 7, 9, 11, 0, 2, 4, 6, 3, 5, 7], and [3, 4, 5, 6, 7, 0, 1, 2, 3"),
         Right(positions(f"return torch.cat({_EACH}).int()"))],
-    "my_token_positions": [
-        Right(token("return tuple(range(segment.start, segment.start + segment.count))"))],
 }

@@ -89,11 +89,6 @@ def my_attend(q, k, v, mask, scaling):
         Wrong("def my_mask(positions, keys): return torch.ones(len(positions), 1, positions.shape[1], keys, dtype=torch"
               ".bool).triu(keys - positions.shape[1] + 1)", "the last query does not always stand at the last key"),
     ],
-    "my_token_positions": [
-        Wrong("def my_token_positions(segment): return range(segment.start, segment.start + segment.count - 1)",
-              "yours are [0, 1, 2, 3], and [0, 1, 2, 3, 4] are right"),
-        Wrong("def my_token_positions(segment): return range(10**12)", "far more than follow"),
-    ],
     "MyCache": [
         Wrong("""
 class MyCache:

@@ -50,9 +50,6 @@ ANSWERS = {
     "my_positions": [
         Wrong("def my_positions(starts, counts): return torch.arange(starts[0], starts[0] + sum(counts))",
               "the rows are counted through, as if all were one sequence")],
-    "my_token_positions": [
-        Wrong("def my_token_positions(segment):\n    return range(segment.start, segment.start + "
-              "len(segment.block_ids))", "yours are [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], and [0, 1, 2, 3, 4] are righ")],
     "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "with scaling ** 0.5, and scaling")],
     "MyCache": [
         Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",

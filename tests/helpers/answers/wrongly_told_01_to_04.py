@@ -114,9 +114,4 @@ ANSWERS = {
     "my_mask": [
         _changed("my_mask", "def my_mask(positions, keys):", "first = {}\ndef my_mask(positions, keys):\n"
                  "    positions = first.setdefault((positions.shape, keys), positions)", _KEEPS)],
-    "my_token_positions": [
-        Wrong("at = [0]\ndef my_token_positions(segment):\n    first = at[0] if segment.start else 0\n"
-              "    at[0] = first + segment.count\n    return range(first, at[0])", _KEEPS, (2,)),
-        Wrong("def my_token_positions(segment):\n    first = segment.start + rank()\n"
-              "    return range(first, first + segment.count)", "in the engine, on rank 1 only: RoPE is right", (2,))],
 }

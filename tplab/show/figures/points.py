@@ -9,6 +9,8 @@ from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import STAGES, Picture, looks, picture, styled
 from tplab.show.phrases import ShowError, describe_point, distance, dtype_name
 
+_TITLE = 90  # characters that fit above the figure
+
 
 @styled
 def points_figure(reports, layer: int | None = None, title: str | None = None) -> Picture:
@@ -68,7 +70,12 @@ def _draw(ax, points, floors) -> None:
 
 def _finding(points, layer) -> str:
     if len(points) > 1:
-        return f"Layer {layer}: where each one leaves Hugging Face"
+        first = {label: next((p.name.rpartition(".")[2] for p in some if not p.inside), "none")
+                 for label, some in points.items()}
+        said = f"Layer {layer}: first off the floor: " + ", ".join(
+            f"{name} ({', '.join(label for label in first if first[label] == name)})"
+            for name in dict.fromkeys(first.values()))
+        return said if len(said) <= _TITLE else f"Layer {layer}: where each one leaves Hugging Face"
     by_name = {p.name.rpartition(".")[2]: p.inside for p in next(iter(points.values()))}
     outside = [name for name, inside in by_name.items() if not inside]
     if not outside:
